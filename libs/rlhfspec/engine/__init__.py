@@ -1,0 +1,21 @@
+"""The generation engine. `from rlhfspec.engine import Engine, SamplingParams` is all a person types first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlhfspec.engine.base import Completion, EngineProtocol, EngineStats, Request, StepReport
+from rlhfspec.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from rlhfspec.engine.core import Engine
+
+__all__ = ["Completion", "Engine", "EngineProtocol", "EngineStats", "Request", "SamplingParams", "StepReport"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Engine":  # torch is imported only by those who generate
+        from rlhfspec.engine.core import Engine
+
+        return Engine
+    raise AttributeError(name)
