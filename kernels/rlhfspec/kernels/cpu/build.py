@@ -1,0 +1,269 @@
+"""Builds and loads the C++ kernels: once per machine, for every instruction set, chosen at run time.
+
+Every `csrc/*.cpp` is compiled for AVX2 and for AVX-512 (a file named `*_amx.cpp` or `*_avx512bf16.cpp` for that set
+only) and linked into one library; an exported `name` becomes `name_avx2`, `name_avx512`, ... The library is cached by
+content under `$RLHFSPEC_CACHE` (default ~/.cache/rlhfspec). There is always a way without it: every kernel has a torch
+twin, used when `load()` returns None.
+
+    RLHFSPEC_NATIVE=0              never use the kernels
+    RLHFSPEC_KERNEL_LIBRARY=FILE   use this one (container images prebuild: python -m rlhfspec.kernels.cpu.build)
+    RLHFSPEC_ISA=avx2|avx512       force the instruction set
+
+Example:
+    >>> from rlhfspec.kernels.cpu import build
+    >>> kernel = build.function("rms_norm")   # a ctypes function, or None: then build.unavailable_reason() says why
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch  # loaded before our library, so that both share one OpenMP pool (libgomp.so.1)
+
+SOURCE_DIR = Path(__file__).parent / "csrc"
+# Never -Ofast or -ffast-math: at link time they switch the whole process to flush-to-zero. No contraction: only the
+# fused multiply-adds that we wrote, so that every instruction set gives the same bits.
+COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-Wall")
+AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
+ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": AVX512_FLAGS,
+    "amx": (*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"),
+    "avx512bf16": (*AVX512_FLAGS, "-mavx512bf16"),
+}
+ISA_FEATURES: dict[str, frozenset[str]] = {  # as /proc/cpuinfo spells them
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}),
+    "amx": frozenset({"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    "avx512bf16": frozenset({"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+}
+GENERAL_ISAS = ("avx512", "avx2")  # best first; every file without an instruction set in its name has both
+
+
+class BuildError(RuntimeError):
+    """The compiler refused; the message is its first complaint."""
+
+
+# ---- the machine ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _cpuinfo() -> dict[str, str]:
+    path = Path("/proc/cpuinfo")
+    first = path.read_text().split("\n\n", 1)[0] if path.exists() else ""
+    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def cpu_features() -> frozenset[str]:
+    """What /proc/cpuinfo lists as flags; empty where there is no such file.
+
+    >>> "avx2" in cpu_features() or platform.machine() != "x86_64"
+    True
+    """
+    return frozenset(_cpuinfo().get("flags", "").split())
+
+
+def cpu_vendor() -> str:
+    """'GenuineIntel', 'AuthenticAMD', ... or ''."""
+    return _cpuinfo().get("vendor_id", "")
+
+
+def cpu_name() -> str:
+    return _cpuinfo().get("model name", platform.machine())
+
+
+def supports(isa: str) -> bool:
+    """Does this CPU run code built for `isa`?"""
+    return ISA_FEATURES[isa] <= cpu_features()
+
+
+def best_isa() -> str | None:
+    """The instruction set of the general kernels: RLHFSPEC_ISA, or the best this CPU has, or None."""
+    forced = os.environ.get("RLHFSPEC_ISA")
+    if forced is None:
+        return next((isa for isa in GENERAL_ISAS if supports(isa)), None)
+    if forced not in GENERAL_ISAS or not supports(forced):
+        have = [isa for isa in GENERAL_ISAS if supports(isa)]
+        raise ValueError(f"RLHFSPEC_ISA: must be one of {have} on this CPU (got {forced!r})")
+    return forced
+
+
+# ---- compiling ------------------------------------------------------------------------------------------------------
+
+
+def _compiler() -> str | None:
+    names = (os.environ.get("CXX"), "g++", "c++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+@functools.cache
+def _compiler_version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("RLHFSPEC_CACHE", Path.home() / ".cache" / "rlhfspec")) / "kernels"
+
+
+def _isas_of(source: Path) -> tuple[str, ...]:
+    """
+    >>> _isas_of(Path("linear_amx.cpp")), _isas_of(Path("norm.cpp"))
+    (('amx',), ('avx512', 'avx2'))
+    """
+    special = [isa for isa in ISA_FLAGS if isa not in GENERAL_ISAS and source.stem.endswith(f"_{isa}")]
+    return tuple(special) or GENERAL_ISAS
+
+
+def _units() -> list[tuple[Path, str]]:
+    """What to compile: (source, instruction set)."""
+    return [(source, isa) for source in sorted(SOURCE_DIR.glob("*.cpp")) for isa in _isas_of(source)]
+
+
+def _unit_key(compiler: str, source: Path, isa: str) -> str:
+    """Changes when anything that decides the object code changes: compiler, flags, headers, source."""
+    digest = hashlib.sha256()
+    for text in (_compiler_version(compiler), " ".join((*COMMON_FLAGS, *ISA_FLAGS[isa])), isa):
+        digest.update(text.encode())
+    for path in (*sorted(SOURCE_DIR.glob("*.h")), source):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _run_compiler(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.splitlines()
+        raise BuildError(next((line for line in lines if "error" in line), done.stderr[:200]))
+
+
+def _publish(path: Path, make: Callable[[str], None]) -> None:
+    """Makes a file under a temporary name and renames it: two processes may build at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    os.close(handle)
+    try:
+        make(temporary)
+        os.chmod(temporary, 0o755)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _compile(compiler: str, source: Path, isa: str, path: Path) -> None:
+    if not path.exists():
+        flags = [*COMMON_FLAGS, *ISA_FLAGS[isa], f"-DRS_ISA={isa}"]
+        _publish(path, lambda out: _run_compiler([compiler, *flags, "-c", str(source), "-o", out]))
+
+
+def build() -> Path:
+    """The library for the present sources, built now unless it is in the cache. Raises BuildError."""
+    compiler = _compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler (g++ or $CXX) found")
+    units = _units()
+    keys = [_unit_key(compiler, source, isa) for source, isa in units]
+    library = _cache_dir() / f"{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    print("rlhfspec: building the CPU kernels (once) ...", file=sys.stderr, flush=True)
+    objects = [_cache_dir() / "objects" / f"{key}.o" for key in keys]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(_compile, compiler, *unit, path) for unit, path in zip(units, objects, strict=True)]
+        for job in jobs:
+            job.result()
+    inputs = [str(path) for path in objects]
+    _publish(library, lambda out: _run_compiler([compiler, "-shared", "-fopenmp", *inputs, "-o", out]))
+    return library
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """(library, "") or (None, one line that says why)."""
+    if os.environ.get("RLHFSPEC_NATIVE", "1") == "0":
+        return None, "switched off by RLHFSPEC_NATIVE=0"
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None, f"no kernels for {sys.platform} on {platform.machine()}"
+    if best_isa() is None:
+        return None, "this CPU has no AVX2"
+    prebuilt = os.environ.get("RLHFSPEC_KERNEL_LIBRARY")
+    if prebuilt:
+        return ctypes.CDLL(prebuilt), ""  # asked for by name: if it is missing or broken, say so at once
+    try:
+        return ctypes.CDLL(str(build())), ""
+    except (BuildError, OSError) as error:
+        print(f"rlhfspec: no CPU kernels, using plain torch: {error}", file=sys.stderr, flush=True)
+        return None, str(error)
+
+
+def load() -> ctypes.CDLL | None:
+    """The kernel library, or None when this machine cannot have it (see `unavailable_reason`)."""
+    return _load()[0]
+
+
+def unavailable_reason() -> str:
+    """Why `load()` returns None; empty when it does not."""
+    return _load()[1]
+
+
+def function(name: str, isa: str | None = None) -> Any:
+    """The ctypes function `name` for `isa` (default: the best of the general ones); None without a library.
+
+    Set `argtypes` on what you get; `restype` is None (kernels return nothing) unless you change it.
+    """
+    library = load()
+    if library is None:
+        return None
+    found = getattr(library, f"{name}_{isa or best_isa()}")
+    found.restype = None
+    return found
+
+
+# ---- threads and memory ---------------------------------------------------------------------------------------------
+
+_num_threads: int | None = None
+
+
+def num_threads() -> int:
+    """Threads of every kernel call: what `set_num_threads` said, else torch's own number."""
+    return _num_threads if _num_threads is not None else torch.get_num_threads()
+
+
+def set_num_threads(count: int | None) -> None:
+    """`count` threads from now on; None follows torch again. No result depends on it, by a single bit."""
+    global _num_threads
+    if count is not None and count < 1:
+        raise ValueError(f"num_threads: must be >= 1 (got {count})")
+    _num_threads = count
+
+
+def tune_malloc() -> bool:
+    """Makes glibc keep freed memory. By default it returns every large activation to the system after each operation,
+    and a forward pass spends up to 1.7x its time on page faults. True when the allocator took the settings."""
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_* of <malloc.h>
+    settings = ((mmap_threshold, 1 << 30), (trim_threshold, (1 << 31) - 1), (top_pad, 256 << 20))
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # not glibc
+        return False
+    results = [mallopt(option, value) for option, value in settings]  # all of them, even if one is refused
+    return all(result == 1 for result in results)
+
+
+if __name__ == "__main__":
+    print(build())
