@@ -1,0 +1,315 @@
+"""Paged tree attention: every new token of every sequence in one call, over a token-addressed KV cache.
+
+`tree_attention` dispatches: CUDA tensors to the Triton kernel, float32 CPU tensors to the C++ kernel, everything else
+to `tree_attention_reference`, the slow and obvious twin that both are tested against. docs/kernels.md draws the layout
+and states what is promised about bits.
+
+Example: two sequences of one prompt token each; the second carries a tree node behind it.
+    >>> meta = AttentionMeta(
+    ...     slots=torch.tensor([0, 16, 17], dtype=torch.int32),         # where each row's key and value go
+    ...     table_rows=torch.tensor([0, 1, 1], dtype=torch.int32),
+    ...     context_lens=torch.tensor([1, 1, 1], dtype=torch.int32),    # what the row sees of its slot table
+    ...     extra=torch.tensor([[-1], [-1], [17]], dtype=torch.int32),  # ... and beyond it: ancestors, then itself
+    ...     slot_table=torch.tensor([[0], [16]], dtype=torch.int32),
+    ... )
+    >>> kv = torch.zeros(2, 1, 2, 16, 1, 4)  # [blocks, layers, key/value, block size, kv heads, head dim]
+    >>> key = torch.zeros(3, 1, 4)
+    >>> value = torch.arange(3.0)[:, None, None].expand(3, 1, 4)
+    >>> tree_attention(torch.ones(3, 2, 4), key, value, kv, 0, meta, scale=0.5)[:, 0, 0].tolist()
+    [0.0, 1.0, 1.5]
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rlhfspec.kernels.cpu import build
+
+IndexArray = npt.NDArray[np.int32] | torch.Tensor
+
+
+@dataclass(slots=True)
+class AttentionMeta:
+    """Which keys each query row sees: built once per forward pass, used by every layer.
+
+    Row i attends, in ascending position, slot_table[table_rows[i], :context_lens[i]] and then extra[i] up to its first
+    -1. Its position is the last of these: a prefill row's context includes itself, a tree node is the last of its extras.
+    Rows of one sequence should be neighbours: on the CPU they then share each loaded key. A row whose slot is -1 writes
+    nothing; with an empty context and no extras it is padding and gets zeros.
+    All int32, all numpy or all on the device of the query. `slot_table` may be wider and higher than what is used.
+    """
+
+    slots: IndexArray  # [N]
+    table_rows: IndexArray  # [N]
+    context_lens: IndexArray  # [N]
+    extra: IndexArray  # [N, E], -1 padded behind; E may be 0
+    slot_table: IndexArray  # [R, L]
+    _native: NativeBatch | None = field(default=None, init=False, repr=False, compare=False)
+    _tensors: dict[torch.device, Tensors] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        num_rows = len(self.slots)
+        expected = (("slots", 1), ("table_rows", 1), ("context_lens", 1), ("extra", 2), ("slot_table", 2))
+        for name, num_dims in expected:
+            array = getattr(self, name)
+            if array.dtype not in (np.int32, torch.int32):
+                raise ValueError(f"{name}: must be int32 (got {array.dtype})")
+            if array.ndim != num_dims or (name != "slot_table" and array.shape[0] != num_rows):
+                raise ValueError(f"{name}: must have {num_dims} dimensions for {num_rows} rows (got {tuple(array.shape)})")
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    def native(self) -> NativeBatch:
+        """What the C++ kernel reads; checks every index on the first call."""
+        if self._native is None:
+            self._native = NativeBatch.of(self)
+        return self._native
+
+    def tensors(self, device: torch.device) -> Tensors:
+        """The same indices as tensors on `device`."""
+        if device not in self._tensors:
+            arrays = (self.slots, self.table_rows, self.context_lens, self.extra, self.slot_table)
+            self._tensors[device] = Tensors(*(torch.as_tensor(array, device=device) for array in arrays))
+        return self._tensors[device]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    slots: torch.Tensor  # [N]
+    table_rows: torch.Tensor  # [N]
+    context_lens: torch.Tensor  # [N]
+    extra: torch.Tensor  # [N, E]
+    slot_table: torch.Tensor  # [R, L]
+
+
+def tree_attention(
+    query: torch.Tensor,  # [N, H, D]
+    key: torch.Tensor,  # [N, Hkv, D]
+    value: torch.Tensor,  # [N, Hkv, D]
+    kv: torch.Tensor,  # [blocks, layers, 2, block size, Hkv, D]
+    layer: int,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [H]
+) -> torch.Tensor:
+    """Writes all rows' keys and values into `kv`, then attends. Returns [N, H, D], contiguous, in the query's dtype.
+
+    query, key and value may be any strided views. sliding_window w: only keys at positions above query position - w.
+    softcap c: scores become c * tanh(score / c). sinks: one more logit per head in the softmax's denominator.
+    """
+    _check_call(query, key, value, kv, layer, meta, sliding_window, softcap, sinks)
+    if query.is_cuda:
+        from rlhfspec.kernels import tree_attention_triton  # lazily: a CPU machine may lack triton
+
+        return tree_attention_triton.tree_attention(
+            query, key, value, kv, layer, meta, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+        )
+    if query.dtype == torch.float32 and kv.dtype in (torch.float32, torch.bfloat16) and build.load() is not None:
+        return _native(query, key, value, kv, layer, meta.native(), scale, sliding_window, softcap, sinks)
+    return tree_attention_reference(
+        query, key, value, kv, layer, meta, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+    )
+
+
+def _check_call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
+    sliding_window: int | None, softcap: float, sinks: torch.Tensor | None,
+) -> None:  # fmt: skip
+    num_rows, num_heads, dim = query.shape
+    num_blocks, num_layers, planes, block_size, num_kv_heads, kv_dim = kv.shape
+    if num_rows != meta.num_rows:
+        raise ValueError(f"query: must have the {meta.num_rows} rows of meta (got {num_rows})")
+    if num_heads % num_kv_heads or dim != kv_dim:
+        raise ValueError(f"query: [{num_heads}, {dim}] does not fit the cache's [{num_kv_heads}, {kv_dim}] per token")
+    wanted = (num_rows, num_kv_heads, dim)
+    if key.shape != wanted or value.shape != wanted:
+        raise ValueError(f"key, value: must be {wanted} (got {tuple(key.shape)}, {tuple(value.shape)})")
+    if planes != 2 or block_size & (block_size - 1) or not kv.is_contiguous():
+        raise ValueError("kv: must be contiguous [blocks, layers, 2, block size (a power of two), kv heads, head dim]")
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer: must be in [0, {num_layers}) (got {layer})")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window: must be >= 1 or None (got {sliding_window})")
+    if not softcap >= 0.0:
+        raise ValueError(f"softcap: must be >= 0 (got {softcap})")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks: must be [{num_heads}] (got {tuple(sinks.shape)})")
+
+
+# ---- the slow twin --------------------------------------------------------------------------------------------------
+
+
+def tree_attention_reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
+    *, scale: float, sliding_window: int | None = None, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The same, one row at a time in plain torch: gather, softmax, sum; float64 for float64 queries, else float32."""
+    indices = meta.tensors(query.device)
+    write_kv_reference(key, value, kv, layer, indices.slots)
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    groups = query.shape[1] // key.shape[1]
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    for row in range(meta.num_rows):
+        slots = visible_slots(indices, row, sliding_window)  # [T]
+        if len(slots) == 0:
+            continue
+        keys, values = _gather(kv, layer, slots, dtype, groups)  # [T, H, D] each
+        scores = torch.einsum("hd,thd->ht", query[row].to(dtype), keys) * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(dtype)[:, None]], dim=1)
+        weights = torch.softmax(scores, dim=1)[:, : len(slots)]
+        out[row] = torch.einsum("ht,thd->hd", weights, values).to(query.dtype)
+    return out
+
+
+def visible_slots(indices: Tensors, row: int, sliding_window: int | None) -> torch.Tensor:
+    """The slots that a row attends, in ascending position: [T]."""
+    context = indices.slot_table[indices.table_rows[row], : indices.context_lens[row]]
+    extra = indices.extra[row]
+    slots = torch.cat([context, extra[extra >= 0]])
+    return slots if sliding_window is None else slots[-sliding_window:]
+
+
+def write_kv_reference(key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
+    """Stores each row's key and value [Hkv, D] in its slot; a slot of -1 stores nothing."""
+    rows = torch.nonzero(slots >= 0).flatten()
+    block, offset = _places(kv, slots[rows])
+    kv[block, layer, 0, offset] = key[rows].to(kv.dtype)
+    kv[block, layer, 1, offset] = value[rows].to(kv.dtype)
+
+
+def _gather(
+    kv: torch.Tensor, layer: int, slots: torch.Tensor, dtype: torch.dtype, groups: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    block, offset = _places(kv, slots)
+    both = kv[block, layer, :, offset].to(dtype).repeat_interleave(groups, dim=2)  # [T, 2, H, D]
+    return both[:, 0], both[:, 1]
+
+
+def _places(kv: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    block_size = kv.shape[3]
+    slots = slots.long()
+    return slots // block_size, slots % block_size
+
+
+# ---- the C++ kernel -------------------------------------------------------------------------------------------------
+
+PROBLEMS = (
+    "",
+    "table_rows: outside the slot table",
+    "context_lens: below 0 or wider than the slot table",
+    "slots: below -1",
+    "extra: -1 may only stand behind the slots",
+    "slot_table: a negative slot within the context",
+)
+
+
+class _BatchStruct(ctypes.Structure):
+    """Mirrors struct Batch of csrc/attention.cpp."""
+
+    _pointers = ("slots", "table_rows", "context_lens", "extra", "slot_table", "extra_lens", "groups")
+    _numbers = (
+        "num_rows", "extra_width", "table_height", "table_width", "table_stride",
+        "num_groups", "longest", "num_keys", "highest_slot", "problem", "problem_row",
+    )  # fmt: skip
+    _fields_ = [(name, ctypes.c_void_p) for name in _pointers] + [(name, ctypes.c_int64) for name in _numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeBatch:
+    """The C++ view of an AttentionMeta, and the arrays that it points into."""
+
+    struct: _BatchStruct
+    address: int
+    highest_slot: int
+    arrays: tuple[npt.NDArray[np.int32], ...]
+
+    @classmethod
+    def of(cls, meta: AttentionMeta) -> NativeBatch:
+        """Raises ValueError naming the array and the row when an index is impossible."""
+        lists = [_numpy(array) for array in (meta.slots, meta.table_rows, meta.context_lens, meta.extra)]
+        lists = [np.ascontiguousarray(array) for array in lists]
+        table = _numpy(meta.slot_table)
+        if table.strides[1] != 4:  # its rows may be far apart, never its entries
+            table = np.ascontiguousarray(table)
+        num_rows = meta.num_rows
+        filled = [np.zeros(num_rows, np.int32), np.zeros(num_rows + 1, np.int32)]
+        arrays = (*lists, table, *filled)
+        struct = _BatchStruct(
+            *(array.ctypes.data for array in arrays),
+            num_rows, lists[3].shape[1], *table.shape, table.strides[0] // 4,
+        )  # fmt: skip
+        address = ctypes.addressof(struct)
+        _kernels().plan(address)
+        if struct.problem:
+            raise ValueError(f"{PROBLEMS[struct.problem]} (row {struct.problem_row})")
+        return cls(struct, address, struct.highest_slot, arrays)
+
+
+def _numpy(array: IndexArray) -> npt.NDArray[np.int32]:
+    return array.numpy() if isinstance(array, torch.Tensor) else array
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    plan: Any
+    attend: Any
+
+
+_loaded: dict[str, _Kernels] = {}
+
+
+def _kernels() -> _Kernels:
+    """The C++ functions with their signatures, for the present instruction set."""
+    isa = build.best_isa() or ""
+    if isa not in _loaded:
+        pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        plan, attend = build.function("tree_attention_plan"), build.function("tree_attention")
+        plan.argtypes = [pointer]
+        strided = [pointer, number, number]
+        attend.argtypes = [
+            pointer, *strided * 3, pointer, *[number] * 7, real, real, number, pointer, pointer, number,
+        ]  # fmt: skip
+        _loaded[isa] = _Kernels(plan, attend)
+    return _loaded[isa]
+
+
+def _native(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, batch: NativeBatch,
+    scale: float, sliding_window: int | None, softcap: float, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    num_rows, num_heads, dim = query.shape
+    num_blocks, num_layers, _, block_size, num_kv_heads, _ = kv.shape
+    if batch.highest_slot >= num_blocks * block_size:
+        raise ValueError(f"meta: slot {batch.highest_slot} is outside the cache's {num_blocks * block_size}")
+    query, key, value = _readable(query), _readable(key), _readable(value)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    out = torch.empty((num_rows, num_heads, dim), dtype=torch.float32)
+    plane = block_size * num_kv_heads * dim
+    _kernels().attend(
+        batch.address,
+        query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2],
+        kv.data_ptr() + layer * 2 * plane * kv.element_size(), kv.dtype == torch.bfloat16,
+        num_layers * 2 * plane, plane, block_size, num_heads, num_kv_heads, dim,
+        scale, softcap, sliding_window or 0, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(), build.num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _readable(rows: torch.Tensor) -> torch.Tensor:
+    """float32 on the CPU with a contiguous last dimension, copied only when it is not."""
+    rows = rows.float()
+    return rows if rows.stride(2) == 1 else rows.contiguous()
