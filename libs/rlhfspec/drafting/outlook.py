@@ -1,0 +1,192 @@
+"""How every plan looks at a batch: the forecast of its tokens over the tables' seconds, corrected by what came true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhfspec.drafting.base import PLAIN, Forest, Plan
+from rlhfspec.drafting.cost import CostModel, draft_kind
+from rlhfspec.drafting.decisions import Option
+from rlhfspec.drafting.forecast import DraftProfile, Forecast
+
+Floats = npt.NDArray[np.float64]
+
+_MOST_STEPS_PER_FORECAST = 24  # drafted steps between two forecasts of a drafter; fewer while it is new
+_RATIO_RATE = 0.1  # of a plan's forecast correction, per step that used it
+_RATIO_FADE = 0.998  # per drafted step: corrections of plans not used return to the drafter's mean
+_REAL_MEMORY = 400.0  # expected accepted tokens that the realised ratio of a drafter remembers
+
+
+class _Prospects:
+    """One drafter: profile, forecast, and the corrections learnt for it."""
+
+    def __init__(self, name: str, plans: tuple[Plan, ...]) -> None:
+        self.name = name
+        self.plans = plans
+        self.index = {plan: i for i, plan in enumerate(plans)}
+        self.profile = DraftProfile()
+        self.forecast = Forecast(self.profile, plans)
+        self.steps_until_forecast = 1
+        self.num_forecasts = 0
+        self.ratio = np.ones(len(plans))  # expected of real forests / forecast, at the same number of nodes
+        self.mean_ratio = 1.0
+        self.expected, self.real = 20.0, 20.0  # accepted tokens, decayed sums: how true the expectation is
+        self.rate: Floats = np.zeros(len(plans))
+        self.budget = np.zeros(len(plans), np.int64)  # index of the best threshold
+        self.seconds: Floats = np.zeros(len(plans))
+
+    def refresh(self) -> None:
+        self.forecast = Forecast(self.profile, self.plans)
+        self.num_forecasts += 1
+        self.steps_until_forecast = min(2**self.num_forecasts, _MOST_STEPS_PER_FORECAST)
+
+    def learn_ratio(self, plan: Plan, expected: float, nodes_per_sequence: float, num_sequences: int) -> None:
+        i = self.index.get(plan)
+        if i is None or nodes_per_sequence <= 0.0:
+            return
+        forecast = float(np.interp(nodes_per_sequence, self.forecast.nodes[i], self.forecast.accepted[i]))
+        ratio = min(max(expected / num_sequences / max(forecast, 1e-6), 0.3), 3.0)
+        self.mean_ratio += 0.5 * _RATIO_RATE * (ratio - self.mean_ratio)
+        self.ratio += (1.0 - _RATIO_FADE) * (self.mean_ratio - self.ratio)
+        self.ratio[i] += _RATIO_RATE * (ratio - self.ratio[i])
+
+    def learn_real(self, expected: float, accepted: int) -> None:
+        kept = _REAL_MEMORY / (_REAL_MEMORY + expected)
+        self.expected = kept * self.expected + expected
+        self.real = kept * self.real + accepted
+
+
+class Outlook:
+    """Rates of all plans at one batch."""
+
+    def __init__(self, costs: CostModel, plans: Iterable[Plan]) -> None:
+        plans = tuple(plans)
+        self._costs = costs
+        self.drafters = tuple(dict.fromkeys(plan.drafter for plan in plans if plan.drafter is not None))
+        self._prospects = {
+            name: _Prospects(name, tuple(plan for plan in plans if plan.drafter == name)) for name in self.drafters
+        }
+        self.profiles = {name: prospects.profile for name, prospects in self._prospects.items()}
+        self.best = PLAIN
+        self.best_rate = 0.0
+        self.best_possible_rate = 0.0  # without what the watchdog has paused
+        self.runner_up = ""
+        self._plain_rate = 0.0
+        self._num_sequences = 0
+        self._allowed: tuple[str, ...] = ()
+
+    def evaluate(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int, allowed: tuple[str, ...]) -> None:
+        """Look at all plans; `best`, `best_rate` and `runner_up` are those of the allowed drafters."""
+        self._num_sequences, self._allowed = num_sequences, allowed
+        self._plain_rate = num_sequences / self.plain_seconds(num_sequences, num_prefill_rows, kv_tokens)
+        ranked = [(self._plain_rate, PLAIN)]
+        self.best_possible_rate = self._plain_rate
+        for name, prospects in self._prospects.items():
+            self._rate(prospects, num_sequences, num_prefill_rows, kv_tokens)
+            self.best_possible_rate = max(self.best_possible_rate, float(prospects.rate.max()))
+            if name in allowed:
+                order = np.argsort(prospects.rate)[-2:].tolist()
+                ranked += [(float(prospects.rate[i]), prospects.plans[i]) for i in order]
+        ranked.sort(key=lambda entry: -entry[0])
+        self.best_rate, self.best = ranked[0]
+        self.runner_up = ranked[1][1].name if len(ranked) > 1 else ""
+
+    def is_within(self, plan: Plan, hysteresis: float) -> bool:
+        """Is the plan still about as good as the best?"""
+        return self._rate_of(plan) >= self.best_rate * (1.0 - hysteresis)
+
+    def best_of(self, drafter: str) -> Plan:
+        prospects = self._prospects[drafter]
+        return prospects.plans[int(prospects.rate.argmax())]
+
+    def plain_seconds(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int) -> float:
+        target = float(self._costs.target_seconds(num_sequences + num_prefill_rows, kv_tokens))
+        return target + self._costs.host_seconds(None, num_sequences)
+
+    def optimum(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int) -> float:
+        rate = num_sequences / self.plain_seconds(num_sequences, num_prefill_rows, kv_tokens)
+        for prospects in self._prospects.values():
+            self._rate(prospects, num_sequences, num_prefill_rows, kv_tokens)
+            rate = max(rate, float(prospects.rate.max()))
+        return rate
+
+    def learn(
+        self, plan: Plan, forest: Forest, *, num_sequences: int, predicted: float, num_nodes: int, accepted: int
+    ) -> None:
+        """From one drafted step: `forest` as proposed, `predicted` and `accepted` of the `num_nodes` verified."""
+        assert plan.drafter is not None
+        prospects = self._prospects.get(plan.drafter)
+        if prospects is None:
+            return
+        if forest.size:
+            prospects.profile.observe(forest, num_sequences, plan.branch)
+        prospects.learn_ratio(plan, predicted, num_nodes / num_sequences, num_sequences)
+        prospects.learn_real(predicted, accepted)
+        prospects.steps_until_forecast -= 1
+        if prospects.steps_until_forecast <= 0:
+            prospects.refresh()
+
+    def forget(self) -> None:
+        for prospects in self._prospects.values():
+            prospects.profile.forget()
+            prospects.num_forecasts, prospects.steps_until_forecast = 0, 1
+            prospects.expected = prospects.real = 20.0
+            prospects.ratio[:] = 1.0
+            prospects.mean_ratio = 1.0
+
+    def options(self) -> tuple[Option, ...]:
+        """All plans as they looked at the last evaluation, best first."""
+        num_sequences = self._num_sequences
+        found = []
+        if self._plain_rate:
+            found.append(
+                Option(
+                    plan=PLAIN.name,
+                    tokens_per_second=self._plain_rate,
+                    num_tokens=float(num_sequences),
+                    num_verified=0.0,
+                    seconds=num_sequences / self._plain_rate,
+                )
+            )
+        for name in self._allowed:
+            prospects = self._prospects[name]
+            for i, plan in enumerate(prospects.plans):
+                found.append(
+                    Option(
+                        plan=plan.name,
+                        tokens_per_second=float(prospects.rate[i]),
+                        num_tokens=float(prospects.rate[i] * prospects.seconds[i]),
+                        num_verified=float(prospects.forecast.nodes[i, prospects.budget[i]] * num_sequences),
+                        seconds=float(prospects.seconds[i]),
+                    )
+                )
+        return tuple(sorted(found, key=lambda option: -option.tokens_per_second))
+
+    def _rate_of(self, plan: Plan) -> float:
+        if plan.drafter is None:
+            return self._plain_rate
+        if plan.drafter not in self._allowed:
+            return 0.0
+        prospects = self._prospects[plan.drafter]
+        return float(prospects.rate[prospects.index[plan]])
+
+    def _rate(self, prospects: _Prospects, num_sequences: int, num_prefill_rows: int, kv_tokens: int) -> None:
+        """Tokens/s of each plan at its best budget: [P, T] at once."""
+        costs, forecast = self._costs, prospects.forecast
+        draft = np.full(len(prospects.plans), float(costs.draft_seconds(prospects.name, num_sequences, first=True)))
+        if draft_kind(prospects.name) in costs.tables:  # a drafter that works level by level
+            level = costs.draft_seconds(prospects.name, forecast.level_rows * num_sequences)
+            draft += np.where(forecast.level_rows > 0.0, level, 0.0).sum(axis=0)
+        draft += costs.host_seconds(prospects.name, num_sequences)
+        nodes = forecast.nodes * num_sequences
+        kv_per_sequence = kv_tokens / num_sequences
+        seconds = costs.target_seconds(nodes + (num_sequences + num_prefill_rows), kv_tokens + kv_per_sequence * nodes)
+        seconds += draft[:, None]
+        truth = prospects.ratio[:, None] * (prospects.real / prospects.expected)
+        rate = num_sequences * (1.0 + truth * forecast.accepted) / seconds
+        prospects.budget = rate.argmax(axis=1)
+        chosen = np.arange(len(prospects.plans)), prospects.budget
+        prospects.rate, prospects.seconds = rate[chosen], seconds[chosen]
