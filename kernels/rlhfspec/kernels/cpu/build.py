@@ -21,6 +21,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -132,12 +133,21 @@ def _units() -> list[tuple[Path, str]]:
     return [(source, isa) for source in sorted(SOURCE_DIR.glob("*.cpp")) for isa in _isas_of(source)]
 
 
+def _with_headers(source: Path) -> list[Path]:
+    """A source and every header of ours that it includes, directly or not."""
+    found = [source]
+    for path in found:  # grows while we walk it
+        names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+        found += [SOURCE_DIR / name for name in names if SOURCE_DIR / name not in found]
+    return found
+
+
 def _unit_key(compiler: str, source: Path, isa: str) -> str:
-    """Changes when anything that decides the object code changes: compiler, flags, headers, source."""
+    """Changes when anything that decides the object code changes: compiler, flags, source, headers."""
     digest = hashlib.sha256()
     for text in (_compiler_version(compiler), " ".join((*COMMON_FLAGS, *ISA_FLAGS[isa])), isa):
         digest.update(text.encode())
-    for path in (*sorted(SOURCE_DIR.glob("*.h")), source):
+    for path in _with_headers(source):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:24]
 

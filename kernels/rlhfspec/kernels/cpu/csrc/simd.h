@@ -60,7 +60,7 @@ RS_INLINE f32x16 rs_zero() { return {_mm512_setzero_ps()}; }
 RS_INLINE f32x16 rs_set1(float x) { return {_mm512_set1_ps(x)}; }
 RS_INLINE f32x16 rs_load(const float* p) { return {_mm512_loadu_ps(p)}; }
 RS_INLINE void rs_store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
-// The first `count` (0..15) lanes; the others read as zero and are not written.
+// The first `count` (0..16) lanes; the others read as zero and are not written.
 RS_INLINE f32x16 rs_load_n(const float* p, int count) { return {_mm512_maskz_loadu_ps(rs_mask(count), p)}; }
 RS_INLINE void rs_store_n(float* p, f32x16 a, int count) { _mm512_mask_storeu_ps(p, rs_mask(count), a.v); }
 RS_INLINE f32x16 rs_add(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -141,7 +141,7 @@ RS_INLINE void rs_store(float* p, f32x16 a) {
     _mm256_storeu_ps(p, a.lo);
     _mm256_storeu_ps(p + 8, a.hi);
 }
-// The first `count` (0..15) lanes; the others read as zero and are not written.
+// The first `count` (0..16) lanes; the others read as zero and are not written.
 RS_INLINE f32x16 rs_load_n(const float* p, int count) {
     return {_mm256_maskload_ps(p, rs_mask8(count)), _mm256_maskload_ps(p + 8, rs_mask8(count - 8))};
 }

@@ -1,0 +1,92 @@
+// Linear layers by fused multiply-add: fp32 activations, weights stored as bf16 or fp32. Every CPU with AVX2 has it, and
+// AVX2 and AVX-512 give the same bits.
+#include "linear.h"
+
+namespace {
+
+// 64 outputs of one k. bf16 panels hold columns c and c + 16 side by side, so that a shift and a mask unpack them.
+struct Fp32 {
+    using Type = float;
+    static inline __attribute__((always_inline)) void load(const float* w, f32x16* v) {
+        v[0] = rs_load(w);
+        v[1] = rs_load(w + 16);
+    }
+};
+struct Bf16 {
+    using Type = uint16_t;
+    static inline __attribute__((always_inline)) void load(const uint16_t* w, f32x16* v) { rs_load_bf16_pairs(w, v, v + 1); }
+};
+
+#ifdef __AVX512F__
+constexpr int kMaxTileRows = 6, kTileVectors = 4;  // 24 accumulators of 32 registers
+#else
+constexpr int kMaxTileRows = 3, kTileVectors = 2;  // 12 accumulators of 16 registers
+#endif
+
+template <class Stored, int kRows>
+RS_INLINE void fma_tile(const float* x, long stride, const typename Stored::Type* w, long k, float* out,
+                        long out_stride, Prefetch& next) {
+    for (int part = 0; part < 4; part += kTileVectors) {
+        f32x16 sums[kRows][kTileVectors];
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < kTileVectors; ++v) sums[r][v] = rs_zero();
+        const typename Stored::Type* column = w + part * kLanes;
+        for (long i = 0; i < k; ++i, column += kPanel) {
+            f32x16 weights[kTileVectors];
+#pragma GCC unroll 2
+            for (int v = 0; v < kTileVectors; v += 2) Stored::load(column + v * kLanes, weights + v);
+            next.step();
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+                f32x16 value = rs_set1(x[r * stride + i]);
+#pragma GCC unroll 4
+                for (int v = 0; v < kTileVectors; ++v) sums[r][v] = rs_fma(value, weights[v], sums[r][v]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < kTileVectors; ++v) rs_store(out + r * out_stride + (part + v) * kLanes, sums[r][v]);
+    }
+}
+
+template <class Stored>
+struct Fma {
+    using Weight = typename Stored::Type;
+    using Activation = float;
+    static constexpr long kRowTile = 1, kRowBlock = 48, kPadK = 1;
+
+    static void begin() {}
+    static void end() {}
+    static long stride(long k) { return k; }
+    static const float* at(const float* acts, long stride, long row, long k) { return acts + row * stride + k; }
+    static const float* pack(Scratch&, const float* x, long, long, int) { return x; }
+    static long steps(long rows, long k) { return (rows + kMaxTileRows - 1) / kMaxTileRows * (4 / kTileVectors) * k; }
+    static inline __attribute__((always_inline)) void put(float* acts, long stride, long row, long k, f32x16 value) {
+        rs_store(acts + row * stride + k, value);
+    }
+    __attribute__((noinline)) static void block(const float* x, long stride, const Weight* w, long k, int rows,
+                                                float* out, long out_stride, Prefetch& next) {
+        while (rows > 0) {
+            int tile = rows < kMaxTileRows ? rows : kMaxTileRows;
+            switch (tile) {
+                case 1: fma_tile<Stored, 1>(x, stride, w, k, out, out_stride, next); break;
+                case 2: fma_tile<Stored, 2>(x, stride, w, k, out, out_stride, next); break;
+                case 3: fma_tile<Stored, 3>(x, stride, w, k, out, out_stride, next); break;
+#ifdef __AVX512F__
+                case 4: fma_tile<Stored, 4>(x, stride, w, k, out, out_stride, next); break;
+                case 5: fma_tile<Stored, 5>(x, stride, w, k, out, out_stride, next); break;
+                case 6: fma_tile<Stored, 6>(x, stride, w, k, out, out_stride, next); break;
+#endif
+            }
+            rows -= tile, x += tile * stride, out += tile * out_stride;
+        }
+    }
+};
+
+}  // namespace
+
+RS_EXPORT_LINEAR(linear_bf16, gated_mlp_bf16, Fma<Bf16>)
+RS_EXPORT_LINEAR(linear_fp32, gated_mlp_fp32, Fma<Fp32>)

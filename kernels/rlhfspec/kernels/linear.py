@@ -1,0 +1,473 @@
+"""Linear layers, gated MLPs, norms and activations on CPU, whose every output is a fixed function of its own row.
+
+A row's result has the same bits alone and in any batch, with any number of threads (csrc/linear.h states the order of
+summation); torch's own linear differs in every row. Each kernel has its plain-torch twin here, used where there is no
+kernel library ("torch" arithmetic, without that promise) and by the tests. Inference only: nothing here has a gradient.
+
+Example:
+    >>> linear = torch.nn.Linear(256, 1000)
+    >>> packed = PackedLinear.from_linear(linear, dtype=torch.bfloat16)
+    >>> packed(torch.randn(3, 256)).shape
+    torch.Size([3, 1000])
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rlhfspec.kernels.cpu import build
+
+Arithmetic = Literal["fma", "amx", "dpbf16", "torch"]
+ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
+
+PANEL = 64  # outputs per panel of packed weights
+ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}  # the numbers of csrc/activation.h
+STORED = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+ISA_OF = {"amx": "amx", "dpbf16": "avx512bf16"}  # arithmetics with an instruction set of their own
+
+
+# ---- which arithmetic -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def amx_permitted() -> bool:
+    """Does this CPU have AMX bf16 tiles, and does the kernel let this process use them?"""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return build.supports("amx") and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+@functools.cache
+def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
+    """Best first; "torch" is always there.
+
+    fp32 weights are always multiplied in fp32. For bf16 weights, dot products come before FMA only on AMD: on Intel
+    they run at half the rate of FMA.
+    """
+    if dtype not in STORED:
+        raise ValueError(f"dtype: packed weights are float32 or bfloat16 (got {dtype})")
+    if build.load() is None:
+        return ("torch",)
+    if dtype is torch.float32:
+        return ("fma", "torch")
+    amx = ["amx"] if amx_permitted() else []
+    dot = ["dpbf16"] if build.supports("avx512bf16") else []
+    middle = [*dot, "fma"] if build.cpu_vendor() == "AuthenticAMD" else ["fma", *dot]
+    return (*amx, *middle, "torch")
+
+
+def arithmetic_for(dtype: torch.dtype, wanted: str = "auto") -> Arithmetic:
+    """How weights stored as `dtype` are multiplied: a function of this CPU and the arguments, never of a timing.
+
+    >>> arithmetic_for(torch.float32, "amx")
+    Traceback (most recent call last):
+    ...
+    ValueError: arithmetic: must be auto or one of ('fma', 'torch') for torch.float32 here (got 'amx')
+    """
+    available = available_arithmetics(dtype)
+    if wanted == "auto":
+        return available[0]  # type: ignore[return-value]
+    if wanted not in available:
+        raise ValueError(f"arithmetic: must be auto or one of {available} for {dtype} here (got {wanted!r})")
+    return wanted  # type: ignore[return-value]
+
+
+# ---- the C functions ------------------------------------------------------------------------------------------------
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, list[Any]] = {
+    "linear": [_POINTER] * 4 + [_LONG] * 3 + [_INT],
+    "gated_mlp": [_POINTER] * 7 + [_LONG] * 4 + [_INT] * 2,
+    "pack": [_POINTER] * 2 + [_LONG] * 4 + [_INT],
+    "rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT] + [_INT] * 2,
+    "activation": [_POINTER] * 2 + [_LONG] + [_INT] * 2,
+}
+
+
+@functools.cache
+def _native(name: str, suffix: str = "", isa: str | None = None) -> Any:
+    kernel = build.function(name + suffix, isa)
+    kernel.argtypes = _SIGNATURES[name]
+    return kernel
+
+
+@functools.cache
+def _matmul_kernel(name: str, arithmetic: str, dtype: torch.dtype) -> Any:
+    """`linear` or `gated_mlp` for an arithmetic."""
+    if arithmetic == "fma":
+        return _native(name, f"_{STORED[dtype]}")
+    return _native(name, "", ISA_OF[arithmetic])
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _checked(x: Tensor, width: int) -> Tensor:
+    """`x` as the kernels want it: fp32 on CPU, contiguous, of this width."""
+    if x.dtype is not torch.float32 or x.device.type != "cpu" or x.shape[-1] != width:
+        raise ValueError(f"x: must be float32 [..., {width}] on CPU (got {x.dtype} {tuple(x.shape)} on {x.device})")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("x: must not require a gradient (packed layers are for inference)")
+    return x.contiguous()
+
+
+# ---- packing --------------------------------------------------------------------------------------------------------
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return (value + multiple - 1) // multiple * multiple
+
+
+def _padded_inputs(num_inputs: int, arithmetic: str) -> int:
+    return num_inputs if arithmetic == "fma" else _round_up(num_inputs, 32)
+
+
+def _empty_packed(num_panels: int, num_inputs: int, arithmetic: str, dtype: torch.dtype) -> Tensor:
+    """Room for packed weights, on huge pages where the system gives them: one stream instead of many page walks."""
+    packed = torch.empty(num_panels * PANEL * _padded_inputs(num_inputs, arithmetic), dtype=dtype)
+    huge, advise_huge_pages = 2 << 20, 14
+    start = _round_up(packed.data_ptr(), huge)
+    length = (packed.data_ptr() + packed.nbytes - start) // huge * huge
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advise_huge_pages)
+    return packed
+
+
+def _pack(weight: Tensor, packed: Tensor, arithmetic: str, *, every: int = 1, offset: int = 0) -> None:
+    """Writes `weight` [outputs, inputs] into the panels offset, offset + every, ... of `packed`."""
+    source = weight.detach().to(packed.dtype).contiguous()
+    suffix = f"_{STORED[packed.dtype]}" if arithmetic == "fma" else "_tiles"
+    num_outputs, num_inputs = source.shape
+    _native("pack", suffix)(
+        source.data_ptr(), packed.data_ptr(), num_outputs, num_inputs, every, offset, build.num_threads()
+    )
+
+
+def _unpack(packed: Tensor, num_inputs: int, arithmetic: str) -> Tensor:
+    """The inverse of packing, in plain torch: [panels * 64, inputs], rows beyond the last output are zero."""
+    padded = _padded_inputs(num_inputs, arithmetic)
+    if arithmetic != "fma":  # [panel, k step, column group, pair of k, column, 2] -> [outputs, k]
+        tiles = packed.view(-1, padded // 32, 4, 16, 16, 2)
+        return tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, padded)[:, :num_inputs]
+    panels = packed.view(-1, num_inputs, PANEL)
+    if packed.dtype is torch.bfloat16:  # columns c and c + 16 of each 32 lie side by side
+        panels = panels.view(-1, num_inputs, 2, 16, 2).transpose(3, 4).reshape(-1, num_inputs, PANEL)
+    return panels.transpose(1, 2).reshape(-1, num_inputs)
+
+
+# ---- linear ---------------------------------------------------------------------------------------------------------
+
+
+def linear_twin(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: str) -> Tensor:
+    """What the kernels compute, in plain torch. x [..., K]; weight [N, K], fp32 holding stored values -> [..., N]."""
+    if arithmetic in ("amx", "dpbf16"):
+        x = x.to(torch.bfloat16).float()
+    return functional.linear(x, weight, bias)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer that keeps only its packed weights (fp32 or bf16 stored) and an fp32 bias.
+
+    Example:
+        >>> layer = PackedLinear.from_linear(nn.Linear(3, 2), dtype=torch.float32)
+        >>> layer.unpacked_weight().shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, dtype: torch.dtype = torch.bfloat16, arithmetic: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dtype = dtype
+        self.arithmetic = arithmetic_for(dtype, arithmetic)
+        # Plain attributes, not buffers: a packed layout must not be cast or saved as if it were a weight.
+        self._packed: Tensor
+        self.bias: Tensor | None = None
+        if self.arithmetic != "torch":
+            num_panels = _round_up(out_features, PANEL) // PANEL
+            self._packed = _empty_packed(num_panels, in_features, self.arithmetic, dtype)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, dtype: torch.dtype = torch.bfloat16, arithmetic: str = "auto"
+    ) -> PackedLinear:
+        packed = cls(linear.in_features, linear.out_features, dtype=dtype, arithmetic=arithmetic)
+        packed.load_weight(linear.weight, linear.bias)
+        return packed
+
+    @torch.no_grad()
+    def load_weight(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Packs new weights [N, K] in place."""
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            wanted = (self.out_features, self.in_features)
+            raise ValueError(f"weight: must have shape {wanted} (got {tuple(weight.shape)})")
+        self.bias = None if bias is None else bias.detach().float().clone()
+        if self.arithmetic == "torch":
+            self._packed = weight.detach().to(self.dtype).float().clone()  # [N, K], fp32 holding stored values
+        else:
+            _pack(weight, self._packed, self.arithmetic)
+
+    def unpacked_weight(self) -> Tensor:
+        """[N, K] in the stored dtype."""
+        if self.arithmetic == "torch":
+            return self._packed.to(self.dtype)
+        return _unpack(self._packed, self.in_features, self.arithmetic)[: self.out_features].contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] fp32 -> [..., N] fp32"""
+        x = _checked(x, self.in_features)
+        if self.arithmetic == "torch":
+            return linear_twin(x, self._packed, self.bias, self.arithmetic)
+        out = torch.empty((*x.shape[:-1], self.out_features))
+        _matmul_kernel("linear", self.arithmetic, self.dtype)(
+            x.data_ptr(),
+            self._packed.data_ptr(),
+            _address(self.bias),
+            out.data_ptr(),
+            x.numel() // self.in_features,
+            self.in_features,
+            self.out_features,
+            build.num_threads(),
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, dtype={self.dtype}, arithmetic={self.arithmetic}"
+
+
+# ---- activations ----------------------------------------------------------------------------------------------------
+
+
+def activation_twin(x: Tensor, name: str) -> Tensor:
+    match name:
+        case "silu":
+            return functional.silu(x)
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        case "gelu":
+            return functional.gelu(x)
+        case "relu":
+            return functional.relu(x)
+    raise ValueError(f"activation: must be one of {tuple(ACTIVATIONS)} (got {name!r})")
+
+
+def row_invariant_activation(x: Tensor, name: str) -> Tensor:
+    """The activation of every element, the same bits wherever it stands. (torch's vector body and scalar tail use
+    different exponentials, so a row depends on its neighbours where the width is not a multiple of 16.)"""
+    if name not in ACTIVATIONS or build.load() is None:
+        return activation_twin(x, name)
+    x = _checked(x, x.shape[-1])
+    out = torch.empty_like(x)
+    _native("activation")(x.data_ptr(), out.data_ptr(), x.numel(), ACTIVATIONS[name], build.num_threads())
+    return out
+
+
+class RowInvariantActivation(nn.Module):
+    """silu, gelu_tanh, gelu or relu, for MLPs that are not gated.
+
+    Example:
+        >>> RowInvariantActivation("relu")(torch.tensor([-1.0, 2.0]))
+        tensor([0., 2.])
+    """
+
+    def __init__(self, name: ActivationName) -> None:
+        super().__init__()
+        if name not in ACTIVATIONS:
+            raise ValueError(f"activation: must be one of {tuple(ACTIVATIONS)} (got {name!r})")
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return row_invariant_activation(x, self.name)
+
+
+# ---- gated MLP ------------------------------------------------------------------------------------------------------
+
+
+def gated_mlp_twin(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str, arithmetic: str) -> Tensor:
+    """x [..., H]; gate, up [I, H]; down [N, I], all fp32 holding stored values -> [..., N]; no biases."""
+    hidden = activation_twin(linear_twin(x, gate, None, arithmetic), activation) * linear_twin(x, up, None, arithmetic)
+    return linear_twin(hidden, down, None, arithmetic)
+
+
+class PackedGatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) in one call. Its bits are those of the three PackedLinear layers with a
+    RowInvariantActivation between them.
+
+    Example:
+        >>> gate, up, down = nn.Linear(8, 24, bias=False), nn.Linear(8, 24, bias=False), nn.Linear(24, 8, bias=False)
+        >>> mlp = PackedGatedMLP.from_linears(gate, up, down, activation="silu", dtype=torch.float32)
+        >>> mlp(torch.zeros(2, 8)).abs().sum().item()
+        0.0
+    """
+
+    def __init__(
+        self,
+        hidden_features: int,
+        intermediate_features: int,
+        out_features: int,
+        *,
+        activation: str,
+        dtype: torch.dtype = torch.bfloat16,
+        arithmetic: str = "auto",
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: must be one of {tuple(ACTIVATIONS)} (got {activation!r})")
+        self.hidden_features = hidden_features
+        self.intermediate_features = intermediate_features
+        self.out_features = out_features
+        self.activation = activation
+        self.dtype = dtype
+        self.arithmetic = arithmetic_for(dtype, arithmetic)
+        self._gate_up: Tensor  # panels of gate and up in turn
+        self._gate_bias: Tensor | None = None
+        self._up_bias: Tensor | None = None
+        self._num_panels = _round_up(intermediate_features, PANEL) // PANEL
+        self.down = PackedLinear(intermediate_features, out_features, dtype=dtype, arithmetic=self.arithmetic)
+        if self.arithmetic != "torch":
+            self._gate_up = _empty_packed(2 * self._num_panels, hidden_features, self.arithmetic, dtype)
+
+    @classmethod
+    def from_linears(
+        cls,
+        gate: nn.Linear,
+        up: nn.Linear,
+        down: nn.Linear,
+        *,
+        activation: str,
+        dtype: torch.dtype = torch.bfloat16,
+        arithmetic: str = "auto",
+    ) -> PackedGatedMLP:
+        mlp = cls(
+            gate.in_features,
+            gate.out_features,
+            down.out_features,
+            activation=activation,
+            dtype=dtype,
+            arithmetic=arithmetic,
+        )
+        mlp.load_weights(gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
+        return mlp
+
+    @torch.no_grad()
+    def load_weights(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """Packs new weights in place: gate and up [I, H], down [N, I]."""
+        wanted = (self.intermediate_features, self.hidden_features)
+        for name, weight in (("gate", gate), ("up", up)):
+            if tuple(weight.shape) != wanted:
+                raise ValueError(f"{name}: must have shape {wanted} (got {tuple(weight.shape)})")
+        if (gate_bias is None) != (up_bias is None):
+            raise ValueError("gate_bias, up_bias: must both be given, or neither")
+        self._gate_bias = None if gate_bias is None else gate_bias.detach().float().clone()
+        self._up_bias = None if up_bias is None else up_bias.detach().float().clone()
+        self.down.load_weight(down, down_bias)
+        if self.arithmetic == "torch":
+            self._gate_up = torch.stack((gate.detach(), up.detach())).to(self.dtype).float()  # [2, I, H]
+            return
+        _pack(gate, self._gate_up, self.arithmetic, every=2, offset=0)
+        _pack(up, self._gate_up, self.arithmetic, every=2, offset=1)
+
+    def unpacked_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """gate, up [I, H] and down [N, I] in the stored dtype."""
+        down = self.down.unpacked_weight()
+        if self.arithmetic == "torch":
+            return self._gate_up[0].to(self.dtype), self._gate_up[1].to(self.dtype), down
+        both = _unpack(self._gate_up, self.hidden_features, self.arithmetic)
+        panels = both.reshape(self._num_panels, 2, PANEL, self.hidden_features)
+        gate, up = (panels[:, i].reshape(-1, self.hidden_features)[: self.intermediate_features] for i in (0, 1))
+        return gate.contiguous(), up.contiguous(), down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] fp32 -> [..., N] fp32"""
+        x = _checked(x, self.hidden_features)
+        if self.arithmetic == "torch":
+            gate = linear_twin(x, self._gate_up[0], self._gate_bias, self.arithmetic)
+            up = linear_twin(x, self._gate_up[1], self._up_bias, self.arithmetic)
+            return self.down(activation_twin(gate, self.activation) * up)  # type: ignore[no-any-return]
+        out = torch.empty((*x.shape[:-1], self.out_features))
+        _matmul_kernel("gated_mlp", self.arithmetic, self.dtype)(
+            x.data_ptr(),
+            self._gate_up.data_ptr(),
+            _address(self._gate_bias),
+            _address(self._up_bias),
+            self.down._packed.data_ptr(),
+            _address(self.down.bias),
+            out.data_ptr(),
+            x.numel() // self.hidden_features,
+            self.hidden_features,
+            self.intermediate_features,
+            self.out_features,
+            ACTIVATIONS[self.activation],
+            build.num_threads(),
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.hidden_features} -> {self.intermediate_features} -> {self.out_features}"
+        return f"{sizes}, {self.activation}, dtype={self.dtype}, arithmetic={self.arithmetic}"
+
+
+# ---- norm -----------------------------------------------------------------------------------------------------------
+
+
+def rms_norm_twin(x: Tensor, weight: Tensor, eps: float, *, add_one: bool = False) -> Tensor:
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x * scale * (weight + 1 if add_one else weight)
+
+
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, *, add_one: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; `add_one`: * (1 + weight), as Gemma has it.
+
+    x [..., W] fp32, weight [W] fp32 -> [..., W]; one pass, the same bits for a row in any batch.
+
+    >>> fused_rms_norm(torch.tensor([[3.0, -3.0]]), torch.ones(2), 0.0)
+    tensor([[ 1., -1.]])
+    """
+    if build.load() is None:
+        return rms_norm_twin(x, weight, eps, add_one=add_one)
+    width = weight.shape[0]
+    x, weight = _checked(x, width), _checked(weight, width)
+    out = torch.empty_like(x)
+    _native("rms_norm")(
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.numel() // width,
+        width,
+        eps,
+        add_one,
+        build.num_threads(),
+    )
+    return out
+
+
+class FusedRMSNorm(nn.Module):
+    """`fused_rms_norm` with its weight, kept as fp32."""
+
+    def __init__(self, weight: Tensor, eps: float, *, add_one: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.add_one = add_one
+        self.load_weight(weight)
+
+    def load_weight(self, weight: Tensor) -> None:
+        self.weight = weight.detach().float().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fused_rms_norm(x, self.weight, self.eps, add_one=self.add_one)
