@@ -1,0 +1,380 @@
+// Sampling by the law (docs/law.md): Gumbel-max with counter-based noise.
+//
+// Exact, yet hardly slower than making the noise. A vector pass computes an upper bound of every token's score,
+//
+//     G = -log(-log(1 - u)) <= -log(u)      with log2(u) read off a float's bits, which is at most .09 too low,
+//
+// and only tokens whose bound reaches the best exact score so far, less a slack for float32 rounding, are evaluated in
+// float64 by the definition. So the answer is the definition's, on every instruction set.
+//
+// Sums of exponentials are float64 over 16 lanes and one tree: their order depends on the row alone.
+#include "law_lanes.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace {
+
+constexpr int kBlock = 256;  // tokens whose bounds are held at a time
+constexpr int kMaxBest = 16;
+constexpr float kMaxNoise = 22.9f;          // G <= 33 ln 2
+constexpr long kTokensPerThread = 65536;    // waking a thread costs more than less work
+constexpr double kNucleusMargin = 1e-10;    // of the mass: far above the rounding of any order of summation
+
+// ---- a row of logits ------------------------------------------------------------------------------------------------
+
+// Read in groups of 16; the last 32 tokens, if fewer, are filled up with -inf.
+struct Row {
+    const float* x;
+    int32_t size, tail_start;
+    float tail[kGroup];
+    Cut cut;
+    bool masked = false;
+
+    Row(const float* logits, long vocab_size) : x(logits), size((int32_t)vocab_size), tail_start(size / kGroup * kGroup) {
+        for (int i = 0; i < kGroup; ++i) tail[i] = tail_start + i < size ? x[tail_start + i] : -kInfinity;
+    }
+    int32_t padded() const { return (size + kGroup - 1) / kGroup * kGroup; }
+    f32x16 raw(int32_t v) const { return rs_load(v < tail_start ? x + v : tail + (v - tail_start)); }
+    template <bool kMasked>
+    f32x16 load(int32_t v) const {
+        return kMasked ? apply_cut(raw(v), v, cut) : raw(v);
+    }
+    void mask(const Cut& c) { cut = c, masked = true; }
+};
+
+// The largest logit; NaN if the row holds one.
+float largest(const Row& row) {
+    f32x16 best = rs_set1(-kInfinity);
+    unsigned nan = 0;
+    for (int32_t v = 0; v < row.padded(); v += 16) {
+        f32x16 x = row.raw(v);
+        nan |= unordered(x);
+        best = rs_max(x, best);
+    }
+    return nan ? __builtin_nanf("") : rs_hmax(best);
+}
+
+// Sum over kept tokens of exp((x - m) / T), m the largest logit: at least 1.
+template <bool kMasked>
+double sum_of_exp(const Row& row, float m, double inverse_temperature) {
+    const Doubles centre = set_double(m), inverse = set_double(inverse_temperature);
+    Doubles sum[kParts];
+    for (Doubles& part : sum) part = set_double(0.0);
+    for (int32_t v = 0; v < row.padded(); v += 16) {
+        Doubles x[kParts];
+        widen(row.load<kMasked>(v), x);
+        for (int i = 0; i < kParts; ++i) sum[i] = add(sum[i], exp_of_negative(mul(sub(x[i], centre), inverse)));
+    }
+    double lanes[16];
+    for (int i = 0; i < kParts; ++i) store_doubles(lanes + i * kDoubles, sum[i]);
+    for (int width = 8; width >= 1; width /= 2)
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+double sum_of_exp(const Row& row, float m, double inverse_temperature) {
+    return row.masked ? sum_of_exp<true>(row, m, inverse_temperature) : sum_of_exp<false>(row, m, inverse_temperature);
+}
+
+// ---- the best tokens under the noise --------------------------------------------------------------------------------
+
+// The `k` best so far by (score descending, id ascending).
+struct Best {
+    int k, count = 0;
+    double score[kMaxBest + 1];
+    int32_t id[kMaxBest + 1];
+    explicit Best(int wanted) : k(wanted) {}
+    bool full() const { return count == k; }
+    double worst() const { return score[k - 1]; }
+    void offer(double s, int32_t v) {
+        int at = count;
+        for (; at > 0 && (s > score[at - 1] || (s == score[at - 1] && v < id[at - 1])); --at)
+            score[at] = score[at - 1], id[at] = id[at - 1];
+        score[at] = s, id[at] = v;
+        if (count < k) ++count;
+    }
+};
+
+double gumbel(uint32_t word) {
+    double u = ((double)word + 0.5) * 0x1p-32;
+    return -::log(-::log(1.0 - u));  // 1 - u is exact
+}
+
+// The index of the largest of `count` floats (a multiple of 16), the first of equals.
+int argmax(const float* values, int count) {
+    f32x16 best = rs_load(values);
+    for (int i = 16; i < count; i += 16) best = rs_max(best, rs_load(values + i));
+    f32x16 top = rs_set1(rs_hmax(best));
+    for (int i = 0;; i += 16)
+        if (unsigned equal = at_least(rs_load(values + i), top)) return i + __builtin_ctz(equal);
+}
+
+// Scores are x / T + G. Bounds are relative to the largest logit: (x - m) / T + bound of G.
+struct NoisyScores {
+    const Row& row;
+    NoiseKey key;
+    float m;
+    double temperature;
+    float inverse;  // of the temperature
+    double origin;  // m / T
+    float threshold = -kInfinity;  // a token below it cannot be among the best
+    alignas(64) float bound[kBlock];
+    alignas(64) uint32_t word[kBlock];
+
+    NoisyScores(const Row& r, uint64_t seed, uint32_t t, float largest, double T)
+        : row(r), key(seed, t), m(largest), temperature(T), origin((double)largest / T) {
+        inverse = (float)(1.0 / T < 3e38 ? 1.0 / T : 3e38);  // too small only makes bounds too large
+    }
+
+    double exact(int32_t v, int at) const { return (double)row.x[v] / temperature + gumbel(word[at]); }
+
+    // The slack covers the rounding of the bounds (relative 2e-7 of a distance, absolute 3e-5) and that of the exact scores.
+    void raise_threshold(double worst) {
+        double relative = worst - origin, size = __builtin_fabs(relative);
+        double slack = 1e-4 + 1e-6 * (64 + size) + 8 * 0x1p-52 * (__builtin_fabs(origin) + size);
+        threshold = (float)(relative - slack);
+    }
+
+    // Fills `bound` for the tokens from v on; true if one of them may be among the best.
+    template <bool kMasked>
+    bool fill(int32_t v, int count) {
+        const f32x16 centre = rs_set1(m), inv = rs_set1(inverse), least = rs_set1(threshold);
+        const f32x16 hopeless = rs_set1(threshold - kMaxNoise);
+        const float ln2 = 0.69314718f;
+        const f32x16 base = rs_set1(ln2 * (24 + 127)), slope = rs_set1(ln2 * 0x1p-23f);
+        unsigned any = 0;
+        for (int i = 0; i < count; i += kGroup) {
+            f32x16 low = rs_mul(rs_sub(row.load<kMasked>(v + i), centre), inv);
+            f32x16 high = rs_mul(rs_sub(row.load<kMasked>(v + i + 16), centre), inv);
+            if (at_least(rs_max(low, high), hopeless)) {
+                f32x16 bits[2];
+                random_group((uint32_t)(v + i) / 4, key, word + i, bits);
+                low = rs_add(low, rs_fnma(bits[0], slope, base));
+                high = rs_add(high, rs_fnma(bits[1], slope, base));
+                any |= at_least(rs_max(low, high), least);
+            }
+            rs_store(bound + i, low);
+            rs_store(bound + i + 16, high);
+        }
+        return any != 0;
+    }
+
+    // Evaluates what may be among the best, the most promising first.
+    void harvest(int32_t v, int count, Best* best) {
+        for (;;) {
+            int at = argmax(bound, count);
+            if (!(bound[at] >= threshold) || bound[at] == -kInfinity) return;
+            bound[at] = -kInfinity;
+            best->offer(exact(v + at, at), v + at);
+            if (best->full()) raise_threshold(best->worst());
+        }
+    }
+
+    template <bool kMasked>
+    void search(Best* best) {
+        for (int32_t v = 0; v < row.padded(); v += kBlock) {
+            int count = row.padded() - v < kBlock ? row.padded() - v : kBlock;
+            if (fill<kMasked>(v, count)) harvest(v, count, best);
+        }
+    }
+};
+
+void best_noisy(const Row& row, uint64_t seed, int32_t position, float m, double temperature, Best* best) {
+    NoisyScores scores(row, seed, (uint32_t)position, m, temperature);
+    row.masked ? scores.search<true>(best) : scores.search<false>(best);
+}
+
+// Without noise the score is the logit. Ids ascend, so a later token must be better to displace a full list's last.
+void best_plain(const Row& row, Best* best) {
+    float worst = -kInfinity;
+    for (int32_t v = 0; v < row.padded(); v += 16)
+        for (unsigned better = greater(row.raw(v), rs_set1(worst)); better != 0; better &= better - 1) {
+            int32_t id = v + __builtin_ctz(better);
+            if (!(row.x[id] > worst)) continue;
+            best->offer(row.x[id], id);
+            if (best->full()) worst = (float)best->worst();
+        }
+}
+
+// ---- masks ----------------------------------------------------------------------------------------------------------
+
+// Local to this file, and with it every std:: template used on it: see the rules in simd.h.
+struct Entry {
+    float logit;
+    int32_t id;
+    double weight;  // exp((x - m) / T), by the definition
+};
+struct ComesBefore {
+    bool operator()(const Entry& a, const Entry& b) const { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+};
+using Entries = std::vector<Entry>;
+
+// Kept tokens with a finite logit >= least, by ascending id.
+void gather(const Row& row, float least, Entries* out) {
+    out->clear();
+    if (least == -kInfinity) least = -__FLT_MAX__;
+    for (int32_t v = 0; v < row.padded(); v += 16)
+        for (unsigned found = at_least(row.load<true>(v), rs_set1(least)); found != 0; found &= found - 1) {
+            int32_t id = v + __builtin_ctz(found);
+            out->push_back({row.x[id], id, 0.0});
+        }
+}
+
+// The k-th token in the order of the law, 0 < k < size. Keeps a shortlist that is cut back to k whenever it fills up.
+Cut top_k_cut(const Row& row, int32_t k, Entries* list) {
+    size_t capacity = (size_t)k * 2 + 1024;
+    float least = -kInfinity;  // a later token must be better than this
+    list->clear();
+    auto shorten = [&] {
+        std::nth_element(list->begin(), list->begin() + (k - 1), list->end(), ComesBefore());
+        list->resize((size_t)k);
+        least = list->back().logit;
+    };
+    for (int32_t v = 0; v < row.padded(); v += 16) {
+        for (unsigned found = greater(row.raw(v), rs_set1(least)); found != 0; found &= found - 1) {
+            int32_t id = v + __builtin_ctz(found);
+            list->push_back({row.x[id], id, 0.0});
+        }
+        if (list->size() >= capacity) shorten();
+    }
+    if (list->size() < (size_t)k) return Cut();  // what is missing is -inf
+    shorten();
+    return {list->back().logit, list->back().id};
+}
+
+double weigh(Entries* list, float m, double temperature) {
+    double mass = 0.0;
+    for (Entry& entry : *list) mass += entry.weight = ::exp(((double)entry.logit - (double)m) / temperature);
+    return mass;
+}
+
+// The nucleus by the letter of the definition: everything sorted, sums in that order.
+Cut nucleus_by_definition(const Row& row, float m, double temperature, double top_p, Entries* list) {
+    gather(row, -kInfinity, list);
+    std::sort(list->begin(), list->end(), ComesBefore());
+    double wanted = top_p * weigh(list, m, temperature), mass = 0.0;
+    size_t i = 0;
+    while ((mass += (*list)[i].weight) < wanted) ++i;
+    return {(*list)[i].logit, (*list)[i].id};
+}
+
+// The same without sorting everything: the tokens near the top, halved until few hold the boundary. Where the boundary is
+// so close that the order of summation could matter, the definition decides.
+Cut nucleus_cut(const Row& row, float m, double temperature, double top_p, Entries* list) {
+    double total = sum_of_exp<true>(row, m, 1.0 / temperature);
+    double wanted = top_p * total, margin = kNucleusMargin * total;
+    for (double reach : {6.0, 24.0, __builtin_inf()}) {
+        gather(row, (float)(m - reach * temperature), list);
+        if (weigh(list, m, temperature) >= wanted + margin) break;
+    }
+    Entry* low = list->data();
+    Entry* high = low + list->size();
+    double before = 0.0;  // mass of the tokens before `low`
+    while (high - low > 32) {
+        Entry* middle = low + (high - low) / 2;
+        std::nth_element(low, middle, high, ComesBefore());
+        double mass = before;
+        for (Entry* entry = low; entry < middle; ++entry) mass += entry->weight;
+        if (mass >= wanted) {
+            high = middle;
+        } else {
+            low = middle, before = mass;
+        }
+    }
+    std::sort(low, high, ComesBefore());
+    for (; low < high; before += low->weight, ++low) {
+        if (before + low->weight < wanted) continue;
+        if (before + low->weight < wanted + margin || before > wanted - margin) break;
+        return {low->logit, low->id};
+    }
+    return nucleus_by_definition(row, m, temperature, top_p, list);
+}
+
+void mask_row(Row* row, float m, double temperature, int32_t top_k, float top_p) {
+    static thread_local Entries list;
+    if (top_k > 0 && top_k < row->size) row->mask(top_k_cut(*row, top_k, &list));
+    if (top_p < 1.0f) row->mask(nucleus_cut(*row, m, temperature, (double)top_p, &list));
+}
+
+int threads_for(long rows, long vocab_size, int num_threads) {
+    long worth = rows * vocab_size / kTokensPerThread;
+    long most = worth < rows ? worth : rows;
+    return most < 1 ? 1 : most < num_threads ? (int)most : num_threads;
+}
+
+// 0, or which parameter has a value out of range: 1 temperature, 2 top_k, 3 top_p.
+int refused(long rows, const float* temperatures, const int32_t* top_k, const float* top_p) {
+    for (long i = 0; i < rows; ++i) {
+        if (!(temperatures[i] >= 0.0f && temperatures[i] < kInfinity)) return 1;
+        if (top_k && top_k[i] < 0) return 2;
+        if (top_p && !(top_p[i] > 0.0f && top_p[i] <= 1.0f)) return 3;
+    }
+    return 0;
+}
+
+}  // namespace
+
+// Both return what `refused` says, and do nothing unless it is 0.
+
+// logits [rows, vocab_size] at `stride`; log_probs [2, rows]: untempered, tempered.
+RS_EXPORT int RS_NAME(gumbel_sample)(const float* logits, long stride, long rows, long vocab_size, const uint64_t* seeds,
+                                      const int32_t* positions, const float* temperatures, const int32_t* top_k,
+                                      const float* top_p, int32_t* tokens, float* log_probs, uint8_t* finite,
+                                      int num_threads) {
+    if (int code = refused(rows, temperatures, top_k, top_p)) return code;
+#pragma omp parallel for num_threads(threads_for(rows, vocab_size, num_threads)) schedule(dynamic)
+    for (long i = 0; i < rows; ++i) {
+        Row row(logits + i * stride, vocab_size);
+        float m = largest(row);
+        finite[i] = m > -kInfinity && m < kInfinity;
+        tokens[i] = 0;
+        log_probs[i] = log_probs[rows + i] = __builtin_nanf("");
+        if (!finite[i]) continue;
+        double temperature = temperatures[i], normaliser = ::log(sum_of_exp(row, m, 1.0));
+        Best best(1);
+        if (temperature == 0.0) {
+            best_plain(row, &best);
+            log_probs[rows + i] = 0.0f;
+        } else {
+            mask_row(&row, m, temperature, top_k[i], top_p[i]);
+            best_noisy(row, seeds[i], positions[i], m, temperature, &best);
+            bool same = !row.masked && temperature == 1.0;
+            double tempered = same ? normaliser : ::log(sum_of_exp(row, m, 1.0 / temperature));
+            log_probs[rows + i] = (float)(((double)row.x[best.id[0]] - m) / temperature - tempered);
+        }
+        tokens[i] = best.id[0];
+        log_probs[i] = (float)((double)row.x[best.id[0]] - m - normaliser);
+    }
+    return 0;
+}
+
+// tokens, scores [rows, k], the best first.
+RS_EXPORT int RS_NAME(gumbel_candidates)(const float* logits, long stride, long rows, long vocab_size, long k,
+                                          const uint64_t* seeds, const int32_t* positions, const float* temperatures,
+                                          int32_t* tokens, float* scores, int num_threads) {
+    if (int code = refused(rows, temperatures, nullptr, nullptr)) return code;
+#pragma omp parallel for num_threads(threads_for(rows, vocab_size, num_threads)) schedule(dynamic)
+    for (long i = 0; i < rows; ++i) {
+        Row row(logits + i * stride, vocab_size);
+        float m = largest(row);
+        Best best((int)k);
+        double shift = 0.0;
+        if (m > -kInfinity && m < kInfinity) {
+            double temperature = temperatures[i];
+            shift = m + ::log(sum_of_exp(row, m, 1.0));
+            if (temperature == 0.0) {
+                best_plain(row, &best);
+            } else {
+                best_noisy(row, seeds[i], positions[i], m, temperature, &best);
+                shift /= temperature;
+            }
+        }
+        for (long j = 0; j < k; ++j) {
+            tokens[i * k + j] = j < best.count ? best.id[j] : -1;
+            scores[i * k + j] = j < best.count ? (float)(best.score[j] - shift) : -kInfinity;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,285 @@
+"""Sampling by the law (docs/law.md): token and log-probs of every row of logits, and a drafter's candidates.
+
+The slow twins here say what is computed; `cpu/csrc/gumbel.cpp` and `gumbel_triton.py` compute it fast. All three choose
+the same tokens, and a row gives the same bits in every batch.
+
+Example:
+    >>> logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    >>> greedy = sample(logits, np.array([7]), np.zeros(1, np.int32), np.zeros(1, np.float32),
+    ...                 np.zeros(1, np.int32), np.ones(1, np.float32))
+    >>> int(greedy.tokens[0]), bool(greedy.finite[0])
+    (3, True)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.philox import gumbel_noise
+
+MAX_CANDIDATES = 16
+
+PerRow = Tensor | npt.NDArray[Any]  # [N], one value a row: a tensor on the logits' device, or numpy
+
+
+class SampleResult(NamedTuple):
+    """What was drawn, on the logits' device. A row that is not finite has token 0 and NaN log-probs."""
+
+    tokens: Tensor  # [N] int32
+    log_probs: Tensor  # [N] float32, under softmax(logits)
+    tempered_log_probs: Tensor  # [N] float32, under the distribution sampled from (temperature, then masks)
+    finite: Tensor  # [N] bool: False where the logits hold NaN or +inf, or nothing but -inf
+
+
+class Candidates(NamedTuple):
+    """A drafter's best tokens under the noise, best first. Where a row has fewer: token -1, score -inf."""
+
+    tokens: Tensor  # [N, k] int32
+    scores: Tensor  # [N, k] float32
+
+
+def sample(
+    logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, top_k: PerRow, top_p: PerRow
+) -> SampleResult:
+    """One token a row, by the law.
+
+    logits [N, V] float32, rows at any stride; seeds [N] int64 (the bits of a 64-bit seed; numpy uint64 too);
+    positions [N] int32 in the response; temperatures [N] float32 >= 0 (0: greedy); top_k [N] int32 (0: every token);
+    top_p [N] float32 in (0, 1] (1: every token).
+    """
+    _check_logits(logits)
+    kernel = _native("gumbel_sample") if logits.is_cpu else None
+    if kernel is not None:
+        return _sample_native(kernel, logits, seeds, positions, temperatures, top_k, top_p)
+    rows = logits.shape[0]
+    arguments = (
+        _as_tensor("seeds", seeds, torch.int64, rows, logits.device),
+        _as_tensor("positions", positions, torch.int32, rows, logits.device),
+        _as_tensor("temperatures", temperatures, torch.float32, rows, logits.device),
+        _as_tensor("top_k", top_k, torch.int32, rows, logits.device),
+        _as_tensor("top_p", top_p, torch.float32, rows, logits.device),
+    )
+    if logits.is_cuda:
+        from rlhfspec.kernels import gumbel_triton
+
+        return SampleResult(*gumbel_triton.sample(logits, *arguments))
+    return sample_reference(logits, *arguments)
+
+
+def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, k: int) -> Candidates:
+    """A drafter's `k` (at most 16) best tokens a row by `log_softmax(logits) / T + noise`; no masks."""
+    _check_logits(logits)
+    if not 1 <= k <= MAX_CANDIDATES:
+        raise ValueError(f"k: must be from 1 to {MAX_CANDIDATES} (got {k})")
+    kernel = _native("gumbel_candidates") if logits.is_cpu else None
+    if kernel is not None:
+        return _candidates_native(kernel, logits, seeds, positions, temperatures, k)
+    rows = logits.shape[0]
+    arguments = (
+        _as_tensor("seeds", seeds, torch.int64, rows, logits.device),
+        _as_tensor("positions", positions, torch.int32, rows, logits.device),
+        _as_tensor("temperatures", temperatures, torch.float32, rows, logits.device),
+    )
+    if logits.is_cuda:
+        from rlhfspec.kernels import gumbel_triton
+
+        return Candidates(*gumbel_triton.candidates(logits, *arguments, k))
+    return candidates_reference(logits, *arguments, k)
+
+
+# ---- the slow twins --------------------------------------------------------------------------------------------------
+
+
+def kept_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens the masks keep: logits [N, V] float64, temperatures [N] float64 > 0; returns [N, V] bool."""
+    ordered, ids = torch.sort(logits, dim=1, descending=True, stable=True)  # stable: of equals the lower id first
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    survives = rank < torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
+    weights = torch.exp((ordered - ordered[:, :1]) / temperatures[:, None]) * survives
+    mass = weights.cumsum(dim=1)  # [N, V], in this order
+    wanted = top_p.to(torch.float64)[:, None] * mass[:, -1:]
+    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))  # the mass of the better tokens
+    kept = survives & ((before < wanted) | (top_p >= 1)[:, None])
+    return torch.zeros_like(kept).scatter(1, ids, kept)
+
+
+def sample_reference(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor
+) -> SampleResult:
+    """`sample`, slow and obvious, in float64."""
+    _check_values(temperatures, top_k, top_p)
+    finite = _finite_rows(logits)
+    x = torch.where(finite[:, None], logits, 0).to(torch.float64)  # [N, V]; rows without an answer go along as zeros
+    greedy = temperatures == 0
+    temperature = torch.where(greedy, 1, temperatures).to(torch.float64)
+    kept = kept_tokens(x, temperature, top_k, top_p)
+    scores = _perturbed(x, seeds, positions, temperatures).masked_fill(~kept & ~greedy[:, None], -torch.inf)
+    ids = torch.arange(x.shape[1], device=x.device)
+    tokens = torch.where(scores == scores.amax(1, keepdim=True), ids, x.shape[1]).amin(1)  # lowest id of equals
+    centred = x - x.amax(1, keepdim=True)
+    log_probs = torch.log_softmax(centred, dim=1).gather(1, tokens[:, None])[:, 0]
+    tempered = (centred / temperature[:, None]).masked_fill(~kept, -torch.inf)
+    tempered_log_probs = torch.log_softmax(tempered, dim=1).gather(1, tokens[:, None])[:, 0].masked_fill(greedy, 0)
+    return SampleResult(
+        torch.where(finite, tokens, 0).to(torch.int32),
+        log_probs.masked_fill(~finite, torch.nan).to(torch.float32),
+        tempered_log_probs.masked_fill(~finite, torch.nan).to(torch.float32),
+        finite,
+    )
+
+
+def candidates_reference(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, k: int) -> Candidates:
+    """`candidates`, slow and obvious, in float64."""
+    _check_values(temperatures)
+    rows, vocab_size = logits.shape
+    finite = _finite_rows(logits)[:, None]
+    x = torch.where(finite, logits, 0).to(torch.float64)
+    temperature = torch.where(temperatures == 0, 1, temperatures).to(torch.float64)[:, None]
+    scores, tokens = torch.sort(_perturbed(x, seeds, positions, temperatures), dim=1, descending=True, stable=True)
+    scores = (scores[:, :k] - torch.logsumexp(x, dim=1, keepdim=True) / temperature).masked_fill(~finite, -torch.inf)
+    padding = (0, max(0, k - vocab_size))
+    scores = torch.nn.functional.pad(scores, padding, value=-torch.inf)
+    tokens = torch.nn.functional.pad(tokens[:, :k], padding).masked_fill(scores == -torch.inf, -1)
+    return Candidates(tokens.to(torch.int32), scores.to(torch.float32))
+
+
+def _finite_rows(logits: Tensor) -> Tensor:
+    """[N] bool: no NaN, no +inf, and at least one token that can be chosen."""
+    best = logits.amax(dim=1)  # NaN if the row holds one
+    return (best > -torch.inf) & (best < torch.inf)
+
+
+def _perturbed(x: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
+    """x / T + G, or x where T = 0: [N, V] float64."""
+    greedy = (temperatures == 0)[:, None]
+    temperature = temperatures.to(torch.float64)[:, None]
+    return torch.where(greedy, x, x / temperature + gumbel_noise(seeds, positions, x.shape[1]))
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_logits(logits: Tensor) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits: must be [rows, vocabulary] (got shape {tuple(logits.shape)})")
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits: must be float32 (got {logits.dtype})")
+    if logits.stride(1) != 1 and logits.shape[1] != 1:
+        raise ValueError(f"logits: a row must be contiguous (got strides {logits.stride()})")
+
+
+def _check_values(temperatures: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None) -> None:
+    checks = [("temperatures", torch.isfinite(temperatures) & (temperatures >= 0), "finite and >= 0")]
+    if top_k is not None and top_p is not None:
+        checks += [("top_k", top_k >= 0, ">= 0"), ("top_p", (top_p > 0) & (top_p <= 1), "in (0, 1]")]
+    for name, holds, problem in checks:
+        if not bool(holds.all()):
+            raise ValueError(f"{name}: every value must be {problem}")
+
+
+_DTYPES = {"seeds": "int64", "positions": "int32", "temperatures": "float32", "top_k": "int32", "top_p": "float32"}
+
+
+def _bad_parameter(name: str, value: PerRow, rows: int) -> ValueError:
+    where = value.device if isinstance(value, Tensor) else "numpy"
+    wanted = f"a contiguous {_DTYPES[name]} vector of {rows} on the logits' device"
+    return ValueError(f"{name}: must be {wanted} (got {value.dtype} {tuple(value.shape)} on {where})")
+
+
+def _as_tensor(name: str, value: PerRow, dtype: torch.dtype, rows: int, device: torch.device) -> Tensor:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value.view(np.int64) if value.dtype == np.uint64 else value).to(device)
+    if value.dtype != dtype or value.shape != (rows,) or value.device != device:
+        raise _bad_parameter(name, value, rows)
+    return value
+
+
+# ---- the C++ kernel --------------------------------------------------------------------------------------------------
+
+
+_REFUSED = {1: "temperatures: every value must be finite and >= 0", 2: "top_k: every value must be >= 0"}
+_REFUSED[3] = "top_p: every value must be in (0, 1]"
+
+
+@functools.cache
+def _native(name: str, isa: str | None = None) -> Any:
+    """`gumbel_sample` or `gumbel_candidates` as a ctypes function; None without a library."""
+    kernel = build.function(name, isa)
+    if kernel is None:
+        return None
+    num_sizes, num_vectors = (3, 8) if name == "gumbel_sample" else (4, 5)  # stride, rows, vocabulary (, k)
+    sizes, vectors = [ctypes.c_long] * num_sizes, [ctypes.c_void_p] * num_vectors
+    kernel.argtypes = [ctypes.c_void_p, *sizes, *vectors, ctypes.c_int]
+    kernel.restype = ctypes.c_int
+    return kernel
+
+
+def _pointer(name: str, value: PerRow, rows: int) -> int:
+    """Where a vector of parameters lies in memory, once it is what the kernel expects."""
+    dtype = _DTYPES[name]
+    if isinstance(value, np.ndarray):
+        found = "int64" if value.dtype == np.uint64 else value.dtype
+        if found == dtype and value.shape == (rows,) and value.flags.c_contiguous:
+            return value.ctypes.data
+    elif value.dtype == getattr(torch, dtype) and value.shape == (rows,) and value.is_cpu and value.is_contiguous():
+        return value.data_ptr()
+    raise _bad_parameter(name, value, rows)
+
+
+def _sample_native(
+    kernel: Any, logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, top_k: PerRow, top_p: PerRow
+) -> SampleResult:
+    rows, vocab_size = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int32)
+    log_probs = torch.empty((2, rows), dtype=torch.float32)  # untempered, tempered
+    finite = torch.empty(rows, dtype=torch.bool)
+    refused = kernel(
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        vocab_size,
+        _pointer("seeds", seeds, rows),
+        _pointer("positions", positions, rows),
+        _pointer("temperatures", temperatures, rows),
+        _pointer("top_k", top_k, rows),
+        _pointer("top_p", top_p, rows),
+        tokens.data_ptr(),
+        log_probs.data_ptr(),
+        finite.data_ptr(),
+        build.num_threads(),
+    )
+    if refused:
+        raise ValueError(_REFUSED[refused])
+    return SampleResult(tokens, log_probs[0], log_probs[1], finite)
+
+
+def _candidates_native(
+    kernel: Any, logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, k: int
+) -> Candidates:
+    rows, vocab_size = logits.shape
+    tokens = torch.empty((rows, k), dtype=torch.int32)
+    scores = torch.empty((rows, k), dtype=torch.float32)
+    refused = kernel(
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        vocab_size,
+        k,
+        _pointer("seeds", seeds, rows),
+        _pointer("positions", positions, rows),
+        _pointer("temperatures", temperatures, rows),
+        tokens.data_ptr(),
+        scores.data_ptr(),
+        build.num_threads(),
+    )
+    if refused:
+        raise ValueError(_REFUSED[refused])
+    return Candidates(tokens, scores)
