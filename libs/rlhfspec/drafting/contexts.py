@@ -1,0 +1,93 @@
+"""What came after a context: an index over growing texts, for a few context lengths.
+
+Every text adds, at each position, one count to each of four contexts (the last 16, 8, 4 and 2 tokens). A look-up
+takes the longest context known and lets the next shorter one share what that leaves open. Contexts are
+kept by hash: a collision costs a bad guess, never a wrong token.
+
+Example:
+    >>> index = ContextIndex()
+    >>> index.add((1, 2, 3, 1, 2, 3, 1, 2), start=0)
+    >>> tokens, chances, rest = index.continuations((1, 2, 3, 1, 2))
+    >>> tokens, chances[0] > rest
+    ([3], True)
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+ORDERS = (16, 8, 4, 2)  # longest first
+LONGEST = ORDERS[0]
+_MOST_CANDIDATES = 6
+# How much of an unseen continuation each different one seen suggests: long contexts repeat, short ones do not
+_OPENNESS = {16: 0.05, 8: 0.2, 4: 0.8, 2: 2.0}
+_ALONE = {order: 1.0 / (1.0 + openness) for order, openness in _OPENNESS.items()}  # chance of one token seen once
+
+
+class ContextIndex:
+    """Counts of continuations. `max_contexts`: beyond it the older half is dropped."""
+
+    def __init__(self, max_contexts: int = 1 << 17) -> None:
+        self._max_contexts = max_contexts
+        self._seen: dict[int, int | dict[int, int]] = {}  # a bare token: seen once
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, tokens: tuple[int, ...], *, start: int) -> None:
+        """Count tokens[start:], each after its contexts; what lies before `start` only serves as context."""
+        seen = self._seen
+        for order in ORDERS:
+            for i in range(max(start, order), len(tokens)):
+                context, token = hash(tokens[i - order : i]), tokens[i]
+                known = seen.get(context)
+                if known is None:
+                    seen[context] = token
+                elif known.__class__ is dict:
+                    known[token] = known.get(token, 0) + 1
+                elif known == token:
+                    seen[context] = {token: 2}
+                else:
+                    seen[context] = {known: 1, token: 1}  # type: ignore[dict-item]
+        if len(seen) > self._max_contexts:
+            self._seen = dict(islice(seen.items(), len(seen) // 2, None))
+
+    def continuations(self, context: tuple[int, ...]) -> tuple[list[int], list[float], float]:
+        """Candidate tokens, their chances (not sorted), and the chance of any other token.
+
+        `context`: the last LONGEST tokens, or fewer.
+        """
+        seen = self._seen
+        for place, order in enumerate(ORDERS):
+            known = seen.get(hash(context[-order:])) if order < LONGEST else seen.get(hash(context))
+            if known is None:
+                continue
+            if known.__class__ is int:
+                if order >= 8:
+                    chance = _ALONE[order]
+                    return [known], [chance], 1.0 - chance
+                known = {known: 1}
+            return self._blended(known, order, context, place)  # type: ignore[arg-type]
+        return [], [], 1.0
+
+    def _blended(
+        self, counts: dict[int, int], order: int, context: tuple[int, ...], place: int
+    ) -> tuple[list[int], list[float], float]:
+        """The longest context's counts; where they are few, the next shorter context fills part of the rest."""
+        openness = _OPENNESS[order] * len(counts)
+        total = sum(counts.values())
+        weight = 1.0 / (total + openness)
+        rest = openness * weight
+        if len(counts) > _MOST_CANDIDATES:
+            counts = dict(sorted(counts.items(), key=lambda item: -item[1])[:_MOST_CANDIDATES])
+            rest = 1.0 - weight * sum(counts.values())
+        chances = {token: count * weight for token, count in counts.items()}
+        if total < 4 and place + 1 < len(ORDERS):
+            shorter = self._seen.get(hash(context[-ORDERS[place + 1] :]))
+            if shorter.__class__ is dict:
+                open_there = _OPENNESS[ORDERS[place + 1]] * len(shorter)
+                share = rest / (sum(shorter.values()) + open_there)
+                for token, count in islice(shorter.items(), _MOST_CANDIDATES):
+                    chances[token] = chances.get(token, 0.0) + count * share
+                rest = max(1.0 - sum(chances.values()), 1e-6)
+        return list(chances), list(chances.values()), rest
