@@ -1,0 +1,68 @@
+"""The engine's settings: strict, each with unit, default and reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfspec.drafting.base import Plan
+from rlhfspec.errors import InvalidRequest
+
+_DTYPES = ("float32", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """
+    dtype: how weights are stored. float32, bfloat16, or float64 (the slow reference mode, torch kernels only).
+    device: "cpu" or "cuda".
+    arithmetic: "auto", "fma", "amx", "dpbf16" or "torch": how CPU linear layers add up (docs/kernels.md). Part of
+        what the tokens depend on, so pin it where machines of different kinds share one job.
+    speculation: "off", "suffix", "model", "adaptive", a static strategy's name, or a Plan.
+    num_threads: CPU threads of the kernels; None takes torch's setting.
+    max_sequences: rows decoded together. max_context: tokens of prompt and response of one sequence.
+    kv_cache_tokens: memory for KV in tokens; None: enough for every row at full context.
+    block_size: tokens a block, a power of two. prefill_chunk: prompt tokens run per step.
+    prefix_sharing: samples of one prompt share its whole blocks.
+    tree_slots: spare slots a sequence may use for tree nodes.
+    profile: measure the cost tables at start (a few seconds); off: the selector learns while running.
+    """
+
+    dtype: str = "float32"
+    device: str = "cpu"
+    arithmetic: str = "auto"
+    speculation: str | Plan = "adaptive"
+    num_threads: int | None = None
+    max_sequences: int = 64
+    max_context: int = 1024
+    kv_cache_tokens: int | None = None
+    block_size: int = 16
+    prefill_chunk: int = 512
+    prefix_sharing: bool = True
+    tree_slots: int = 64
+    profile: bool = True
+
+    def __post_init__(self) -> None:
+        positive = ("max_sequences", "max_context", "prefill_chunk", "block_size")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise InvalidRequest(name, getattr(self, name), "must be >= 1")
+        if self.block_size & (self.block_size - 1):
+            raise InvalidRequest("block_size", self.block_size, "must be a power of two")
+        if self.dtype not in _DTYPES:
+            raise InvalidRequest("dtype", self.dtype, f"must be one of {', '.join(_DTYPES)}")
+        if self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise InvalidRequest("device", self.device, "must be cpu or cuda")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise InvalidRequest("num_threads", self.num_threads, "must be >= 1")
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
+            raise InvalidRequest("kv_cache_tokens", self.kv_cache_tokens, f"must be >= block_size ({self.block_size})")
+
+    @property
+    def table_width(self) -> int:
+        """Slots one row can own: its context and the room for trees, in whole blocks."""
+        return -(-(self.max_context + self.tree_slots + 1) // self.block_size) * self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        tokens = self.kv_cache_tokens or self.max_sequences * self.table_width
+        return tokens // self.block_size

@@ -1,0 +1,68 @@
+"""Measures the cost tables at start-up: what one forward of target and draft costs, by rows and context.
+
+Runs on the empty engine's own tensors, in a second or so on a small model; the selector corrects them from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rlhfspec.kernels import gumbel
+from rlhfspec.kernels.tree_attention import AttentionMeta
+
+from rlhfspec.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
+
+if TYPE_CHECKING:
+    from rlhfspec.engine.core import Engine
+    from rlhfspec.engine.runner import ModelRunner
+
+_CANDIDATES = 4
+_SHORT_CONTEXT, _LONG_CONTEXT = 64, 256  # tokens a row
+
+_GUESSED_STEP, _GUESSED_ROW = 4e-3, 1e-4  # seconds
+
+
+def profile(engine: Engine) -> CostModel:
+    """Cost tables of this engine on this machine, now."""
+    assert not engine.scheduler.running, "profiling writes over the cache"
+    space = engine.speculation.space
+    limit = max(4 * engine.config.max_sequences, 16)
+    grid = [rows for rows in ROW_GRID if rows <= limit]
+    long_context = min(_LONG_CONTEXT, engine.config.max_context)
+
+    def measure(kind: str, rows: int, kv_tokens: int) -> float:
+        runner = engine.target if kind == TARGET or space is None else space.runner
+        context = max(kv_tokens // rows, min(_SHORT_CONTEXT, engine.config.max_context))
+        return _time_forward(runner, rows, context, draft=kind != TARGET)
+
+    measure(TARGET, grid[-1], 0)  # first touch of scratch memory and code
+    drafters = [] if space is None else ["model"]
+    return CostModel.profile(measure, drafters=drafters, row_grid=grid, kv_tokens_per_row=long_context)
+
+
+def unmeasured() -> CostModel:
+    """A guess to start from when nothing is profiled (tests, tiny models): every row costs a little, the first a lot."""
+    return CostModel({TARGET: CostTable(ROW_GRID, [_GUESSED_STEP + _GUESSED_ROW * rows for rows in ROW_GRID])})
+
+
+def _time_forward(runner: ModelRunner, rows: int, context: int, *, draft: bool) -> float:
+    """Seconds of one forward of `rows` sequences at the given context, sampling included."""
+    num_slots = runner.config.num_blocks * runner.config.block_size
+    index = np.arange(rows, dtype=np.int32)
+    slot_table = (index[:, None] * context + np.arange(context, dtype=np.int32)) % num_slots
+    positions = np.full(rows, context - 1, np.int32)
+    zeros, ones = np.zeros(rows, np.int32), np.ones(rows, np.float32)
+    seeds = np.arange(rows, dtype=np.uint64)
+    began = time.perf_counter()
+    meta = AttentionMeta(
+        slots=slot_table[:, -1].copy(), table_rows=index, context_lens=positions + np.int32(1),
+        extra=np.empty((rows, 0), np.int32), slot_table=slot_table.astype(np.int32),
+    )  # fmt: skip
+    logits = runner.forward(zeros, positions, meta, index)
+    if draft:
+        gumbel.candidates(logits, seeds, positions, ones, _CANDIDATES)
+    else:
+        gumbel.sample(logits, seeds, positions, ones, zeros, ones)
+    return time.perf_counter() - began

@@ -1,0 +1,209 @@
+"""The engine's side of drafting: which drafters there are, the draft's own namespace, and who chooses.
+
+Switching strategy, drafter or selector never touches a sequence: by the law it cannot change its tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from rlhfspec.kernels import gumbel
+from rlhfspec.kernels.tree_attention import AttentionMeta
+
+from rlhfspec.drafting.acceptance import AcceptanceModel
+from rlhfspec.drafting.base import (
+    PLAIN,
+    BatchState,
+    Choice,
+    DraftBatch,
+    Drafter,
+    FloatArray,
+    Forest,
+    IntArray,
+    Plan,
+    Selector,
+    empty_forest,
+)
+from rlhfspec.drafting.cost import CostModel
+from rlhfspec.drafting.model import ModelDrafter, Rows
+from rlhfspec.drafting.plans import default_plans, static_grid
+from rlhfspec.drafting.selector import AdaptiveSelector, FixedSelector
+from rlhfspec.drafting.suffix import SuffixDrafter
+from rlhfspec.drafting.tree import index_in_sequence
+from rlhfspec.engine.cache import SlotTable
+from rlhfspec.engine.profile import profile, unmeasured
+from rlhfspec.engine.runner import ModelRunner
+from rlhfspec.engine.scheduler import Schedule
+from rlhfspec.engine.sequences import Sequence
+from rlhfspec.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rlhfspec.engine.core import Engine
+
+
+class DraftSpace:
+    """The draft model's namespace in the paged cache: same blocks, own KV, own permutation of slots."""
+
+    def __init__(self, engine: Engine, runner: ModelRunner, table: SlotTable) -> None:
+        self.engine = engine
+        self.runner = runner
+        self.table = table
+        self.computed = np.zeros(engine.pool.num_blocks, np.bool_)  # shared blocks whose draft KV is there
+
+    def candidates(self, rows: Rows, slot_table: IntArray, k: int) -> tuple[IntArray, FloatArray]:
+        meta = AttentionMeta(
+            slots=rows.slots, table_rows=rows.table_rows, context_lens=rows.context_lens,
+            extra=rows.extra, slot_table=slot_table,
+        )  # fmt: skip
+        logits = self.runner.forward(rows.tokens, rows.positions, meta, rows.logit_rows)
+        if not len(rows.logit_rows):
+            return np.empty((0, k), np.int32), np.empty((0, k), np.float32)
+        tokens, scores = gumbel.candidates(logits, rows.seeds, rows.noise_positions, rows.temperatures, k)
+        return tokens.cpu().numpy(), scores.cpu().numpy()
+
+    def draft_slots(self) -> IntArray:
+        return self.table.slots
+
+    def draft_capacity(self) -> IntArray:
+        return self.table.capacity
+
+    def reusable_prefix(self, row: int) -> int:
+        sequence = self.engine.by_row[row]
+        computed = self.computed[sequence.blocks[: sequence.num_shared_blocks]]
+        leading = len(computed) if computed.all() else int(computed.argmin())
+        return leading * self.table.block_size
+
+    def prefix_computed(self, row: int, length: int) -> None:
+        sequence = self.engine.by_row[row]
+        whole = min(length // self.table.block_size, len(sequence.prefix_hashes))
+        self.computed[sequence.blocks[:whole]] = True
+
+    def release(self, blocks: list[int]) -> None:
+        """Private again, or about to be: whoever gets the block next starts without draft KV."""
+        self.computed[blocks] &= self.engine.pool.references[blocks] > 1
+
+
+class Speculation:
+    """Holds drafters, statistics and the selector, and runs one proposal."""
+
+    def __init__(self, engine: Engine, draft: ModelRunner | None) -> None:
+        self.engine = engine
+        config = engine.config
+        self.draft_table = SlotTable(config.max_sequences, config.table_width, config.block_size)
+        self.space = None if draft is None else DraftSpace(engine, draft, self.draft_table)
+        self.drafters: dict[str, Drafter] = {"suffix": SuffixDrafter()}
+        self.model_drafter: ModelDrafter | None = None
+        if self.space is not None:
+            self.model_drafter = ModelDrafter(self.space, config.max_sequences)
+            self.drafters["model"] = self.model_drafter
+        self.acceptance = AcceptanceModel(config.max_sequences)
+        self.costs = CostModel()
+        self.used: list[Drafter] = []
+        self.selector: Selector = FixedSelector(PLAIN)
+
+    def choose(self, speculation: str | Plan) -> None:
+        """Install the selector for a mode: off, a drafter's name, adaptive, a static strategy, or a Plan."""
+        if not self.costs.tables and speculation != "off":
+            self.costs = profile(self.engine) if self.engine.config.profile else unmeasured()
+        self.selector = self._selector(speculation)
+        wanted = self._drafters_of(speculation)
+        for drafter in wanted:
+            if drafter not in self.used:
+                for sequence in self.engine.scheduler.running:
+                    self._start_one(drafter, sequence)
+        self.used = wanted
+
+    def propose(self, plan: Plan, state: BatchState, schedule: Schedule) -> tuple[Forest, int, Choice | None, float]:
+        """Draft trees and keep the nodes worth verifying. Returns forest, nodes proposed, choice, seconds."""
+        if plan.drafter is None:
+            return empty_forest(), 0, None, 0.0
+        began = time.perf_counter()
+        self.engine.scheduler.make_tree_room(schedule.decode_rows, min(plan.depth * plan.width * plan.branch, 64))
+        batch = self.batch(schedule.decode_rows)
+        rule = self.selector.rule(plan, state)
+        forest = self.drafters[plan.drafter].propose(batch, plan, self.acceptance, rule)
+        seconds = time.perf_counter() - began
+        choice = self.selector.budget(plan, state, forest, seconds)
+        return self._fitting(forest.take(choice.keep), schedule.decode_rows), forest.size, choice, seconds
+
+    def batch(self, decode_rows: IntArray) -> DraftBatch:
+        rows = self.engine.rows
+        lengths = rows.lengths[decode_rows]
+        return DraftBatch(
+            rows=decode_rows,
+            lengths=lengths,
+            prompt_lengths=rows.prompt_lengths[decode_rows],
+            room=rows.limits[decode_rows] - lengths,
+            seeds=rows.seeds[decode_rows],
+            temperatures=rows.temperatures[decode_rows],
+            tokens=rows.tokens,
+            weights_version=self.engine.weights_version,
+        )
+
+    def start(self, sequence: Sequence) -> None:
+        for drafter in self.used:
+            self._start_one(drafter, sequence)
+
+    def observe(self, batch: DraftBatch, new_lengths: IntArray) -> None:
+        for drafter in self.used:
+            drafter.observe(batch, new_lengths)
+
+    def forget(self, sequence: Sequence) -> None:
+        for drafter in self.drafters.values():
+            drafter.forget(sequence.row)
+        self.acceptance.forget(sequence.row)
+        if self.space is not None:
+            self.space.release(sequence.blocks)
+
+    def reset(self) -> None:
+        """The target's weights changed."""
+        for drafter in self.drafters.values():
+            drafter.reset()
+        self.selector.reset()
+        if self.space is not None:
+            self.space.computed[:] = False
+
+    def load_draft_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
+        if self.space is None:
+            raise InvalidRequest("draft_state_dict", "given", "this engine has no draft model")
+        self.space.runner.load_weights(state_dict)
+
+    def _fitting(self, forest: Forest, decode_rows: IntArray) -> Forest:
+        """Drop nodes for which a sequence owns no free slot (memory is short); later nodes go first."""
+        table = self.engine.table
+        free = table.capacity[decode_rows] - self.engine.rows.lengths[decode_rows]
+        fits = index_in_sequence(forest, len(decode_rows)) < free[forest.sequence]
+        return forest if fits.all() else forest.take(np.flatnonzero(fits).astype(np.int32))
+
+    def _start_one(self, drafter: Drafter, sequence: Sequence) -> None:
+        length = int(self.engine.rows.lengths[sequence.row])
+        drafter.start(
+            sequence.row, self.engine.rows.tokens[sequence.row, :length], sequence.group, sequence.request.history
+        )
+
+    def _names(self) -> list[str]:
+        return sorted(self.drafters)
+
+    def _selector(self, speculation: str | Plan) -> Selector:
+        grid = {"off": PLAIN, **static_grid(self._names())}
+        plan = speculation if isinstance(speculation, Plan) else grid.get(speculation)
+        if plan is not None:
+            return FixedSelector(plan, costs=self.costs if self.costs.tables else None, acceptance=self.acceptance)
+        if speculation in self.drafters or speculation == "adaptive":
+            names = self._names() if speculation == "adaptive" else [speculation]
+            return AdaptiveSelector(self.costs, self.acceptance, default_plans(names, self.engine.config.max_sequences))
+        if speculation == "model":
+            raise InvalidRequest("speculation", speculation, "needs a draft model: give drafter=PATH")
+        names = ", ".join(["adaptive", *self._names(), *grid])
+        raise InvalidRequest("speculation", speculation, f"must be one of {names}")
+
+    def _drafters_of(self, speculation: str | Plan) -> list[Drafter]:
+        if speculation == "adaptive":
+            return list(self.drafters.values())
+        if isinstance(speculation, str) and speculation in self.drafters:
+            return [self.drafters[speculation]]
+        plan = speculation if isinstance(speculation, Plan) else static_grid(self._names()).get(speculation, PLAIN)
+        return [] if plan.drafter is None else [self.drafters[plan.drafter]]

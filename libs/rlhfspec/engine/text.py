@@ -1,0 +1,52 @@
+"""Text at the edges: prompts in, responses out, and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from rlhfspec.drafting.base import IntArray
+from rlhfspec.errors import InvalidRequest
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+def encode_prompt(tokenizer: Tokenizer | None, prompt: str | SequenceOf[int]) -> tuple[int, ...]:
+    """Token ids of a prompt given as text or as ids."""
+    if not isinstance(prompt, str):
+        return tuple(int(token) for token in prompt)
+    if tokenizer is None:
+        raise InvalidRequest("prompts", prompt[:40], "text needs a tokenizer, and the model folder holds none")
+    return tuple(tokenizer.encode(prompt))
+
+
+def decode(tokenizer: Tokenizer | None, token_ids: SequenceOf[int]) -> str | None:
+    return None if tokenizer is None else tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def first_stop(tokenizer: Tokenizer, response: IntArray, num_new: int, stops: tuple[str, ...]) -> int | None:
+    """Of the last `num_new` tokens of a response, how many to keep so that the last one completes a stop string.
+
+    Looks token by token, so the answer does not depend on how many tokens a step happened to bring.
+    """
+    for kept in range(1, num_new + 1):
+        text = tokenizer.decode(response[: len(response) - num_new + kept].tolist(), skip_special_tokens=True)
+        if any(stop in text for stop in stops):
+            return kept
+    return None
+
+
+def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
+    """The text before the earliest stop string.
+
+    >>> cut_at_stop("4\\nNext: 5", ("\\nNext",))
+    '4'
+    """
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text

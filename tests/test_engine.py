@@ -1,0 +1,289 @@
+"""What the engine does for its users: stopping, streaming, cancelling, new weights, moving, and bad input."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rlhfspec.drafting.base import Plan
+from rlhfspec.engine import Engine, Request, SamplingParams
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.errors import InvalidRequest, SequenceStateError, WeightsVersionError
+from rlhfspec.tiny import hugging_face_tokenizer, perturbed, random_model
+
+VOCAB = 258  # the byte tokenizer's
+TREE = Plan(drafter="model", depth=4, width=2, branch=2)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return random_model("llama", seed=1, vocab_size=VOCAB)
+
+
+def make(model: Any, **options: Any) -> Engine:
+    chosen = {"max_sequences": 8, "max_context": 128, "profile": False, "num_threads": 1, "speculation": TREE} | options
+    draft = perturbed(model, 0.1)
+    return make_engine(
+        copy.deepcopy(model), EngineConfig(**chosen), draft=draft, tokenizer=hugging_face_tokenizer()
+    )
+
+
+@pytest.fixture
+def engine(model: Any) -> Engine:
+    return make(model)
+
+
+def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Request:
+    seed = params.pop("seed", 7)
+    return Request(id=name, prompt_token_ids=prompt, params=SamplingParams(**params), seed=seed)
+
+
+def drain(engine: Engine) -> dict[str, Any]:
+    done = {}
+    while engine.has_work:
+        done.update({each.id: each for each in engine.step().finished})
+    engine.check_integrity()
+    return done
+
+
+def test_length_and_stop_tokens(engine: Engine) -> None:
+    [free] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=30), seeds=[7])
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 30)
+    stop = free.token_ids[11]
+    [stopped] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=30, stop_token_ids=(stop,)), seeds=[7])
+    first = free.token_ids.index(stop)
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert len(stopped.log_probs) == len(stopped.tempered_log_probs) == len(stopped.weights_versions) == first + 1
+
+
+def test_stop_strings_end_at_the_first_token_that_completes_one(model: Any) -> None:
+    for speculation in ("off", TREE):
+        engine = make(model, speculation=speculation)
+        [free] = engine.generate(["ab"], SamplingParams(max_tokens=40), seeds=[3])
+        text = engine.tokenizer.decode(list(free.token_ids))
+        stop = next(text[i : i + 2] for i in range(8, 30) if text[i : i + 2].isascii() and text[i : i + 2].isprintable())
+        [stopped] = engine.generate(["ab"], SamplingParams(max_tokens=40, stop=(stop,)), seeds=[3])
+        assert stopped.finish_reason == "stop"
+        assert stopped.text == text[: text.index(stop)]
+        kept = len(stopped.token_ids)
+        assert stopped.token_ids == free.token_ids[:kept]
+        assert stop in engine.tokenizer.decode(list(free.token_ids[:kept]))
+        assert stop not in engine.tokenizer.decode(list(free.token_ids[: kept - 1]))
+
+
+def test_the_models_own_end_token_stops_unless_ignored(model: Any) -> None:
+    engine = make(model)
+    [free] = engine.generate([[1, 2]], SamplingParams(max_tokens=20, ignore_eos=True), seeds=[5])
+    engine.eos_token_ids = (free.token_ids[6],)
+    [ended] = engine.generate([[1, 2]], SamplingParams(max_tokens=20), seeds=[5])
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[6]) + 1]
+    assert ended.finish_reason == "stop"
+
+
+def test_samples_stream_out_when_they_finish(engine: Engine) -> None:
+    engine.submit(request("long", max_tokens=40))
+    engine.submit(request("short", max_tokens=2))
+    order = []
+    while engine.has_work:
+        order += [done.id for done in engine.step().finished]
+    assert order == ["short", "long"]
+
+
+def test_cancel_frees_everything_and_leaves_the_others(engine: Engine) -> None:
+    for index in range(12):  # more than rows: some wait
+        engine.submit(request(f"r{index}", max_tokens=20, seed=index))
+    engine.step()
+    assert engine.cancel("r3")
+    assert engine.cancel("r11")
+    assert not engine.cancel("nobody")
+    engine.check_integrity()
+    assert set(drain(engine)) == {f"r{index}" for index in range(12)} - {"r3", "r11"}
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_generate_leaves_the_completions_of_others_for_their_owner(engine: Engine) -> None:
+    engine.submit(request("mine", max_tokens=1))
+    engine.generate([[4, 5]], SamplingParams(max_tokens=6), seeds=[1])
+    assert "mine" in drain(engine)
+
+
+def test_text_in_text_out(engine: Engine) -> None:
+    [done] = engine.generate(["2 + 2 ="], SamplingParams(max_tokens=5), seeds=[1])
+    assert done.prompt_token_ids == tuple(engine.tokenizer.encode("2 + 2 ="))
+    assert done.text == engine.tokenizer.decode(list(done.token_ids), skip_special_tokens=True)
+
+
+def test_new_weights_take_over_between_steps(model: Any) -> None:
+    """Tokens before the swap are the old weights', tokens after it the new ones', as if recomputed from scratch."""
+    newer = perturbed(model, 0.3)
+    engine = make(model)
+    engine.submit(request("x", max_tokens=30))
+    while engine.rows.lengths.max() < 12:
+        engine.step()
+    engine.load_weights(newer.state_dict(), version=4)
+    done = drain(engine)["x"]
+    versions = np.asarray(done.weights_versions)
+    assert set(versions.tolist()) == {0, 4}
+    assert (np.diff(versions) >= 0).all()
+    switch = int((versions == 0).sum())
+    logits = newer(input_ids=torch.tensor([[*done.prompt_token_ids, *done.token_ids]])).logits[0].float()
+    expected = logits.log_softmax(-1)[len(done.prompt_token_ids) - 1 : -1]
+    picked = expected[torch.arange(len(done.token_ids)), torch.tensor(done.token_ids)]
+    np.testing.assert_allclose(np.asarray(done.log_probs)[switch:], picked[switch:].detach(), atol=2e-5)
+    reference = make(newer, speculation="off")
+    reference.load_weights(newer.state_dict(), version=4)
+    whole = reference.generate([[1, 2, 3]], SamplingParams(max_tokens=30), seeds=[7])
+    engine.submit(request("y", max_tokens=30))
+    again = drain(engine)["y"]
+    assert (again.token_ids, again.log_probs) == (whole[0].token_ids, whole[0].log_probs)
+
+
+def test_weights_versions_are_checked(model: Any, engine: Engine) -> None:
+    engine.load_weights(model.state_dict(), version=2)
+    with pytest.raises(WeightsVersionError, match="must grow"):
+        engine.load_weights(model.state_dict(), version=2)
+    params = SamplingParams(max_tokens=40)
+    with pytest.raises(WeightsVersionError, match="wanted 1, have 2"):
+        engine.submit(Request(id="old", prompt_token_ids=(1,), params=params, seed=0, weights_version=1))
+    engine.submit(Request(id="pinned", prompt_token_ids=(1,), params=params, seed=0, weights_version=2))
+    engine.submit(Request(id="free", prompt_token_ids=(1,), params=params, seed=0))
+    engine.step()
+    engine.load_weights(model.state_dict(), version=3)
+    done = drain(engine)
+    assert done["pinned"].finish_reason == "error"
+    assert "weights_version" in done["pinned"].error
+    assert done["free"].finish_reason == "length"
+
+
+def test_weights_with_missing_or_unknown_names_are_refused(model: Any, engine: Engine) -> None:
+    state = dict(model.state_dict())
+    missing = {name: value for name, value in state.items() if "layers.0.mlp.gate_proj" not in name}
+    with pytest.raises(ValueError, match=r"gate_proj"):
+        engine.load_weights(missing, version=1)
+    with pytest.raises(ValueError, match="surprise"):
+        engine.load_weights(state | {"surprise": torch.zeros(1)}, version=1)
+    assert engine.weights_version == 0
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 5])
+def test_a_moved_sequence_goes_on_with_the_same_tokens(model: Any, steps_before: int) -> None:
+    prompt = tuple(range(40))
+    alone = make(model, speculation="off")
+    [expected] = alone.generate([prompt], SamplingParams(max_tokens=40), seeds=[9])
+    source, destination = make(model, prefill_chunk=24), make(model)
+    source.submit(request("stays", prompt, max_tokens=40, seed=1))
+    source.submit(request("moves", prompt, max_tokens=40, seed=9))
+    for _ in range(steps_before):
+        source.step()
+    state = source.export_sequence("moves")
+    source.check_integrity()
+    destination.import_sequence(state)
+    destination.check_integrity()
+    done = drain(destination)["moves"]
+    assert (done.token_ids, done.log_probs) == (expected.token_ids, expected.log_probs)
+    assert set(drain(source)) == {"stays"}
+    if steps_before == 5:  # the KV came along: nothing of the prompt was run again
+        assert len(state.kv) > len(prompt)
+        assert done.stats.num_verifications > 0
+
+
+def test_a_sequence_of_another_model_or_version_is_refused(model: Any, engine: Engine) -> None:
+    engine.submit(request("x"))
+    engine.step()
+    state = engine.export_sequence("x")
+    other = make(random_model("qwen2", seed=1, vocab_size=VOCAB))
+    with pytest.raises(SequenceStateError, match="target_fingerprint"):
+        other.import_sequence(state)
+    newer = make(model)
+    newer.load_weights(model.state_dict(), version=1)
+    with pytest.raises(SequenceStateError, match="weights_version"):
+        newer.import_sequence(state)
+
+
+BAD_REQUESTS = {
+    "empty prompt": ("prompt_token_ids", {"prompt": ()}),
+    "prompt longer than the cache": ("prompt_token_ids", {"prompt": tuple([1] * 500)}),
+    "token id too large": ("prompt_token_ids", {"prompt": (1, VOCAB)}),
+    "negative token id": ("prompt_token_ids", {"prompt": (-1,)}),
+    "no room for the response": ("max_tokens", {"max_tokens": 500}),
+    "stop id outside": ("stop_token_ids", {"stop_token_ids": (VOCAB,)}),
+    "seed too large": ("seed", {"seed": 1 << 64}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_bad_request_names_its_field_and_harms_nobody(engine: Engine, name: str) -> None:
+    field, arguments = BAD_REQUESTS[name]
+    engine.submit(request("good", max_tokens=4))
+    with pytest.raises(InvalidRequest) as caught:
+        engine.submit(request("bad", **arguments))
+    assert caught.value.field == field
+    assert set(drain(engine)) == {"good"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1), ("temperature", math.nan), ("temperature", math.inf), ("top_k", -1), ("top_k", 1.5),
+     ("top_p", 0), ("top_p", 1.1), ("max_tokens", 0), ("stop", ("",)), ("stop_token_ids", (-1,))],
+)  # fmt: skip
+def test_impossible_sampling_parameters_name_their_field(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: must"):
+        SamplingParams(**{field: value})
+
+
+def test_nan_logits_end_one_sequence_with_an_error(model: Any) -> None:
+    poisoned = copy.deepcopy(model)
+    poisoned.get_input_embeddings().weight.data[200] = math.nan
+    engine = make(poisoned)
+    healthy = make(model, speculation="off")
+    prompts = [[1, 2, 3], [1, 200, 3], [9, 8]]
+    params = SamplingParams(max_tokens=12, stop_token_ids=(200,))
+    first, broken, last = engine.generate(prompts, params, seeds=[1, 2, 3])
+    assert broken.finish_reason == "error"
+    assert broken.error.startswith("logits:")
+    assert broken.token_ids == ()
+    for done, expected in zip((first, last), healthy.generate([prompts[0], prompts[2]], params, seeds=[1, 3]), strict=True):
+        assert done.token_ids == expected.token_ids
+    engine.check_integrity()
+
+
+def test_unknown_path_option_and_strategy_are_named(tmp_path: Any) -> None:
+    with pytest.raises(InvalidRequest, match="path: no such folder"):
+        Engine.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="^path: not a loadable"):
+        Engine.from_pretrained(tmp_path)
+    with pytest.raises(InvalidRequest, match="did you mean max_sequences"):
+        Engine.from_pretrained(tmp_path, max_sequence=3)
+
+
+def test_a_drafter_of_another_vocabulary_is_refused(model: Any) -> None:
+    other = random_model("llama", seed=1, vocab_size=VOCAB + 1)
+    with pytest.raises(InvalidRequest, match="^drafter: vocabulary size must equal"):
+        make_engine(copy.deepcopy(model), EngineConfig(max_context=64, profile=False), draft=other)
+
+
+def test_model_speculation_needs_a_draft(model: Any) -> None:
+    with pytest.raises(InvalidRequest, match="^speculation: needs a draft model"):
+        make_engine(copy.deepcopy(model), EngineConfig(max_context=64, profile=False, speculation="model"))
+    with pytest.raises(InvalidRequest, match="^speculation: must be one of off"):
+        make_engine(copy.deepcopy(model), EngineConfig(max_context=64, profile=False, speculation="fastest"))
+
+
+def test_from_pretrained_with_tokenizer_and_drafter(model: Any, tmp_path: Any) -> None:
+    model.save_pretrained(tmp_path / "target")
+    perturbed(model, 0.1).save_pretrained(tmp_path / "draft")
+    hugging_face_tokenizer().save_pretrained(tmp_path / "target")
+    engine = Engine.from_pretrained(
+        tmp_path / "target", drafter=tmp_path / "draft", dtype=torch.float32, max_context=64, max_sequences=2,
+        profile=False, speculation="model",
+    )  # fmt: skip
+    [done] = engine.generate(["hello"], SamplingParams(max_tokens=6), seeds=[1])
+    [same] = make(model, speculation="off").generate(["hello"], SamplingParams(max_tokens=6), seeds=[1])
+    assert (done.token_ids, done.text) == (same.token_ids, same.text)
