@@ -22,6 +22,8 @@ Example: two sequences of one prompt token each; the second carries a tree node 
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +41,7 @@ class AttentionMeta:
     """Which keys each query row sees: built once per forward pass, used by every layer.
 
     Row i attends, in ascending position, slot_table[table_rows[i], :context_lens[i]] and then extra[i] up to its first
-    -1. Its position is the last of these: a prefill row's context includes itself, a tree node is the last of its extras.
+    -1. Its position is the last of these: a prefill row's context includes itself, a tree node is its own last extra.
     Rows of one sequence should be neighbours: on the CPU they then share each loaded key. A row whose slot is -1 writes
     nothing; with an empty context and no extras it is padding and gets zeros.
     All int32, all numpy or all on the device of the query. `slot_table` may be wider and higher than what is used.
@@ -61,7 +63,7 @@ class AttentionMeta:
             if array.dtype not in (np.int32, torch.int32):
                 raise ValueError(f"{name}: must be int32 (got {array.dtype})")
             if array.ndim != num_dims or (name != "slot_table" and array.shape[0] != num_rows):
-                raise ValueError(f"{name}: must have {num_dims} dimensions for {num_rows} rows (got {tuple(array.shape)})")
+                raise ValueError(f"{name}: must have {num_dims} dimensions, {num_rows} rows (got {tuple(array.shape)})")
 
     @property
     def num_rows(self) -> int:
@@ -108,7 +110,7 @@ def tree_attention(
     query, key and value may be any strided views. sliding_window w: only keys at positions above query position - w.
     softcap c: scores become c * tanh(score / c). sinks: one more logit per head in the softmax's denominator.
     """
-    _check_call(query, key, value, kv, layer, meta, sliding_window, softcap, sinks)
+    _check_call(query, key, value, kv, layer, meta, scale, sliding_window, softcap, sinks)
     if query.is_cuda:
         from rlhfspec.kernels import tree_attention_triton  # lazily: a CPU machine may lack triton
 
@@ -124,10 +126,10 @@ def tree_attention(
 
 def _check_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
-    sliding_window: int | None, softcap: float, sinks: torch.Tensor | None,
+    scale: float, sliding_window: int | None, softcap: float, sinks: torch.Tensor | None,
 ) -> None:  # fmt: skip
     num_rows, num_heads, dim = query.shape
-    num_blocks, num_layers, planes, block_size, num_kv_heads, kv_dim = kv.shape
+    _, num_layers, planes, block_size, num_kv_heads, kv_dim = kv.shape
     if num_rows != meta.num_rows:
         raise ValueError(f"query: must have the {meta.num_rows} rows of meta (got {num_rows})")
     if num_heads % num_kv_heads or dim != kv_dim:
@@ -141,6 +143,8 @@ def _check_call(
         raise ValueError(f"layer: must be in [0, {num_layers}) (got {layer})")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window: must be >= 1 or None (got {sliding_window})")
+    if not scale > 0.0:
+        raise ValueError(f"scale: must be > 0 (got {scale})")
     if not softcap >= 0.0:
         raise ValueError(f"softcap: must be >= 0 (got {softcap})")
     if sinks is not None and sinks.shape != (num_heads,):
@@ -183,7 +187,9 @@ def visible_slots(indices: Tensors, row: int, sliding_window: int | None) -> tor
     return slots if sliding_window is None else slots[-sliding_window:]
 
 
-def write_kv_reference(key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
+def write_kv_reference(
+    key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor
+) -> None:
     """Stores each row's key and value [Hkv, D] in its slot; a slot of -1 stores nothing."""
     rows = torch.nonzero(slots >= 0).flatten()
     block, offset = _places(kv, slots[rows])
@@ -217,6 +223,9 @@ PROBLEMS = (
 )
 
 
+CALL = struct.Struct("@22q2f")  # mirrors struct Layer of csrc/attention.cpp; packing is cheaper than 24 arguments
+
+
 class _BatchStruct(ctypes.Structure):
     """Mirrors struct Batch of csrc/attention.cpp."""
 
@@ -232,7 +241,7 @@ class _BatchStruct(ctypes.Structure):
 class NativeBatch:
     """The C++ view of an AttentionMeta, and the arrays that it points into."""
 
-    struct: _BatchStruct
+    fields: _BatchStruct
     address: int
     highest_slot: int
     arrays: tuple[npt.NDArray[np.int32], ...]
@@ -248,15 +257,15 @@ class NativeBatch:
         num_rows = meta.num_rows
         filled = [np.zeros(num_rows, np.int32), np.zeros(num_rows + 1, np.int32)]
         arrays = (*lists, table, *filled)
-        struct = _BatchStruct(
+        fields = _BatchStruct(
             *(array.ctypes.data for array in arrays),
             num_rows, lists[3].shape[1], *table.shape, table.strides[0] // 4,
         )  # fmt: skip
-        address = ctypes.addressof(struct)
+        address = ctypes.addressof(fields)
         _kernels().plan(address)
-        if struct.problem:
-            raise ValueError(f"{PROBLEMS[struct.problem]} (row {struct.problem_row})")
-        return cls(struct, address, struct.highest_slot, arrays)
+        if fields.problem:
+            raise ValueError(f"{PROBLEMS[fields.problem]} (row {fields.problem_row})")
+        return cls(fields, address, fields.highest_slot, arrays)
 
 
 def _numpy(array: IndexArray) -> npt.NDArray[np.int32]:
@@ -269,22 +278,12 @@ class _Kernels:
     attend: Any
 
 
-_loaded: dict[str, _Kernels] = {}
-
-
-def _kernels() -> _Kernels:
-    """The C++ functions with their signatures, for the present instruction set."""
-    isa = build.best_isa() or ""
-    if isa not in _loaded:
-        pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        plan, attend = build.function("tree_attention_plan"), build.function("tree_attention")
-        plan.argtypes = [pointer]
-        strided = [pointer, number, number]
-        attend.argtypes = [
-            pointer, *strided * 3, pointer, *[number] * 7, real, real, number, pointer, pointer, number,
-        ]  # fmt: skip
-        _loaded[isa] = _Kernels(plan, attend)
-    return _loaded[isa]
+@functools.cache
+def _kernels(isa: str | None = None) -> _Kernels:
+    """The C++ functions with their signatures, for one instruction set (default: the best)."""
+    plan, attend = build.function("tree_attention_plan", isa), build.function("tree_attention", isa)
+    plan.argtypes = attend.argtypes = [ctypes.c_void_p]
+    return _Kernels(plan, attend)
 
 
 def _native(
@@ -299,17 +298,20 @@ def _native(
     sinks = None if sinks is None else sinks.float().contiguous()
     out = torch.empty((num_rows, num_heads, dim), dtype=torch.float32)
     plane = block_size * num_kv_heads * dim
-    _kernels().attend(
+    call = CALL.pack(
         batch.address,
         query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2],
         kv.data_ptr() + layer * 2 * plane * kv.element_size(), kv.dtype == torch.bfloat16,
         num_layers * 2 * plane, plane, block_size, num_heads, num_kv_heads, dim,
-        scale, softcap, sliding_window or 0, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(), build.num_threads(),
+        sliding_window or 0, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(), build.num_threads(),
+        scale, softcap,
     )  # fmt: skip
+    _kernels().attend(call)
     return out
 
 
 def _readable(rows: torch.Tensor) -> torch.Tensor:
     """float32 on the CPU with a contiguous last dimension, copied only when it is not."""
-    rows = rows.float()
+    if rows.dtype != torch.float32:
+        rows = rows.float()
     return rows if rows.stride(2) == 1 else rows.contiguous()
