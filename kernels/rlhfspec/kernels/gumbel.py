@@ -61,11 +61,11 @@ def sample(
         return _sample_native(kernel, logits, seeds, positions, temperatures, top_k, top_p)
     rows = logits.shape[0]
     arguments = (
-        _as_tensor("seeds", seeds, torch.int64, rows, logits.device),
-        _as_tensor("positions", positions, torch.int32, rows, logits.device),
-        _as_tensor("temperatures", temperatures, torch.float32, rows, logits.device),
-        _as_tensor("top_k", top_k, torch.int32, rows, logits.device),
-        _as_tensor("top_p", top_p, torch.float32, rows, logits.device),
+        _as_tensor("seeds", seeds, rows, logits.device),
+        _as_tensor("positions", positions, rows, logits.device),
+        _as_tensor("temperatures", temperatures, rows, logits.device),
+        _as_tensor("top_k", top_k, rows, logits.device),
+        _as_tensor("top_p", top_p, rows, logits.device),
     )
     if logits.is_cuda:
         from rlhfspec.kernels import gumbel_triton
@@ -84,9 +84,9 @@ def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: P
         return _candidates_native(kernel, logits, seeds, positions, temperatures, k)
     rows = logits.shape[0]
     arguments = (
-        _as_tensor("seeds", seeds, torch.int64, rows, logits.device),
-        _as_tensor("positions", positions, torch.int32, rows, logits.device),
-        _as_tensor("temperatures", temperatures, torch.float32, rows, logits.device),
+        _as_tensor("seeds", seeds, rows, logits.device),
+        _as_tensor("positions", positions, rows, logits.device),
+        _as_tensor("temperatures", temperatures, rows, logits.device),
     )
     if logits.is_cuda:
         from rlhfspec.kernels import gumbel_triton
@@ -139,7 +139,7 @@ def sample_reference(
 def candidates_reference(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, k: int) -> Candidates:
     """`candidates`, slow and obvious, in float64."""
     _check_values(temperatures)
-    rows, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
     finite = _finite_rows(logits)[:, None]
     x = torch.where(finite, logits, 0).to(torch.float64)
     temperature = torch.where(temperatures == 0, 1, temperatures).to(torch.float64)[:, None]
@@ -185,19 +185,32 @@ def _check_values(temperatures: Tensor, top_k: Tensor | None = None, top_p: Tens
             raise ValueError(f"{name}: every value must be {problem}")
 
 
-_DTYPES = {"seeds": "int64", "positions": "int32", "temperatures": "float32", "top_k": "int32", "top_p": "float32"}
+_TORCH_DTYPES = {
+    "seeds": torch.int64,
+    "positions": torch.int32,
+    "temperatures": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+}
+_NUMPY_DTYPES = {
+    "seeds": (np.dtype(np.int64), np.dtype(np.uint64)),
+    "positions": (np.dtype(np.int32),),
+    "temperatures": (np.dtype(np.float32),),
+    "top_k": (np.dtype(np.int32),),
+    "top_p": (np.dtype(np.float32),),
+}
 
 
 def _bad_parameter(name: str, value: PerRow, rows: int) -> ValueError:
     where = value.device if isinstance(value, Tensor) else "numpy"
-    wanted = f"a contiguous {_DTYPES[name]} vector of {rows} on the logits' device"
+    wanted = f"a contiguous {_TORCH_DTYPES[name]} vector of {rows} on the logits' device"
     return ValueError(f"{name}: must be {wanted} (got {value.dtype} {tuple(value.shape)} on {where})")
 
 
-def _as_tensor(name: str, value: PerRow, dtype: torch.dtype, rows: int, device: torch.device) -> Tensor:
+def _as_tensor(name: str, value: PerRow, rows: int, device: torch.device) -> Tensor:
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value.view(np.int64) if value.dtype == np.uint64 else value).to(device)
-    if value.dtype != dtype or value.shape != (rows,) or value.device != device:
+    if value.dtype != _TORCH_DTYPES[name] or value.shape != (rows,) or value.device != device:
         raise _bad_parameter(name, value, rows)
     return value
 
@@ -215,7 +228,7 @@ def _native(name: str, isa: str | None = None) -> Any:
     kernel = build.function(name, isa)
     if kernel is None:
         return None
-    num_sizes, num_vectors = (3, 8) if name == "gumbel_sample" else (4, 5)  # stride, rows, vocabulary (, k)
+    num_sizes, num_vectors = (3, 9) if name == "gumbel_sample" else (4, 5)  # stride, rows, vocabulary (, k)
     sizes, vectors = [ctypes.c_long] * num_sizes, [ctypes.c_void_p] * num_vectors
     kernel.argtypes = [ctypes.c_void_p, *sizes, *vectors, ctypes.c_int]
     kernel.restype = ctypes.c_int
@@ -224,12 +237,12 @@ def _native(name: str, isa: str | None = None) -> Any:
 
 def _pointer(name: str, value: PerRow, rows: int) -> int:
     """Where a vector of parameters lies in memory, once it is what the kernel expects."""
-    dtype = _DTYPES[name]
     if isinstance(value, np.ndarray):
-        found = "int64" if value.dtype == np.uint64 else value.dtype
-        if found == dtype and value.shape == (rows,) and value.flags.c_contiguous:
+        if value.dtype in _NUMPY_DTYPES[name] and value.shape == (rows,) and value.flags.c_contiguous:
+            if rows and value.flags.writeable:  # several times faster than .ctypes, which matters for one row
+                return ctypes.addressof(ctypes.c_char.from_buffer(value))
             return value.ctypes.data
-    elif value.dtype == getattr(torch, dtype) and value.shape == (rows,) and value.is_cpu and value.is_contiguous():
+    elif value.dtype == _TORCH_DTYPES[name] and value.shape == (rows,) and value.is_cpu and value.is_contiguous():
         return value.data_ptr()
     raise _bad_parameter(name, value, rows)
 
@@ -239,7 +252,8 @@ def _sample_native(
 ) -> SampleResult:
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32)
-    log_probs = torch.empty((2, rows), dtype=torch.float32)  # untempered, tempered
+    log_probs = torch.empty(rows, dtype=torch.float32)
+    tempered_log_probs = torch.empty(rows, dtype=torch.float32)
     finite = torch.empty(rows, dtype=torch.bool)
     refused = kernel(
         logits.data_ptr(),
@@ -253,12 +267,13 @@ def _sample_native(
         _pointer("top_p", top_p, rows),
         tokens.data_ptr(),
         log_probs.data_ptr(),
+        tempered_log_probs.data_ptr(),
         finite.data_ptr(),
         build.num_threads(),
     )
     if refused:
         raise ValueError(_REFUSED[refused])
-    return SampleResult(tokens, log_probs[0], log_probs[1], finite)
+    return SampleResult(tokens, log_probs, tempered_log_probs, finite)
 
 
 def _candidates_native(

@@ -19,6 +19,7 @@ namespace {
 constexpr int kBlock = 256;  // tokens whose bounds are held at a time
 constexpr int kMaxBest = 16;
 constexpr float kMaxNoise = 22.9f;          // G <= 33 ln 2
+constexpr long kFewTokens = 64;             // a bracket is narrow enough to be sorted
 constexpr long kTokensPerThread = 65536;    // waking a thread costs more than less work
 constexpr double kNucleusMargin = 1e-10;    // of the mass: far above the rounding of any order of summation
 
@@ -29,19 +30,13 @@ struct Row {
     const float* x;
     int32_t size, tail_start;
     float tail[kGroup];
-    Cut cut;
-    bool masked = false;
 
     Row(const float* logits, long vocab_size) : x(logits), size((int32_t)vocab_size), tail_start(size / kGroup * kGroup) {
         for (int i = 0; i < kGroup; ++i) tail[i] = tail_start + i < size ? x[tail_start + i] : -kInfinity;
     }
     int32_t padded() const { return (size + kGroup - 1) / kGroup * kGroup; }
-    f32x16 raw(int32_t v) const { return rs_load(v < tail_start ? x + v : tail + (v - tail_start)); }
-    template <bool kMasked>
-    f32x16 load(int32_t v) const {
-        return kMasked ? apply_cut(raw(v), v, cut) : raw(v);
-    }
-    void mask(const Cut& c) { cut = c, masked = true; }
+    f32x16 load(int32_t v) const { return rs_load(v < tail_start ? x + v : tail + (v - tail_start)); }
+    f32x16 kept(int32_t v, const Cut& cut) const { return cut.keeps_all() ? load(v) : apply_cut(load(v), v, cut); }
 };
 
 // The largest logit; NaN if the row holds one.
@@ -49,7 +44,7 @@ float largest(const Row& row) {
     f32x16 best = rs_set1(-kInfinity);
     unsigned nan = 0;
     for (int32_t v = 0; v < row.padded(); v += 16) {
-        f32x16 x = row.raw(v);
+        f32x16 x = row.load(v);
         nan |= unordered(x);
         best = rs_max(x, best);
     }
@@ -57,14 +52,13 @@ float largest(const Row& row) {
 }
 
 // Sum over kept tokens of exp((x - m) / T), m the largest logit: at least 1.
-template <bool kMasked>
-double sum_of_exp(const Row& row, float m, double inverse_temperature) {
+double sum_of_exp(const Row& row, const Cut& cut, float m, double inverse_temperature) {
     const Doubles centre = set_double(m), inverse = set_double(inverse_temperature);
     Doubles sum[kParts];
     for (Doubles& part : sum) part = set_double(0.0);
     for (int32_t v = 0; v < row.padded(); v += 16) {
         Doubles x[kParts];
-        widen(row.load<kMasked>(v), x);
+        widen(row.kept(v, cut), x);
         for (int i = 0; i < kParts; ++i) sum[i] = add(sum[i], exp_of_negative(mul(sub(x[i], centre), inverse)));
     }
     double lanes[16];
@@ -72,10 +66,6 @@ double sum_of_exp(const Row& row, float m, double inverse_temperature) {
     for (int width = 8; width >= 1; width /= 2)
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     return lanes[0];
-}
-
-double sum_of_exp(const Row& row, float m, double inverse_temperature) {
-    return row.masked ? sum_of_exp<true>(row, m, inverse_temperature) : sum_of_exp<false>(row, m, inverse_temperature);
 }
 
 // ---- the best tokens under the noise --------------------------------------------------------------------------------
@@ -114,6 +104,7 @@ int argmax(const float* values, int count) {
 // Scores are x / T + G. Bounds are relative to the largest logit: (x - m) / T + bound of G.
 struct NoisyScores {
     const Row& row;
+    const Cut& cut;
     NoiseKey key;
     float m;
     double temperature;
@@ -123,8 +114,8 @@ struct NoisyScores {
     alignas(64) float bound[kBlock];
     alignas(64) uint32_t word[kBlock];
 
-    NoisyScores(const Row& r, uint64_t seed, uint32_t t, float largest, double T)
-        : row(r), key(seed, t), m(largest), temperature(T), origin((double)largest / T) {
+    NoisyScores(const Row& r, const Cut& c, uint64_t seed, uint32_t t, float largest, double T)
+        : row(r), cut(c), key(seed, t), m(largest), temperature(T), origin((double)largest / T) {
         inverse = (float)(1.0 / T < 3e38 ? 1.0 / T : 3e38);  // too small only makes bounds too large
     }
 
@@ -138,7 +129,6 @@ struct NoisyScores {
     }
 
     // Fills `bound` for the tokens from v on; true if one of them may be among the best.
-    template <bool kMasked>
     bool fill(int32_t v, int count) {
         const f32x16 centre = rs_set1(m), inv = rs_set1(inverse), least = rs_set1(threshold);
         const f32x16 hopeless = rs_set1(threshold - kMaxNoise);
@@ -146,8 +136,8 @@ struct NoisyScores {
         const f32x16 base = rs_set1(ln2 * (24 + 127)), slope = rs_set1(ln2 * 0x1p-23f);
         unsigned any = 0;
         for (int i = 0; i < count; i += kGroup) {
-            f32x16 low = rs_mul(rs_sub(row.load<kMasked>(v + i), centre), inv);
-            f32x16 high = rs_mul(rs_sub(row.load<kMasked>(v + i + 16), centre), inv);
+            f32x16 low = rs_mul(rs_sub(row.kept(v + i, cut), centre), inv);
+            f32x16 high = rs_mul(rs_sub(row.kept(v + i + 16, cut), centre), inv);
             if (at_least(rs_max(low, high), hopeless)) {
                 f32x16 bits[2];
                 random_group((uint32_t)(v + i) / 4, key, word + i, bits);
@@ -172,25 +162,19 @@ struct NoisyScores {
         }
     }
 
-    template <bool kMasked>
     void search(Best* best) {
         for (int32_t v = 0; v < row.padded(); v += kBlock) {
             int count = row.padded() - v < kBlock ? row.padded() - v : kBlock;
-            if (fill<kMasked>(v, count)) harvest(v, count, best);
+            if (fill(v, count)) harvest(v, count, best);
         }
     }
 };
-
-void best_noisy(const Row& row, uint64_t seed, int32_t position, float m, double temperature, Best* best) {
-    NoisyScores scores(row, seed, (uint32_t)position, m, temperature);
-    row.masked ? scores.search<true>(best) : scores.search<false>(best);
-}
 
 // Without noise the score is the logit. Ids ascend, so a later token must be better to displace a full list's last.
 void best_plain(const Row& row, Best* best) {
     float worst = -kInfinity;
     for (int32_t v = 0; v < row.padded(); v += 16)
-        for (unsigned better = greater(row.raw(v), rs_set1(worst)); better != 0; better &= better - 1) {
+        for (unsigned better = greater(row.load(v), rs_set1(worst)); better != 0; better &= better - 1) {
             int32_t id = v + __builtin_ctz(better);
             if (!(row.x[id] > worst)) continue;
             best->offer(row.x[id], id);
@@ -211,91 +195,98 @@ struct ComesBefore {
 };
 using Entries = std::vector<Entry>;
 
-// Kept tokens with a finite logit >= least, by ascending id.
-void gather(const Row& row, float least, Entries* out) {
-    out->clear();
-    if (least == -kInfinity) least = -__FLT_MAX__;
+// Where a mask ends: its last token has a logit in [low, high); `before` measures (counts or weighs) the tokens >= high.
+struct Bracket {
+    float low, high;
+    double before;
+};
+
+long count(const Row& row, const Cut& cut) {
+    long found = 0;
     for (int32_t v = 0; v < row.padded(); v += 16)
-        for (unsigned found = at_least(row.load<true>(v), rs_set1(least)); found != 0; found &= found - 1) {
-            int32_t id = v + __builtin_ctz(found);
-            out->push_back({row.x[id], id, 0.0});
-        }
+        found += __builtin_popcount(greater(row.kept(v, cut), rs_set1(-kInfinity)));
+    return found;
 }
 
-// The k-th token in the order of the law, 0 < k < size. Keeps a shortlist that is cut back to k whenever it fills up.
-Cut top_k_cut(const Row& row, int32_t k, Entries* list) {
-    size_t capacity = (size_t)k * 2 + 1024;
-    float least = -kInfinity;  // a later token must be better than this
-    list->clear();
-    auto shorten = [&] {
-        std::nth_element(list->begin(), list->begin() + (k - 1), list->end(), ComesBefore());
-        list->resize((size_t)k);
-        least = list->back().logit;
-    };
-    for (int32_t v = 0; v < row.padded(); v += 16) {
-        for (unsigned found = greater(row.raw(v), rs_set1(least)); found != 0; found &= found - 1) {
-            int32_t id = v + __builtin_ctz(found);
-            list->push_back({row.x[id], id, 0.0});
-        }
-        if (list->size() >= capacity) shorten();
+// Steps down from the largest logit m until `measure` of the tokens above reaches `wanted`, then halves the bracket until
+// few tokens are in it. `survivors`: an earlier mask.
+template <typename Measure>
+Bracket bracket_of(const Row& row, const Cut& survivors, float m, float step, double wanted, Measure measure) {
+    Bracket bracket = {m, kInfinity, 0.0};
+    if (step < 1e-6f * __builtin_fabsf(m)) step = 1e-6f * __builtin_fabsf(m);  // or it would not step at all
+    for (double measured; (measured = measure(survivors.above(bracket.low))) < wanted; step *= 2) {
+        if (bracket.low == -__FLT_MAX__) break;  // everything
+        bracket = {m - step > -__FLT_MAX__ ? m - step : -__FLT_MAX__, bracket.low, measured};
     }
-    if (list->size() < (size_t)k) return Cut();  // what is missing is -inf
-    shorten();
-    return {list->back().logit, list->back().id};
+    while (count(row, survivors.above(bracket.low)) - count(row, survivors.above(bracket.high)) > kFewTokens) {
+        float middle = bracket.low / 2 + (bracket.high < m ? bracket.high : m) / 2;
+        if (!(middle > bracket.low && middle < bracket.high)) break;  // equal logits
+        double measured = measure(survivors.above(middle));
+        if (measured >= wanted) {
+            bracket.low = middle;
+        } else {
+            bracket.high = middle, bracket.before = measured;
+        }
+    }
+    return bracket;
 }
 
-double weigh(Entries* list, float m, double temperature) {
+// The survivors with a logit in [low, high), in the order of the law, with their weights; returns their mass.
+double gather(const Row& row, const Cut& survivors, float low, float high, float m, double temperature, Entries* list) {
     double mass = 0.0;
+    list->clear();
+    for (int32_t v = 0; v < row.padded(); v += 16)
+        for (unsigned found = at_least(row.kept(v, survivors), rs_set1(low)); found != 0; found &= found - 1) {
+            int32_t id = v + __builtin_ctz(found);
+            if (row.x[id] < high) list->push_back({row.x[id], id, 0.0});
+        }
+    std::sort(list->begin(), list->end(), ComesBefore());
     for (Entry& entry : *list) mass += entry.weight = ::exp(((double)entry.logit - (double)m) / temperature);
     return mass;
 }
 
+Cut cut_after(const Entry& last) { return {last.logit, last.id}; }
+
+// The first k in the order of the law, 0 < k < size.
+Cut top_k_cut(const Row& row, float m, int32_t k, Entries* list) {
+    auto measure = [&](const Cut& cut) { return (double)count(row, cut); };
+    Bracket bracket = bracket_of(row, Cut(), m, 1.0f, k, measure);
+    gather(row, Cut(), bracket.low, bracket.high, m, 1.0, list);
+    size_t last = (size_t)k - (size_t)bracket.before - 1;
+    return last < list->size() ? cut_after((*list)[last]) : Cut();  // what is missing is -inf
+}
+
 // The nucleus by the letter of the definition: everything sorted, sums in that order.
-Cut nucleus_by_definition(const Row& row, float m, double temperature, double top_p, Entries* list) {
-    gather(row, -kInfinity, list);
-    std::sort(list->begin(), list->end(), ComesBefore());
-    double wanted = top_p * weigh(list, m, temperature), mass = 0.0;
+Cut nucleus_by_definition(const Row& row, const Cut& survivors, float m, double temperature, double top_p, Entries* list) {
+    double wanted = top_p * gather(row, survivors, -__FLT_MAX__, kInfinity, m, temperature, list), mass = 0.0;
     size_t i = 0;
     while ((mass += (*list)[i].weight) < wanted) ++i;
-    return {(*list)[i].logit, (*list)[i].id};
+    return cut_after((*list)[i]);
 }
 
-// The same without sorting everything: the tokens near the top, halved until few hold the boundary. Where the boundary is
-// so close that the order of summation could matter, the definition decides.
-Cut nucleus_cut(const Row& row, float m, double temperature, double top_p, Entries* list) {
-    double total = sum_of_exp<true>(row, m, 1.0 / temperature);
-    double wanted = top_p * total, margin = kNucleusMargin * total;
-    for (double reach : {6.0, 24.0, __builtin_inf()}) {
-        gather(row, (float)(m - reach * temperature), list);
-        if (weigh(list, m, temperature) >= wanted + margin) break;
+// The same without sorting everything. Where the end is so close that the order of summation could matter, the definition
+// decides.
+Cut nucleus_cut(const Row& row, const Cut& survivors, float m, double temperature, double top_p, Entries* list) {
+    auto measure = [&](const Cut& cut) { return sum_of_exp(row, cut, m, 1.0 / temperature); };
+    double total = measure(survivors), wanted = top_p * total, margin = kNucleusMargin * total;
+    Bracket bracket = bracket_of(row, survivors, m, (float)temperature, wanted, measure);
+    gather(row, survivors, bracket.low, bracket.high, m, temperature, list);
+    double before = bracket.before;
+    for (const Entry& entry : *list) {
+        double mass = before + entry.weight;
+        if (mass >= wanted && (before > wanted - margin || mass < wanted + margin)) break;
+        if (mass >= wanted) return cut_after(entry);
+        before = mass;
     }
-    Entry* low = list->data();
-    Entry* high = low + list->size();
-    double before = 0.0;  // mass of the tokens before `low`
-    while (high - low > 32) {
-        Entry* middle = low + (high - low) / 2;
-        std::nth_element(low, middle, high, ComesBefore());
-        double mass = before;
-        for (Entry* entry = low; entry < middle; ++entry) mass += entry->weight;
-        if (mass >= wanted) {
-            high = middle;
-        } else {
-            low = middle, before = mass;
-        }
-    }
-    std::sort(low, high, ComesBefore());
-    for (; low < high; before += low->weight, ++low) {
-        if (before + low->weight < wanted) continue;
-        if (before + low->weight < wanted + margin || before > wanted - margin) break;
-        return {low->logit, low->id};
-    }
-    return nucleus_by_definition(row, m, temperature, top_p, list);
+    return nucleus_by_definition(row, survivors, m, temperature, top_p, list);
 }
 
-void mask_row(Row* row, float m, double temperature, int32_t top_k, float top_p) {
+Cut mask(const Row& row, float m, double temperature, int32_t top_k, float top_p) {
     static thread_local Entries list;
-    if (top_k > 0 && top_k < row->size) row->mask(top_k_cut(*row, top_k, &list));
-    if (top_p < 1.0f) row->mask(nucleus_cut(*row, m, temperature, (double)top_p, &list));
+    Cut cut;
+    if (top_k > 0 && top_k < row.size) cut = top_k_cut(row, m, top_k, &list);
+    if (top_p < 1.0f) cut = nucleus_cut(row, cut, m, temperature, (double)top_p, &list);
+    return cut;
 }
 
 int threads_for(long rows, long vocab_size, int num_threads) {
@@ -318,11 +309,11 @@ int refused(long rows, const float* temperatures, const int32_t* top_k, const fl
 
 // Both return what `refused` says, and do nothing unless it is 0.
 
-// logits [rows, vocab_size] at `stride`; log_probs [2, rows]: untempered, tempered.
+// logits [rows, vocab_size] at `stride`.
 RS_EXPORT int RS_NAME(gumbel_sample)(const float* logits, long stride, long rows, long vocab_size, const uint64_t* seeds,
                                       const int32_t* positions, const float* temperatures, const int32_t* top_k,
-                                      const float* top_p, int32_t* tokens, float* log_probs, uint8_t* finite,
-                                      int num_threads) {
+                                      const float* top_p, int32_t* tokens, float* log_probs, float* tempered_log_probs,
+                                     uint8_t* finite, int num_threads) {
     if (int code = refused(rows, temperatures, top_k, top_p)) return code;
 #pragma omp parallel for num_threads(threads_for(rows, vocab_size, num_threads)) schedule(dynamic)
     for (long i = 0; i < rows; ++i) {
@@ -330,19 +321,19 @@ RS_EXPORT int RS_NAME(gumbel_sample)(const float* logits, long stride, long rows
         float m = largest(row);
         finite[i] = m > -kInfinity && m < kInfinity;
         tokens[i] = 0;
-        log_probs[i] = log_probs[rows + i] = __builtin_nanf("");
+        log_probs[i] = tempered_log_probs[i] = __builtin_nanf("");
         if (!finite[i]) continue;
-        double temperature = temperatures[i], normaliser = ::log(sum_of_exp(row, m, 1.0));
+        double temperature = temperatures[i], normaliser = ::log(sum_of_exp(row, Cut(), m, 1.0));
         Best best(1);
         if (temperature == 0.0) {
             best_plain(row, &best);
-            log_probs[rows + i] = 0.0f;
+            tempered_log_probs[i] = 0.0f;
         } else {
-            mask_row(&row, m, temperature, top_k[i], top_p[i]);
-            best_noisy(row, seeds[i], positions[i], m, temperature, &best);
-            bool same = !row.masked && temperature == 1.0;
-            double tempered = same ? normaliser : ::log(sum_of_exp(row, m, 1.0 / temperature));
-            log_probs[rows + i] = (float)(((double)row.x[best.id[0]] - m) / temperature - tempered);
+            Cut cut = mask(row, m, temperature, top_k[i], top_p[i]);
+            NoisyScores(row, cut, seeds[i], (uint32_t)positions[i], m, temperature).search(&best);
+            bool same = cut.keeps_all() && temperature == 1.0;
+            double tempered = same ? normaliser : ::log(sum_of_exp(row, cut, m, 1.0 / temperature));
+            tempered_log_probs[i] = (float)(((double)row.x[best.id[0]] - m) / temperature - tempered);
         }
         tokens[i] = best.id[0];
         log_probs[i] = (float)((double)row.x[best.id[0]] - m - normaliser);
@@ -363,11 +354,11 @@ RS_EXPORT int RS_NAME(gumbel_candidates)(const float* logits, long stride, long 
         double shift = 0.0;
         if (m > -kInfinity && m < kInfinity) {
             double temperature = temperatures[i];
-            shift = m + ::log(sum_of_exp(row, m, 1.0));
+            shift = m + ::log(sum_of_exp(row, Cut(), m, 1.0));
             if (temperature == 0.0) {
                 best_plain(row, &best);
             } else {
-                best_noisy(row, seeds[i], positions[i], m, temperature, &best);
+                NoisyScores(row, Cut(), seeds[i], (uint32_t)positions[i], m, temperature).search(&best);
                 shift /= temperature;
             }
         }

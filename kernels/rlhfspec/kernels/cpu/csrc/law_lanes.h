@@ -14,6 +14,9 @@ constexpr int kGroup = 32;  // tokens of one call of Philox here: 8 counters x 4
 struct Cut {
     float logit = -kInfinity;
     int32_t id = INT32_MAX;
+    bool keeps_all() const { return logit == -kInfinity; }
+    // Of the tokens it keeps, those with logits >= least.
+    Cut above(float least) const { return least > logit ? Cut{least, INT32_MAX} : *this; }
 };
 
 // Philox4x32-10 for one (seed, position): the round keys, and what is the same for every token.
