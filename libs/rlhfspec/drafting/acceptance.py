@@ -41,10 +41,10 @@ _POOL_WEIGHT, _PRIOR_WEIGHT = (
     6.0,
 )  # pseudo-observations: other depths' weight in a cell; the prior's in their pool
 _SHIFT_PRECISION = 4.0  # a sequence's shift is believed to be within about +-1/2 until it shows otherwise
-_SHIFT_MEMORY = 0.97  # kept per step of what a sequence has shown
+_SHIFT_MEMORY = 12.0  # what a sequence showed fades over this much later evidence (some hundred nodes)
+_MOST_SHIFT_STEP = 1.0
 _RESET_TRIALS = 200.0  # what a table still counts for after the weights changed
 _MEAN_RATE = 0.05  # how much one finished sequence moves the shift that new ones start from
-_MOST_STEPS_BUFFERED = 8  # steps whose observations wait for one update of the table; fewer while it is young
 
 
 def _interpolation() -> Floats:
@@ -96,8 +96,6 @@ class _Book:
         self.mean_shift = 0.0
         self.shift = np.zeros(num_rows)
         self.precision = np.full(num_rows, _SHIFT_PRECISION)
-        self.buffer: list[tuple[npt.NDArray[np.int64], Floats, Floats, Floats]] = []  # cell, predicted, of table, real
-        self.num_updates = 0
         self.log_odds = np.zeros(_DEPTHS * _RANKS * _FINE)
         self.rebuild()
 
@@ -114,11 +112,10 @@ class _Book:
         log_odds = np.log(chance / (1.0 - chance)).reshape(_DEPTHS * _RANKS, _BUCKETS)
         self.log_odds = (log_odds @ _INTERPOLATION).ravel()
 
-    def update(self, half_life: float) -> None:
-        """Count what is buffered, then rebuild."""
-        cell, predicted, of_table, real = (np.concatenate(column) for column in zip(*self.buffer, strict=True))
-        self.buffer.clear()
-        self.num_updates += 1
+    def count(
+        self, cell: npt.NDArray[np.int64], predicted: Floats, of_table: Floats, real: Floats, half_life: float
+    ) -> None:
+        """Add observations to all counts."""
         kept = 0.5 ** (len(cell) / half_life)
         trials = np.bincount(cell, minlength=_CELLS)
         self.trials = self.trials * kept + trials
@@ -127,7 +124,6 @@ class _Book:
         decile = (predicted * 10.0).astype(np.int64)
         counts = (np.bincount(decile, weights, 10) for weights in (None, predicted, real))
         self.deciles = self.deciles * kept + tuple(counts)
-        self.rebuild()
 
     def shift_of(self, rows: IntArray) -> Floats:
         try:
@@ -169,7 +165,10 @@ class AcceptanceModel:
     def observe(
         self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray, accepted: BoolArray
     ) -> None:
-        """Learn from nodes whose parent was accepted (only those were really tested). All arguments [M]."""
+        """Learn from nodes whose parent was accepted (only those were really tested). All arguments [M].
+
+        Costs some hundred microseconds whatever M is: the selectors call it for several steps at once.
+        """
         if not len(rows):
             return
         book = self._book(drafter)
@@ -181,9 +180,8 @@ class AcceptanceModel:
         of_table = _chance(table_log_odds)
         real = accepted.astype(np.float64)
         self._learn_shifts(book, rows, real - predicted, predicted)
-        book.buffer.append((cell, predicted, of_table, real))
-        if len(book.buffer) >= min(book.num_updates + 1, _MOST_STEPS_BUFFERED):
-            book.update(self._half_life)
+        book.count(cell, predicted, of_table, real, self._half_life)
+        book.rebuild()
 
     def forget(self, row: int) -> None:
         """The sequence left its table row: the next one there starts from the drafters' means."""
@@ -196,8 +194,6 @@ class AcceptanceModel:
             kept = min(1.0, _RESET_TRIALS / max(float(book.trials.sum()), 1.0))
             book.trials *= kept
             book.hits *= kept
-            book.buffer.clear()
-            book.num_updates = 0
             book.seen[:] = 0.0
             book.deciles[:] = 0.0
             book.rebuild()
@@ -227,11 +223,12 @@ class AcceptanceModel:
         size = len(book.shift)
         information = np.bincount(rows, predicted * (1.0 - predicted), size)
         touched = np.flatnonzero(information)
-        faded = _SHIFT_PRECISION + _SHIFT_MEMORY * (book.precision[touched] - _SHIFT_PRECISION)
-        precision = faded + information[touched]
-        shift = book.shift[touched]
-        towards_mean = (1.0 - _SHIFT_MEMORY) * _SHIFT_PRECISION * (book.mean_shift - shift)
-        book.shift[touched] = shift + (np.bincount(rows, surprise, size)[touched] + towards_mean) / precision
+        information, shift = information[touched], book.shift[touched]
+        kept = np.exp(information * (-1.0 / _SHIFT_MEMORY))
+        precision = _SHIFT_PRECISION + kept * (book.precision[touched] - _SHIFT_PRECISION) + information
+        towards_mean = (1.0 - kept) * _SHIFT_PRECISION * (book.mean_shift - shift)
+        step = (np.bincount(rows, surprise, size)[touched] + towards_mean) / precision
+        book.shift[touched] = shift + np.minimum(np.maximum(step, -_MOST_SHIFT_STEP), _MOST_SHIFT_STEP)
         book.precision[touched] = precision
 
 

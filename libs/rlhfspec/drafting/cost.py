@@ -95,9 +95,12 @@ class CostTable:
         self.per_kv = per_kv_token
 
     def seconds(self, rows: float, kv_tokens: float = 0.0) -> float:
-        below = self._knot_below(rows)
-        share = self._share(below, rows)
-        table = self._knots[below] * (1.0 - share) + self._knots[below + 1] * share
+        above = bisect_right(self._rows, rows)
+        if above == 0:
+            table = self._knots[0]
+        else:
+            left, low = self._rows[above - 1], self._knots[above - 1]
+            table = low + (self._knots[above] - low) * (rows - left) / (self._rows[above] - left)
         return self.factor * (table + self.per_kv * kv_tokens)
 
     def seconds_array(self, rows: npt.ArrayLike, kv_tokens: npt.ArrayLike = 0.0) -> Seconds:
@@ -109,13 +112,16 @@ class CostTable:
     def correct(self, rows: float, kv_tokens: float, real_seconds: float) -> float:
         """Learn from one execution; returns what had been predicted."""
         predicted = self.seconds(rows, kv_tokens)
-        error = math.log(max(real_seconds, 1e-9) / predicted)
-        error = self._clipped(error)
-        below = self._knot_below(rows)
-        share = self._share(below, rows)
+        error = self._clipped(math.log(max(real_seconds, 1e-9) / predicted))
         self.factor *= math.exp(_GLOBAL_RATE * error)
-        self._scale_knot(below, error * (1.0 - share))
-        self._scale_knot(below + 1, error * share)
+        above = bisect_right(self._rows, rows)
+        if above == 0:
+            self._scale_knot(0, error)
+        else:
+            left = self._rows[above - 1]
+            share = (rows - left) / (self._rows[above] - left)
+            self._scale_knot(above - 1, error * (1.0 - share))
+            self._scale_knot(above, error * share)
         return predicted
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,13 +134,6 @@ class CostTable:
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> CostTable:
         return cls(saved["rows"], saved["seconds"], per_kv_token=saved["per_kv_token"])
-
-    def _knot_below(self, rows: float) -> int:
-        return min(max(bisect_right(self._rows, rows) - 1, 0), len(self._rows) - 2)
-
-    def _share(self, below: int, rows: float) -> float:
-        left, right = self._rows[below], self._rows[below + 1]
-        return min(max((rows - left) / (right - left), 0.0), 1.0)
 
     def _clipped(self, error: float) -> float:
         limit = _CLIP * self._typical
@@ -169,6 +168,7 @@ class CostModel:
 
     def __init__(self, tables: dict[str, CostTable] | None = None) -> None:
         self.tables = dict(tables or {})
+        self._guesses: dict[str, CostTable] = {}
         self._errors: dict[str, _Errors] = {}
 
     @classmethod
@@ -207,17 +207,23 @@ class CostModel:
             tables[TARGET].per_kv = max(float(np.median(slopes)), 0.0)
         return cls(tables)
 
-    def table(self, kind: str) -> CostTable:
-        table = self.tables.get(kind)
+    def table(self, kind: str, *, keep: bool = True) -> CostTable:
+        """The kind's table; without one, a guess, which `keep` makes the table to be corrected from now on."""
+        table = self.tables.get(kind) or self._guesses.get(kind)
         if table is None:
-            family, _, name = kind.partition(":")
-            if family == "draft-first" and draft_kind(name) in self.tables:
-                return self.tables.setdefault(kind, CostTable.from_dict(self.tables[draft_kind(name)].to_dict()))
-            if family not in _DEFAULTS:
-                raise KeyError(f"no cost table for {kind!r}; measured are {sorted(self.tables)}")
-            fixed, per_row = _DEFAULTS[family]
-            table = self.tables[kind] = CostTable(ROW_GRID, [fixed + per_row * rows for rows in ROW_GRID])
+            table = self._guesses[kind] = self._guess(kind)
+        if keep:
+            self.tables[kind] = table
         return table
+
+    def _guess(self, kind: str) -> CostTable:
+        family, _, name = kind.partition(":")
+        if family == "draft-first" and draft_kind(name) in self.tables:
+            return CostTable.from_dict(self.tables[draft_kind(name)].to_dict())
+        if family in _DEFAULTS:
+            fixed, per_row = _DEFAULTS[family]
+            return CostTable(ROW_GRID, [fixed + per_row * rows for rows in ROW_GRID])
+        raise KeyError(f"no cost table for {kind!r}; measured are {sorted(self.tables)}")
 
     def target_seconds(self, rows: npt.ArrayLike, kv_tokens: npt.ArrayLike = 0.0) -> Seconds:
         return self.table(TARGET).seconds_array(rows, kv_tokens)
@@ -228,9 +234,11 @@ class CostModel:
     def host_seconds(self, drafter: str | None, num_sequences: float) -> float:
         return self.table(host_kind(drafter)).seconds(num_sequences)
 
-    def observe(self, kind: str, rows: float, seconds: float, kv_tokens: float = 0.0) -> None:
+    def observe(self, kind: str, rows: float, seconds: float, kv_tokens: float = 0.0) -> float:
+        """Correct the kind's table by one execution; returns what it had predicted."""
         predicted = self.table(kind).correct(rows, kv_tokens, seconds)
         self.record_error(kind, predicted, seconds)
+        return predicted
 
     def record_error(self, kind: str, predicted: float, real: float) -> None:
         errors = self._errors.get(kind)

@@ -24,11 +24,11 @@ from rlhfspec.drafting.base import Forest, Plan
 
 Floats = npt.NDArray[np.float64]
 
-BIN = 0.05  # width of a bin of -log(path acceptance)
-_BINS = 80  # down to a path acceptance of exp(-4) = .018; less is never worth a row
+BIN = 0.0625  # width of a bin of -log(path acceptance)
+_BINS = 64  # down to a path acceptance of exp(-4) = .018; less is never worth a row
 _RANKS = 4
 _VALUE = np.exp(-BIN * np.arange(_BINS))  # path acceptance at each bin's start
-_THRESHOLDS = np.array([0, 1, 2, 3, 4, 6, 8, 10, 13, 16, 20, 24, 28, 33, 38, 44, 50, 58, 68, _BINS - 1])
+_THRESHOLDS = np.array([0, 1, 2, 3, 4, 6, 8, 10, 13, 16, 20, 24, 28, 33, 38, 44, 50, 57, _BINS - 1])
 _MEMORY = 192.0  # expanded nodes that an estimate remembers
 _SHIFTED = np.arange(_BINS)[None, :] - np.arange(_BINS)[:, None]  # [from, to]: bins moved
 _SHIFTED = np.where(_SHIFTED < 0, _BINS, _SHIFTED)  # an expansion never raises the path acceptance
@@ -51,16 +51,18 @@ class DraftProfile:
         self.spread = _guess()
         self._weight = np.full(2, 8.0)  # expanded nodes behind the estimate, so that the first ones count much
 
-    def observe(self, forest: Forest, num_sequences: int, branch: int) -> None:
-        """`forest` as proposed, before any budget; ranks from `branch` on were not asked for and keep what they had."""
-        path = np.empty(forest.size + 1)
-        path[:-1] = forest.path_acceptance
-        path[-1] = 1.0  # what parent -1 reads
-        moved = np.log(path[forest.parent] / np.maximum(path[:-1], 1e-9)) * (1.0 / BIN)
-        moved = np.minimum(moved, _BINS - 1.001)
+    def observe(self, forests: list[Forest], num_sequences: int, branch: int) -> None:
+        """`forests` as proposed, before any budget; ranks from `branch` on were not asked for and stay as they are."""
+        paths = [forest.path_acceptance for forest in forests]
+        above = [np.append(path, np.float32(1.0))[forest.parent] for path, forest in zip(paths, forests, strict=True)]
+        depth = np.concatenate([forest.depth for forest in forests])
+        rank = np.concatenate([forest.rank for forest in forests])
+        path = np.maximum(np.concatenate(paths), np.float32(1e-9))
+        moved = np.log(np.concatenate(above) / path).astype(np.float64) * (1.0 / BIN)
+        moved = np.minimum(np.maximum(moved, 0.0), _BINS - 1.001)
         low = moved.astype(np.int64)
         share = moved - low
-        group = (forest.depth > 1) * _RANKS + np.minimum(forest.rank, _RANKS - 1)
+        group = (depth > 1) * _RANKS + np.minimum(rank, _RANKS - 1)
         cell = group * _BINS + low
         size = 2 * _RANKS * _BINS
         counted = np.bincount(cell, 1.0 - share, size)
@@ -79,10 +81,9 @@ class DraftProfile:
         """Weights changed: keep the estimate, believe it little."""
         self._weight[:] = 8.0
 
-    def next_level(self, branch: int) -> tuple[float, float]:
-        """Of an expanded node below the first level: (expected accepted children, children)."""
-        children = self.spread[1, :branch].sum(axis=0)
-        return float(children @ _VALUE), float(children.sum())
+    def success(self) -> list[float]:
+        """Expected accepted children of a node expanded below the first level, by number of candidates (0, 1, ...)."""
+        return [0.0, *np.cumsum(self.spread[1] @ _VALUE).tolist()]
 
 
 class Forecast:

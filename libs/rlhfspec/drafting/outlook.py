@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfspec.drafting.base import PLAIN, Forest, Plan
-from rlhfspec.drafting.cost import CostModel, draft_kind
-from rlhfspec.drafting.decisions import Option
+from rlhfspec.drafting.cost import TARGET, CostModel, draft_kind
 from rlhfspec.drafting.forecast import DraftProfile, Forecast
+from rlhfspec.drafting.journal import Option
 
 Floats = npt.NDArray[np.float64]
 
-_MOST_STEPS_PER_FORECAST = 24  # drafted steps between two forecasts of a drafter; fewer while it is new
+_MOST_LESSONS_PER_FORECAST = 6  # between two forecasts of a drafter; fewer while it is new
 _RATIO_RATE = 0.1  # of a plan's forecast correction, per step that used it
-_RATIO_FADE = 0.998  # per drafted step: corrections of plans not used return to the drafter's mean
+_RATIO_FADE = 0.98  # per lesson: corrections of plans not used return to the drafter's mean
 _REAL_MEMORY = 400.0  # expected accepted tokens that the realised ratio of a drafter remembers
 
 
@@ -29,7 +29,8 @@ class _Prospects:
         self.index = {plan: i for i, plan in enumerate(plans)}
         self.profile = DraftProfile()
         self.forecast = Forecast(self.profile, plans)
-        self.steps_until_forecast = 1
+        self.success = self.profile.success()
+        self.lessons_until_forecast = 1
         self.num_forecasts = 0
         self.ratio = np.ones(len(plans))  # expected of real forests / forecast, at the same number of nodes
         self.mean_ratio = 1.0
@@ -40,8 +41,9 @@ class _Prospects:
 
     def refresh(self) -> None:
         self.forecast = Forecast(self.profile, self.plans)
+        self.success = self.profile.success()
         self.num_forecasts += 1
-        self.steps_until_forecast = min(2**self.num_forecasts, _MOST_STEPS_PER_FORECAST)
+        self.lessons_until_forecast = min(max(self.num_forecasts - 3, 1), _MOST_LESSONS_PER_FORECAST)
 
     def learn_ratio(self, plan: Plan, expected: float, nodes_per_sequence: float, num_sequences: int) -> None:
         i = self.index.get(plan)
@@ -50,7 +52,6 @@ class _Prospects:
         forecast = float(np.interp(nodes_per_sequence, self.forecast.nodes[i], self.forecast.accepted[i]))
         ratio = min(max(expected / num_sequences / max(forecast, 1e-6), 0.3), 3.0)
         self.mean_ratio += 0.5 * _RATIO_RATE * (ratio - self.mean_ratio)
-        self.ratio += (1.0 - _RATIO_FADE) * (self.mean_ratio - self.ratio)
         self.ratio[i] += _RATIO_RATE * (ratio - self.ratio[i])
 
     def learn_real(self, expected: float, accepted: int) -> None:
@@ -69,7 +70,6 @@ class Outlook:
         self._prospects = {
             name: _Prospects(name, tuple(plan for plan in plans if plan.drafter == name)) for name in self.drafters
         }
-        self.profiles = {name: prospects.profile for name, prospects in self._prospects.items()}
         self.best = PLAIN
         self.best_rate = 0.0
         self.best_possible_rate = 0.0  # without what the watchdog has paused
@@ -103,7 +103,7 @@ class Outlook:
         return prospects.plans[int(prospects.rate.argmax())]
 
     def plain_seconds(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int) -> float:
-        target = float(self._costs.target_seconds(num_sequences + num_prefill_rows, kv_tokens))
+        target = self._costs.table(TARGET).seconds(num_sequences + num_prefill_rows, kv_tokens)
         return target + self._costs.host_seconds(None, num_sequences)
 
     def optimum(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int) -> float:
@@ -113,26 +113,32 @@ class Outlook:
             rate = max(rate, float(prospects.rate.max()))
         return rate
 
-    def learn(
-        self, plan: Plan, forest: Forest, *, num_sequences: int, predicted: float, num_nodes: int, accepted: int
-    ) -> None:
-        """From one drafted step: `forest` as proposed, `predicted` and `accepted` of the `num_nodes` verified."""
-        assert plan.drafter is not None
-        prospects = self._prospects.get(plan.drafter)
-        if prospects is None:
+    def success(self, plan: Plan) -> float:
+        """Expected accepted children of a node that the plan expands below its first level."""
+        known = self._prospects[str(plan.drafter)].success
+        return known[min(plan.branch, len(known) - 1)]
+
+    def learn_ratios(self, plan: Plan, *, num_sequences: int, num_nodes: int, expected: float, accepted: int) -> None:
+        """From one drafted step: of `num_nodes` verified nodes so many were expected and accepted."""
+        prospects = self._prospects[str(plan.drafter)]
+        prospects.learn_ratio(plan, expected, num_nodes / num_sequences, num_sequences)
+        prospects.learn_real(expected, accepted)
+
+    def learn_profile(self, drafter: str, forests: list[Forest], num_sequences: int, branch: int) -> None:
+        """From forests as proposed, for `num_sequences` in total."""
+        if not num_sequences:
             return
-        if forest.size:
-            prospects.profile.observe(forest, num_sequences, plan.branch)
-        prospects.learn_ratio(plan, predicted, num_nodes / num_sequences, num_sequences)
-        prospects.learn_real(predicted, accepted)
-        prospects.steps_until_forecast -= 1
-        if prospects.steps_until_forecast <= 0:
+        prospects = self._prospects[drafter]
+        prospects.profile.observe(forests, num_sequences, branch)
+        prospects.ratio += (1.0 - _RATIO_FADE) * (prospects.mean_ratio - prospects.ratio)
+        prospects.lessons_until_forecast -= 1
+        if prospects.lessons_until_forecast <= 0:
             prospects.refresh()
 
     def forget(self) -> None:
         for prospects in self._prospects.values():
             prospects.profile.forget()
-            prospects.num_forecasts, prospects.steps_until_forecast = 0, 1
+            prospects.num_forecasts, prospects.lessons_until_forecast = 0, 1
             prospects.expected = prospects.real = 20.0
             prospects.ratio[:] = 1.0
             prospects.mean_ratio = 1.0

@@ -19,7 +19,7 @@ import logging
 from dataclasses import dataclass
 
 _LOG = logging.getLogger(__name__)
-_KEPT = 0.95  # of the sums, per drafted step
+_KEPT = 0.93  # of the sums, per observed step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class _Watched:
 
 
 class Watchdog:
-    """`patience`: drafted steps in a row below plain speed before a pause of `first_pause` steps, doubled each time."""
+    """`patience`: observed steps in a row below plain speed before a pause of `first_pause` steps; the next is twice."""
 
-    def __init__(self, *, patience: int = 48, first_pause: int = 256, longest_pause: int = 8192) -> None:
+    def __init__(self, *, patience: int = 24, first_pause: int = 256, longest_pause: int = 8192) -> None:
         self._patience = patience
         self._first_pause = first_pause
         self._longest_pause = longest_pause
@@ -80,7 +80,7 @@ class Watchdog:
                 watched.pause_steps, watched.warned = 0, False
             return None
         watched.num_below += 1
-        patience = self._patience if watched.pause_steps == 0 else max(self._patience // 3, 3)  # on trial
+        patience = self._patience if watched.pause_steps == 0 else max(self._patience // 4, 3)  # on trial
         if watched.num_below < patience:
             return None
         return self._pause(drafter, watched, step, num_sequences)

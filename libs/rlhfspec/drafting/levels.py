@@ -1,0 +1,92 @@
+"""Between two levels of a draft: is one more worth its time?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rlhfspec.drafting.base import FloatArray
+from rlhfspec.drafting.cost import CostTable
+
+
+class Always:
+    """The level rule of a static plan."""
+
+    def go_on(self, *, frontier_acceptance: FloatArray, num_rows: int, level: int) -> bool:
+        return True
+
+
+class PayingLevel:
+    """One more level only if its tokens pay for its draft and for its rows in the verification.
+
+    `rows`: of the verification if the draft ended now. `tokens_per_second`: what time is worth.
+    `success`: expected accepted children of an expanded node. Also times the levels, by `clock`.
+
+    Example:
+        >>> flat, level = CostTable([1, 100], [0.01, 0.01]), CostTable([1, 100], [0.001, 0.001])
+        >>> rule = PayingLevel(flat, level, rows=2, tokens_per_second=100.0, success=0.8, clock=lambda: 0.0)
+        >>> [rule.go_on(frontier_acceptance=np.array([a], np.float32), num_rows=1, level=2) for a in (0.9, 0.1)]
+        [True, False]
+    """
+
+    __slots__ = (
+        "_clock",
+        "_last",
+        "_level_table",
+        "_rate",
+        "_rows",
+        "_seconds",
+        "_started",
+        "_success",
+        "_target",
+        "levels",
+    )
+
+    def __init__(
+        self,
+        target: CostTable,
+        level_table: CostTable,
+        *,
+        rows: int,
+        tokens_per_second: float,
+        success: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._target = target
+        self._level_table = level_table
+        self._rate = tokens_per_second
+        self._success = success
+        self._rows = rows
+        self._seconds = target.seconds(rows)
+        self._clock = clock
+        self.levels: list[tuple[int, float]] = []  # (rows, seconds) of each level so far; rows 0: the first
+        self._started = self._last = clock()
+
+    def go_on(self, *, frontier_acceptance: FloatArray, num_rows: int, level: int) -> bool:
+        self._end_level(self._clock() - self._last)
+        verify_seconds = self._target.seconds(self._rows + num_rows)
+        price = self._rate * (verify_seconds - self._seconds) / num_rows  # tokens that one more row must bring
+        needed = self._rate * self._level_table.seconds(num_rows)
+        worth = float(frontier_acceptance.sum()) * self._success - price * num_rows
+        if worth <= needed and price > 0.0:  # rows that do not pay need not be verified
+            worth = float(np.maximum(frontier_acceptance * self._success - price, 0.0).sum())
+        pays = worth > needed
+        if pays:
+            self._rows += num_rows
+            self._seconds = verify_seconds
+            self.levels.append((num_rows, -1.0))
+        self._last = self._clock()
+        return pays
+
+    def finish(self, draft_seconds: float) -> list[tuple[int, float]]:
+        """The levels, the last of which took what is left of the draft; none if nobody asked."""
+        if self.levels and self.levels[-1][1] < 0.0:
+            self._end_level(max(draft_seconds - (self._last - self._started), 1e-7))
+        return self.levels
+
+    def _end_level(self, seconds: float) -> None:
+        if self.levels:
+            self.levels[-1] = (self.levels[-1][0], seconds)
+        else:
+            self.levels.append((0, seconds))
