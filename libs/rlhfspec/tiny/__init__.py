@@ -1,0 +1,22 @@
+"""Small models to test, measure and demonstrate with; made on this machine, kept in its cache.
+
+`ensure()` gives folders of a trained pair and a 77M twin; `random_model(kind)` gives untrained ones of many families.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["KINDS", "TinyModels", "ensure", "perturbed", "random_model", "widened"]
+
+
+def __getattr__(name: str) -> Any:  # corpus and tokenizer are used without torch, so nothing is imported here
+    if name in ("TinyModels", "ensure", "perturbed", "widened"):
+        from rlhfspec.tiny import models
+
+        return getattr(models, name)
+    if name in ("KINDS", "random_model"):
+        from rlhfspec.tiny import random_models
+
+        return getattr(random_models, name)
+    raise AttributeError(name)

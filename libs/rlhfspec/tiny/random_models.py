@@ -1,0 +1,79 @@
+"""Tiny models with random weights, one for each attention family that tests go through.
+
+Example:
+    >>> model = random_model("qwen3", seed=1)
+    >>> model.config.vocab_size, next(model.parameters()).dtype
+    (97, torch.float32)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma2Config,
+    GemmaConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+# 97 is prime: no kernel may rely on a vocabulary that is a multiple of anything.
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED: dict[str, Any] = {**SHAPE, "num_key_value_heads": 2}  # two query heads share a key head
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**GROUPED),
+    "qwen2": lambda: Qwen2Config(**GROUPED),
+    "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=16),
+    "mistral": lambda: MistralConfig(**GROUPED, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**GROUPED, sliding_window=7),
+    "gemma": lambda: GemmaConfig(**GROUPED, head_dim=16, tie_word_embeddings=False),
+    "gemma2": lambda: Gemma2Config(
+        **GROUPED, head_dim=16, query_pre_attn_scalar=16, sliding_window=7, tie_word_embeddings=False
+    ),
+    "gpt-neox": lambda: GPTNeoXConfig(**SHAPE),
+    "phi": lambda: PhiConfig(**GROUPED),
+    "llama-tied": lambda: LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "phi3": lambda: Phi3Config(**GROUPED),
+}
+KINDS = tuple(CONFIGS)
+
+
+def random_model(kind: str, *, seed: int, logit_scale: float = 3.0) -> PreTrainedModel:
+    """A float32 model in evaluation mode whose logits have a standard deviation of about `logit_scale`.
+
+    Freshly initialised models give nearly uniform distributions, which hide mistakes; so the head is rescaled.
+    """
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        CONFIGS[kind](), dtype=torch.float32
+    )
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # biases and norm weights start at constants; no test should rely on that
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+        else:
+            parameter.mul_(5.0)
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    tokens = torch.randint(SHAPE["vocab_size"], (4, 32))
+    head.weight.mul_(logit_scale / model(tokens).logits.std())  # where it is the embedding too, norms even it out
+    return model.eval()  # type: ignore[no-untyped-call,no-any-return]

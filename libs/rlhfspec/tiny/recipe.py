@@ -1,0 +1,82 @@
+"""What a tiny model is made of. Torch-free; the hash of a recipe names its folder in the cache.
+
+Example:
+    >>> DRAFT.folder_name.startswith("draft-")
+    True
+    >>> from dataclasses import replace
+    >>> replace(DRAFT, seed=2).folder_name == DRAFT.folder_name
+    False
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhfspec.tiny.corpus import documents
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A byte-level Llama and how it is trained.
+
+    batch_shapes: (sequences, tokens a sequence), taken in turn. Short windows teach the language; a long one now
+    and then makes the model hold up over the contexts that generation reaches.
+    widened_from_intermediate: when set, the model is not trained but widened from a trained one of that FFN width.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_steps: int
+    batch_shapes: tuple[tuple[int, int], ...] = ((16, 128), (16, 128), (16, 128), (2, 1024))
+    learning_rate: float = 6e-3
+    corpus_tokens: int = 1_500_000
+    seed: int = 1
+    vocab_size: int = VOCAB_SIZE
+    widened_from_intermediate: int | None = None
+
+    @property
+    def folder_name(self) -> str:
+        """Changes with any field and with the text that the corpus gives, so a cached model is never a stale one."""
+        content = json.dumps([asdict(self), documents(64, seed=self.seed)])
+        return f"{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+TARGET = Recipe(
+    name="target",
+    num_layers=4,
+    hidden_size=256,
+    intermediate_size=704,
+    num_heads=4,
+    num_steps=280,
+)
+DRAFT = Recipe(
+    name="draft",
+    num_layers=1,
+    hidden_size=128,
+    intermediate_size=384,
+    num_heads=2,
+    num_steps=260,
+    learning_rate=1e-2,
+)
+WIDE = Recipe(
+    name="wide",
+    num_layers=4,
+    hidden_size=256,
+    intermediate_size=24576,
+    num_heads=4,
+    num_steps=TARGET.num_steps,
+    widened_from_intermediate=TARGET.intermediate_size,
+)
+
+
+def cache_folder() -> Path:
+    """Where made models lie: `$RLHFSPEC_CACHE/models`, by default `~/.cache/rlhfspec/models`."""
+    return Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser() / "models"

@@ -1,0 +1,60 @@
+"""Bytes as tokens. Ids 0-255 are the bytes themselves, then BOS, EOS, PAD and one unused id: 260, a multiple of 4.
+
+The same mapping twice: three functions without dependencies, and a Hugging Face tokenizer saved beside each model.
+
+Example:
+    >>> decode([BOS, *encode("Grüße"), EOS])
+    'Grüße'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BOS = 256
+EOS = 257
+PAD = 258
+VOCAB_SIZE = 260
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def decode(token_ids: Iterable[int]) -> str:
+    """Special tokens are dropped; a byte sequence that is not UTF-8 becomes replacement characters."""
+    return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+
+def hugging_face_tokenizer() -> PreTrainedTokenizerFast:
+    """What `AutoTokenizer.from_pretrained(folder)` gives for the tiny models; it puts BOS first, as in training."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    specials = {"<bos>": BOS, "<eos>": EOS, "<pad>": PAD}
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocab, **specials}, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", model_max_length=2048
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (as GPT-2 defined it)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    characters, num_moved = [], 0
+    for byte in range(256):
+        if byte in printable:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(256 + num_moved))
+            num_moved += 1
+    return characters
