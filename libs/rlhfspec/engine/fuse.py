@@ -184,6 +184,12 @@ class RotaryTable(nn.Module):
         return tuple(table.index_select(0, position_ids[0])[None] for table in self._tables[key])
 
 
+    def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
+        """cos and sin [positions, D] as used so far; None unless there is exactly one pair for this dtype."""
+        found = [tables for key, tables in self._tables.items() if key[0] == dtype]
+        return found[0] if len(found) == 1 and len(found[0]) == 2 else None
+
+
 def _tensor_loader(fused: FusedModel, kept: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def load(tensor: torch.Tensor) -> None:
         kept.data.copy_(fused.round(tensor))

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from rlhfspec.kernels import decoder
+from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 from transformers import AttentionInterface
 
 from rlhfspec.drafting.base import IntArray
 from rlhfspec.engine import model_support
 from rlhfspec.engine.cache import new_kv
-from rlhfspec.engine.fuse import FusedModel, attention_modules, fuse
+from rlhfspec.engine.fuse import FusedModel, RotaryTable, attention_modules, fuse
 from rlhfspec.errors import UnsupportedModel
 
 ATTENTION_NAME = "rlhfspec_tree"
@@ -62,6 +64,7 @@ class ModelRunner:
         self._head = self.fused.model.get_output_embeddings()  # type: ignore[operator]
         self._logit_scale = self._final_transform(model.config)
         self._drive = self._drive_generic
+        self._native: NativeDecoder | None = None
         self._self_check(probe, expected)
 
     @property
@@ -80,6 +83,8 @@ class ModelRunner:
     @torch.inference_mode()
     def load_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
         self.fused.load(state_dict)
+        if self._native is not None:
+            self._native.bind()
 
     @torch.inference_mode()
     def forward(self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray) -> torch.Tensor:
@@ -87,6 +92,8 @@ class ModelRunner:
 
         Returns float32 logits [len(logit_rows), vocab].
         """
+        if self._native is not None:
+            return self._native.forward(tokens.astype(np.int64), positions.astype(np.int64), meta, logit_rows.astype(np.int64))
         device = self.config.device
         token_ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]  # [1, N]
         position_ids = torch.from_numpy(positions.astype(np.int64)).to(device)[None]
@@ -162,8 +169,25 @@ class ModelRunner:
             lean = self._probe(probe)
         except (AttributeError, TypeError):
             lean = torch.empty(0)
-        if lean.shape != ours.shape or not torch.equal(lean, ours):
+        if not _same_bits(lean, ours):
             self._drive = self._drive_generic
+        self._native = self._native_decoder()
+        if self._native is not None and not _same_bits(self._probe(probe), ours):
+            self._native = None
+
+    def _native_decoder(self) -> NativeDecoder | None:
+        """The one-call decoder for models of the common shape; the layers stay as its slow twin."""
+        if self.config.device.type != "cpu" or self.config.arithmetic == "torch" or self._logit_scale != (1.0, 0.0):
+            return None
+        parts = decoder.recognise(self._inner, self._head)
+        rotary = getattr(self._inner, "rotary_emb", None)
+        if parts is None or not isinstance(rotary, RotaryTable):
+            return None
+        tables = rotary.tables(self.activation_dtype)
+        if tables is None or tables[0].shape[-1] != self.kv_shape[-1]:
+            return None
+        num_heads = self.fused.model.config.num_attention_heads
+        return NativeDecoder(parts, self.kv, *tables, num_heads=num_heads)
 
     def _probe(self, tokens: list[int]) -> torch.Tensor:
         size = len(tokens)
@@ -178,6 +202,10 @@ class ModelRunner:
 
 
 _RUNNER = "rlhfspec_runner"
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,

@@ -1,0 +1,180 @@
+// A whole decoder in one call: the same kernels that the layers call one by one, without Python between them.
+//
+// It knows one shape of layer: norm, q/k/v, (norm of q and k), rotary by halves, attention, o, residual, norm, gated MLP,
+// residual. Python recognises the shape and compares the bits with the layers' own before using it. The arithmetic
+// (fma, amx, ...) comes in as function pointers.
+#include "simd.h"
+
+namespace {
+
+using LinearFn = void (*)(const float*, const void*, const float*, float*, long, long, long, int);
+using GatedMlpFn = void (*)(const float*, const void*, const float*, const float*, const void*, const float*, float*, long,
+                            long, long, long, int, int);
+using NormFn = void (*)(const float*, const float*, float*, long, long, float, int, int);
+struct Strided {
+    const float* data;
+    int64_t row, head;
+};
+
+// Mirrors struct Layer of attention.cpp.
+struct AttentionCall {
+    const void* batch;
+    Strided query, key, value;
+    void* kv;
+    int64_t kv_is_bf16, block_stride, plane_stride, block_size, num_heads, num_kv_heads, dim, window;
+    const float* sinks;
+    float* out;
+    int64_t threads;
+    float scale, softcap;
+};
+using AttentionFn = void (*)(const AttentionCall*);
+
+struct Linear {
+    const void* packed;
+    const float* bias;
+    long inputs, outputs;
+};
+
+struct Norm {
+    const float* weight;  // null: no such norm
+    float eps;
+    int add_one;
+};
+
+struct GatedMlp {
+    const void* gate_up;
+    const float *gate_bias, *up_bias;
+    const void* down;
+    const float* down_bias;
+    long hidden, intermediate, outputs, activation;
+};
+
+struct Layer {
+    Norm input_norm, query_norm, key_norm, mlp_norm;
+    Linear query, key, value, output;
+    GatedMlp mlp;
+    long sliding_window;
+};
+
+// Mirrors _DecoderStruct of decoder.py.
+struct Decoder {
+    LinearFn linear, head_linear;
+    GatedMlpFn gated_mlp;
+    NormFn norm;
+    AttentionFn attention;
+    const Layer* layers;
+    const float* embedding;      // [V, hidden]
+    const float *cosine, *sine;  // [positions, head_dim]
+    Norm final_norm;
+    Linear head;
+    char* kv;
+    long num_layers, hidden, num_heads, num_kv_heads, head_dim, block_size, kv_is_bf16;
+    float scale;
+};
+
+// Grows to the largest batch and stays: one per thread that calls.
+struct Scratch {
+    float* data = nullptr;
+    size_t size = 0;
+    ~Scratch() { _mm_free(data); }
+    float* get(size_t wanted) {
+        if (wanted > size) {
+            _mm_free(data);
+            size = wanted + wanted / 4;
+            data = (float*)_mm_malloc(size * sizeof(float), 64);
+            if (data == nullptr) __builtin_trap();
+        }
+        return data;
+    }
+};
+
+void copy_row(const float* from, float* to, long width) {
+    __builtin_memcpy(to, from, (size_t)width * sizeof(float));
+}
+
+// x += y, as the residual of a layer.
+void add_to(float* x, const float* y, long count) {
+    long i = 0;
+    for (; i + kLanes <= count; i += kLanes) rs_store(x + i, rs_add(rs_load(x + i), rs_load(y + i)));
+    for (; i < count; i++) x[i] = x[i] + y[i];
+}
+
+// q * cos + rotate_half(q) * sin, in the order of operations of Hugging Face: two products, one sum, no fma.
+void rotate(float* x, long heads, long dim, const float* cosine, const float* sine) {
+    long half = dim / 2;
+    for (long h = 0; h < heads; h++, x += dim) {
+        for (long i = 0; i < half; i++) {
+            float low = x[i], high = x[i + half];
+            x[i] = low * cosine[i] + (-high) * sine[i];
+            x[i + half] = high * cosine[i + half] + low * sine[i + half];
+        }
+    }
+}
+
+void apply(const Decoder& d, const Linear& layer, const float* x, float* out, long rows, int threads) {
+    d.linear(x, layer.packed, layer.bias, out, rows, layer.inputs, layer.outputs, threads);
+}
+
+void apply(const Decoder& d, const Norm& norm, const float* x, float* out, long rows, long width, int threads) {
+    d.norm(x, norm.weight, out, rows, width, norm.eps, norm.add_one, threads);
+}
+
+struct Activations {
+    float *hidden, *normed, *query, *key, *value, *attended, *update;
+};
+
+void attend(const Decoder& d, const Layer& layer, long number, const void* batch, const long* positions,
+            const Activations& a, long rows, int threads) {
+    const long dim = d.head_dim, query_width = d.num_heads * dim, key_width = d.num_kv_heads * dim;
+    apply(d, layer.query, a.normed, a.query, rows, threads);
+    apply(d, layer.key, a.normed, a.key, rows, threads);
+    apply(d, layer.value, a.normed, a.value, rows, threads);
+    if (layer.query_norm.weight) apply(d, layer.query_norm, a.query, a.query, rows * d.num_heads, dim, threads);
+    if (layer.key_norm.weight) apply(d, layer.key_norm, a.key, a.key, rows * d.num_kv_heads, dim, threads);
+    for (long r = 0; r < rows; r++) {
+        const float *cosine = d.cosine + positions[r] * dim, *sine = d.sine + positions[r] * dim;
+        rotate(a.query + r * query_width, d.num_heads, dim, cosine, sine);
+        rotate(a.key + r * key_width, d.num_kv_heads, dim, cosine, sine);
+    }
+    const long plane = d.block_size * key_width;
+    char* kv = d.kv + number * 2 * plane * (d.kv_is_bf16 ? 2 : 4);
+    AttentionCall call{batch, {a.query, query_width, dim}, {a.key, key_width, dim}, {a.value, key_width, dim}, kv,
+                       d.kv_is_bf16, d.num_layers * 2 * plane, plane, d.block_size, d.num_heads, d.num_kv_heads, dim,
+                       layer.sliding_window, nullptr, a.attended, threads, d.scale, 0.0f};
+    d.attention(&call);
+    apply(d, layer.output, a.attended, a.update, rows, threads);
+}
+
+}  // namespace
+
+// tokens, positions [rows]; wanted [num_wanted] rows whose logits are written to `logits` [num_wanted, vocab].
+RS_EXPORT void RS_NAME(decoder_forward)(const void* decoder, const void* batch, const long* tokens,
+                                        const long* positions, long rows, const long* wanted, long num_wanted,
+                                        float* logits, int threads) {
+    const Decoder& d = *(const Decoder*)decoder;
+    const long query_width = d.num_heads * d.head_dim, key_width = d.num_kv_heads * d.head_dim, width = d.hidden;
+    static thread_local Scratch scratch;
+    float* next = scratch.get((size_t)rows * (3 * width + 2 * query_width + 2 * key_width) + 7 * kLanes);
+    auto take = [&](long per_row) {
+        float* start = next;
+        next += (rows * per_row + kLanes - 1) / kLanes * kLanes;
+        return start;
+    };
+    Activations a{take(width), take(width), take(query_width), take(key_width), take(key_width), take(query_width),
+                  take(width)};
+    for (long r = 0; r < rows; r++) copy_row(d.embedding + tokens[r] * width, a.hidden + r * width, width);
+    for (long number = 0; number < d.num_layers; number++) {
+        const Layer& layer = d.layers[number];
+        apply(d, layer.input_norm, a.hidden, a.normed, rows, width, threads);
+        attend(d, layer, number, batch, positions, a, rows, threads);
+        add_to(a.hidden, a.update, rows * width);
+        apply(d, layer.mlp_norm, a.hidden, a.normed, rows, width, threads);
+        const GatedMlp& m = layer.mlp;
+        d.gated_mlp(a.normed, m.gate_up, m.gate_bias, m.up_bias, m.down, m.down_bias, a.update, rows, m.hidden,
+                    m.intermediate, m.outputs, (int)m.activation, threads);
+        add_to(a.hidden, a.update, rows * width);
+    }
+    for (long i = 0; i < num_wanted; i++) copy_row(a.hidden + wanted[i] * width, a.update + i * width, width);
+    apply(d, d.final_norm, a.update, a.normed, num_wanted, width, threads);
+    d.head_linear(a.normed, d.head.packed, d.head.bias, logits, num_wanted, d.head.inputs, d.head.outputs, threads);
+}

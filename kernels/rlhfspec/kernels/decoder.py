@@ -1,0 +1,204 @@
+"""A whole decoder in one native call, for models whose layers have the common shape.
+
+The kernels are the very ones the layers call; what falls away is the Python between them (0.1-0.3 ms a layer, which is most
+of a small draft model's time). `recognise` looks at structure only; the caller compares the bits of `NativeDecoder.forward`
+with the layers' own before it uses it, and keeps the layers as the slow twin.
+
+The common shape: `layers` of input_layernorm, self_attn (q/k/v/o_proj, optionally q_norm and k_norm, rotary by halves),
+post_attention_layernorm, a gated MLP; then `norm` and a linear head: Llama, Mistral, Qwen2, Qwen3 and their like.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from rlhfspec.kernels import linear as linear_kernels
+from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.linear import ACTIVATIONS, FusedRMSNorm, PackedGatedMLP, PackedLinear
+from rlhfspec.kernels import tree_attention as attention_kernels
+from rlhfspec.kernels.tree_attention import AttentionMeta
+
+_POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+_LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_ATTENTION_NORMS = {"q_norm", "k_norm"}
+_MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [("packed", _POINTER), ("bias", _POINTER), ("inputs", _LONG), ("outputs", _LONG)]
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", _POINTER), ("eps", _FLOAT), ("add_one", _INT)]
+
+
+class _GatedMlp(ctypes.Structure):
+    _fields_ = [
+        ("gate_up", _POINTER), ("gate_bias", _POINTER), ("up_bias", _POINTER), ("down", _POINTER), ("down_bias", _POINTER),
+        ("hidden", _LONG), ("intermediate", _LONG), ("outputs", _LONG), ("activation", _LONG),
+    ]  # fmt: skip
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("input_norm", _Norm), ("query_norm", _Norm), ("key_norm", _Norm), ("mlp_norm", _Norm),
+        ("query", _Linear), ("key", _Linear), ("value", _Linear), ("output", _Linear),
+        ("mlp", _GatedMlp), ("sliding_window", _LONG),
+    ]  # fmt: skip
+
+
+class _DecoderStruct(ctypes.Structure):
+    """Mirrors struct Decoder of csrc/decoder.cpp."""
+
+    _fields_ = [
+        ("linear", _POINTER), ("head_linear", _POINTER), ("gated_mlp", _POINTER), ("norm", _POINTER), ("attention", _POINTER),
+        ("layers", _POINTER), ("embedding", _POINTER), ("cosine", _POINTER), ("sine", _POINTER),
+        ("final_norm", _Norm), ("head", _Linear), ("kv", _POINTER),
+        ("num_layers", _LONG), ("hidden", _LONG), ("num_heads", _LONG), ("num_kv_heads", _LONG), ("head_dim", _LONG),
+        ("block_size", _LONG), ("kv_is_bf16", _LONG), ("scale", _FLOAT),
+    ]  # fmt: skip
+
+
+@dataclass(slots=True)
+class DecoderParts:
+    """A model whose layers have the common shape."""
+
+    inner: Any  # embed_tokens, layers, norm, rotary_emb
+    head: PackedLinear
+    scale: float
+    sliding_windows: list[int]  # per layer, 0 = none
+
+
+def recognise(inner: Any, head: Any) -> DecoderParts | None:
+    """The parts of a model of the common shape, or None."""
+    if not isinstance(head, PackedLinear) or _children(inner) != _MODEL_PARTS or build.load() is None:
+        return None
+    if not isinstance(inner.norm, FusedRMSNorm) or not all(_is_common_layer(layer) for layer in inner.layers):
+        return None
+    scales = {float(layer.self_attn.scaling) for layer in inner.layers}
+    if len(scales) != 1 or type(inner.embed_tokens) is not nn.Embedding:
+        return None
+    windows = [int(getattr(layer.self_attn, "sliding_window", None) or 0) for layer in inner.layers]
+    return DecoderParts(inner=inner, head=head, scale=scales.pop(), sliding_windows=windows)
+
+
+def _children(module: Any) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _is_common_layer(layer: Any) -> bool:
+    if _children(layer) != _LAYER_PARTS or not isinstance(layer.mlp, PackedGatedMLP):
+        return False
+    attention = _children(layer.self_attn)
+    linears = [getattr(layer.self_attn, name, None) for name in sorted(_ATTENTION_PARTS)]
+    norms = [getattr(layer.self_attn, name) for name in sorted(attention & _ATTENTION_NORMS)]
+    norms += [layer.input_layernorm, layer.post_attention_layernorm]
+    return (
+        attention in (_ATTENTION_PARTS, _ATTENTION_PARTS | _ATTENTION_NORMS)
+        and all(isinstance(part, PackedLinear) for part in linears)
+        and all(isinstance(norm, FusedRMSNorm) for norm in norms)
+        and len({part.arithmetic for part in linears}) == 1  # type: ignore[union-attr]
+    )
+
+
+class NativeDecoder:
+    """Runs N tokens through all layers in one call.
+
+    It holds addresses: `bind` must be called again when a weight tensor was replaced rather than written in place.
+    """
+
+    def __init__(
+        self, parts: DecoderParts, kv: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, num_heads: int
+    ) -> None:
+        self.parts = parts
+        self.kv = kv
+        self.rotary = (cosine.contiguous(), sine.contiguous())  # [positions, head_dim]
+        self.num_heads = num_heads
+        self.num_slots = kv.shape[0] * kv.shape[3]
+        self.vocab_size = parts.head.out_features
+        self._forward = build.function("decoder_forward")
+        self._forward.argtypes = [_POINTER] * 4 + [_LONG, _POINTER, _LONG, _POINTER, _INT]
+        self.bind()
+
+    def bind(self) -> None:
+        """Take the addresses of weights, tables and cache as they are now."""
+        inner, first = self.parts.inner, self.parts.inner.layers[0]
+        windows = self.parts.sliding_windows
+        layers = [_layer(layer, window) for layer, window in zip(inner.layers, windows, strict=True)]
+        self._layers = (_Layer * len(layers))(*layers)
+        _, num_layers, _, block_size, num_kv_heads, head_dim = self.kv.shape
+        self._struct = _DecoderStruct(
+            _kernel("linear", first.self_attn.q_proj), _kernel("linear", self.parts.head), _kernel("gated_mlp", first.mlp),
+            _address_of(linear_kernels._native("rms_norm")), _address_of(attention_kernels._kernels().attend),
+            ctypes.addressof(self._layers), inner.embed_tokens.weight.data_ptr(),
+            self.rotary[0].data_ptr(), self.rotary[1].data_ptr(),
+            _norm(inner.norm), _linear(self.parts.head), self.kv.data_ptr(),
+            num_layers, inner.embed_tokens.embedding_dim, self.num_heads, num_kv_heads, head_dim,
+            block_size, self.kv.dtype == torch.bfloat16, self.parts.scale,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self._struct)
+
+    def forward(
+        self,
+        tokens: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        meta: AttentionMeta,
+        wanted: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """tokens, positions [N]; the logits [n, V] of the rows `wanted` [n]."""
+        batch = meta.native()
+        if batch.highest_slot >= self.num_slots:
+            raise ValueError(f"meta: slot {batch.highest_slot} is outside the cache's {self.num_slots}")
+        logits = torch.empty((len(wanted), self.vocab_size))
+        self._forward(
+            self._address, batch.address, tokens.ctypes.data, positions.ctypes.data, len(tokens),
+            wanted.ctypes.data, len(wanted), logits.data_ptr(), build.num_threads(),
+        )  # fmt: skip
+        return logits
+
+
+def _layer(layer: Any, sliding_window: int) -> _Layer:
+    attention = layer.self_attn
+    none = _Norm(None, 0.0, 0)
+    mlp: PackedGatedMLP = layer.mlp
+    down = _linear(mlp.down)
+    return _Layer(
+        _norm(layer.input_layernorm),
+        _norm(attention.q_norm) if hasattr(attention, "q_norm") else none,
+        _norm(attention.k_norm) if hasattr(attention, "k_norm") else none,
+        _norm(layer.post_attention_layernorm),
+        _linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.v_proj), _linear(attention.o_proj),
+        _GatedMlp(
+            mlp._gate_up.data_ptr(), _data(mlp._gate_bias), _data(mlp._up_bias), down.packed, down.bias,
+            mlp.hidden_features, mlp.intermediate_features, mlp.out_features, ACTIVATIONS[mlp.activation],
+        ),
+        sliding_window,
+    )  # fmt: skip
+
+
+def _linear(layer: PackedLinear) -> _Linear:
+    return _Linear(layer._packed.data_ptr(), _data(layer.bias), layer.in_features, layer.out_features)
+
+
+def _norm(norm: FusedRMSNorm) -> _Norm:
+    return _Norm(norm.weight.data_ptr(), norm.eps, norm.add_one)
+
+
+def _kernel(name: str, layer: PackedLinear | PackedGatedMLP) -> int | None:
+    return _address_of(linear_kernels._matmul_kernel(name, layer.arithmetic, layer.dtype))
+
+
+def _data(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _address_of(function: Any) -> int | None:
+    return ctypes.cast(function, _POINTER).value
