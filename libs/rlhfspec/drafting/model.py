@@ -27,6 +27,8 @@ from rlhfspec.drafting.base import (
     empty_forest,
 )
 
+_LARGEST_GAP = 30.0
+_NO_CANDIDATE = np.float32(-1e30)
 _MAX_CATCH_UP_ROWS = 512  # one forward; longer gaps take several
 
 
@@ -203,10 +205,11 @@ class _Tree:
     def add_children(self, sequence: IntArray, parent: IntArray, tokens: IntArray, scores: FloatArray) -> None:
         """tokens/scores [n, k]: candidates of n parents (node indices of the level above, -1 = root)."""
         n, k = tokens.shape
-        best = scores[:, :1]
-        second = scores[:, 1:2] if k > 1 else best - 30.0
-        gap = np.maximum(best - scores, 0.0)
-        gap[:, :1] = np.maximum(best - second, 0.0)
+        finite = np.where(tokens >= 0, scores, _NO_CANDIDATE)  # fewer tokens than k, or a draft gone NaN
+        best = finite[:, :1]
+        second = finite[:, 1:2] if k > 1 else best - _LARGEST_GAP
+        gap = np.minimum(best - finite, _LARGEST_GAP)
+        gap[:, :1] = np.minimum(best - second, _LARGEST_GAP)
         rank = np.broadcast_to(np.arange(k, dtype=np.int32), (n, k)).ravel()
         sequence_flat = np.repeat(sequence, k)
         depth = len(self.levels) + 1

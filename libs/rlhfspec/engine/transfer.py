@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-try:
-    from rlhfspec.kernels.kv_pack import pack_slots, unpack_slots
-except ImportError: pass
+from rlhfspec.kernels.kv_pack import pack_slots, unpack_slots
 
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.sequences import Progress, Sequence

@@ -58,14 +58,18 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 KINDS = tuple(CONFIGS)
 
 
-def random_model(kind: str, *, seed: int, logit_scale: float = 3.0) -> PreTrainedModel:
+def random_model(
+    kind: str, *, seed: int, vocab_size: int = SHAPE["vocab_size"], logit_scale: float = 3.0
+) -> PreTrainedModel:
     """A float32 model in evaluation mode whose logits have a standard deviation of about `logit_scale`.
 
     Freshly initialised models give nearly uniform distributions, which hide mistakes; so the head is rescaled.
     """
     torch.manual_seed(seed)
+    config = CONFIGS[kind]()
+    config.vocab_size = vocab_size
     model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        CONFIGS[kind](), dtype=torch.float32
+        config, dtype=torch.float32
     )
     model.requires_grad_(False)
     for parameter in model.parameters():
@@ -74,6 +78,6 @@ def random_model(kind: str, *, seed: int, logit_scale: float = 3.0) -> PreTraine
         else:
             parameter.mul_(5.0)
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    tokens = torch.randint(SHAPE["vocab_size"], (4, 32))
+    tokens = torch.randint(vocab_size, (4, 32))
     head.weight.mul_(logit_scale / model(tokens).logits.std())  # where it is the embedding too, norms even it out
     return model.eval()  # type: ignore[no-untyped-call,no-any-return]
