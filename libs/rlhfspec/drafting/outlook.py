@@ -70,6 +70,7 @@ class Outlook:
         self._prospects = {
             name: _Prospects(name, tuple(plan for plan in plans if plan.drafter == name)) for name in self.drafters
         }
+        self.deeper = {plan: _next_deeper(plan, plans) for plan in plans}
         self.best = PLAIN
         self.best_rate = 0.0
         self.best_possible_rate = 0.0  # without what the watchdog has paused
@@ -196,3 +197,20 @@ class Outlook:
         prospects.budget = rate.argmax(axis=1)
         chosen = np.arange(len(prospects.plans)), prospects.budget
         prospects.rate, prospects.seconds = rate[chosen], seconds[chosen]
+
+
+def _next_deeper(plan: Plan, plans: tuple[Plan, ...]) -> Plan:
+    """The plan of the same shape one notch deeper, or the plan itself: the level rule stops where it does not pay.
+
+    >>> plans = tuple(Plan(drafter="model", depth=depth) for depth in (2, 4, 8))
+    >>> _next_deeper(plans[0], plans).depth, _next_deeper(plans[2], plans).depth
+    (4, 8)
+    """
+    same_shape = [
+        other
+        for other in plans
+        if (other.drafter, other.width, other.branch, other.max_nodes)
+        == (plan.drafter, plan.width, plan.branch, plan.max_nodes)
+        and other.depth > plan.depth
+    ]
+    return min(same_shape, key=lambda other: other.depth, default=plan)

@@ -84,7 +84,7 @@ class AdaptiveSelector:
         self._acceptance = acceptance
         self._config = config or AdaptiveConfig()
         self._clock = clock
-        self._outlook = Outlook(costs, plans)
+        self._outlook = Outlook(costs, (PLAIN, *(plan for plan in plans if plan != PLAIN)))
         self._watchdog = Watchdog()
         self._lessons = Lessons(acceptance)
         self._journal = Journal(costs)
@@ -207,7 +207,7 @@ class AdaptiveSelector:
                 self._current = self._outlook.best
         chosen = self._probe(allowed)
         self._is_probe = chosen is not None
-        chosen = chosen or self._current
+        chosen = chosen or self._outlook.deeper[self._current]
         if chosen.drafter is not None:
             self._last_used[chosen.drafter] = self._step
         return chosen

@@ -19,6 +19,7 @@ import logging
 from dataclasses import dataclass
 
 _LOG = logging.getLogger(__name__)
+_PAYS = 0.98  # a gain between this and 1 is within what costs are known to
 _KEPT = 0.93  # of the sums, per observed step
 
 
@@ -53,7 +54,10 @@ class _Watched:
 
 
 class Watchdog:
-    """`patience`: observed steps in a row below plain speed before a pause of `first_pause` steps; the next is twice."""
+    """`patience`: observed steps in a row clearly below plain speed before a pause of `first_pause` steps.
+
+    Each further pause is twice as long, up to `longest_pause`.
+    """
 
     def __init__(self, *, patience: int = 24, first_pause: int = 256, longest_pause: int = 8192) -> None:
         self._patience = patience
@@ -74,7 +78,7 @@ class Watchdog:
         watched = self._watched.setdefault(drafter, _Watched())
         watched.worth_seconds = _KEPT * watched.worth_seconds + plain_seconds * num_tokens / max(num_sequences, 1)
         watched.spent_seconds = _KEPT * watched.spent_seconds + seconds
-        if watched.gain >= 1.0:
+        if watched.gain >= _PAYS:
             watched.num_below = 0
             if watched.worth_seconds > 1.05 * watched.spent_seconds:  # pays again: forgive
                 watched.pause_steps, watched.warned = 0, False
