@@ -1,0 +1,115 @@
+"""The benchmark's table: tokens/s by mode and scenario, then the bars with their marks."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhfspec.bench.results import Bar, Results, Row
+
+
+def show(results: Results, console: Console) -> None:
+    console.print(render(results))
+
+
+def render(results: Results) -> Group:
+    parts: list[RenderableType] = [_heading(results)]
+    for num_threads in dict.fromkeys(row.num_threads for row in results.rows):
+        parts.append(_speeds(results, num_threads))
+        parts.append(_selector(results, num_threads))
+    parts.append(_costs(results))
+    parts.append(_bars(results.bars))
+    parts += [Text(f"left out: {line}", style="yellow") for line in results.skipped]
+    return Group(*parts)
+
+
+def _heading(results: Results) -> Text:
+    machine = results.machine
+    if machine is None:
+        return Text("")
+    return Text(
+        f"{machine.cpu}, {machine.num_cores} cores, {' '.join(machine.features)}; "
+        f"arithmetic {machine.arithmetic} ({'fast' if machine.has_fast_bfloat16 else 'no fast'} bfloat16)\n"
+        "tokens/s: medians of interleaved repetitions; prefill included, start-up and warm-up not"
+    )
+
+
+def _speeds(results: Results, num_threads: int) -> Table:
+    rows = [row for row in results.rows if row.num_threads == num_threads]
+    names = list(dict.fromkeys(row.scenario for row in rows))
+    table = Table(
+        title=f"tokens/s with {num_threads} thread(s), in brackets accepted per verification", title_style="bold"
+    )
+    table.add_column("mode")
+    for name in names:
+        table.add_column(name, justify="right")
+    for mode in dict.fromkeys(row.mode for row in rows):
+        cells = [_speed(results, results.row(num_threads, name, mode)) for name in names]
+        table.add_row(mode, *cells, style="bold" if mode == "adaptive" else "")
+    return table
+
+
+def _speed(results: Results, row: Row | None) -> Text:
+    if row is None:
+        return Text("-")
+    accepted = f" ({row.accepted_per_verification:.2f})" if row.accepted_per_verification else ""
+    best = results.best_static(row.num_threads, row.scenario)
+    return Text(f"{row.tokens_per_second:.0f}{accepted}", style="underline" if row is best else "")
+
+
+def _selector(results: Results, num_threads: int) -> Table:
+    table = Table(title=f"the selector, {num_threads} thread(s)", title_style="bold")
+    for name in (
+        "scenario",
+        "of step time",
+        "of optimum",
+        "step cost error",
+        "acceptance error",
+        "plans of the last steps",
+    ):
+        table.add_column(name, justify="left" if name in ("scenario", "plans of the last steps") else "right")
+    for row in results.rows:
+        said = row.selector
+        if row.num_threads != num_threads or row.mode != "adaptive" or not said:
+            continue
+        plans = sorted(said["plans"].items(), key=lambda item: -item[1])[:3]
+        table.add_row(
+            row.scenario,
+            _percent(said["share_of_step"], 2),
+            _percent(said["realised_of_optimum"]),
+            _percent(said["mape"].get("step")),
+            _percent(said["calibration_error"], 1),
+            ", ".join(f"{name} {count}" for name, count in plans),
+        )
+    return table
+
+
+def _costs(results: Results) -> Table:
+    """The cost tables at a few numbers of rows."""
+    table = Table(title="cost tables at start-up, ms", title_style="bold")
+    shown = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    table.add_column("threads, kind")
+    for rows in shown:
+        table.add_column(str(rows), justify="right")
+    for num_threads, kinds in results.costs.items():
+        for kind, costs in kinds.items():
+            by_rows = dict(zip(costs["rows"], costs["seconds"], strict=True))
+            cells = [f"{1000 * by_rows[rows]:.2f}" if rows in by_rows else "-" for rows in shown]
+            table.add_row(f"{num_threads}, {kind}", *cells)
+    return table
+
+
+def _bars(bars: tuple[Bar, ...]) -> Table:
+    held = sum(bar.holds for bar in bars)
+    table = Table(title=f"bars: {held} of {len(bars)} hold", title_style="bold")
+    for name in ("", "threads", "scenario", "bar", "wanted", "found"):
+        table.add_column(name, justify="right" if name in ("threads", "wanted", "found") else "left")
+    for bar in bars:
+        mark = Text("✓", style="green") if bar.holds else Text("✗", style="red")
+        table.add_row(mark, str(bar.num_threads), bar.scenario, bar.name, bar.wanted, bar.found)
+    return table
+
+
+def _percent(share: float | None, digits: int = 0) -> str:
+    return "-" if share is None else f"{share:.{digits}%}"

@@ -1,0 +1,36 @@
+"""One line of JSON in, one line of JSON out. Standard library only.
+
+A worker sleeps in `readline` between two requests, so an idle rival costs no processor time. Whatever libraries print
+to standard output goes to standard error instead: only answers travel on the pipe.
+
+    {"load": {...}}                          -> {"loaded": {...}}
+    {"run": {"prompts": [[1, 2]], ...}}      -> {"seconds": 1.2, "num_tokens": 128, ...}
+    {"quit": {}}                             -> the process ends
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def serve(handlers: dict[str, Handler]) -> None:
+    """Answer requests until standard input ends or `quit` comes. A failing request is answered with its error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        [(name, arguments)] = json.loads(line).items()
+        if name == "quit":
+            break
+        try:
+            answer = handlers[name](arguments)
+        except Exception as error:  # the boundary of a process: whatever failed is the other side's to report
+            traceback.print_exc(file=sys.stderr)
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)

@@ -1,0 +1,121 @@
+"""A benchmark process as seen from outside: started once, asked for one repetition at a time.
+
+Example:
+    >>> with Worker.start([sys.executable, "-c", "input(); print('{}')"], num_threads=1) as worker:
+    ...     worker.ask("load")
+    {}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+# Every process gets the same kindness: glibc otherwise gives large activations back after each operation,
+# which makes forwards up to 1.7 times slower at random.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+RIVALS = Path(__file__).parent / "rivals"
+
+
+class WorkerFailed(RuntimeError):
+    """A worker answered with an error or died; carries the end of what it printed."""
+
+
+class Worker:
+    def __init__(self, process: subprocess.Popen[str], log: IO[str], patience_seconds: float) -> None:
+        self._process = process
+        self._log = log
+        self._patience_seconds = patience_seconds
+
+    @classmethod
+    def start(cls, command: list[str], *, num_threads: int, patience_seconds: float = 900.0) -> Worker:
+        """`patience_seconds`: a worker that takes longer over one request is ended, and the request fails."""
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | environment(num_threads),
+            start_new_session=True,  # Ctrl-C reaches us alone; we end the workers
+        )
+        return cls(process, log, patience_seconds)
+
+    def ask(self, request: str, **arguments: Any) -> dict[str, Any]:
+        """Send one request and wait for its answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        deadline = threading.Timer(self._patience_seconds, self._process.kill)
+        deadline.start()
+        try:
+            print(json.dumps({request: arguments}), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            deadline.cancel()
+        if not line:
+            raise WorkerFailed(f"the worker ended (exit code {self._process.wait()}):\n{self._log_tail()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerFailed(f"{answer['error']}\n{self._log_tail()}")
+        return answer
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()  # end of input ends the worker
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _log_tail(self) -> str:
+        self._log.flush()
+        self._log.seek(0)
+        return "".join(self._log.readlines()[-30:])
+
+
+def environment(num_threads: int) -> dict[str, str]:
+    """Threads and memory of a worker. All workers of a thread count share the same cores, one after the other."""
+    cores = sorted(os.sched_getaffinity(0))[:num_threads]
+    return MALLOC | {
+        "OMP_NUM_THREADS": str(num_threads),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def our_command() -> list[str]:
+    return [sys.executable, "-m", "rlhfspec.bench.ours"]
+
+
+def hf_command() -> list[str]:
+    return [sys.executable, "-m", "rlhfspec.bench.rivals.hf_worker"]
+
+
+def vllm_command(python: Path) -> list[str]:
+    return [str(python), str(RIVALS / "vllm_worker.py")]
