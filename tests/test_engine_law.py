@@ -107,7 +107,7 @@ def test_drafts_are_really_accepted(pair: tuple[Engine, Engine]) -> None:
     _, driven = pair
     for mode in (TREE, CHAIN, "model"):
         driven.set_speculation(mode)
-        done = driven.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=24), seeds=[1, 2, 3, 4])
+        done = driven.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=24, ignore_eos=True), seeds=[1, 2, 3, 4])
         assert sum(each.stats.num_accepted for each in done) > 16
         assert sum(each.stats.num_drafted for each in done) >= sum(each.stats.num_accepted for each in done)
 
@@ -115,7 +115,7 @@ def test_drafts_are_really_accepted(pair: tuple[Engine, Engine]) -> None:
 def test_preemption_and_shared_prefixes_really_happen(model: Any) -> None:
     engine = engine_for(model, speculation=TREE, kv_cache_tokens=256)
     prompt = list(range(40))
-    done = engine.generate([prompt] * 8, SamplingParams(max_tokens=40), seeds=list(range(8)))
+    done = engine.generate([prompt] * 8, SamplingParams(max_tokens=40, ignore_eos=True), seeds=list(range(8)))
     assert engine.stats().num_preemptions > 0
     assert sum(each.stats.num_preemptions for each in done) == engine.stats().num_preemptions
     roomy = engine_for(model, speculation="off")

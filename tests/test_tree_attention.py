@@ -1,0 +1,454 @@
+"""Tree attention: every kernel against the slow twin, and the bits of a row against everything that must not matter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec.kernels import tree_attention as module
+from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention, tree_attention_reference
+
+needs_native = pytest.mark.skipif(build.load() is None, reason=f"no CPU kernels here: {build.unavailable_reason()}")
+NEVER = 1 << 30  # fills table entries that must not be read
+
+Options = dict[str, Any]
+OPTIONS: list[Options] = [
+    {},
+    {"sliding_window": 7},
+    {"sliding_window": 1},
+    {"softcap": 1.5},
+    {"sinks": torch.linspace(-1.0, 3.0, 8)},
+    {"sliding_window": 9, "softcap": 30.0, "sinks": torch.linspace(4.0, -1.0, 8)},
+]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Eight query heads and a small cache."""
+
+    num_kv_heads: int = 2
+    dim: int = 16
+    dtype: torch.dtype = torch.float32
+    num_heads: int = 8
+    block_size: int = 16
+    num_layers: int = 2
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence's part in a call: what it holds already, and its new rows."""
+
+    committed: int
+    parents: tuple[int, ...]  # of each new row; -1: the last committed token
+    as_tree: bool  # its rows come as tree nodes (extra), else as a prefill chunk (then parents are -1, 0, 1, ...)
+
+
+@dataclass
+class Case:
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    kv: torch.Tensor
+    meta: AttentionMeta
+
+    def run(self, kernel: Callable[..., torch.Tensor] = tree_attention, layer: int = 1, **options: Any) -> torch.Tensor:
+        scale = self.query.shape[2] ** -0.5
+        return kernel(self.query, self.key, self.value, self.kv, layer, self.meta, scale=scale, **options)
+
+    def doubled(self) -> Case:
+        """In float64, starting from the values as stored."""
+        key, value = (x.to(self.kv.dtype).double() for x in (self.key, self.value))
+        return Case(self.query.double(), key, value, self.kv.double(), self.meta)
+
+    def row(self, i: int) -> Case:
+        """Row i alone, over the same cache (run the whole case first: its ancestors must be stored)."""
+        meta = AttentionMeta(
+            slots=self.meta.slots[i : i + 1], table_rows=self.meta.table_rows[i : i + 1],
+            context_lens=self.meta.context_lens[i : i + 1], extra=self.meta.extra[i : i + 1],
+            slot_table=self.meta.slot_table,
+        )  # fmt: skip
+        return Case(self.query[i : i + 1], self.key[i : i + 1], self.value[i : i + 1], self.kv, meta)
+
+
+def chain(length: int) -> tuple[int, ...]:
+    return tuple(range(-1, length - 1))
+
+
+def ancestors(parents: tuple[int, ...], node: int) -> list[int]:
+    """Root first, the node itself last."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def make_case(sequences: list[Sequence], shape: Shape, *, data_seed: int = 0, place_seed: int = 0) -> Case:
+    """`data_seed` decides queries, keys and values; `place_seed` only where they lie. Unused slots hold NaN."""
+    places = np.random.default_rng(place_seed)
+    lengths = [s.committed + len(s.parents) for s in sequences]
+    num_blocks = -(-sum(lengths) // shape.block_size) + 2
+    kv = torch.full(
+        (num_blocks, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.dim), torch.nan, dtype=shape.dtype
+    )
+    free = places.permutation(num_blocks * shape.block_size).astype(np.int32)
+    table = np.full((len(sequences) + 1, max(lengths) + 3), NEVER, np.int32)
+    order = places.permutation(len(sequences) + 1)  # table rows are in no order either
+    generator = torch.Generator().manual_seed(data_seed)
+    slots, rows, contexts, paths = [], [], [], []
+    for number, sequence in enumerate(sequences):
+        mine, free = free[: lengths[number]], free[lengths[number] :]
+        row = order[number]
+        held = sequence.committed if sequence.as_tree else lengths[number]
+        table[row, :held] = mine[:held]
+        stored = (sequence.committed, shape.num_layers, 2, shape.num_kv_heads, shape.dim)
+        history = torch.randn(stored, generator=generator)
+        old = torch.from_numpy(mine[: sequence.committed]).long()
+        kv[old // shape.block_size, :, :, old % shape.block_size] = history.to(shape.dtype)
+        for node in range(len(sequence.parents)):
+            slots.append(mine[sequence.committed + node])
+            rows.append(row)
+            contexts.append(sequence.committed if sequence.as_tree else sequence.committed + node + 1)
+            path = ancestors(sequence.parents, node) if sequence.as_tree else []
+            paths.append([mine[sequence.committed + step] for step in path])
+    width = max((len(path) for path in paths), default=0)
+    extra = np.array([path + [-1] * (width - len(path)) for path in paths], np.int32).reshape(len(slots), width)
+    meta = AttentionMeta(*(np.array(x, np.int32) for x in (slots, rows, contexts)), extra, table)  # type: ignore[arg-type]
+    query, key, value = (  # views as a model gives them: [1, heads, N, D] transposed
+        torch.randn(heads, len(slots), shape.dim, generator=generator).transpose(0, 1)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    return Case(query, key, value, kv, meta)
+
+
+@st.composite
+def sequences(draw: st.DrawFn, most_rows: int = 9, longest: int = 40) -> Sequence:
+    num_rows = draw(st.integers(1, most_rows))
+    if draw(st.booleans()):
+        return Sequence(draw(st.integers(0, longest)), chain(num_rows), as_tree=False)
+    parents = tuple(draw(st.integers(-1, node - 1)) for node in range(num_rows))
+    return Sequence(draw(st.integers(0, longest)), parents, as_tree=True)
+
+
+shapes = st.builds(
+    Shape, num_kv_heads=st.sampled_from([1, 2, 8]), dim=st.sampled_from([16, 64, 72, 128, 6]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), block_size=st.sampled_from([1, 16]),
+)  # fmt: skip
+forests = st.lists(sequences(), min_size=1, max_size=4)
+
+TREE = Sequence(21, (-1, 0, 0, 1, -1, 3, 4, 2), as_tree=True)
+MIXED = [TREE, Sequence(0, chain(5), as_tree=False), Sequence(33, (-1,), as_tree=True), Sequence(50, chain(7), False)]
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    yield build.set_num_threads
+    build.set_num_threads(None)
+
+
+def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
+    assert torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
+# ---- the C++ kernel -------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@settings(max_examples=40)
+@given(forest=forests, shape=shapes, options=st.sampled_from(OPTIONS), seed=st.integers(0, 1000))
+def test_native_agrees_with_float64(forest: list[Sequence], shape: Shape, options: Options, seed: int) -> None:
+    case = make_case(forest, shape, data_seed=seed)
+    exact = case.doubled()
+    expected = exact.run(tree_attention_reference, **options)
+    assert (case.run(**options) - expected).abs().max() < 1e-6
+    assert torch.equal(case.kv.double().nan_to_num(7.0), exact.kv.nan_to_num(7.0))  # what was written, and only that
+
+
+@needs_native
+@settings(max_examples=30)
+@given(forest=forests, shape=shapes, options=st.sampled_from(OPTIONS), place_seed=st.integers(1, 1000))
+def test_row_has_the_same_bits_alone_and_anywhere(
+    forest: list[Sequence], shape: Shape, options: Options, place_seed: int
+) -> None:
+    case = make_case(forest, shape)
+    together = case.run(**options)
+    alone = torch.cat([case.row(i).run(**options) for i in range(case.meta.num_rows)])
+    assert_same_bits(alone, together)
+    assert_same_bits(make_case(forest, shape, place_seed=place_seed).run(**options), together)
+
+
+@needs_native
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 19, 40])
+def test_chain_has_the_same_bits_as_tree_and_as_prefill(num_rows: int, options: Options) -> None:
+    chunk = Sequence(30, chain(num_rows), as_tree=False)
+    assert_same_bits(
+        make_case([chunk], Shape()).run(**options), make_case([replace(chunk, as_tree=True)], Shape()).run(**options)
+    )
+
+
+@needs_native
+@pytest.mark.parametrize("shape", [Shape(dim=64), Shape(dim=64, dtype=torch.bfloat16), Shape(num_kv_heads=8, dim=128)])
+def test_long_context_goes_through_the_cache_in_blocks(shape: Shape) -> None:
+    forest = [Sequence(1100, (-1, 0, 1, 0, -1), as_tree=True), Sequence(1040, chain(70), as_tree=False)]
+    case = make_case(forest, shape)
+    together = case.run()
+    for i in (0, 4, 5, 40, 74):
+        assert_same_bits(case.row(i).run(), together[i : i + 1])
+    assert (together - case.doubled().run(tree_attention_reference)).abs().max() < 1e-6
+
+
+@needs_native
+def test_bits_do_not_depend_on_threads(threads: Callable[[int], None]) -> None:
+    forest = [Sequence(90 + i, chain(6), as_tree=bool(i % 2)) for i in range(12)]
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        results.append(make_case(forest, Shape(dim=64)).run())  # large enough to be split
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
+
+
+@needs_native
+@pytest.mark.skipif(not (build.supports("avx2") and build.supports("avx512")), reason="this CPU lacks one of the two")
+@settings(max_examples=25)
+@given(forest=forests, shape=shapes, options=st.sampled_from(OPTIONS))
+def test_avx2_and_avx512_give_the_same_bits(forest: list[Sequence], shape: Shape, options: Options) -> None:
+    results = []
+    for isa in ("avx2", "avx512"):
+        kernels = module._kernels(isa)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_kernels", lambda kernels=kernels: kernels)
+            results.append(make_case(forest, shape).run(**options))
+    assert_same_bits(*results)
+
+
+@needs_native
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_sick_row_hurts_only_those_who_see_it(poison: float) -> None:
+    healthy = make_case(MIXED, Shape()).run()
+    sick = make_case(MIXED, Shape())
+    sick.key[1] = poison  # node 1 of TREE: seen by itself and by its descendants 3 and 5
+    sick.query[10] = torch.nan
+    out = sick.run()
+    hurt = torch.zeros(len(out), dtype=torch.bool)
+    hurt[[1, 3, 5, 10]] = True
+    assert out[hurt].isnan().all(dim=(1, 2)).tolist() == [True] * 4
+    assert_same_bits(out[~hurt], healthy[~hurt])
+
+
+@needs_native
+@pytest.mark.parametrize("sinks", [None, torch.ones(8)])
+def test_padding_row_writes_nothing_and_gets_zeros(sinks: torch.Tensor | None) -> None:
+    case = make_case(MIXED, Shape())
+    plain = make_case(MIXED, Shape()).run(sinks=sinks)
+    for kernel in (tree_attention, tree_attention_reference):
+        before = case.kv.clone()
+        pad = replace_rows(case.meta, 3)
+        extended = [torch.cat([x, torch.full_like(x[:3], 5.0)]) for x in (case.query, case.key, case.value)]
+        out = Case(*extended, case.kv, pad).run(kernel, sinks=sinks)
+        assert torch.equal(out[-3:], torch.zeros(3, 8, 16))
+        assert torch.allclose(out[:-3], plain, atol=1e-6)
+        untouched = before[:, 0].isnan()
+        assert torch.equal(case.kv[:, 0].isnan(), untouched)  # layer 0 was not asked for
+        case.kv.copy_(before)
+
+
+def replace_rows(meta: AttentionMeta, count: int) -> AttentionMeta:
+    """`meta` with padding rows behind."""
+    zeros = np.zeros(count, np.int32)
+    return AttentionMeta(
+        slots=np.concatenate([meta.slots, zeros - 1]), table_rows=np.concatenate([meta.table_rows, zeros]),
+        context_lens=np.concatenate([meta.context_lens, zeros]),
+        extra=np.concatenate([meta.extra, np.full((count, meta.extra.shape[1]), -1, np.int32)]),
+        slot_table=meta.slot_table,
+    )  # fmt: skip
+
+
+@needs_native
+def test_inputs_may_have_any_strides_and_indices_may_be_tensors() -> None:
+    case = make_case(MIXED, Shape())
+    expected = case.run()
+    wide = torch.randn(len(expected), 8, 32)[:, :, ::2]
+    wide.copy_(case.query)
+    wide_table = np.full((case.meta.slot_table.shape[0], 99), NEVER, np.int32)
+    wide_table[:, : case.meta.slot_table.shape[1]] = case.meta.slot_table
+    arrays = (case.meta.slots, case.meta.table_rows, case.meta.context_lens, case.meta.extra)
+    tensors = AttentionMeta(*(torch.as_tensor(array) for array in arrays), torch.from_numpy(wide_table)[:, :90])
+    assert_same_bits(Case(wide, case.key.contiguous(), case.value, case.kv, tensors).run(), expected)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def broken(**changes: Any) -> AttentionMeta:
+    good: dict[str, Any] = {
+        "slots": np.array([0, 1], np.int32), "table_rows": np.zeros(2, np.int32),
+        "context_lens": np.array([1, 1], np.int32), "extra": np.array([[-1], [1]], np.int32),
+        "slot_table": np.zeros((1, 4), np.int32),
+    }  # fmt: skip
+    return AttentionMeta(**(good | changes))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("slots", np.array([0, 99], np.int32)),
+        ("slots", np.array([0, -2], np.int32)),
+        ("table_rows", np.array([0, 1], np.int32)),
+        ("context_lens", np.array([1, 5], np.int32)),
+        ("context_lens", np.array([1, -1], np.int32)),
+        ("extra", np.array([[-1, 0], [1, -1]], np.int32)),
+        ("slot_table", np.full((1, 4), -1, np.int32)),
+        ("slot_table", np.full((1, 4), 64, np.int32)),
+        ("slots", np.array([0, 1], np.int64)),
+        ("extra", np.array([1, 1], np.int32)),
+        ("context_lens", np.array([1], np.int32)),
+    ],
+)
+def test_impossible_indices_are_refused_by_name(name: str, bad: Any) -> None:
+    kv = torch.zeros(4, 1, 2, 16, 2, 8)
+    with pytest.raises(ValueError, match=rf"^({name}|meta): "):
+        tree_attention(torch.zeros(2, 2, 8), *torch.zeros(2, 2, 2, 8), kv, 0, broken(**{name: bad}), scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("query", {"query": torch.zeros(3, 2, 8)}),
+        ("query", {"query": torch.zeros(2, 3, 8)}),
+        ("key, value", {"key": torch.zeros(2, 1, 8)}),
+        ("kv", {"kv": torch.zeros(4, 1, 2, 12, 2, 8)}),
+        ("kv", {"kv": torch.zeros(8, 1, 2, 16, 2, 8)[::2]}),
+        ("layer", {"layer": 1}),
+        ("scale", {"scale": 0.0}),
+        ("sliding_window", {"sliding_window": 0}),
+        ("softcap", {"softcap": -1.0}),
+        ("sinks", {"sinks": torch.zeros(3)}),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_by_name(name: str, changes: Options) -> None:
+    good = {
+        "query": torch.zeros(2, 2, 8), "key": torch.zeros(2, 2, 8), "value": torch.zeros(2, 2, 8),
+        "kv": torch.zeros(4, 1, 2, 16, 2, 8), "layer": 0, "meta": broken(), "scale": 1.0,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        tree_attention(**(good | changes))
+
+
+# ---- the other ways -------------------------------------------------------------------------------------------------
+
+
+def test_without_native_kernels_the_twin_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make_case(MIXED, Shape()).doubled().run()  # float64 always goes to the twin
+    monkeypatch.setattr(build, "load", lambda: None)
+    case = make_case(MIXED, Shape())
+    out = case.run()
+    assert out.dtype == torch.float32
+    assert (out - expected).abs().max() < 1e-6
+    alone = torch.cat([case.row(i).run() for i in range(len(out))])
+    assert_same_bits(alone, out)
+
+
+def triton_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int,
+                  meta: AttentionMeta, **options: Any) -> torch.Tensor:  # fmt: skip
+    """On the GPU where there is one, else in Triton's interpreter; the cache is updated in place either way."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from rlhfspec.kernels import tree_attention_triton
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_device = [x.to(device) for x in (query, key, value, kv)]
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    out = tree_attention_triton.tree_attention(*on_device, layer, meta, **options)
+    kv.copy_(on_device[3])
+    return out.cpu()
+
+
+TRITON_SHAPES = [Shape(dim=16), Shape(dim=24, num_kv_heads=1), Shape(dim=16, num_heads=6), Shape(dtype=torch.bfloat16)]
+SMALL = [Sequence(35, (-1, 0, 0, -1), as_tree=True), Sequence(0, chain(3), as_tree=False)]
+
+
+@pytest.mark.parametrize("shape", TRITON_SHAPES)
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[5]])
+def test_triton_agrees_with_float64(shape: Shape, options: Options) -> None:
+    if "sinks" in options:
+        options = options | {"sinks": options["sinks"][: shape.num_heads]}
+    case = make_case(SMALL, shape)
+    # The interpreter truncates where hardware rounds: store only what bfloat16 holds exactly.
+    case.key, case.value = case.key.to(shape.dtype).float(), case.value.to(shape.dtype).float()
+    exact = case.doubled()
+    expected = exact.run(tree_attention_reference, **options)
+    assert (case.run(triton_kernel, **options) - expected).abs().max() < 2e-6
+    assert torch.equal(case.kv.double().nan_to_num(7.0), exact.kv.nan_to_num(7.0))
+
+
+def test_triton_row_has_the_same_bits_alone_as_tree_and_as_prefill() -> None:
+    case = make_case([Sequence(63, chain(3), as_tree=False)], Shape())
+    together = case.run(triton_kernel)
+    assert_same_bits(torch.cat([case.row(i).run(triton_kernel) for i in range(3)]), together)
+    assert_same_bits(
+        make_case([Sequence(63, chain(3), as_tree=True)], Shape(), place_seed=3).run(triton_kernel), together
+    )
+
+
+def test_triton_padding_row_gets_zeros() -> None:
+    case = make_case([Sequence(3, (-1,), as_tree=True)], Shape())
+    before = case.kv.clone()
+    nothing = AttentionMeta(
+        slots=np.array([-1], np.int32), table_rows=np.zeros(1, np.int32), context_lens=np.zeros(1, np.int32),
+        extra=np.empty((1, 0), np.int32), slot_table=case.meta.slot_table,
+    )  # fmt: skip
+    out = Case(case.query, case.key, case.value, case.kv, nothing).run(triton_kernel, sinks=torch.ones(8))
+    assert torch.equal(out, torch.zeros(1, 8, 16))
+    assert torch.equal(case.kv.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from rlhfspec.kernels import kv_pack_triton, tree_attention_triton
+
+def compile(kernel, constants, pointers, floats=()):
+    kinds = {name: "constexpr" for name in constants} | pointers | {name: "fp32" for name in floats}
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return len(triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"])
+
+index = {name: "*i32" for name in ("slots", "table_rows", "context_lens", "extra", "slot_table", "rows")}
+stored = {name: "*bf16" for name in ("query", "key", "value", "kv", "out", "packed")} | {"sinks": "*fp32"}
+shape = {"DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16}
+assert compile(tree_attention_triton._write_kv_kernel, shape, index | stored)
+group = {"GROUP": 3, "PADDED_GROUP": 4, "PADDED_EXTRA": 8, "TILE": 16, "HAS_SOFTCAP": True, "HAS_SINKS": True}
+assert compile(tree_attention_triton._attention_kernel, shape | group, index | stored, ("scale", "softcap"))
+assert compile(kv_pack_triton._copy_kernel, {"ROWS_PER_BLOCK": 16, "PIECE": 1024, "PACK": True}, index | stored)
+"""
+
+
+def test_triton_kernels_compile_for_a_gpu() -> None:
+    """The interpreter accepts more than the compiler does; compiling needs no GPU."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_importing_the_wrappers_needs_no_triton() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+import rlhfspec.kernels.kv_pack, rlhfspec.kernels.tree_attention
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
