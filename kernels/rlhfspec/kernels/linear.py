@@ -26,7 +26,7 @@ from rlhfspec.kernels.cpu import build
 Arithmetic = Literal["fma", "amx", "dpbf16", "torch"]
 ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
-PANEL = 64  # outputs per panel of packed weights
+PAD_OUTPUTS = 64  # packed outputs are padded to a multiple of this
 ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}  # the numbers of csrc/activation.h
 STORED = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 ISA_OF = {"amx": "amx", "dpbf16": "avx512bf16"}  # arithmetics with an instruction set of their own
@@ -128,9 +128,10 @@ def _padded_inputs(num_inputs: int, arithmetic: str) -> int:
     return num_inputs if arithmetic == "fma" else _round_up(num_inputs, 32)
 
 
-def _empty_packed(num_panels: int, num_inputs: int, arithmetic: str, dtype: torch.dtype) -> Tensor:
+def _empty_packed(num_outputs: int, num_inputs: int, arithmetic: str, dtype: torch.dtype) -> Tensor:
     """Room for packed weights, on huge pages where the system gives them: one stream instead of many page walks."""
-    packed = torch.empty(num_panels * PANEL * _padded_inputs(num_inputs, arithmetic), dtype=dtype)
+    padded = _round_up(num_outputs, PAD_OUTPUTS) * _padded_inputs(num_inputs, arithmetic)
+    packed = torch.empty(padded, dtype=dtype)
     huge, advise_huge_pages = 2 << 20, 14
     start = _round_up(packed.data_ptr(), huge)
     length = (packed.data_ptr() + packed.nbytes - start) // huge * huge
@@ -140,7 +141,7 @@ def _empty_packed(num_panels: int, num_inputs: int, arithmetic: str, dtype: torc
 
 
 def _pack(weight: Tensor, packed: Tensor, arithmetic: str, *, every: int = 1, offset: int = 0) -> None:
-    """Writes `weight` [outputs, inputs] into the panels offset, offset + every, ... of `packed`."""
+    """Writes `weight` [outputs, inputs] into the groups of 16 outputs offset, offset + every, ... of `packed`."""
     source = weight.detach().to(packed.dtype).contiguous()
     suffix = f"_{STORED[packed.dtype]}" if arithmetic == "fma" else "_tiles"
     num_outputs, num_inputs = source.shape
@@ -150,14 +151,14 @@ def _pack(weight: Tensor, packed: Tensor, arithmetic: str, *, every: int = 1, of
 
 
 def _unpack(packed: Tensor, num_inputs: int, arithmetic: str) -> Tensor:
-    """The inverse of packing, in plain torch: [panels * 64, inputs], rows beyond the last output are zero."""
+    """The inverse of packing, in plain torch: [padded outputs, inputs], outputs beyond the last are zero."""
     padded = _padded_inputs(num_inputs, arithmetic)
-    if arithmetic != "fma":  # [panel, k step, column group, pair of k, column, 2] -> [outputs, k]
-        tiles = packed.view(-1, padded // 32, 4, 16, 16, 2)
+    if arithmetic != "fma":  # [panel of 32, k step, group of 16, pair of k, column, 2] -> [outputs, k]
+        tiles = packed.view(-1, padded // 32, 2, 16, 16, 2)
         return tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, padded)[:, :num_inputs]
-    panels = packed.view(-1, num_inputs, PANEL)
+    panels = packed.view(-1, num_inputs, 64)
     if packed.dtype is torch.bfloat16:  # columns c and c + 16 of each 32 lie side by side
-        panels = panels.view(-1, num_inputs, 2, 16, 2).transpose(3, 4).reshape(-1, num_inputs, PANEL)
+        panels = panels.view(-1, num_inputs, 2, 16, 2).transpose(3, 4).reshape(-1, num_inputs, 64)
     return panels.transpose(1, 2).reshape(-1, num_inputs)
 
 
@@ -192,8 +193,7 @@ class PackedLinear(nn.Module):
         self._packed: Tensor
         self.bias: Tensor | None = None
         if self.arithmetic != "torch":
-            num_panels = _round_up(out_features, PANEL) // PANEL
-            self._packed = _empty_packed(num_panels, in_features, self.arithmetic, dtype)
+            self._packed = _empty_packed(out_features, in_features, self.arithmetic, dtype)
 
     @classmethod
     def from_linear(
@@ -327,13 +327,13 @@ class PackedGatedMLP(nn.Module):
         self.activation = activation
         self.dtype = dtype
         self.arithmetic = arithmetic_for(dtype, arithmetic)
-        self._gate_up: Tensor  # panels of gate and up in turn
+        self._gate_up: Tensor  # 16 outputs of gate, 16 of up, in turn
         self._gate_bias: Tensor | None = None
         self._up_bias: Tensor | None = None
-        self._num_panels = _round_up(intermediate_features, PANEL) // PANEL
         self.down = PackedLinear(intermediate_features, out_features, dtype=dtype, arithmetic=self.arithmetic)
         if self.arithmetic != "torch":
-            self._gate_up = _empty_packed(2 * self._num_panels, hidden_features, self.arithmetic, dtype)
+            num_outputs = 2 * _round_up(intermediate_features, PAD_OUTPUTS)
+            self._gate_up = _empty_packed(num_outputs, hidden_features, self.arithmetic, dtype)
 
     @classmethod
     def from_linears(
@@ -389,8 +389,8 @@ class PackedGatedMLP(nn.Module):
         if self.arithmetic == "torch":
             return self._gate_up[0].to(self.dtype), self._gate_up[1].to(self.dtype), down
         both = _unpack(self._gate_up, self.hidden_features, self.arithmetic)
-        panels = both.reshape(self._num_panels, 2, PANEL, self.hidden_features)
-        gate, up = (panels[:, i].reshape(-1, self.hidden_features)[: self.intermediate_features] for i in (0, 1))
+        groups = both.reshape(-1, 2, 16, self.hidden_features)
+        gate, up = (groups[:, i].reshape(-1, self.hidden_features)[: self.intermediate_features] for i in (0, 1))
         return gate.contiguous(), up.contiguous(), down
 
     def forward(self, x: Tensor) -> Tensor:

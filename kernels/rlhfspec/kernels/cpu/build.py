@@ -36,18 +36,18 @@ import torch  # loaded before our library, so that both share one OpenMP pool (l
 SOURCE_DIR = Path(__file__).parent / "csrc"
 # Never -Ofast or -ffast-math: at link time they switch the whole process to flush-to-zero. No contraction: only the
 # fused multiply-adds that we wrote, so that every instruction set gives the same bits.
-COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-Wall")
+COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden")
 AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": AVX512_FLAGS,
-    "amx": (*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"),
+    "amx": (*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512bf16": (*AVX512_FLAGS, "-mavx512bf16"),
 }
 ISA_FEATURES: dict[str, frozenset[str]] = {  # as /proc/cpuinfo spells them
     "avx2": frozenset({"avx2", "fma", "f16c"}),
     "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}),
-    "amx": frozenset({"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    "amx": frozenset({"amx_tile", "amx_bf16", "avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
     "avx512bf16": frozenset({"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
 }
 GENERAL_ISAS = ("avx512", "avx2")  # best first; every file without an instruction set in its name has both

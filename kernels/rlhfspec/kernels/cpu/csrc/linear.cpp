@@ -1,6 +1,6 @@
 // Linear layers by fused multiply-add: fp32 activations, weights stored as bf16 or fp32. Every CPU with AVX2 has it, and
 // AVX2 and AVX-512 give the same bits.
-#include "linear.h"
+#include "gated_mlp.h"
 
 namespace {
 
@@ -17,27 +17,30 @@ struct Bf16 {
     static inline __attribute__((always_inline)) void load(const uint16_t* w, f32x16* v) { rs_load_bf16_pairs(w, v, v + 1); }
 };
 
+constexpr long kColumns = 64;  // of a panel
+
 #ifdef __AVX512F__
 constexpr int kMaxTileRows = 6, kTileVectors = 4;  // 24 accumulators of 32 registers
 #else
 constexpr int kMaxTileRows = 3, kTileVectors = 2;  // 12 accumulators of 16 registers
 #endif
 
-template <class Stored, int kRows>
+template <class Stored, int kRows, class Side>
 RS_INLINE void fma_tile(const float* x, long stride, const typename Stored::Type* w, long k, float* out,
-                        long out_stride, Prefetch& next) {
+                        long out_stride, bool carry, Side& side) {
     for (int part = 0; part < 4; part += kTileVectors) {
         f32x16 sums[kRows][kTileVectors];
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-            for (int v = 0; v < kTileVectors; ++v) sums[r][v] = rs_zero();
+            for (int v = 0; v < kTileVectors; ++v)
+                sums[r][v] = carry ? rs_load(out + r * out_stride + (part + v) * kLanes) : rs_zero();
         const typename Stored::Type* column = w + part * kLanes;
-        for (long i = 0; i < k; ++i, column += kPanel) {
+        for (long i = 0; i < k; ++i, column += kColumns) {
             f32x16 weights[kTileVectors];
 #pragma GCC unroll 2
             for (int v = 0; v < kTileVectors; v += 2) Stored::load(column + v * kLanes, weights + v);
-            next.step();
+            side.step();
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) {
                 f32x16 value = rs_set1(x[r * stride + i]);
@@ -56,7 +59,7 @@ template <class Stored>
 struct Fma {
     using Weight = typename Stored::Type;
     using Activation = float;
-    static constexpr long kRowTile = 1, kRowBlock = 48, kPadK = 1;
+    static constexpr long kPanel = kColumns, kRowTile = 1, kRowBlock = 48, kPadK = 1;
 
     static void begin() {}
     static void end() {}
@@ -67,18 +70,19 @@ struct Fma {
     static inline __attribute__((always_inline)) void put(float* acts, long stride, long row, long k, f32x16 value) {
         rs_store(acts + row * stride + k, value);
     }
+    template <class Side>
     __attribute__((noinline)) static void block(const float* x, long stride, const Weight* w, long k, int rows,
-                                                float* out, long out_stride, Prefetch& next) {
+                                                float* out, long out_stride, bool carry, Side& side) {
         while (rows > 0) {
             int tile = rows < kMaxTileRows ? rows : kMaxTileRows;
             switch (tile) {
-                case 1: fma_tile<Stored, 1>(x, stride, w, k, out, out_stride, next); break;
-                case 2: fma_tile<Stored, 2>(x, stride, w, k, out, out_stride, next); break;
-                case 3: fma_tile<Stored, 3>(x, stride, w, k, out, out_stride, next); break;
+                case 1: fma_tile<Stored, 1>(x, stride, w, k, out, out_stride, carry, side); break;
+                case 2: fma_tile<Stored, 2>(x, stride, w, k, out, out_stride, carry, side); break;
+                case 3: fma_tile<Stored, 3>(x, stride, w, k, out, out_stride, carry, side); break;
 #ifdef __AVX512F__
-                case 4: fma_tile<Stored, 4>(x, stride, w, k, out, out_stride, next); break;
-                case 5: fma_tile<Stored, 5>(x, stride, w, k, out, out_stride, next); break;
-                case 6: fma_tile<Stored, 6>(x, stride, w, k, out, out_stride, next); break;
+                case 4: fma_tile<Stored, 4>(x, stride, w, k, out, out_stride, carry, side); break;
+                case 5: fma_tile<Stored, 5>(x, stride, w, k, out, out_stride, carry, side); break;
+                case 6: fma_tile<Stored, 6>(x, stride, w, k, out, out_stride, carry, side); break;
 #endif
             }
             rows -= tile, x += tile * stride, out += tile * out_stride;

@@ -1,10 +1,10 @@
 // Activations rounded to bf16, for AMX tiles and for bf16 dot products: both read the same layout.
 //
 // A tile is 16 rows x 32 k, 1 KB: activations [row tile][k step][16 rows][32 k], weights
-// [panel][k step][4 column groups][16 pairs of k][16 columns][2].
+// [panel][k step][2 column groups][16 pairs of k][16 columns][2].
 #pragma once
 
-#include "linear.h"
+#include "gated_mlp.h"
 
 namespace {
 
@@ -13,7 +13,7 @@ constexpr long kTile = 512;  // elements
 struct Bf16Activations {
     using Weight = uint16_t;
     using Activation = uint16_t;
-    static constexpr long kRowTile = 16, kPadK = 32;
+    static constexpr long kPanel = 32, kRowTile = 16, kPadK = 32;
 
     static long stride(long k) { return round_up(k, 32) * 16; }  // from one row tile to the next
     static uint16_t* at(uint16_t* acts, long stride, long row, long k) {
@@ -22,8 +22,12 @@ struct Bf16Activations {
     static const uint16_t* at(const uint16_t* acts, long stride, long row, long k) {
         return at((uint16_t*)acts, stride, row, k);
     }
-    static void put(uint16_t* acts, long stride, long row, long k, f32x16 value) {
-        rs_store_bf16(at(acts, stride, row, k), value);
+    // 16 activations, rounded to nearest even; subnormals become zero, as they do in the products.
+    static inline __attribute__((always_inline)) void put(uint16_t* acts, long stride, long row, long k, f32x16 value) {
+        _mm256_storeu_si256((__m256i*)at(acts, stride, row, k), (__m256i)_mm512_cvtneps_pbh(value.v));
+    }
+    static f32x16 load_some(const float* x, long lanes) {
+        return lanes >= kLanes ? rs_load(x) : lanes > 0 ? rs_load_n(x, (int)lanes) : rs_zero();
     }
 
     // Rows beyond the last are left as they are: a row's sums never touch another's.
@@ -34,11 +38,7 @@ struct Bf16Activations {
 #pragma omp parallel for num_threads(num_threads) schedule(static)
         for (long r = 0; r < rows; ++r) {
             const float* from = x + r * k;
-            for (long i = 0; i < round_up(k, 32); i += kLanes) {
-                int lanes = (int)(k - i);
-                f32x16 value = lanes >= kLanes ? rs_load(from + i) : lanes > 0 ? rs_load_n(from + i, lanes) : rs_zero();
-                put(acts, row_stride, r, i, value);
-            }
+            for (long i = 0; i < round_up(k, 32); i += kLanes) put(acts, row_stride, r, i, load_some(from + i, k - i));
         }
         return acts;
     }

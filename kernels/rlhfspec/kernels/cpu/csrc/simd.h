@@ -93,6 +93,11 @@ RS_INLINE f32x16 rs_power_of_two(i32x16 n) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))};
 }
 RS_INLINE i32x16 rs_half_int(i32x16 n) { return {_mm512_srai_epi32(n.v, 1)}; }
+// a * 2^n, where n is in the low bits of shifted = 1.5 * 2^23 + n and the result is a normal number.
+RS_INLINE f32x16 rs_scale_by_shifted(f32x16 a, f32x16 shifted) {
+    __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), exponent))};
+}
 RS_INLINE i32x16 rs_sub_int(i32x16 a, i32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 
 // 16 bf16 values.
@@ -190,6 +195,13 @@ RS_INLINE f32x16 rs_power_of_two(i32x16 n) {
             _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.hi, bias), 23))};
 }
 RS_INLINE i32x16 rs_half_int(i32x16 n) { return {_mm256_srai_epi32(n.lo, 1), _mm256_srai_epi32(n.hi, 1)}; }
+// a * 2^n, where n is in the low bits of shifted = 1.5 * 2^23 + n and the result is a normal number.
+RS_INLINE f32x16 rs_scale_by_shifted(f32x16 a, f32x16 shifted) {
+    __m256i lo = _mm256_slli_epi32(_mm256_castps_si256(shifted.lo), 23);
+    __m256i hi = _mm256_slli_epi32(_mm256_castps_si256(shifted.hi), 23);
+    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.lo), lo)),
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.hi), hi))};
+}
 RS_INLINE i32x16 rs_sub_int(i32x16 a, i32x16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 
 // 16 bf16 values.
