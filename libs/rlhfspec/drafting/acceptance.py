@@ -43,7 +43,7 @@ _POOL_WEIGHT, _PRIOR_WEIGHT = (
 _SHIFT_PRECISION = 4.0  # a sequence's shift is believed to be within about +-1/2 until it shows otherwise
 _SHIFT_MEMORY = 12.0  # what a sequence showed fades over this much later evidence (some hundred nodes)
 _MOST_SHIFT_STEP = 1.0
-_RESET_TRIALS = 200.0  # what a table still counts for after the weights changed
+_RESET_TRIALS = 50.0  # what a table still counts for after the weights changed
 _MEAN_RATE = 0.05  # how much one finished sequence moves the shift that new ones start from
 
 
@@ -125,6 +125,17 @@ class _Book:
         counts = (np.bincount(decile, weights, 10) for weights in (None, predicted, real))
         self.deciles = self.deciles * kept + tuple(counts)
 
+    def start_over(self) -> None:
+        kept = min(1.0, _RESET_TRIALS / max(float(self.trials.sum()), 1.0))
+        self.trials *= kept
+        self.hits *= kept
+        self.seen[:] = 0.0
+        self.deciles[:] = 0.0
+        self.mean_shift = 0.0
+        self.shift[:] = 0.0
+        self.precision[:] = _SHIFT_PRECISION
+        self.rebuild()
+
     def shift_of(self, rows: IntArray) -> Floats:
         try:
             return self.shift.take(rows)
@@ -188,15 +199,11 @@ class AcceptanceModel:
         for book in self._books.values():
             book.forget(row)
 
-    def reset(self) -> None:
-        """Weights changed: keep the tables as a guess, but let new observations outweigh them soon."""
-        for book in self._books.values():
-            kept = min(1.0, _RESET_TRIALS / max(float(book.trials.sum()), 1.0))
-            book.trials *= kept
-            book.hits *= kept
-            book.seen[:] = 0.0
-            book.deciles[:] = 0.0
-            book.rebuild()
+    def reset(self, drafter: str | None = None) -> None:
+        """Weights changed (or one drafter's acceptance jumped): the tables fall back towards the prior."""
+        for name, book in self._books.items():
+            if drafter is None or name == drafter:
+                book.start_over()
 
     def calibration(self, drafter: str | None = None) -> Calibration:
         """Predicted against real, by decile of prediction and by cell; of one drafter or of all."""

@@ -23,16 +23,19 @@ class Lessons:
     def __init__(self, acceptance: AcceptanceModel | None) -> None:
         self._acceptance = acceptance
         self._num_lessons = 0
-        self._num_steps = 0  # since the last lesson
+        self._num_steps = 0  # since the last lesson, drafted or not
+        self._last_collected = -_LARGE_STRIDE  # in the same count
         self._outcomes: list[Outcome] = []
         self._proposed: list[Forest] = []  # as drafted, one for each of _outcomes
 
     def add(self, outcome: Outcome, proposed: Forest) -> None:
         self._num_steps += 1
         is_large = len(outcome.state.rows) >= _LARGE_BATCH and self._num_lessons > 4
-        if outcome.plan.drafter is not None and (not is_large or self._num_steps % _LARGE_STRIDE == 0):
+        is_wanted = not is_large or self._num_steps - self._last_collected >= _LARGE_STRIDE
+        if outcome.plan.drafter is not None and is_wanted:
             self._outcomes.append(outcome)
             self._proposed.append(proposed)
+            self._last_collected = self._num_steps
 
     @property
     def is_due(self) -> bool:
@@ -48,15 +51,19 @@ class Lessons:
         if self._acceptance is not None:
             for drafter in dict.fromkeys(str(outcome.plan.drafter) for outcome in self._outcomes):
                 _teach(self._acceptance, drafter, [o for o in self._outcomes if o.plan.drafter == drafter])
-        self._outcomes, self._proposed = [], []
-        self._num_steps = 0
+        self._clear()
         self._num_lessons += 1
         return collected
 
     def start_over(self) -> None:
         """Weights changed: what is collected belongs to the old ones, and new lessons are short again."""
+        self._clear()
+        self._num_lessons = 0
+
+    def _clear(self) -> None:
         self._outcomes, self._proposed = [], []
-        self._num_steps = self._num_lessons = 0
+        self._last_collected -= self._num_steps
+        self._num_steps = 0
 
 
 def _teach(acceptance: AcceptanceModel, drafter: str, outcomes: list[Outcome]) -> None:

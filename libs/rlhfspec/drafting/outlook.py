@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -18,6 +19,9 @@ _MOST_LESSONS_PER_FORECAST = 6  # between two forecasts of a drafter; fewer whil
 _RATIO_RATE = 0.1  # of a plan's forecast correction, per step that used it
 _RATIO_FADE = 0.98  # per lesson: corrections of plans not used return to the drafter's mean
 _REAL_MEMORY = 400.0  # expected accepted tokens that the realised ratio of a drafter remembers
+_RECENT = 0.85  # kept per step of the recent sums that replace the long ones when acceptance has jumped
+_OUT_OF_DATE = 1.5
+_DRIFT, _ALARM = 0.5, 8.0  # of the cumulated surprise, in standard deviations: a false alarm in some thousand steps
 
 
 class _Prospects:
@@ -35,6 +39,8 @@ class _Prospects:
         self.ratio = np.ones(len(plans))  # expected of real forests / forecast, at the same number of nodes
         self.mean_ratio = 1.0
         self.expected, self.real = 20.0, 20.0  # accepted tokens, decayed sums: how true the expectation is
+        self.recent_expected, self.recent_real = 1.0, 1.0
+        self.surprise = [0.0, 0.0]  # cumulated: fewer accepted than expected, more than expected
         self.rate: Floats = np.zeros(len(plans))
         self.budget = np.zeros(len(plans), np.int64)  # index of the best threshold
         self.seconds: Floats = np.zeros(len(plans))
@@ -54,10 +60,37 @@ class _Prospects:
         self.mean_ratio += 0.5 * _RATIO_RATE * (ratio - self.mean_ratio)
         self.ratio[i] += _RATIO_RATE * (ratio - self.ratio[i])
 
-    def learn_real(self, expected: float, accepted: int) -> None:
+    @property
+    def truth(self) -> float:
+        """Accepted tokens over expected ones."""
+        return self.real / self.expected
+
+    def learn_real(self, expected: float, accepted: int, num_sequences: int) -> bool:
+        """Returns True when far more is accepted than the acceptance model believes: what it learnt is out of date."""
+        believed = self.truth * expected
         kept = _REAL_MEMORY / (_REAL_MEMORY + expected)
         self.expected = kept * self.expected + expected
         self.real = kept * self.real + accepted
+        self.recent_expected = _RECENT * self.recent_expected + expected
+        self.recent_real = _RECENT * self.recent_real + accepted
+        # accepted paths are about geometric in length, so that is about the variance of their sum
+        deviations = (believed - accepted) / math.sqrt(believed * (1.0 + believed / num_sequences) + 0.2)
+        fewer, more = self.surprise
+        self.surprise = [max(fewer + deviations - _DRIFT, 0.0), max(more - deviations - _DRIFT, 0.0)]
+        if max(self.surprise) < _ALARM:
+            return False
+        self.expected, self.real = self.recent_expected, self.recent_real
+        self.start_over()
+        is_out_of_date = self.truth > _OUT_OF_DATE
+        if is_out_of_date:
+            self.expected = self.real = 1.0
+        return is_out_of_date
+
+    def start_over(self) -> None:
+        """What was learnt counts little from now on."""
+        self.profile.forget()
+        self.num_forecasts, self.lessons_until_forecast = 0, 1
+        self.surprise = [0.0, 0.0]
 
 
 class Outlook:
@@ -103,6 +136,10 @@ class Outlook:
         prospects = self._prospects[drafter]
         return prospects.plans[int(prospects.rate.argmax())]
 
+    def has_surprised(self, drafter: str) -> bool:
+        """Has it lately accepted more than was believed? Then it is worth another look soon."""
+        return self._prospects[drafter].surprise[1] > 0.15 * _ALARM
+
     def plain_seconds(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int) -> float:
         target = self._costs.table(TARGET).seconds(num_sequences + num_prefill_rows, kv_tokens)
         return target + self._costs.host_seconds(None, num_sequences)
@@ -119,11 +156,13 @@ class Outlook:
         known = self._prospects[str(plan.drafter)].success
         return known[min(plan.branch, len(known) - 1)]
 
-    def learn_ratios(self, plan: Plan, *, num_sequences: int, num_nodes: int, expected: float, accepted: int) -> None:
-        """From one drafted step: of `num_nodes` verified nodes so many were expected and accepted."""
-        prospects = self._prospects[str(plan.drafter)]
-        prospects.learn_ratio(plan, expected, num_nodes / num_sequences, num_sequences)
-        prospects.learn_real(expected, accepted)
+    def learn_real(self, drafter: str, *, num_sequences: int, expected: float, accepted: int) -> bool:
+        """From one drafted step; True when what the acceptance model knows of the drafter is out of date."""
+        return self._prospects[drafter].learn_real(expected, accepted, num_sequences)
+
+    def learn_ratio(self, plan: Plan, *, num_sequences: int, num_nodes: int, expected: float) -> None:
+        """From one drafted step: what its forest promised of `num_nodes`, against the forecast."""
+        self._prospects[str(plan.drafter)].learn_ratio(plan, expected, num_nodes / num_sequences, num_sequences)
 
     def learn_profile(self, drafter: str, forests: list[Forest], num_sequences: int, branch: int) -> None:
         """From forests as proposed, for `num_sequences` in total."""
@@ -138,8 +177,7 @@ class Outlook:
 
     def forget(self) -> None:
         for prospects in self._prospects.values():
-            prospects.profile.forget()
-            prospects.num_forecasts, prospects.lessons_until_forecast = 0, 1
+            prospects.start_over()
             prospects.expected = prospects.real = 20.0
             prospects.ratio[:] = 1.0
             prospects.mean_ratio = 1.0
@@ -192,7 +230,7 @@ class Outlook:
         kv_per_sequence = kv_tokens / num_sequences
         seconds = costs.target_seconds(nodes + (num_sequences + num_prefill_rows), kv_tokens + kv_per_sequence * nodes)
         seconds += draft[:, None]
-        truth = prospects.ratio[:, None] * (prospects.real / prospects.expected)
+        truth = prospects.ratio[:, None] * prospects.truth
         rate = num_sequences * (1.0 + truth * forecast.accepted) / seconds
         prospects.budget = rate.argmax(axis=1)
         chosen = np.arange(len(prospects.plans)), prospects.budget

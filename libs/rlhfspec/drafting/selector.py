@@ -47,6 +47,7 @@ __all__ = [
 
 
 _THOROUGH_STEPS, _THOROUGH_EVERY = 64, 4  # all is learnt from the first steps, then from one in four
+_LEAST_PROBED = 4  # nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,8 @@ class AdaptiveSelector:
         usual = min(int(counts.searchsorted(round(self._nodes_per_sequence * num_sequences))), len(counts) - 1)
         if speed[usual] >= speed[best] * (1.0 - self._config.budget_hysteresis):
             best = usual
+        if self._is_probe and limit:  # to learn, some nodes must be verified, whatever they promise
+            best = max(best, int(counts.searchsorted(min(limit, max(num_sequences // 8, _LEAST_PROBED)))))
         num_nodes = int(counts[best])
         if num_sequences:
             self._nodes_per_sequence = num_nodes / num_sequences
@@ -160,14 +163,18 @@ class AdaptiveSelector:
         if num_sequences:
             thorough = self._step < _THOROUGH_STEPS or self._step % _THOROUGH_EVERY == 0
             predicted_host = observe_costs(self._costs, outcome, host=thorough)
+            self._lessons.add(outcome, self._proposed)
             if plan.drafter is not None:
                 levels = self._rule.finish(outcome.draft_seconds) if self._rule is not None else []
                 predicted_draft = predicted_draft_seconds(self._costs, plan.drafter, num_sequences, levels)
                 if thorough:
                     observe_draft(self._costs, outcome, levels, self._step)
-                    self._learn_ratios(outcome)
                     self._watch(outcome, predicted_draft + predicted_host)
-                self._learn(outcome)
+                self._learn(outcome, thorough=thorough)
+            if self._lessons.is_due:
+                collected = self._lessons.teach()
+                for name in self._outlook.drafters:
+                    self._outlook.learn_profile(name, *latest_forests(collected, name))
         self._rule, self._proposed = None, empty_forest()
         self._journal.close(
             outcome,
@@ -215,26 +222,24 @@ class AdaptiveSelector:
     def _probe(self, allowed: tuple[str, ...]) -> Plan | None:
         """Once in a while, the most promising plan of a drafter that is not in use: its statistics have grown old."""
         for name in allowed:
-            if name != self._current.drafter and self._step - self._last_used[name] >= self._config.probe_every:
+            every = self._config.probe_every
+            if self._outlook.has_surprised(name):
+                every = max(every // 4, 2)
+            if name != self._current.drafter and self._step - self._last_used[name] >= every:
                 return self._outlook.best_of(name)
         return None
 
-    def _learn_ratios(self, outcome: Outcome) -> None:
-        if outcome.choice is not None:
-            self._outlook.learn_ratios(
-                outcome.plan,
-                num_sequences=len(outcome.state.rows),
-                num_nodes=len(outcome.choice.keep),
-                expected=outcome.choice.predicted_accepted,
-                accepted=int(np.count_nonzero(outcome.accepted)),
-            )
-
-    def _learn(self, outcome: Outcome) -> None:
-        self._lessons.add(outcome, self._proposed)
-        if self._lessons.is_due:
-            collected = self._lessons.teach()
-            for name in self._outlook.drafters:
-                self._outlook.learn_profile(name, *latest_forests(collected, name))
+    def _learn(self, outcome: Outcome, *, thorough: bool) -> None:
+        plan, choice, num_sequences = outcome.plan, outcome.choice, len(outcome.state.rows)
+        drafter = str(plan.drafter)
+        if choice is not None:
+            expected, accepted = choice.predicted_accepted, int(np.count_nonzero(outcome.accepted))
+            if self._outlook.learn_real(drafter, num_sequences=num_sequences, expected=expected, accepted=accepted):
+                self._acceptance.reset(drafter)
+                self._lessons.start_over()
+            if thorough:
+                num_nodes = len(choice.keep)
+                self._outlook.learn_ratio(plan, num_sequences=num_sequences, num_nodes=num_nodes, expected=expected)
 
     def _watch(self, outcome: Outcome, predicted_rest: float) -> None:
         state, num_sequences = outcome.state, len(outcome.state.rows)
