@@ -21,6 +21,7 @@ from rlhfspec.drafting.base import IntArray
 from rlhfspec.engine import model_support
 from rlhfspec.engine.cache import new_kv
 from rlhfspec.engine.fuse import FusedModel, RotaryTable, attention_modules, fuse
+from rlhfspec.engine.graphs import GraphedForward
 from rlhfspec.errors import UnsupportedModel
 
 ATTENTION_NAME = "rlhfspec_tree"
@@ -65,7 +66,10 @@ class ModelRunner:
         self._logit_scale = self._final_transform(model.config)
         self._drive = self._drive_generic
         self._native: NativeDecoder | None = None
+        self._graphs: GraphedForward | None = None
         self._self_check(probe, expected)
+        if config.device.type == "cuda":
+            self._graphs = GraphedForward(self._run_layers, config.device)
 
     @property
     def activation_dtype(self) -> torch.dtype:
@@ -94,18 +98,21 @@ class ModelRunner:
         """
         if self._native is not None:
             return self._native.forward(tokens.astype(np.int64), positions.astype(np.int64), meta, logit_rows.astype(np.int64))
-        device = self.config.device
-        token_ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]  # [1, N]
-        position_ids = torch.from_numpy(positions.astype(np.int64)).to(device)[None]
+        hidden = None if self._graphs is None else self._graphs(tokens, positions, meta)
+        if hidden is None:
+            token_ids = torch.from_numpy(tokens.astype(np.int64)).to(self.config.device)[None]  # [1, N]
+            position_ids = torch.from_numpy(positions.astype(np.int64)).to(self.config.device)[None]
+            hidden = self._run_layers(token_ids, position_ids, meta)
+        wanted = torch.from_numpy(logit_rows.astype(np.int64)).to(self.config.device)
+        return self._logits(hidden[0].index_select(0, wanted))
+
+    def _run_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        """[1, N] tokens and positions -> hidden [1, N, hidden]; attention finds `meta` through `active`."""
         self.active = meta
         try:
-            hidden = self._drive(token_ids, position_ids)  # [1, N, hidden]
+            return self._drive(token_ids, position_ids)
         finally:
             self.active = None
-        wanted = hidden[0]
-        if len(logit_rows) != len(tokens):
-            wanted = wanted.index_select(0, torch.from_numpy(logit_rows.astype(np.int64)).to(device))
-        return self._logits(wanted)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         scale, softcap = self._logit_scale
