@@ -19,7 +19,7 @@ namespace {
 constexpr int kBlock = 256;  // tokens whose bounds are held at a time
 constexpr int kMaxBest = 16;
 constexpr float kMaxNoise = 22.9f;          // G <= 33 ln 2
-constexpr long kFewTokens = 64;             // a bracket is narrow enough to be sorted
+constexpr int kFewSurvivors = 256;          // of top-k: sorting them is quicker than passes over the row
 constexpr long kTokensPerThread = 65536;    // waking a thread costs more than less work
 constexpr double kNucleusMargin = 1e-10;    // of the mass: far above the rounding of any order of summation
 
@@ -195,10 +195,16 @@ struct ComesBefore {
 };
 using Entries = std::vector<Entry>;
 
-// Where a mask ends: its last token has a logit in [low, high); `before` measures (counts or weighs) the tokens >= high.
+// Some tokens: how many, and what they amount to (their number, or their mass).
+struct Amount {
+    long count;
+    double total;
+};
+
+// Where a mask ends: its last token has a logit in [low, high). What lies at or above each of the two.
 struct Bracket {
     float low, high;
-    double before;
+    Amount at_low, at_high;
 };
 
 long count(const Row& row, const Cut& cut) {
@@ -208,32 +214,33 @@ long count(const Row& row, const Cut& cut) {
     return found;
 }
 
-// Steps down from the largest logit m until `measure` of the tokens above reaches `wanted`, then halves the bracket until
-// few tokens are in it. `survivors`: an earlier mask.
+// Steps down from the largest logit m until the tokens above amount to `wanted`, then halves the bracket until few are in
+// it. `survivors`: an earlier mask.
 template <typename Measure>
 Bracket bracket_of(const Row& row, const Cut& survivors, float m, float step, double wanted, Measure measure) {
-    Bracket bracket = {m, kInfinity, 0.0};
+    const long few = 16 + row.size / 256;  // sorting them costs about as much as one more pass over the row
+    Bracket bracket = {m, kInfinity, measure(survivors.above(m)), {0, 0.0}};
     if (step < 1e-6f * __builtin_fabsf(m)) step = 1e-6f * __builtin_fabsf(m);  // or it would not step at all
-    for (double measured; (measured = measure(survivors.above(bracket.low))) < wanted; step *= 2) {
-        if (bracket.low == -__FLT_MAX__) break;  // everything
-        bracket = {m - step > -__FLT_MAX__ ? m - step : -__FLT_MAX__, bracket.low, measured};
+    for (; bracket.at_low.total < wanted && bracket.low > -__FLT_MAX__; step *= 2) {
+        bracket.high = bracket.low, bracket.at_high = bracket.at_low;
+        bracket.low = m - step > -__FLT_MAX__ ? m - step : -__FLT_MAX__;
+        bracket.at_low = measure(survivors.above(bracket.low));
     }
-    while (count(row, survivors.above(bracket.low)) - count(row, survivors.above(bracket.high)) > kFewTokens) {
+    while (bracket.at_low.count - bracket.at_high.count > few) {
         float middle = bracket.low / 2 + (bracket.high < m ? bracket.high : m) / 2;
         if (!(middle > bracket.low && middle < bracket.high)) break;  // equal logits
-        double measured = measure(survivors.above(middle));
-        if (measured >= wanted) {
-            bracket.low = middle;
+        Amount amount = measure(survivors.above(middle));
+        if (amount.total >= wanted) {
+            bracket.low = middle, bracket.at_low = amount;
         } else {
-            bracket.high = middle, bracket.before = measured;
+            bracket.high = middle, bracket.at_high = amount;
         }
     }
     return bracket;
 }
 
-// The survivors with a logit in [low, high), in the order of the law, with their weights; returns their mass.
-double gather(const Row& row, const Cut& survivors, float low, float high, float m, double temperature, Entries* list) {
-    double mass = 0.0;
+// The survivors with a logit in [low, high), in the order of the law.
+void gather(const Row& row, const Cut& survivors, float low, float high, Entries* list) {
     list->clear();
     for (int32_t v = 0; v < row.padded(); v += 16)
         for (unsigned found = at_least(row.kept(v, survivors), rs_set1(low)); found != 0; found &= found - 1) {
@@ -241,6 +248,10 @@ double gather(const Row& row, const Cut& survivors, float low, float high, float
             if (row.x[id] < high) list->push_back({row.x[id], id, 0.0});
         }
     std::sort(list->begin(), list->end(), ComesBefore());
+}
+
+double weigh(Entries* list, float m, double temperature) {
+    double mass = 0.0;
     for (Entry& entry : *list) mass += entry.weight = ::exp(((double)entry.logit - (double)m) / temperature);
     return mass;
 }
@@ -249,16 +260,20 @@ Cut cut_after(const Entry& last) { return {last.logit, last.id}; }
 
 // The first k in the order of the law, 0 < k < size.
 Cut top_k_cut(const Row& row, float m, int32_t k, Entries* list) {
-    auto measure = [&](const Cut& cut) { return (double)count(row, cut); };
+    auto measure = [&](const Cut& cut) {
+        long found = count(row, cut);
+        return Amount{found, (double)found};
+    };
     Bracket bracket = bracket_of(row, Cut(), m, 1.0f, k, measure);
-    gather(row, Cut(), bracket.low, bracket.high, m, 1.0, list);
-    size_t last = (size_t)k - (size_t)bracket.before - 1;
+    gather(row, Cut(), bracket.low, bracket.high, list);
+    size_t last = (size_t)(k - bracket.at_high.count - 1);
     return last < list->size() ? cut_after((*list)[last]) : Cut();  // what is missing is -inf
 }
 
 // The nucleus by the letter of the definition: everything sorted, sums in that order.
 Cut nucleus_by_definition(const Row& row, const Cut& survivors, float m, double temperature, double top_p, Entries* list) {
-    double wanted = top_p * gather(row, survivors, -__FLT_MAX__, kInfinity, m, temperature, list), mass = 0.0;
+    gather(row, survivors, -__FLT_MAX__, kInfinity, list);
+    double wanted = top_p * weigh(list, m, temperature), mass = 0.0;
     size_t i = 0;
     while ((mass += (*list)[i].weight) < wanted) ++i;
     return cut_after((*list)[i]);
@@ -267,11 +282,12 @@ Cut nucleus_by_definition(const Row& row, const Cut& survivors, float m, double 
 // The same without sorting everything. Where the end is so close that the order of summation could matter, the definition
 // decides.
 Cut nucleus_cut(const Row& row, const Cut& survivors, float m, double temperature, double top_p, Entries* list) {
-    auto measure = [&](const Cut& cut) { return sum_of_exp(row, cut, m, 1.0 / temperature); };
-    double total = measure(survivors), wanted = top_p * total, margin = kNucleusMargin * total;
+    auto measure = [&](const Cut& cut) { return Amount{count(row, cut), sum_of_exp(row, cut, m, 1.0 / temperature)}; };
+    double total = measure(survivors).total, wanted = top_p * total, margin = kNucleusMargin * total;
     Bracket bracket = bracket_of(row, survivors, m, (float)temperature, wanted, measure);
-    gather(row, survivors, bracket.low, bracket.high, m, temperature, list);
-    double before = bracket.before;
+    gather(row, survivors, bracket.low, bracket.high, list);
+    weigh(list, m, temperature);
+    double before = bracket.at_high.total;
     for (const Entry& entry : *list) {
         double mass = before + entry.weight;
         if (mass >= wanted && (before > wanted - margin || mass < wanted + margin)) break;
@@ -284,9 +300,11 @@ Cut nucleus_cut(const Row& row, const Cut& survivors, float m, double temperatur
 Cut mask(const Row& row, float m, double temperature, int32_t top_k, float top_p) {
     static thread_local Entries list;
     Cut cut;
-    if (top_k > 0 && top_k < row.size) cut = top_k_cut(row, m, top_k, &list);
-    if (top_p < 1.0f) cut = nucleus_cut(row, cut, m, temperature, (double)top_p, &list);
-    return cut;
+    bool some = top_k > 0 && top_k < row.size;
+    if (some) cut = top_k_cut(row, m, top_k, &list);
+    if (top_p >= 1.0f) return cut;
+    return some && top_k <= kFewSurvivors ? nucleus_by_definition(row, cut, m, temperature, (double)top_p, &list)
+                                          : nucleus_cut(row, cut, m, temperature, (double)top_p, &list);
 }
 
 int threads_for(long rows, long vocab_size, int num_threads) {
