@@ -1,0 +1,141 @@
+"""`rlhfspec bench`: how fast, against what, and why."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rlhfspec.cli.progress import StatusLine
+from rlhfspec.errors import InvalidRequest
+
+app = typer.Typer(help="How fast the engine generates, against what, and why.", no_args_is_help=True)
+
+# At most three minutes: the strategies that tell most, two batches and the long tail, one thread count.
+QUICK: dict[str, Any] = {
+    "modes": ("plain", "adaptive", "static:model-d2", "static:model-d4", "static:model-d8", "static:suffix-d4", "hf",
+              "vllm-plain", "vllm-draft"),
+    "scenarios": ("batch-1", "batch-8", "batch-32", "long-tail"),
+    "threads": (2,),
+    "repeats": 3,
+    "num_tokens": 64,
+    "budget_seconds": 120.0,
+}  # fmt: skip
+
+Model = Annotated[str | None, typer.Option(help="Folder of the target; without it, the tiny 77M model.")]
+Draft = Annotated[str | None, typer.Option(help="Folder of the draft model; without it, the tiny draft.")]
+
+
+@app.command()
+def generate(
+    model: Model = None,
+    draft: Draft = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller grid; done within three minutes.")] = False,
+    threads: Annotated[str | None, typer.Option(help="Thread counts, such as 1,2 (the default).")] = None,
+    modes: Annotated[
+        str | None,
+        typer.Option(help="Among plain,adaptive,static,static:NAME,hf,vllm-plain,vllm-draft; all by default."),
+    ] = None,
+    scenarios: Annotated[str | None, typer.Option(help="Among batch-1,4,8,16,32,64 and long-tail.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Repetitions of everything, interleaved.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, max=512, help="Response length of the batches.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    vllm_python: Annotated[
+        str | None,
+        typer.Option(help="Python of an environment with vLLM.", envvar="RLHFSPEC_VLLM_PYTHON"),
+    ] = None,
+    vllm_draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens vLLM drafts a step in vllm-draft.")] = 4,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG.")] = None,
+) -> None:
+    """Compare plain, static strategies, adaptive, Hugging Face and vLLM: same model, prompts and seeds, one run."""
+    from rlhfspec.bench.plot import plot
+    from rlhfspec.bench.report import show
+    from rlhfspec.bench.run import Benchmark, Settings
+
+    given = {
+        "threads": tuple(_numbers(threads)) if threads else None,
+        "modes": tuple(modes.split(",")) if modes else None,
+        "scenarios": tuple(scenarios.split(",")) if scenarios else None,
+        "repeats": repeats,
+        "num_tokens": tokens,
+    }
+    chosen = (QUICK if quick else {}) | {name: value for name, value in given.items() if value is not None}
+    with StatusLine() as status:
+        target_path, draft_path = _models(model, draft, status)
+        settings = _checked(
+            Settings,
+            target=target_path,
+            draft=draft_path,
+            dtype=dtype,
+            vllm_python=vllm_python,
+            vllm_draft_tokens=vllm_draft_tokens,
+            **chosen,
+        )
+        results = _checked(Benchmark(settings, report=status).run)
+    show(results, Console())
+    if json_file is not None:
+        json_file.write_text(results.to_json())
+    if plot_file is not None:
+        plot(results, plot_file)
+        typer.echo(f"plot: {plot_file}")
+
+
+@app.command()
+def explain(
+    model: Model = None,
+    draft: Draft = None,
+    batch: Annotated[int, typer.Option(min=1, max=64, help="Sequences generated together.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, max=512, help="Response length.")] = 64,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    decisions: Annotated[int, typer.Option(min=1, help="How many of the last decisions to show.")] = 12,
+) -> None:
+    """Show how the strategy was chosen: predicted and real cost, predicted and real acceptance, N, the runner-up."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    from rlhfspec.bench.explain import observe, render
+    from rlhfspec.bench.scenarios import MAX_CONTEXT, Scenario
+    from rlhfspec.engine import Engine
+    from rlhfspec.tiny.corpus import prompts
+
+    with StatusLine() as status:
+        target_path, draft_path = _models(model, draft, status)
+        status("measuring the cost tables")
+        engine = Engine.from_pretrained(
+            target_path, drafter=draft_path, dtype=dtype, num_threads=threads, max_context=MAX_CONTEXT
+        )
+        status("generating")
+        chosen = tuple(tuple(prompt) for prompt in prompts(batch, seed=7))
+        scenario = Scenario(name=f"batch-{batch}", prompts=chosen, max_tokens=(tokens,) * batch)
+        explanation, calibration = observe(engine, scenario)
+    Console().print(render(explanation, calibration, num_decisions=decisions))
+
+
+def _models(model: str | None, draft: str | None, status: StatusLine) -> tuple[str, str]:
+    """The folders given, or the tiny pair, made when it is not there yet."""
+    if (model is None) != (draft is None):
+        raise typer.BadParameter("--model and --draft go together: their vocabularies must be the same")
+    if model is not None and draft is not None:
+        return model, draft
+    from rlhfspec.tiny import ensure
+
+    made = ensure("wide", "draft", report=status)
+    return str(made.wide), str(made.draft)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--threads: numbers separated by commas, such as 1,2 (got {text!r})") from error
+
+
+def _checked(call: Any, **arguments: Any) -> Any:
+    """A value the user can mend is said in one line, not in a traceback."""
+    try:
+        return call(**arguments)
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error

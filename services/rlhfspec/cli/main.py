@@ -1,0 +1,39 @@
+"""`rlhfspec`: the one command. Torch is imported only by the commands that generate."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from rlhfspec.cli import bench, demo, tiny
+
+app = typer.Typer(
+    help="RLHF post-training, fast where it hurts: lossless tree speculation that chooses its own strategy.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench.app, name="bench")
+app.add_typer(tiny.app, name="tiny")
+app.command()(demo.demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rlhfspec {version('rlhfspec')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Every command explains itself with --help."""
+
+
+if __name__ == "__main__":
+    app()

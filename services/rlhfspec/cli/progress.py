@@ -1,0 +1,38 @@
+"""A line that says what goes on: rewritten in place on a terminal, one line after the other elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+
+
+class StatusLine:
+    """Call it with what is happening now.
+
+    Example:
+        >>> with StatusLine(Console(force_terminal=False)) as status:
+        ...     status("halfway")
+        halfway
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._status = self._console.status("starting") if self._console.is_terminal else None
+
+    def __call__(self, message: str) -> None:
+        if self._status is None:
+            self._console.print(message, markup=False, highlight=False)
+        else:
+            self._status.update(message)
+
+    def __enter__(self) -> StatusLine:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()

@@ -1,0 +1,36 @@
+"""`rlhfspec tiny`: the models that benchmark, demo and tests use."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rlhfspec.cli.progress import StatusLine
+
+app = typer.Typer(help="Small models, made on this machine and kept in its cache.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Small models, made on this machine and kept in its cache."""
+
+
+@app.command()
+def make(
+    names: Annotated[list[str] | None, typer.Argument(help="target, draft, wide; all when none is named")] = None,
+) -> None:
+    """Train and widen what is missing, then print the folders. About two minutes the first time."""
+    import torch
+
+    from rlhfspec.tiny.models import RECIPES, ensure
+
+    wanted = names or list(RECIPES)
+    unknown = [name for name in wanted if name not in RECIPES]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]} is none of {', '.join(RECIPES)}")
+    torch.set_num_threads(min(torch.get_num_threads(), 4))
+    with StatusLine() as status:
+        models = ensure(*wanted, report=status)
+    for name in wanted:
+        typer.echo(f"{name:8}{getattr(models, name)}")
