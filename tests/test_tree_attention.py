@@ -29,7 +29,7 @@ OPTIONS: list[Options] = [
     {"sliding_window": 1},
     {"softcap": 1.5},
     {"sinks": torch.linspace(-1.0, 3.0, 8)},
-    {"sliding_window": 9, "softcap": 30.0, "sinks": torch.linspace(4.0, -1.0, 8)},
+    {"sliding_window": 9, "softcap": 30.0, "sinks": torch.linspace(120.0, -1.0, 8)},
 ]
 
 
@@ -196,6 +196,28 @@ def test_chain_has_the_same_bits_as_tree_and_as_prefill(num_rows: int, options: 
     assert_same_bits(
         make_case([chunk], Shape()).run(**options), make_case([replace(chunk, as_tree=True)], Shape()).run(**options)
     )
+
+
+@needs_native
+@settings(max_examples=30)
+@given(
+    places=st.lists(st.integers(0, 30), min_size=2, max_size=12),
+    options=st.sampled_from(OPTIONS),
+    seed=st.integers(0, 99),
+)
+def test_a_key_weighs_the_same_in_the_table_and_in_extra(places: list[int], options: Options, seed: int) -> None:
+    """Rows of one chain, each with its own border between table and extras."""
+    chunk = Sequence(20, chain(len(places)), as_tree=False)
+    expected = make_case([chunk], Shape()).run(**options)
+    case = make_case([chunk], Shape(), place_seed=seed)
+    row_table = case.meta.slot_table[case.meta.table_rows[0]]
+    lengths = case.meta.context_lens
+    contexts = np.minimum(np.array(places, np.int32), lengths)
+    extra = np.full((len(places), lengths.max()), -1, np.int32)
+    for i, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
+        extra[i, : length - context] = row_table[context:length]
+    case.meta = AttentionMeta(case.meta.slots, case.meta.table_rows, contexts, extra, case.meta.slot_table)
+    assert_same_bits(case.run(**options), expected)
 
 
 @needs_native

@@ -135,7 +135,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         shrink = tl.exp(largest - new_largest)
         weight_sum = weight_sum * shrink + tl.exp(sink - new_largest)
         sums = sums * shrink[:, None]
-    result = tl.where(total > 0, sums / weight_sum[:, None], 0.0)  # a padding row sees nothing and gets zeros
+    weight_sum = tl.where(total > 0, weight_sum, 1.0)  # a padding row sees nothing and gets zeros
+    result = sums / weight_sum[:, None]
     place = out + (row * num_heads + heads[:, None]) * DIM + d[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=inside)
 

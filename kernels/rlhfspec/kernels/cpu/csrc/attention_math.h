@@ -179,8 +179,7 @@ float exponentials(float* scores, int64_t count, float scale, float softcap, con
         rs_store(scores + i, score);
         largest16 = rs_max(score, largest16);  // this order steps over a NaN; the exponential keeps it
     }
-    float largest = rs_hmax(largest16);
-    if (sink != nullptr && *sink > largest) largest = *sink;
+    const float largest = rs_hmax(largest16);
     const f32x16 shift = rs_set1(largest);
     f32x16 sum = rs_zero();
     for (int64_t i = 0; i < count; i += 16) {
@@ -189,7 +188,7 @@ float exponentials(float* scores, int64_t count, float scale, float softcap, con
         sum = rs_add(sum, e);
     }
     float total = rs_hsum(sum);
-    if (sink != nullptr) total += rs_exp_scalar(*sink - largest);
+    if (sink != nullptr) total += rs_exp_scalar(*sink - largest);  // infinite for a vast sink: all weights vanish
     return total;
 }
 
