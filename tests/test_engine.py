@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from rlhfspec.drafting.base import Plan
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
@@ -29,9 +30,7 @@ def model() -> Any:
 def make(model: Any, **options: Any) -> Engine:
     chosen = {"max_sequences": 8, "max_context": 128, "profile": False, "num_threads": 1, "speculation": TREE} | options
     draft = perturbed(model, 0.1)
-    return make_engine(
-        copy.deepcopy(model), EngineConfig(**chosen), draft=draft, tokenizer=hugging_face_tokenizer()
-    )
+    return make_engine(copy.deepcopy(model), EngineConfig(**chosen), draft=draft, tokenizer=hugging_face_tokenizer())
 
 
 @pytest.fixture
@@ -250,7 +249,9 @@ def test_nan_logits_end_one_sequence_with_an_error(model: Any) -> None:
     assert broken.finish_reason == "error"
     assert broken.error.startswith("logits:")
     assert broken.token_ids == ()
-    for done, expected in zip((first, last), healthy.generate([prompts[0], prompts[2]], params, seeds=[1, 3]), strict=True):
+    for done, expected in zip(
+        (first, last), healthy.generate([prompts[0], prompts[2]], params, seeds=[1, 3]), strict=True
+    ):
         assert done.token_ids == expected.token_ids
     engine.check_integrity()
 
@@ -259,7 +260,7 @@ def test_unknown_path_option_and_strategy_are_named(tmp_path: Any) -> None:
     with pytest.raises(InvalidRequest, match="path: no such folder"):
         Engine.from_pretrained(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InvalidRequest, match="^path: not a loadable"):
+    with pytest.raises(InvalidRequest, match=r"^path: not a loadable"):
         Engine.from_pretrained(tmp_path)
     with pytest.raises(InvalidRequest, match="did you mean max_sequences"):
         Engine.from_pretrained(tmp_path, max_sequence=3)
@@ -267,14 +268,14 @@ def test_unknown_path_option_and_strategy_are_named(tmp_path: Any) -> None:
 
 def test_a_drafter_of_another_vocabulary_is_refused(model: Any) -> None:
     other = random_model("llama", seed=1, vocab_size=VOCAB + 1)
-    with pytest.raises(InvalidRequest, match="^drafter: vocabulary size must equal"):
+    with pytest.raises(InvalidRequest, match=r"^drafter: vocabulary size must equal"):
         make_engine(copy.deepcopy(model), EngineConfig(max_context=64, profile=False), draft=other)
 
 
 def test_model_speculation_needs_a_draft(model: Any) -> None:
-    with pytest.raises(InvalidRequest, match="^speculation: needs a draft model"):
+    with pytest.raises(InvalidRequest, match=r"^speculation: needs a draft model"):
         make_engine(copy.deepcopy(model), EngineConfig(max_context=64, profile=False, speculation="model"))
-    with pytest.raises(InvalidRequest, match="^speculation: must be one of adaptive"):
+    with pytest.raises(InvalidRequest, match=r"^speculation: must be one of adaptive"):
         make_engine(copy.deepcopy(model), EngineConfig(max_context=64, profile=False, speculation="fastest"))
 
 

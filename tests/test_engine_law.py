@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rlhfspec.drafting.base import Plan
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
@@ -131,7 +132,7 @@ def test_preemption_and_shared_prefixes_really_happen(model: Any) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_equal_to_the_oracle(model: Any, dtype: str, temperature: float) -> None:
-    """A loop over plain Hugging Face that shares no code with the engine. A near-tie is forgiven in fp32, never in fp64."""
+    """Plain Hugging Face in a loop sharing no code with the engine; a near-tie is forgiven in fp32, never in fp64."""
     reference = copy.deepcopy(model).to(getattr(torch, dtype))
     reference.set_attn_implementation("eager")
     engine = engine_for(model, dtype=dtype, speculation=TREE)

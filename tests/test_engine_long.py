@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from rlhfspec.drafting.base import Plan
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
@@ -59,7 +60,9 @@ class RandomUser:
         if len(engine.sequences) >= 12:
             return
         prompt = tuple(int(token) for token in self.rng.integers(0, 3, int(self.rng.integers(1, 36))))
-        params = SamplingParams(max_tokens=int(self.rng.integers(1, 24)), temperature=float(self.rng.choice([0, 0.7, 1])))
+        params = SamplingParams(
+            max_tokens=int(self.rng.integers(1, 24)), temperature=float(self.rng.choice([0, 0.7, 1]))
+        )
         name = f"r{self.submitted}"
         self.submitted += 1
         engine.submit(Request(id=name, prompt_token_ids=prompt, params=params, seed=self.submitted))

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, LlamaConfig, MistralConfig, MistralForCausalLM
+
 from rlhfspec.drafting.base import Plan
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
@@ -15,7 +17,6 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.model_support import check_config
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.tiny import KINDS, perturbed, random_model
-from transformers import AutoConfig, LlamaConfig, MistralConfig, MistralForCausalLM
 
 VOCAB = 61
 TREE = Plan(drafter="model", depth=4, width=2, branch=2)

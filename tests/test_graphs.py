@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+
 from rlhfspec.drafting.base import Plan
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
@@ -46,7 +47,9 @@ def test_padded_replays_give_the_same_bits(depth: int) -> None:
     prompts = [[3, 4, 5], [9] * 21, [7, 7], [1, 2], [6] * 40]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     plain, graphed = (engine.generate(prompts, params, seeds=[1, 2, 3, 4, 5]) for engine in engines)
-    assert [(done.token_ids, done.log_probs) for done in graphed] == [(done.token_ids, done.log_probs) for done in plain]
+    assert [(done.token_ids, done.log_probs) for done in graphed] == [
+        (done.token_ids, done.log_probs) for done in plain
+    ]
     shapes = {key[:2] for key in runners[0]._graphs._captured}
     assert len(shapes) > 1
     assert all(rows in ROW_BUCKETS and extra in EXTRA_BUCKETS for rows, extra in shapes)

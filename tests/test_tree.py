@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rlhfspec.drafting.base import Forest
 from rlhfspec.drafting.tree import accept, accept_slow, ancestors, index_in_sequence
 

@@ -1,8 +1,8 @@
 """A whole decoder in one native call, for models whose layers have the common shape.
 
-The kernels are the very ones the layers call; what falls away is the Python between them (0.1-0.3 ms a layer, which is most
-of a small draft model's time). `recognise` looks at structure only; the caller compares the bits of `NativeDecoder.forward`
-with the layers' own before it uses it, and keeps the layers as the slow twin.
+The kernels are the very ones the layers call; what falls away is the Python between them (0.1-0.3 ms a layer, most of
+a small draft model's time). `recognise` looks at structure only; the caller compares the bits of
+`NativeDecoder.forward` with the layers' own before it uses it, and keeps the layers as the slow twin.
 
 The common shape: `layers` of input_layernorm, self_attn (q/k/v/o_proj, optionally q_norm and k_norm, rotary by halves),
 post_attention_layernorm, a gated MLP; then `norm` and a linear head: Llama, Mistral, Qwen2, Qwen3 and their like.
@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from rlhfspec.kernels import linear as linear_kernels
+from rlhfspec.kernels import tree_attention as attention_kernels
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import ACTIVATIONS, FusedRMSNorm, PackedGatedMLP, PackedLinear
-from rlhfspec.kernels import tree_attention as attention_kernels
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -42,7 +42,8 @@ class _Norm(ctypes.Structure):
 
 class _GatedMlp(ctypes.Structure):
     _fields_ = [
-        ("gate_up", _POINTER), ("gate_bias", _POINTER), ("up_bias", _POINTER), ("down", _POINTER), ("down_bias", _POINTER),
+        ("gate_up", _POINTER), ("gate_bias", _POINTER), ("up_bias", _POINTER),
+        ("down", _POINTER), ("down_bias", _POINTER),
         ("hidden", _LONG), ("intermediate", _LONG), ("outputs", _LONG), ("activation", _LONG),
     ]  # fmt: skip
 
@@ -59,7 +60,8 @@ class _DecoderStruct(ctypes.Structure):
     """Mirrors struct Decoder of csrc/decoder.cpp."""
 
     _fields_ = [
-        ("linear", _POINTER), ("head_linear", _POINTER), ("gated_mlp", _POINTER), ("norm", _POINTER), ("attention", _POINTER),
+        ("linear", _POINTER), ("head_linear", _POINTER), ("gated_mlp", _POINTER),
+        ("norm", _POINTER), ("attention", _POINTER),
         ("layers", _POINTER), ("embedding", _POINTER), ("cosine", _POINTER), ("sine", _POINTER),
         ("final_norm", _Norm), ("head", _Linear), ("kv", _POINTER),
         ("num_layers", _LONG), ("hidden", _LONG), ("num_heads", _LONG), ("num_kv_heads", _LONG), ("head_dim", _LONG),
@@ -136,7 +138,8 @@ class NativeDecoder:
         self._layers = (_Layer * len(layers))(*layers)
         _, num_layers, _, block_size, num_kv_heads, head_dim = self.kv.shape
         self._struct = _DecoderStruct(
-            _kernel("linear", first.self_attn.q_proj), _kernel("linear", self.parts.head), _kernel("gated_mlp", first.mlp),
+            _kernel("linear", first.self_attn.q_proj), _kernel("linear", self.parts.head),
+            _kernel("gated_mlp", first.mlp),
             _address_of(linear_kernels._native("rms_norm")), _address_of(attention_kernels._kernels().attend),
             ctypes.addressof(self._layers), inner.embed_tokens.weight.data_ptr(),
             self.rotary[0].data_ptr(), self.rotary[1].data_ptr(),

@@ -11,7 +11,7 @@ Under the law the drafter adds the target's own noise to its log-probabilities: 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -195,12 +195,12 @@ class _Tree:
         self.acceptance = acceptance
         self.slot_table = slot_table
         self.capacity = capacity
-        self.levels: list[dict[str, npt.NDArray[np.generic]]] = []
+        self.levels: list[dict[str, npt.NDArray[Any]]] = []
         self.starts: list[int] = [0]  # first node index of each level
         self.num_expanded = np.zeros(batch.size, np.int32)
         self.extra_of = np.empty((0, 0), np.int32)  # [frontier, level-1] slots of the expanded path
         self.expanded = _Expanded(batch.rows, batch.lengths, [], [], [], [])
-        self._frontier_in_level = np.empty(0, np.int64)
+        self._frontier: IntArray = np.empty(0, np.int32)  # nodes expanded last
 
     def add_children(self, sequence: IntArray, parent: IntArray, tokens: IntArray, scores: FloatArray) -> None:
         """tokens/scores [n, k]: candidates of n parents (node indices of the level above, -1 = root)."""
@@ -234,10 +234,10 @@ class _Tree:
         self.starts.append(self.starts[-1] + len(level["token"]))
 
     def acceptance_of(self, nodes: IntArray) -> FloatArray:
-        return self.levels[-1]["path_acceptance"][nodes - self.starts[-2]]  # type: ignore[return-value]
+        return self.levels[-1]["path_acceptance"][nodes - self.starts[-2]]
 
     def sequence_of(self, nodes: IntArray) -> IntArray:
-        return self.levels[-1]["sequence"][nodes - self.starts[-2]]  # type: ignore[return-value]
+        return self.levels[-1]["sequence"][nodes - self.starts[-2]]
 
     def frontier(self, level: int, *, limit: int) -> IntArray:
         """The most promising nodes of the last level that have room below and a free slot, at most `limit`."""
@@ -246,7 +246,7 @@ class _Tree:
         free = self.capacity[self.batch.rows] - self.batch.lengths - self.num_expanded
         allowed = np.flatnonzero((self.batch.room[sequence] > level) & (free[sequence] > 0))
         if len(allowed) > limit:
-            best = np.argpartition(-last["path_acceptance"][allowed], limit - 1)[:limit]
+            best = np.argpartition(np.negative(last["path_acceptance"][allowed]), limit - 1)[:limit]
             allowed = np.sort(allowed[best])
         if len(allowed):  # never more of one sequence than it has free slots
             order = _index_within(sequence[allowed], self.batch.size)
@@ -257,7 +257,7 @@ class _Tree:
         """Give each frontier node a free slot and describe its row for the draft forward."""
         batch, last = self.batch, self.levels[-1]
         inside = frontier - self.starts[-2]
-        sequence: IntArray = last["sequence"][inside]  # type: ignore[assignment]
+        sequence: IntArray = last["sequence"][inside]
         parent = last["parent"][inside]
         rows = batch.rows[sequence]
         held_at = (batch.lengths[sequence] + self.num_expanded[sequence] + _index_within(sequence, batch.size)).astype(
@@ -273,7 +273,7 @@ class _Tree:
         self.num_expanded += np.bincount(sequence, minlength=batch.size).astype(np.int32)
         self.expanded.sequence.append(sequence)
         self.expanded.parent.append(parent_in_level.astype(np.int32))
-        self.expanded.token.append(last["token"][inside])  # type: ignore[arg-type]
+        self.expanded.token.append(last["token"][inside])
         self.expanded.held_at.append(held_at)
         self._frontier, self.extra_of = frontier, extra
         depth = len(self.levels)
@@ -302,4 +302,5 @@ def _index_within(sequence: npt.NDArray[np.generic], num_sequences: int) -> IntA
     [0, 1, 0, 1, 2]
     """
     starts = np.searchsorted(sequence, np.arange(num_sequences))
-    return (np.arange(len(sequence)) - starts[sequence]).astype(np.int32)
+    index: IntArray = (np.arange(len(sequence)) - starts[sequence]).astype(np.int32)
+    return index

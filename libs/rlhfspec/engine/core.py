@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from rlhfspec.kernels import gumbel
 
-from rlhfspec.drafting.base import PLAIN, BatchState, BoolArray, FloatArray, Forest, IntArray, Outcome, Plan
+from rlhfspec.drafting.base import PLAIN, BatchState, BoolArray, FloatArray, Forest, IntArray, Plan
 from rlhfspec.drafting.tree import Walk, accept, index_in_sequence
 from rlhfspec.engine import commit, text, transfer, verify
 from rlhfspec.engine.base import Completion, EngineStats, FinishReason, Request, StepReport
@@ -24,6 +23,7 @@ from rlhfspec.engine.scheduler import Schedule, Scheduler
 from rlhfspec.engine.sequences import Progress, RowTable, Sequence
 from rlhfspec.engine.speculation import Speculation
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
+from rlhfspec.kernels import gumbel
 
 Sample = tuple[IntArray, FloatArray, FloatArray, BoolArray]  # tokens, log-probs, tempered log-probs, finite
 
@@ -96,7 +96,7 @@ class Engine:
                 params=each[index],
                 seed=seeds[index],
             )
-            for index, prompt in enumerate(prompts)
+            for index, prompt in enumerate(list[str | SequenceOf[int]](prompts))
         ]
         for request in requests:  # all or nothing: nothing is left behind by a bad one
             self.validate(request)
@@ -127,37 +127,33 @@ class Engine:
         self.scheduler.make_room()
         schedule = self.scheduler.schedule()
         if schedule.empty:
-            return self._report(schedule, [], 0, 0, PLAIN, began)
-        state, plan = self._plan(schedule)
+            return self._report(began, schedule, [], 0, 0, PLAIN)
+        num_decode = len(schedule.decode_rows)
 
-        forest, num_proposed, choice, draft_seconds = self.speculation.propose(plan, state, schedule)
+        proposal = self.speculation.propose(self._state(schedule), schedule.decode_rows)
+        forest = proposal.forest
 
         verify_began = time.perf_counter()
-        node_index = index_in_sequence(forest, len(schedule.decode_rows))
+        node_index = index_in_sequence(forest, num_decode)
         batch = verify.lay_out(self.rows, self.table, schedule, forest, node_index)
         sample = self._sample(batch)
         verify_seconds = time.perf_counter() - verify_began
 
-        walk = accept(forest, len(schedule.decode_rows), *_choices(sample[0], schedule, batch))
-        drafted_for = self.speculation.batch(schedule.decode_rows)
-        self._keep_accepted(schedule, forest, walk, node_index)
-        new = verify.gather(batch, walk, len(schedule.decode_rows), sample)
+        walk = accept(forest, num_decode, *_choices(sample[0], num_decode, batch))
+        drafted_for = self.speculation.batch(schedule.decode_rows)  # as it was before the commit
+        self._keep_accepted(schedule, walk, node_index)
+        new = verify.gather(batch, walk, num_decode, sample)
         kept, reasons = commit.truncate(self.rows, new)
         kept = self._stop_at_strings(new, kept, reasons)
         commit.append(self.rows, new, kept, self.weights_version)
         self._count(schedule, forest, walk, new.rows)
-        self.speculation.observe(drafted_for, self.rows.lengths[schedule.decode_rows])
-        if len(schedule.decode_rows):
-            self.speculation.selector.observe(
-                Outcome(
-                    plan=plan, state=state, forest=forest, reached=walk.reached, accepted=walk.accepted,
-                    num_committed=int(kept[: len(schedule.decode_rows)].sum()), num_proposed=num_proposed,
-                    choice=choice, draft_seconds=draft_seconds, verify_seconds=verify_seconds,
-                    step_seconds=time.perf_counter() - began,
-                )  # fmt: skip
-            )
+
+        self.speculation.learn(
+            proposal, walk, drafted_for, num_committed=int(kept[:num_decode].sum()),
+            verify_seconds=verify_seconds, step_seconds=time.perf_counter() - began,
+        )  # fmt: skip
         finished = [self._finish(row, reason) for row, reason in reasons.items()]
-        return self._report(schedule, finished, forest.size, int(kept.sum()), plan, began)
+        return self._report(began, schedule, finished, forest.size, int(kept.sum()), proposal.plan)
 
     def cancel(self, request_id: str) -> bool:
         sequence = self.sequences.pop(request_id, None)
@@ -272,16 +268,15 @@ class Engine:
 
     # -- the parts of a step --------------------------------------------------------------------------------
 
-    def _plan(self, schedule: Schedule) -> tuple[BatchState, Plan]:
+    def _state(self, schedule: Schedule) -> BatchState:
         rows = schedule.decode_rows
         lengths = self.rows.lengths[rows]
-        state = BatchState(
+        return BatchState(
             rows=rows,
             room=self.rows.limits[rows] - lengths,
             num_prefill_rows=schedule.num_prefill_tokens,
             kv_tokens=int(lengths.sum()) + schedule.num_prefill_tokens,
         )
-        return state, self.speculation.selector.plan(state) if len(rows) else PLAIN
 
     def _sample(self, batch: verify.VerifyBatch) -> Sample:
         """The forward, and the target's choice by the law at every wanted row."""
@@ -300,7 +295,7 @@ class Engine:
             result.finite.cpu().numpy(),
         )
 
-    def _keep_accepted(self, schedule: Schedule, forest: Forest, walk: Walk, node_index: IntArray) -> None:
+    def _keep_accepted(self, schedule: Schedule, walk: Walk, node_index: IntArray) -> None:
         """Accepted branches stay where they are; the slot table learns their place. Prompts advance."""
         decode = schedule.decode_rows
         lengths = self.rows.lengths[decode]
@@ -346,7 +341,13 @@ class Engine:
         return sequence.complete(reason, error=error, text=words)
 
     def _report(
-        self, schedule: Schedule, finished: list[Completion], num_nodes: int, num_committed: int, plan: Plan, began: float
+        self,
+        began: float,
+        schedule: Schedule,
+        finished: list[Completion],
+        num_nodes: int,
+        num_committed: int,
+        plan: Plan,
     ) -> StepReport:
         self._num_steps += 1
         self._num_generated += num_committed
@@ -390,7 +391,6 @@ class Engine:
             self.scheduler.waiting.remove(sequence)
 
 
-def _choices(tokens: IntArray, schedule: Schedule, batch: verify.VerifyBatch) -> tuple[IntArray, IntArray]:
+def _choices(tokens: IntArray, num_decode: int, batch: verify.VerifyBatch) -> tuple[IntArray, IntArray]:
     """Of all sampled tokens, those after the roots and those after the tree nodes."""
-    num_decode = len(schedule.decode_rows)
     return tokens[:num_decode], tokens[num_decode + len(batch.finishing) :]

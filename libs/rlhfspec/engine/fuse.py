@@ -7,24 +7,36 @@ weights find their place by their Hugging Face names.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rlhfspec.kernels.linear import FusedRMSNorm, PackedGatedMLP, PackedLinear, RowInvariantActivation
 from torch import nn
 
+from rlhfspec.kernels.linear import (
+    ActivationName,
+    FusedRMSNorm,
+    PackedGatedMLP,
+    PackedLinear,
+    RowInvariantActivation,
+)
+
 Loader = tuple[tuple[str, ...], Callable[..., None]]  # weight names, and what takes those weights ("" gives None)
-_ACTIVATIONS = {"silu": nn.functional.silu, "gelu": nn.functional.gelu,
-                "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"), "relu": nn.functional.relu}  # fmt: skip
+_ACTIVATIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": functools.partial(nn.functional.gelu, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
 
 
 @dataclass(slots=True)
 class FusedModel:
     """The swapped model and where each named weight goes."""
 
-    model: nn.Module
+    model: Any  # a Hugging Face causal LM
     dtype: torch.dtype  # storage of the linear weights
     arithmetic: str
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # every weight by its Hugging Face name
@@ -32,7 +44,7 @@ class FusedModel:
     swapped: dict[str, int] = field(default_factory=dict)  # kind -> count, for reports
 
     def load(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """All or nothing: every weight must be there in its shape, and no unknown name (nothing is silently dropped)."""
+        """All or nothing: every weight must be there in its shape, and no unknown name."""
         tied = _tied_names(self.model)
         given = dict(state_dict)
         for name, source in tied.items():
@@ -94,11 +106,12 @@ def _swap(fused: FusedModel, name: str, module: nn.Module) -> None:
 
 
 def _gated_mlp(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:
-    parts = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj")]
+    gate, up, down = (getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj"))
     activation = _activation_name(getattr(module, "act_fn", None))
-    if activation is None or not all(isinstance(part, nn.Linear) for part in parts):
+    if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear) and isinstance(down, nn.Linear)):
         return None
-    gate, up, down = parts
+    if activation is None:
+        return None
     x = torch.randn(3, gate.in_features)
     expected = down(_ACTIVATIONS[activation](gate(x)) * up(x))
     if not torch.allclose(module(x), expected, rtol=1e-4, atol=1e-5):
@@ -136,10 +149,14 @@ def _norm(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:
         if torch.allclose(candidate(x), expected, rtol=1e-5, atol=1e-6):
             weight.data = original
             norm = FusedRMSNorm(original, float(eps), add_one=add_one)
-            fused.loaders.append(((f"{name}.weight",), lambda tensor: norm.load_weight(fused.round(tensor))))
+            fused.loaders.append(((f"{name}.weight",), _norm_loader(fused, norm)))
             return norm
     weight.data = original
     return None
+
+
+def _norm_loader(fused: FusedModel, norm: FusedRMSNorm) -> Callable[[torch.Tensor], None]:
+    return lambda tensor: norm.load_weight(fused.round(tensor))
 
 
 def _activation(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:
@@ -149,9 +166,13 @@ def _activation(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | 
     return None if kind is None else RowInvariantActivation(kind)
 
 
-def _activation_name(module: Any) -> str | None:
+def _activation_name(module: Any) -> ActivationName | None:
     """Which of our activations this parameter-free module computes, found by probing."""
-    if not isinstance(module, nn.Module) or any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+    if (
+        not isinstance(module, nn.Module)
+        or any(True for _ in module.parameters())
+        or any(True for _ in module.buffers())
+    ):
         return None
     if not any(word in type(module).__name__.lower() for word in ("silu", "gelu", "relu", "swish")):
         return None
@@ -182,7 +203,6 @@ class RotaryTable(nn.Module):
             tables = self.original(x, every_position, *args, **kwargs)
             self._tables[key] = tuple(table[0].contiguous() for table in tables)
         return tuple(table.index_select(0, position_ids[0])[None] for table in self._tables[key])
-
 
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
         """cos and sin [positions, D] as used so far; None unless there is exactly one pair for this dtype."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rlhfspec.kernels.tree_attention import AttentionMeta
 
 from rlhfspec.drafting.base import IntArray
+from rlhfspec.kernels.tree_attention import AttentionMeta
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 EXTRA_BUCKETS = (0, 4, 8, 16)  # depth of the trees
@@ -35,7 +35,7 @@ class _Captured:
 
 
 class GraphedForward:
-    """Calls `forward(tokens [1, N], positions [1, N], meta)` through captured graphs; None for shapes beyond the buckets."""
+    """Calls `forward(tokens [1, N], positions [1, N], meta)` through captured graphs."""
 
     def __init__(self, forward: Forward, device: torch.device, capture: Capture | None = None) -> None:
         self.forward = forward
@@ -44,7 +44,7 @@ class GraphedForward:
         self._captured: dict[tuple[int, int, tuple[int, ...]], _Captured] = {}
 
     def __call__(self, tokens: IntArray, positions: IntArray, meta: AttentionMeta) -> torch.Tensor | None:
-        """Hidden states [1, bucket, hidden]; the first N rows are the answer."""
+        """Hidden states [1, bucket, hidden], the first N rows being the answer; None for shapes beyond the buckets."""
         rows, depth = len(tokens), meta.extra.shape[1]
         if rows > ROW_BUCKETS[-1] or depth > EXTRA_BUCKETS[-1]:
             return None
@@ -100,7 +100,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles Triton kernels and sizes workspaces outside the recording
             run()

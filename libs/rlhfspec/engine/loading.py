@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhfspec.kernels.cpu import build
-from rlhfspec.kernels.linear import arithmetic_for
 
 from rlhfspec.engine import model_support
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.runner import ModelRunner, RunnerConfig
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.linear import arithmetic_for
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ def load_model(path: str | Path, *, field: str = "path") -> Any:
         looks_local = os.sep in str(path) and not Path(path).exists()
         problem = "no such folder" if looks_local else f"not a loadable Hugging Face causal LM: {_first_line(error)}"
         raise InvalidRequest(field, str(path), problem) from error
-    return model.eval()
+    return model.eval()  # type: ignore[no-untyped-call]
 
 
 def check_config(config: Any, name: str) -> None:

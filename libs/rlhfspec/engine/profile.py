@@ -9,10 +9,11 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from rlhfspec.drafting.base import IntArray
+from rlhfspec.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
-
-from rlhfspec.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
 
 if TYPE_CHECKING:
     from rlhfspec.engine.core import Engine
@@ -43,7 +44,7 @@ def profile(engine: Engine) -> CostModel:
 
 
 def unmeasured() -> CostModel:
-    """A guess to start from when nothing is profiled (tests, tiny models): every row costs a little, the first a lot."""
+    """A guess to start from when nothing is profiled: every row costs a little, the first a lot."""
     return CostModel({TARGET: CostTable(ROW_GRID, [_GUESSED_STEP + _GUESSED_ROW * rows for rows in ROW_GRID])})
 
 
@@ -51,14 +52,14 @@ def _time_forward(runner: ModelRunner, rows: int, context: int, *, draft: bool) 
     """Seconds of one forward of `rows` sequences at the given context, sampling included."""
     num_slots = runner.config.num_blocks * runner.config.block_size
     index = np.arange(rows, dtype=np.int32)
-    slot_table = (index[:, None] * context + np.arange(context, dtype=np.int32)) % num_slots
+    slot_table: IntArray = ((index[:, None] * context + np.arange(context)) % num_slots).astype(np.int32)
     positions = np.full(rows, context - 1, np.int32)
     zeros, ones = np.zeros(rows, np.int32), np.ones(rows, np.float32)
     seeds = np.arange(rows, dtype=np.uint64)
     began = time.perf_counter()
     meta = AttentionMeta(
         slots=slot_table[:, -1].copy(), table_rows=index, context_lens=positions + np.int32(1),
-        extra=np.empty((rows, 0), np.int32), slot_table=slot_table.astype(np.int32),
+        extra=np.empty((rows, 0), np.int32), slot_table=slot_table,
     )  # fmt: skip
     logits = runner.forward(zeros, positions, meta, index)
     if draft:

@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rlhfspec.kernels import decoder
-from rlhfspec.kernels.decoder import NativeDecoder
-from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 from transformers import AttentionInterface
 
 from rlhfspec.drafting.base import IntArray
@@ -23,6 +20,9 @@ from rlhfspec.engine.cache import new_kv
 from rlhfspec.engine.fuse import FusedModel, RotaryTable, attention_modules, fuse
 from rlhfspec.engine.graphs import GraphedForward
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.kernels import decoder
+from rlhfspec.kernels.decoder import NativeDecoder
+from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
 ATTENTION_NAME = "rlhfspec_tree"
 _SELF_CHECK_TOKENS = 24
@@ -62,7 +62,7 @@ class ModelRunner:
             num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=self.activation_dtype, device=config.device,
         )  # fmt: skip
         self._inner = self.fused.model.base_model
-        self._head = self.fused.model.get_output_embeddings()  # type: ignore[operator]
+        self._head = self.fused.model.get_output_embeddings()
         self._logit_scale = self._final_transform(model.config)
         self._drive = self._drive_generic
         self._native: NativeDecoder | None = None
@@ -97,7 +97,9 @@ class ModelRunner:
         Returns float32 logits [len(logit_rows), vocab].
         """
         if self._native is not None:
-            return self._native.forward(tokens.astype(np.int64), positions.astype(np.int64), meta, logit_rows.astype(np.int64))
+            return self._native.forward(
+                tokens.astype(np.int64), positions.astype(np.int64), meta, logit_rows.astype(np.int64)
+            )
         hidden = None if self._graphs is None else self._graphs(tokens, positions, meta)
         if hidden is None:
             token_ids = torch.from_numpy(tokens.astype(np.int64)).to(self.config.device)[None]  # [1, N]
@@ -194,7 +196,7 @@ class ModelRunner:
         if tables is None or tables[0].shape[-1] != self.kv_shape[-1]:
             return None
         num_heads = self.fused.model.config.num_attention_heads
-        return NativeDecoder(parts, self.kv, *tables, num_heads=num_heads)
+        return NativeDecoder(parts, self.kv, tables[0], tables[1], num_heads)
 
     def _probe(self, tokens: list[int]) -> torch.Tensor:
         size = len(tokens)
@@ -241,4 +243,5 @@ def concatenate_ranges(starts: IntArray, counts: IntArray) -> IntArray:
     """
     ends = np.fromiter(itertools.accumulate(counts.tolist()), np.int64, len(counts))
     total = int(ends[-1]) if len(ends) else 0
-    return (np.arange(total) + np.repeat(starts - (ends - counts), counts)).astype(np.int32)
+    positions: IntArray = (np.arange(total) + np.repeat(starts - (ends - counts), counts)).astype(np.int32)
+    return positions

@@ -6,12 +6,11 @@ Switching strategy, drafter or selector never touches a sequence: by the law it 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from rlhfspec.kernels import gumbel
-from rlhfspec.kernels.tree_attention import AttentionMeta
 
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import (
@@ -23,6 +22,7 @@ from rlhfspec.drafting.base import (
     FloatArray,
     Forest,
     IntArray,
+    Outcome,
     Plan,
     Selector,
     empty_forest,
@@ -32,13 +32,14 @@ from rlhfspec.drafting.model import ModelDrafter, Rows
 from rlhfspec.drafting.plans import default_plans, static_grid
 from rlhfspec.drafting.selector import AdaptiveSelector, FixedSelector
 from rlhfspec.drafting.suffix import SuffixDrafter
-from rlhfspec.drafting.tree import index_in_sequence
+from rlhfspec.drafting.tree import Walk, index_in_sequence
 from rlhfspec.engine.cache import SlotTable
 from rlhfspec.engine.profile import profile, unmeasured
 from rlhfspec.engine.runner import ModelRunner
-from rlhfspec.engine.scheduler import Schedule
 from rlhfspec.engine.sequences import Sequence
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.kernels import gumbel
+from rlhfspec.kernels.tree_attention import AttentionMeta
 
 if TYPE_CHECKING:
     from rlhfspec.engine.core import Engine
@@ -86,6 +87,18 @@ class DraftSpace:
         self.computed[blocks] &= self.engine.pool.references[blocks] > 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The trees of one step, and how they came about."""
+
+    plan: Plan
+    state: BatchState
+    forest: Forest  # the nodes to verify
+    num_proposed: int = 0
+    choice: Choice | None = None
+    seconds: float = 0.0
+
+
 class Speculation:
     """Holds drafters, statistics and the selector, and runs one proposal."""
 
@@ -116,18 +129,40 @@ class Speculation:
                     self._start_one(drafter, sequence)
         self.used = wanted
 
-    def propose(self, plan: Plan, state: BatchState, schedule: Schedule) -> tuple[Forest, int, Choice | None, float]:
-        """Draft trees and keep the nodes worth verifying. Returns forest, nodes proposed, choice, seconds."""
+    def propose(self, state: BatchState, decode_rows: IntArray) -> Proposal:
+        """Choose a plan, draft trees for it, and keep the nodes worth verifying."""
+        plan = self.selector.plan(state) if len(decode_rows) else PLAIN
         if plan.drafter is None:
-            return empty_forest(), 0, None, 0.0
+            return Proposal(plan=plan, state=state, forest=empty_forest())
         began = time.perf_counter()
-        self.engine.scheduler.make_tree_room(schedule.decode_rows, min(plan.depth * plan.width * plan.branch, 64))
-        batch = self.batch(schedule.decode_rows)
+        wanted = min(plan.depth * plan.width * plan.branch, self.engine.config.tree_slots)
+        self.engine.scheduler.make_tree_room(decode_rows, wanted)
         rule = self.selector.rule(plan, state)
-        forest = self.drafters[plan.drafter].propose(batch, plan, self.acceptance, rule)
+        forest = self.drafters[plan.drafter].propose(self.batch(decode_rows), plan, self.acceptance, rule)
         seconds = time.perf_counter() - began
         choice = self.selector.budget(plan, state, forest, seconds)
-        return self._fitting(forest.take(choice.keep), schedule.decode_rows), forest.size, choice, seconds
+        return Proposal(
+            plan=plan, state=state, forest=self._fitting(forest.take(choice.keep), decode_rows),
+            num_proposed=forest.size, choice=choice, seconds=seconds,
+        )  # fmt: skip
+
+    def learn(
+        self, proposal: Proposal, walk: Walk, drafted_for: DraftBatch, *,
+        num_committed: int, verify_seconds: float, step_seconds: float,
+    ) -> None:  # fmt: skip
+        """Tell drafters and selector what happened; `drafted_for` is the batch before the commit."""
+        if not drafted_for.size:
+            return
+        lengths = self.engine.rows.lengths[drafted_for.rows]
+        for drafter in self.used:
+            drafter.observe(drafted_for, lengths)
+        outcome = Outcome(
+            plan=proposal.plan, state=proposal.state, forest=proposal.forest,
+            reached=walk.reached, accepted=walk.accepted,
+            num_committed=num_committed, num_proposed=proposal.num_proposed, choice=proposal.choice,
+            draft_seconds=proposal.seconds, verify_seconds=verify_seconds, step_seconds=step_seconds,
+        )  # fmt: skip
+        self.selector.observe(outcome)
 
     def batch(self, decode_rows: IntArray) -> DraftBatch:
         rows = self.engine.rows
@@ -146,10 +181,6 @@ class Speculation:
     def start(self, sequence: Sequence) -> None:
         for drafter in self.used:
             self._start_one(drafter, sequence)
-
-    def observe(self, batch: DraftBatch, new_lengths: IntArray) -> None:
-        for drafter in self.used:
-            drafter.observe(batch, new_lengths)
 
     def forget(self, sequence: Sequence) -> None:
         for drafter in self.drafters.values():
@@ -197,8 +228,8 @@ class Speculation:
             return AdaptiveSelector(self.costs, self.acceptance, default_plans(names, self.engine.config.max_sequences))
         if speculation == "model":
             raise InvalidRequest("speculation", speculation, "needs a draft model: give drafter=PATH")
-        names = ", ".join(["adaptive", *self._names(), *grid])
-        raise InvalidRequest("speculation", speculation, f"must be one of {names}")
+        known = ", ".join(["adaptive", *self._names(), *grid])
+        raise InvalidRequest("speculation", speculation, f"must be one of {known}")
 
     def _drafters_of(self, speculation: str | Plan) -> list[Drafter]:
         if speculation == "adaptive":

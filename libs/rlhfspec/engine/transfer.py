@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from rlhfspec.kernels.kv_pack import pack_slots, unpack_slots
 
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.sequences import Progress, Sequence
 from rlhfspec.errors import SequenceStateError
+from rlhfspec.kernels.kv_pack import pack_slots, unpack_slots
 
 if TYPE_CHECKING:
     from rlhfspec.engine.core import Engine

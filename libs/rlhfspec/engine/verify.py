@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from rlhfspec.kernels.tree_attention import AttentionMeta
 
 from rlhfspec.drafting.base import BoolArray, FloatArray, Forest, IntArray
 from rlhfspec.drafting.tree import Walk, ancestors
@@ -13,6 +12,7 @@ from rlhfspec.engine.cache import SlotTable
 from rlhfspec.engine.runner import concatenate_ranges
 from rlhfspec.engine.scheduler import Schedule
 from rlhfspec.engine.sequences import RowTable
+from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
