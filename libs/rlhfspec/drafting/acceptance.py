@@ -40,8 +40,8 @@ _POOL_WEIGHT, _PRIOR_WEIGHT = (
     12.0,
     6.0,
 )  # pseudo-observations: other depths' weight in a cell; the prior's in their pool
-_SHIFT_PRECISION = 4.0  # a sequence's shift is believed to be within about +-1/2 until it shows otherwise
-_SHIFT_MEMORY = 12.0  # what a sequence showed fades over this much later evidence (some hundred nodes)
+_SHIFT_PRECISION = 3.0  # a sequence's shift is believed to be within about +-1/2 until it shows otherwise
+_SHIFT_MEMORY = 24.0  # what a sequence showed fades over this much later evidence (some hundred nodes)
 _MOST_SHIFT_STEP = 1.0
 _RESET_TRIALS = 50.0  # what a table still counts for after the weights changed
 _MEAN_RATE = 0.05  # how much one finished sequence moves the shift that new ones start from
@@ -160,7 +160,7 @@ class AcceptanceModel:
     `half_life`: observations (of one drafter) after which an old one counts half.
     """
 
-    def __init__(self, num_rows: int = 256, *, half_life: float = 3000.0) -> None:
+    def __init__(self, num_rows: int = 256, *, half_life: float = 6000.0) -> None:
         self._num_rows = num_rows
         self._half_life = half_life
         self._books: dict[str, _Book] = {}

@@ -1,0 +1,394 @@
+"""The selectors, in a simulated world: close to the best static strategy everywhere, and quick to notice a change."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfspec.drafting.acceptance import AcceptanceModel
+from rlhfspec.drafting.base import PLAIN, BatchState, Forest, Outcome, Plan, empty_forest
+from rlhfspec.drafting.budget import best_nodes, best_nodes_of_each, budgets
+from rlhfspec.drafting.cost import TARGET, CostModel, CostTable
+from rlhfspec.drafting.forecast import DraftProfile, Forecast
+from rlhfspec.drafting.plans import default_plans, static_grid
+from rlhfspec.drafting.selector import AdaptiveConfig, AdaptiveSelector, FixedSelector, optimum
+from rlhfspec.drafting.simulation import EVERY_ROW_COSTS, FLAT_TO_16, Machine, Run, World
+
+MACHINES = {"flat-to-16": FLAT_TO_16, "every-row-costs": EVERY_ROW_COSTS}
+
+
+def forest_of(parents: list[int], conditional: list[float], num_sequences: int = 1) -> Forest:
+    """A forest from parents (-1: root) and conditional acceptances; roots go round the sequences."""
+    n = len(parents)
+    sequence, depth, path = np.zeros(n, np.int32), np.ones(n, np.int32), np.ones(n, np.float32)
+    for node, parent in enumerate(parents):
+        sequence[node] = node % num_sequences if parent < 0 else sequence[parent]
+        depth[node] = 1 if parent < 0 else depth[parent] + 1
+        path[node] = np.float32(conditional[node]) * (path[parent] if parent >= 0 else np.float32(1.0))
+    zeros = np.zeros(n, np.int32)
+    return Forest(
+        sequence=sequence,
+        parent=np.array(parents, np.int32),
+        depth=depth,
+        token=zeros,
+        rank=zeros,
+        gap=zeros.astype(np.float32),
+        path_acceptance=path,
+    )
+
+
+def state_of(num_sequences: int, *, num_prefill_rows: int = 0, kv_tokens: int = 0) -> BatchState:
+    rows = np.arange(num_sequences, dtype=np.int32)
+    room = np.full(num_sequences, 99, np.int32)
+    return BatchState(rows=rows, room=room, num_prefill_rows=num_prefill_rows, kv_tokens=kv_tokens)
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> tuple[Forest, int]:
+    num_sequences = draw(st.integers(1, 4))
+    n = draw(st.integers(0, 40))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(n)]
+    chances = draw(st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.25, 0.01]), min_size=n, max_size=n))  # ties are likely
+    return forest_of(parents, chances, num_sequences), num_sequences
+
+
+def is_closed(forest: Forest, keep: npt.NDArray[np.int32]) -> bool:
+    kept = set(keep.tolist())
+    return all(forest.parent[node] < 0 or int(forest.parent[node]) in kept for node in kept)
+
+
+@given(forests(), st.integers(0, 45))
+def test_best_nodes_are_a_forest_of_the_asked_size_and_nest(drawn: tuple[Forest, int], num_nodes: int) -> None:
+    forest, _ = drawn
+    keep = best_nodes(forest.path_acceptance, num_nodes)
+    assert len(keep) == min(num_nodes, forest.size)
+    assert is_closed(forest, keep)
+    assert (np.diff(keep) > 0).all()
+    assert set(keep) <= set(best_nodes(forest.path_acceptance, num_nodes + 1))
+    left_out = np.delete(forest.path_acceptance, keep)
+    assert not len(keep) or not len(left_out) or forest.path_acceptance[keep].min() >= left_out.max()
+
+
+@given(forests(), st.integers(0, 12))
+def test_best_nodes_of_each_are_a_forest_and_nobody_gets_more(drawn: tuple[Forest, int], num_nodes: int) -> None:
+    forest, num_sequences = drawn
+    keep = best_nodes_of_each(forest, num_nodes)
+    assert is_closed(forest, keep)
+    have = np.bincount(forest.sequence, minlength=num_sequences)
+    got = np.bincount(forest.sequence[keep], minlength=num_sequences)
+    assert (got == np.minimum(have, num_nodes)).all()
+
+
+@given(
+    forests(),
+    st.lists(st.floats(1e-4, 0.05), min_size=4, max_size=4),
+    st.integers(0, 20),
+    st.floats(0, 0.02),
+    st.sampled_from([None, (8, 16, 32, 64)]),
+    st.sampled_from([None, 2]),
+)
+def test_the_budget_is_the_one_that_brute_force_finds(
+    drawn: tuple[Forest, int],
+    seconds: list[float],
+    num_prefill_rows: int,
+    draft_seconds: float,
+    buckets: tuple[int, ...] | None,
+    max_nodes: int | None,
+) -> None:
+    forest, num_sequences = drawn
+    costs = CostModel({TARGET: CostTable([1, 4, 16, 48], seconds, per_kv_token=1e-6)})
+    config = AdaptiveConfig(budget_hysteresis=0.0, buckets=buckets, max_rows=num_sequences + num_prefill_rows + 30)
+    plan = Plan(drafter="model", depth=4, max_nodes=max_nodes)
+    selector = AdaptiveSelector(costs, AcceptanceModel(8), (PLAIN, plan), config)
+    state = state_of(num_sequences, num_prefill_rows=num_prefill_rows, kv_tokens=500)
+    choice = selector.budget(plan, state, forest, draft_seconds)
+
+    base = num_sequences + num_prefill_rows
+    limit = min(forest.size, 30, forest.size if max_nodes is None else max_nodes * num_sequences)
+    allowed = range(limit + 1)
+    if buckets is not None:
+        allowed_by_buckets = {0, *(min(bucket - base, limit) for bucket in buckets if bucket > base)}
+        allowed = sorted(allowed_by_buckets)  # type: ignore[assignment]
+    ranked = np.sort(forest.path_acceptance.astype(np.float64))[::-1]
+    fixed = draft_seconds + costs.host_seconds("model", num_sequences)
+
+    def speed(n: int) -> float:
+        verify = costs.table(TARGET).seconds(base + n, 500 * (1 + n / num_sequences))
+        return float((num_sequences + ranked[:n].sum()) / (verify + fixed))
+
+    assert len(choice.keep) in allowed
+    assert is_closed(forest, choice.keep)
+    assert speed(len(choice.keep)) >= max(speed(n) for n in allowed) * (1 - 1e-6)
+    assert choice.predicted_accepted == pytest.approx(ranked[: len(choice.keep)].sum(), rel=1e-4, abs=1e-6)
+
+
+def test_many_budgets_are_looked_at_on_a_grid_that_loses_next_to_nothing() -> None:
+    grid = budgets(900, 64, None)
+    assert len(grid) <= 50
+    assert grid[0] == 0
+    assert grid[-1] == 900
+    assert (np.diff(grid) <= 24).all()
+
+
+def test_the_budget_keeps_its_usual_size_where_little_is_to_be_gained() -> None:
+    flat = CostModel({TARGET: CostTable([1, 100], [0.01, 0.010001])})
+    selector = AdaptiveSelector(flat, AcceptanceModel(1), default_plans(("model",), 1))
+    plan, chain = Plan(drafter="model", depth=20), forest_of(list(range(-1, 19)), [0.5] * 20)
+    assert len(selector.budget(plan, state_of(1), chain, 0.0).keep) < 20
+
+
+# --- the level rule -------------------------------------------------------------------------------------------------
+
+
+def test_another_level_is_drafted_only_while_it_pays() -> None:
+    costs = CostModel.profile(
+        lambda kind, rows, kv: {"target": 0.01 + 0.001 * max(rows - 16, 0)}.get(kind, 0.001), drafters=("model",)
+    )
+    plan = Plan(drafter="model", depth=8)
+    selector = AdaptiveSelector(costs, AcceptanceModel(64), (PLAIN, plan))
+    for num_sequences, frontier, expected in ((1, 0.9, True), (1, 0.01, False), (64, 0.4, False)):
+        state = state_of(num_sequences)
+        selector.plan(state)
+        rule = selector.rule(plan, state)
+        path = np.full(num_sequences, frontier, np.float32)
+        assert rule.go_on(frontier_acceptance=path, num_rows=num_sequences, level=2) is expected
+        assert selector.plan(state_of(0)) == PLAIN
+
+
+# --- the forecast ---------------------------------------------------------------------------------------------------
+
+
+def test_the_forecast_agrees_with_real_forests() -> None:
+    world = World(machine=FLAT_TO_16, agreement={"model": 0.3}, seed=5, spread=0.0)
+    acceptance, plan = AcceptanceModel(64), Plan(drafter="model", depth=4, width=2, branch=3)
+    fixed = FixedSelector(plan, acceptance=acceptance)
+    run = Run()
+    profile = DraftProfile()
+    rows = np.arange(64, dtype=np.int32)
+    for _ in range(40):
+        forest = world.step(fixed, acceptance, rows, run).forest
+        profile.observe([forest], 64, plan.branch)
+    worth_a_look = forest.path_acceptance[forest.path_acceptance > 0.02]
+    forecast = Forecast(profile, (plan,))
+    assert forecast.accepted[0, -1] == pytest.approx(worth_a_look.sum() / 64, rel=0.08)
+    assert forecast.nodes[0, -1] == pytest.approx(len(worth_a_look) / 64, rel=0.12)
+    assert forecast.level_rows[:, 0] == pytest.approx([2, 2, 2], abs=0.01)
+
+
+# --- adaptive against static ----------------------------------------------------------------------------------------
+
+
+def static_speed(machine: Machine, agreement: dict[str, float], plan: Plan, batch: int) -> float:
+    world, acceptance = World(machine=machine, agreement=agreement, seed=3), AcceptanceModel(64)
+    selector = FixedSelector(plan, acceptance=acceptance)
+    world.run(selector, acceptance, num_sequences=batch, num_steps=12)
+    return world.run(selector, acceptance, num_sequences=batch, num_steps=max(30, 240 // batch)).tokens_per_second
+
+
+def adaptive_in(
+    machine: Machine, agreement: dict[str, float], *, outliers: float = 0.0, seed: int = 3
+) -> tuple[World, AdaptiveSelector, AcceptanceModel]:
+    world = World(machine=machine, agreement=agreement, seed=seed, outliers=outliers)
+    acceptance = AcceptanceModel(64)
+    plans = default_plans(tuple(agreement), 64)
+    return world, AdaptiveSelector(world.profiled(), acceptance, plans, clock=world.clock), acceptance
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("batch", [1, 4, 8, 16, 32, 64])
+def test_adaptive_is_as_good_as_the_best_static_strategy(machine: str, batch: int) -> None:
+    agreement = {"model": 0.5}
+    grid = {"plain": PLAIN, **static_grid(("model",))}
+    speeds = {name: static_speed(MACHINES[machine], agreement, plan, batch) for name, plan in grid.items()}
+    world, selector, acceptance = adaptive_in(MACHINES[machine], agreement)
+    world.run(selector, acceptance, num_sequences=batch, num_steps=40)
+    run = world.run(selector, acceptance, num_sequences=batch, num_steps=max(80, 480 // batch))
+    assert run.tokens_per_second >= 0.95 * max(speeds.values()), (speeds, run.plans)
+    assert run.tokens_per_second >= 0.98 * speeds["plain"]
+    explained = selector.explain()
+    assert explained.realised_of_optimum > 0.85
+    assert explained.mape["step"] < 0.1
+
+
+def test_a_useless_drafter_is_left_alone() -> None:
+    world, selector, acceptance = adaptive_in(FLAT_TO_16, {"model": -9.0})
+    world.run(selector, acceptance, num_sequences=16, num_steps=40)
+    run = world.run(selector, acceptance, num_sequences=16, num_steps=300)
+    assert run.plans["plain"] >= 280
+    plain = static_speed(FLAT_TO_16, {"model": -9.0}, PLAIN, 16)
+    assert run.tokens_per_second >= 0.98 * plain
+
+
+def test_of_two_drafters_the_better_one_is_used() -> None:
+    world, selector, acceptance = adaptive_in(EVERY_ROW_COSTS, {"model": 1.0, "suffix": -4.0})
+    world.run(selector, acceptance, num_sequences=4, num_steps=60)
+    run = world.run(selector, acceptance, num_sequences=4, num_steps=100)
+    assert sum(count for name, count in run.plans.items() if name.startswith("model")) > 90
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_choice_follows_a_draining_batch(machine: str) -> None:
+    agreement = {"model": 0.5}
+    world, selector, acceptance = adaptive_in(MACHINES[machine], agreement)
+    world.run(selector, acceptance, num_sequences=64, num_steps=60)
+    depths = {}
+    for batch in (64, 16, 4, 1):
+        run = world.run(selector, acceptance, num_sequences=batch, num_steps=12)
+        chosen = run.plans.most_common(1)[0][0]
+        depths[batch] = 0 if chosen == "plain" else int(chosen.split("-")[1][1:])
+    assert depths[64] <= 4
+    assert depths[4] >= 3
+    assert depths[1] >= 6
+    assert sorted(depths.values()) == list(depths.values())
+
+
+def test_a_new_batch_size_is_planned_for_at_once() -> None:
+    world, selector, acceptance = adaptive_in(FLAT_TO_16, {"model": 1.0})
+    world.run(selector, acceptance, num_sequences=64, num_steps=41)  # not a multiple of evaluate_every
+    assert selector.plan(state_of(64)) == PLAIN
+    assert selector.plan(state_of(2)).depth >= 3
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_it_recovers_when_acceptance_breaks_down_and_when_it_comes_back(batch: int) -> None:
+    world, selector, acceptance = adaptive_in(EVERY_ROW_COSTS, {"model": 1.0}, seed=1)
+    good = world.run(selector, acceptance, num_sequences=batch, num_steps=200).tokens_per_second
+    plain = static_speed(EVERY_ROW_COSTS, {"model": 1.0}, PLAIN, batch)
+    assert good > 1.2 * plain
+    world.agreement["model"] = -9.0
+    world.run(selector, acceptance, num_sequences=batch, num_steps=60)
+    broken = world.run(selector, acceptance, num_sequences=batch, num_steps=100).tokens_per_second
+    assert broken > 0.95 * plain
+    world.agreement["model"] = 1.0
+    world.run(selector, acceptance, num_sequences=batch, num_steps=400)
+    assert world.run(selector, acceptance, num_sequences=batch, num_steps=100).tokens_per_second > 0.85 * good
+
+
+def test_new_weights_give_the_drafter_a_new_chance_at_once() -> None:
+    world, selector, acceptance = adaptive_in(EVERY_ROW_COSTS, {"model": -9.0}, seed=1)
+    world.run(selector, acceptance, num_sequences=4, num_steps=200)
+    world.agreement["model"] = 1.5
+    selector.reset()
+    run = world.run(selector, acceptance, num_sequences=4, num_steps=60)
+    assert run.tokens_per_second > 1.3 * static_speed(EVERY_ROW_COSTS, {"model": 1.5}, PLAIN, 4)
+
+
+def test_tenfold_outliers_change_nothing_but_their_own_steps() -> None:
+    agreement = {"model": 0.5}
+    quiet_world, quiet, quiet_acceptance = adaptive_in(EVERY_ROW_COSTS, agreement)
+    noisy_world, noisy, noisy_acceptance = adaptive_in(EVERY_ROW_COSTS, agreement, outliers=0.02)
+    for world, selector, acceptance in ((quiet_world, quiet, quiet_acceptance), (noisy_world, noisy, noisy_acceptance)):
+        world.run(selector, acceptance, num_sequences=8, num_steps=150)
+    assert noisy.optimum(8) == pytest.approx(quiet.optimum(8), rel=0.12)
+    quiet_plan, noisy_plan = quiet.explain().options[0], noisy.explain().options[0]
+    assert noisy_plan.num_verified == pytest.approx(quiet_plan.num_verified, rel=0.7)
+    assert noisy.explain().events == ()
+
+
+# --- explaining, fixed strategies, cost of choosing -----------------------------------------------------------------
+
+
+def test_every_decision_can_be_explained() -> None:
+    world, selector, acceptance = adaptive_in(FLAT_TO_16, {"model": 0.5})
+    world.run(selector, acceptance, num_sequences=4, num_steps=60)
+    explained = selector.explain()
+    assert len(explained.decisions) == 60
+    last = explained.decisions[-1]
+    assert last.num_sequences == 4
+    assert last.plan.startswith("model-")
+    assert last.runner_up
+    assert 0 < last.num_verified <= last.num_proposed
+    assert last.predicted_seconds == pytest.approx(last.seconds, rel=0.2)
+    steps = explained.decisions[20:]
+    total = sum(decision.predicted_accepted for decision in steps), sum(decision.accepted for decision in steps)
+    assert total[0] == pytest.approx(total[1], rel=0.25)
+    rates = [option.tokens_per_second for option in explained.options]
+    assert rates == sorted(rates, reverse=True)
+    assert {option.plan for option in explained.options} >= {"plain", "model-d4-w1-b2"}
+    assert optimum(selector, 4) == pytest.approx(max(rates), rel=0.1)
+    assert 0 < explained.share_of_step < 1
+
+
+def test_a_fixed_selector_keeps_all_or_the_best_of_all_or_of_each() -> None:
+    # sequence 0: a likely chain of two; sequence 1: two unlikely roots
+    forest = forest_of([-1, -1, 0, -1], [0.9, 0.2, 0.9, 0.1], 2)
+    forest.sequence[3] = 1
+    for per_row, max_nodes, expected in (
+        (False, None, [0, 1, 2, 3]),
+        (False, 1, [0, 2]),
+        (True, 1, [0, 1]),
+        (True, 2, [0, 1, 2, 3]),
+    ):
+        plan = Plan(drafter="model", depth=2, max_nodes=max_nodes)
+        choice = FixedSelector(plan, per_row=per_row).budget(plan, state_of(2), forest, 0.0)
+        assert choice.keep.tolist() == expected
+        assert choice.predicted_accepted == pytest.approx(float(forest.path_acceptance[expected].sum()))
+
+
+def test_a_global_budget_beats_the_same_number_per_row() -> None:
+    plan = Plan(drafter="model", depth=8, width=1, branch=2, max_nodes=4)
+    accepted = {}
+    for per_row in (False, True):
+        world, acceptance = World(machine=FLAT_TO_16, agreement={"model": 0.0}, seed=2), AcceptanceModel(32)
+        selector = FixedSelector(plan, acceptance=acceptance, per_row=per_row)
+        run = world.run(selector, acceptance, num_sequences=32, num_steps=80)
+        accepted[per_row] = run.num_tokens
+    assert accepted[False] > 1.03 * accepted[True]
+
+
+def test_grids_name_their_plans() -> None:
+    grid = static_grid(("model", "suffix"))
+    assert {"model-d2", "model-d4", "model-d8", "model-d4-w1-b2", "model-d6-w2-b3", "suffix-d4", "suffix-d8"} <= set(
+        grid
+    )
+    plans = default_plans(("model", "suffix"), 64)
+    assert plans[0] == PLAIN
+    assert len(set(plans)) == len(plans)
+    assert {plan.drafter for plan in plans} == {None, "model", "suffix"}
+
+
+def test_an_idle_batch_is_harmless() -> None:
+    _, selector, _ = adaptive_in(FLAT_TO_16, {"model": 0.5})
+    state = state_of(0, num_prefill_rows=12)
+    assert selector.plan(state) == PLAIN
+    choice = selector.budget(PLAIN, state, empty_forest(), 0.0)
+    nothing = np.empty(0, np.bool_)
+    selector.observe(
+        Outcome(
+            plan=PLAIN,
+            state=state,
+            forest=empty_forest(),
+            reached=nothing,
+            accepted=nothing,
+            num_committed=0,
+            num_proposed=0,
+            draft_seconds=0.0,
+            verify_seconds=0.01,
+            step_seconds=0.011,
+            choice=choice,
+        )
+    )
+    assert selector.explain().decisions[-1].num_sequences == 0
+
+
+def test_choosing_costs_little_at_batch_64() -> None:
+    machine = Machine(
+        target=lambda rows: 8e-3 + 6e-5 * rows,
+        draft_level=lambda rows: 5e-4 + 1e-6 * rows,
+        draft_first=lambda rows: 1e-3,
+    )
+    world, selector, acceptance = adaptive_in(machine, {"model": 0.0})
+    world.run(selector, acceptance, num_sequences=64, num_steps=80)
+    shares = []
+    for _ in range(12):
+        started = time.perf_counter()
+        world.run(selector, acceptance, num_sequences=64, num_steps=10)
+        shares.append(time.perf_counter() - started)
+    spent = sorted(decision.selector_seconds for decision in selector.explain().decisions)
+    quiet = spent[len(spent) // 4]  # other processes only ever add time
+    assert quiet < 4e-4, f"{quiet * 1e6:.0f} us a step"
