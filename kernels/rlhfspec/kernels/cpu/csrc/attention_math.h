@@ -177,7 +177,7 @@ float exponentials(float* scores, int64_t count, float scale, float softcap, con
     for (int64_t i = 0; i < count; i += 16) {
         f32x16 score = rs_mul(rs_load(scores + i), factor);
         rs_store(scores + i, score);
-        largest16 = rs_max(score, largest16);  // this order steps over a NaN; the exponential keeps it
+        largest16 = rs_max(score, largest16);  // whatever this does with a NaN, its exponential keeps it
     }
     const float largest = rs_hmax(largest16);
     const f32x16 shift = rs_set1(largest);

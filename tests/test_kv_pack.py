@@ -1,0 +1,139 @@
+"""KV packing: what comes out goes in again bit for bit, and nothing else moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec.kernels.kv_pack import pack_blocks, pack_slots, unpack_blocks, unpack_slots
+
+WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
+
+
+def random_kv(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random bits: NaN with payloads, infinities and subnormals too."""
+    bits = np.random.default_rng(seed).integers(0, 256, size=(*shape, dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(bits).view(dtype).reshape(shape)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(WORDS[tensor.dtype])
+
+
+kv_shapes = st.tuples(
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.just(2),
+    st.sampled_from([1, 2, 16]),
+    st.integers(1, 3),
+    st.sampled_from([1, 5, 8]),
+)
+dtypes = st.sampled_from(list(WORDS))
+
+
+@st.composite
+def some_of(draw: st.DrawFn, count: int) -> torch.Tensor:
+    chosen = draw(st.lists(st.integers(0, count - 1), unique=True, max_size=12))
+    return torch.tensor(chosen, dtype=torch.int32)
+
+
+@settings(max_examples=60)
+@given(data=st.data(), shape=kv_shapes, dtype=dtypes)
+def test_slots_survive_the_journey(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    num_slots = shape[0] * shape[3]
+    slots = data.draw(some_of(num_slots))
+    source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
+    packed = pack_slots(source, slots)
+    assert packed.is_contiguous()
+    assert packed.shape == (len(slots), shape[1], 2, shape[4], shape[5])
+    for i, slot in enumerate(slots.tolist()):
+        assert torch.equal(bits(packed[i]), bits(source[slot // shape[3], :, :, slot % shape[3]]))
+    places = data.draw(st.permutations(range(num_slots)))[: len(slots)]
+    check_arrival(packed, target, places)
+
+
+def check_arrival(packed: torch.Tensor, target: torch.Tensor, places: list[int]) -> None:
+    before, block_size = bits(target).clone(), target.shape[3]
+    unpack_slots(packed, target, torch.tensor(places, dtype=torch.int32))
+    for slot in range(target.shape[0] * block_size):
+        here = bits(target)[slot // block_size, :, :, slot % block_size]
+        there = before[slot // block_size, :, :, slot % block_size]
+        assert torch.equal(here, bits(packed[places.index(slot)]) if slot in places else there)
+
+
+@settings(max_examples=40)
+@given(data=st.data(), shape=kv_shapes, dtype=dtypes)
+def test_blocks_survive_the_journey(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    ids = data.draw(some_of(shape[0]))
+    source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
+    packed = pack_blocks(source, ids)
+    assert torch.equal(bits(packed), bits(source)[ids.long()])
+    places = data.draw(st.permutations(range(shape[0])))[: len(ids)]
+    before = bits(target).clone()
+    unpack_blocks(packed, target, torch.tensor(places, dtype=torch.int32))
+    for block in range(shape[0]):
+        expected = bits(packed[places.index(block)]) if block in places else before[block]
+        assert torch.equal(bits(target)[block], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 2, 2, 4, 3, 5), (3, 1, 2, 16, 1, 8), (2, 3, 2, 1, 2, 700)])
+def test_triton_copies_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from rlhfspec.kernels import kv_pack_triton
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU runs Triton's interpreter
+    num_slots = shape[0] * shape[3]
+    slots = (
+        torch.tensor([num_slots - 1, 0, num_slots // 2], dtype=torch.int32)[:num_slots].unique().flip(0).to(torch.int32)
+    )
+    ids = torch.tensor([shape[0] - 1, 0], dtype=torch.int32)
+    source, target = random_kv(shape, dtype, 1).to(device), random_kv(shape, dtype, 2).to(device)
+
+    packed = kv_pack_triton.pack_slots(source, slots.to(device))
+    assert torch.equal(bits(packed.cpu()), bits(pack_slots(source.cpu(), slots)))
+    expected = target.cpu()
+    unpack_slots(packed.cpu(), expected, slots)
+    kv_pack_triton.unpack_slots(packed, target, slots.to(device))
+    assert torch.equal(bits(target.cpu()), bits(expected))
+
+    packed = kv_pack_triton.pack_blocks(source, ids.to(device))
+    assert torch.equal(bits(packed.cpu()), bits(pack_blocks(source.cpu(), ids)))
+    unpack_blocks(packed.cpu(), expected, ids)
+    kv_pack_triton.unpack_blocks(packed, target, ids.to(device))
+    assert torch.equal(bits(target.cpu()), bits(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("slots", {"slots": torch.tensor([64, 1], dtype=torch.int32)}),
+        ("slots", {"slots": torch.tensor([-1, 1], dtype=torch.int32)}),
+        ("slots", {"slots": torch.tensor([1, 1], dtype=torch.int32)}),
+        ("slots", {"slots": torch.tensor([0, 1])}),
+        ("packed", {"packed": torch.zeros(2, 3, 2, 2, 9)}),
+        ("packed", {"packed": torch.zeros(2, 3, 2, 2, 8, dtype=torch.bfloat16)}),
+        ("kv", {"kv": torch.zeros(8, 3, 2, 16, 2, 8)[::2]}),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(name: str, changes: dict[str, Any]) -> None:
+    good = {
+        "packed": torch.zeros(2, 3, 2, 2, 8),
+        "kv": torch.zeros(4, 3, 2, 16, 2, 8),
+        "slots": torch.tensor([3, 0], dtype=torch.int32),
+    }
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        unpack_slots(**(good | changes))
+
+
+def test_blocks_outside_the_cache_are_refused() -> None:
+    kv = torch.zeros(4, 3, 2, 16, 2, 8)
+    with pytest.raises(ValueError, match=r"^block_ids: must be in \[0, 4\)"):
+        pack_blocks(kv, torch.tensor([4], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"^block_ids: must not repeat"):
+        unpack_blocks(kv[:2], kv, torch.tensor([1, 1], dtype=torch.int32))
