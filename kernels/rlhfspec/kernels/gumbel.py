@@ -240,7 +240,7 @@ def _pointer(name: str, value: PerRow, rows: int) -> int:
     if isinstance(value, np.ndarray):
         if value.dtype in _NUMPY_DTYPES[name] and value.shape == (rows,) and value.flags.c_contiguous:
             if rows and value.flags.writeable:  # several times faster than .ctypes, which matters for one row
-                return ctypes.addressof(ctypes.c_char.from_buffer(value))
+                return ctypes.addressof(ctypes.c_char.from_buffer(value.data))
             return value.ctypes.data
     elif value.dtype == _TORCH_DTYPES[name] and value.shape == (rows,) and value.is_cpu and value.is_contiguous():
         return value.data_ptr()

@@ -1,10 +1,13 @@
 """The law of sampling (docs/law.md) as Triton kernels: one program a row, one pass over its logits.
 
-The pass keeps a running maximum, the sums of exponentials of both distributions and the best perturbed scores. As on the
-CPU, a cheap float32 bound of every token's score decides which tiles are worth the float64 definition. Rows with masks
-first look for the end of the kept prefix, by bisection. Tiles and their reductions have one order, so a row gives the
-same bits in every batch. Import this module only where triton is; `gumbel.py` is its checked front.
+The pass keeps a running maximum, the sums of exponentials of both distributions and the best perturbed scores. As on
+the CPU, a cheap float32 bound of every token's score decides which tiles are worth the float64 definition. Rows with
+masks first look for the end of the kept prefix, by bisection. Tiles and their reductions have one order, so a row gives
+the same bits in every batch. Import this module only where triton is; `gumbel.py` is its checked front.
 """
+
+# Triton types neither its decorator nor what a kernel works on.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def _tile_scores(x, seed, position, first, temperature, least, TILE: tl.constexp
     return scores
 
 
-# ---- masks: both keep a prefix of the order (logit descending, id ascending), described by its last token -------------
+# ---- masks: both keep a prefix of the order (logit descending, id ascending), described by its last token ------------
 
 
 @triton.jit
@@ -184,11 +187,11 @@ def _sample_kernel(
     seed, position = tl.load(seeds + index), tl.load(positions + index)
     top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
     temperature = tl.load(temperatures + index).to(tl.float64)
-    greedy = temperature == 0
-    temperature = tl.where(greedy, 1.0, temperature)
+    noisy = temperature > 0
+    temperature = tl.where(noisy, temperature, 1.0)
     last_key = tl.full((), -(2**31), tl.int32)
     last_id = tl.full((), INT_MAX, tl.int32)
-    if (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1)) & (temperature > 0):
+    if (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1)) & noisy:
         last_key, last_id = _mask_end(row, vocab_size, temperature, top_k, top_p, TILE)
 
     maximum = tl.full((), float("-inf"), tl.float64)  # of the logits so far
@@ -208,9 +211,8 @@ def _sample_kernel(
             total = _grown_sum(total, maximum, tile_maximum, x, ids < vocab_size, 1.0)
             kept_total = _grown_sum(kept_total, maximum, tile_maximum, x, keep, temperature)
         maximum = tile_maximum
-        if greedy:
-            scores = x
-        else:
+        scores = x
+        if noisy:
             kept = tl.where(keep, x, float("-inf"))
             scores = _tile_scores(kept, seed, position, first, temperature, best, TILE)
         tile_best = tl.max(scores)
@@ -223,7 +225,7 @@ def _sample_kernel(
     nan = float("nan")
     if maximum > float("-inf"):
         log_prob = logit - maximum - tl.log(total)
-        tempered = tl.where(greedy, 0.0, (logit - maximum) / temperature - tl.log(kept_total))
+        tempered = tl.where(noisy, (logit - maximum) / temperature - tl.log(kept_total), 0.0)
         tl.store(log_probs + index, tl.where(is_finite, log_prob, nan).to(tl.float32))
         tl.store(tempered_log_probs + index, tl.where(is_finite, tempered, nan).to(tl.float32))
     else:
@@ -242,8 +244,8 @@ def _candidates_kernel(
     row = logits + index * stride
     seed, position = tl.load(seeds + index), tl.load(positions + index)
     temperature = tl.load(temperatures + index).to(tl.float64)
-    greedy = temperature == 0
-    temperature = tl.where(greedy, 1.0, temperature)
+    noisy = temperature > 0
+    temperature = tl.where(noisy, temperature, 1.0)
 
     slot = tl.arange(0, SLOTS)  # the best so far, in no order; slots past NUM are never the worst, nor taken
     best = tl.where(slot < NUM, float("-inf"), float("inf")).to(tl.float64)
@@ -260,9 +262,8 @@ def _candidates_kernel(
         if tile_maximum > float("-inf"):
             total = _grown_sum(total, maximum, tile_maximum, x, ids < vocab_size, 1.0)
         maximum = tile_maximum
-        if greedy:
-            scores = x
-        else:
+        scores = x
+        if noisy:
             scores = _tile_scores(x32, seed, position, first, temperature, worst, TILE)
         tile_best = tl.max(scores)
         while tile_best > worst:

@@ -46,7 +46,7 @@ def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     seeds, positions = seeds.to(torch.int64)[:, None], positions.to(torch.int64)[:, None]
     zero = torch.zeros_like(positions)
     words = philox_4x32((blocks, positions & MASK32, zero, zero), (seeds & MASK32, (seeds >> 32) & MASK32))
-    return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :vocab_size]
+    return torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
