@@ -1,0 +1,216 @@
+"""The kernel library: what is built for which CPU, how it is cached, and the vector type that every kernel rests on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhfspec.kernels.cpu import build
+
+needs_library = pytest.mark.skipif(build.load() is None, reason=f"no kernel library: {build.unavailable_reason()}")
+needs_both_isas = pytest.mark.skipif(
+    build.load() is None or not build.supports("avx512"), reason="compares AVX2 with AVX-512; this CPU has not both"
+)
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3.4e38]
+SPECIAL += [-3.4e38, 88.7, 88.8, -87.4, -103.9, -104.1, 1e-38, 1.0]
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+
+
+REPORT = "from rlhfspec.kernels.cpu import build; print(build.load() is None, build.unavailable_reason(), sep='|')"
+
+
+def test_native_kernels_can_be_switched_off() -> None:
+    done = run_python(REPORT, RLHFSPEC_NATIVE="0")
+    assert done.stdout.strip() == "True|switched off by RLHFSPEC_NATIVE=0", done.stderr
+
+
+def test_no_compiler_is_a_reason_not_an_error(tmp_path: Path) -> None:
+    done = run_python(REPORT, RLHFSPEC_CACHE=str(tmp_path), PATH="/nowhere", CXX="", RLHFSPEC_KERNEL_LIBRARY="")
+    assert done.stdout.startswith("True|"), done.stderr
+    assert "no C++ compiler" in done.stdout or build.best_isa() is None
+
+
+@needs_library
+def test_a_prebuilt_library_needs_no_compiler(tmp_path: Path) -> None:
+    library = build.build()
+    code = "from rlhfspec.kernels.cpu import build; print(build.load()._name)"
+    done = run_python(code, RLHFSPEC_CACHE=str(tmp_path), PATH="/nowhere", CXX="", RLHFSPEC_KERNEL_LIBRARY=str(library))
+    assert done.stdout.strip() == str(library), done.stderr
+
+
+def test_a_missing_prebuilt_library_is_an_error() -> None:
+    if build.load() is None:
+        pytest.skip("no kernels for this machine")
+    assert "nowhere.so" in run_python(REPORT, RLHFSPEC_KERNEL_LIBRARY="/nowhere.so").stderr
+
+
+@needs_library
+def test_every_general_kernel_exists_for_every_general_isa() -> None:
+    library = build.load()
+    for isa in build.GENERAL_ISAS:
+        for name in ("rms_norm", "activation", "linear_fp32", "linear_bf16", "gated_mlp_bf16", "probe_exp"):
+            assert getattr(library, f"{name}_{isa}")
+
+
+@needs_library
+def test_loading_leaves_one_openmp_and_no_flush_to_zero() -> None:
+    """Two OpenMP pools fight for the cores; -Ofast at link time would flush subnormals in the whole process."""
+    maps = Path("/proc/self/maps").read_text()
+    assert len({line.split()[-1] for line in maps.splitlines() if "libgomp" in line}) <= 1
+    assert (torch.tensor(1e-40) * 1).item() != 0
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source folder with one tiny kernel, and an empty cache."""
+    if build._compiler() is None or build.best_isa() is None:
+        pytest.skip("no C++ compiler, or not an x86 CPU")
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "answer.h").write_text("enum { answer = 42 };\n")
+    (folder / "tiny.cpp").write_text(
+        '#include "answer.h"\n#define J_(a, b) a##_##b\n#define J(a, b) J_(a, b)\n'
+        'extern "C" __attribute__((visibility("default"))) int J(tiny, RS_ISA)() { return answer; }\n'
+    )
+    monkeypatch.setattr(build, "SOURCE_DIR", folder)
+    monkeypatch.setenv("RLHFSPEC_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def tiny_answer(library: Path) -> int:
+    return int(getattr(ctypes.CDLL(str(library)), f"tiny_{build.best_isa()}")())
+
+
+def test_a_build_says_so_once_and_is_cached(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first = build.build()
+    assert "building" in capfd.readouterr().err
+    assert tiny_answer(first) == 42
+    assert build.build() == first
+    assert capfd.readouterr().err == ""
+
+
+def test_a_changed_header_is_a_new_library(sources: Path) -> None:
+    first = build.build()
+    (sources / "answer.h").write_text("enum { answer = 43 };\n")
+    second = build.build()
+    assert second != first
+    assert (tiny_answer(first), tiny_answer(second)) == (42, 43)
+
+
+def test_a_compile_error_is_reported_by_its_first_complaint(sources: Path) -> None:
+    (sources / "broken.cpp").write_text("int nonsense = ;\n")
+    with pytest.raises(build.BuildError, match=r"broken\.cpp:1:.*error"):
+        build.build()
+
+
+def test_two_processes_may_build_at_once(sources: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from rlhfspec.kernels.cpu import build;"
+        "build.SOURCE_DIR = Path(sys.argv[1]); print(build.build())"
+    )
+    command = [sys.executable, "-c", code, str(sources)]
+    jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = {job.communicate()[0].strip() for job in jobs}
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert len(paths) == 1
+    assert tiny_answer(Path(paths.pop())) == 42
+    leftovers = [path.name for path in build._cache_dir().iterdir() if path.name.startswith("tmp")]
+    assert leftovers == []
+
+
+def test_forcing_an_unknown_isa_names_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHFSPEC_ISA", "sse2")
+    with pytest.raises(ValueError, match="RLHFSPEC_ISA"):
+        build.best_isa()
+
+
+def test_the_number_of_threads_follows_torch_until_it_is_set() -> None:
+    try:
+        assert build.num_threads() == torch.get_num_threads()
+        build.set_num_threads(3)
+        assert build.num_threads() == 3
+        with pytest.raises(ValueError, match="num_threads"):
+            build.set_num_threads(0)
+    finally:
+        build.set_num_threads(None)
+    assert build.num_threads() == torch.get_num_threads()
+
+
+# ---- the vector type ------------------------------------------------------------------------------------------------
+
+
+def probe(name: str, isa: str, *arrays: np.ndarray) -> None:
+    count = ctypes.c_long(arrays[0].size)
+    build.function(name, isa)(*[ctypes.c_void_p(array.ctypes.data) for array in arrays], count)
+
+
+def general_isas() -> list[str]:
+    return [isa for isa in build.GENERAL_ISAS if build.supports(isa)]
+
+
+def sample() -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.concatenate([rng.uniform(-110, 95, 200_000), rng.normal(size=99_984), SPECIAL]).astype(np.float32)
+
+
+def exp(isa: str, x: np.ndarray) -> np.ndarray:
+    out = np.empty_like(x)
+    probe("probe_exp", isa, x, out)
+    return out
+
+
+@needs_library
+@pytest.mark.parametrize("isa", general_isas())
+def test_exp_is_within_two_ulp_everywhere(isa: str) -> None:
+    x = sample()
+    ours = exp(isa, x)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        exact = np.exp(x.astype(np.float64))
+        as_float = exact.astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(as_float))
+    np.testing.assert_array_equal(np.isinf(ours), np.isinf(as_float))
+    finite = np.isfinite(as_float)
+    error_in_ulp = np.abs(ours[finite] - exact[finite]) / np.spacing(as_float[finite]).astype(np.float64)
+    assert error_in_ulp.max() <= 2.0
+
+
+@needs_both_isas
+def test_exp_and_reductions_have_the_same_bits_for_every_isa() -> None:
+    x = sample()
+    np.testing.assert_array_equal(exp("avx2", x).view(np.int32), exp("avx512", x).view(np.int32))
+    finite = np.nan_to_num(x, nan=0.0, posinf=1e30, neginf=-1e30)
+    results = []
+    for isa in ("avx2", "avx512"):
+        sums, largest = np.empty(x.size // 16, np.float32), np.empty(x.size // 16, np.float32)
+        probe_arrays = (finite, sums, largest)
+        probe("probe_reduce", isa, *probe_arrays)
+        np.testing.assert_array_equal(largest, finite.reshape(-1, 16).max(1))
+        results.append(sums)
+    np.testing.assert_array_equal(results[0].view(np.int32), results[1].view(np.int32))
+
+
+@needs_library
+@pytest.mark.parametrize("isa", general_isas())
+def test_bf16_is_rounded_as_torch_rounds_it(isa: str) -> None:
+    bits = np.random.default_rng(1).integers(0, 2**32, 160_000, dtype=np.uint32)
+    x = np.concatenate([bits.view(np.float32), sample()])
+    vector, scalar, back = np.empty(x.size, np.uint16), np.empty(x.size, np.uint16), np.empty_like(x)
+    probe("probe_bf16", isa, x, vector, scalar, back)
+    wanted = torch.from_numpy(x).to(torch.bfloat16)
+    np.testing.assert_array_equal(vector, scalar)
+    is_nan = np.isnan(x)
+    np.testing.assert_array_equal(vector[~is_nan], wanted.view(torch.int16).numpy().view(np.uint16)[~is_nan])
+    np.testing.assert_array_equal(np.isnan(back), is_nan)
+    np.testing.assert_array_equal(back[~is_nan], wanted.float().numpy()[~is_nan])

@@ -1,5 +1,5 @@
-// Activations by themselves, for models that are not of the gated shape. Every lane is computed alike wherever it stands
-// in its row, so a row's result does not depend on the width or on its neighbours.
+// Activations by themselves, for models that are not of the gated shape. Every lane is computed alike wherever it
+// stands in its row, so a row's result does not depend on the width or on its neighbours.
 #include "activation.h"
 
 namespace {

@@ -7,10 +7,10 @@ namespace {
 
 enum Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3 };
 
-// x * sigmoid(z) = x / (1 + e^-z), to ~2 ulp. This is most of the time of a gated MLP's activation, so the exponential is
-// a shorter one than rs_exp: 1 + e^-z needs no subnormals, and computing e^-z / 2 keeps it finite until it should not be.
+// x * sigmoid(z) = x / (1 + e^-z), to ~2 ulp. This is most of the time of a gated MLP's activation, so the exponential
+// is a shorter one than rs_exp: 1 + e^-z needs no subnormals, and e^-z / 2 is finite until 1 + e^-z should not be.
 RS_INLINE f32x16 rs_gated_by_sigmoid(f32x16 x, f32x16 z) {
-    const f32x16 shift = rs_set1(12582911.0f);  // 1.5 * 2^23 - 1: adding it rounds to whole numbers, and n arrives as n - 1
+    const f32x16 shift = rs_set1(12582911.0f);  // 1.5 * 2^23 - 1: adding it rounds, and leaves n - 1 in the low bits
     z = rs_max(rs_set1(-89.0f), z);             // the operand order keeps a NaN
     z = rs_min(rs_set1(60.0f), z);
     f32x16 shifted = rs_fma(z, rs_set1(-1.44269504088896341f), shift);

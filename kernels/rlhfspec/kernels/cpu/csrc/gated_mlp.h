@@ -29,14 +29,14 @@ struct GateEpilogue {
     long stride = 0, row = 0, position = 0, column = 0;
     long done = 0, total = 0, per_step = 0;
 
-    inline __attribute__((always_inline)) void step() {
+    RS_ALWAYS void step() {
         next.step();
         for (long i = 0; i < per_step && done < total; ++i) unit();
     }
     void finish() {
         while (done < total) unit();
     }
-    inline __attribute__((always_inline)) void unit() {
+    RS_ALWAYS void unit() {
         long r = done / kGroups, c = done % kGroups * kLanes;
         f32x16 gate = rs_load(block + done * 32), up = rs_load(block + done * 32 + kLanes);
         if (__builtin_expect(mlp->gate_bias != nullptr, 0))
@@ -93,7 +93,8 @@ void gate_columns(const typename P::Activation* acts, const Weights<P>& w, const
             side.per_step = (side.total + steps - 1) / steps;
             whole_block<P>(acts, w, panel, row, block_rows, scratch[turn], side);
             side.finish();
-            side.block = scratch[turn], side.row = row, side.column = column, side.position = position + column - start;
+            side.block = scratch[turn], side.row = row, side.column = column;
+            side.position = position + column - start;
             side.done = 0, side.total = block_rows * GateEpilogue<P, kind>::kGroups;
         }
     }
@@ -106,8 +107,9 @@ template <class P, int kind>
 void gated_mlp_split(const typename P::Activation* acts, const Weights<P>& gate_up, const Weights<P>& down,
                      const GatedMlp& mlp, float* out, long rows, int num_threads) {
     static thread_local Scratch scratch;
-    long length = segment_length(down.k), segments = num_segments(down.k), panels = round_up(mlp.n, P::kPanel) / P::kPanel;
-    long padded_rows = round_up(rows, P::kRowTile), width = panels * P::kPanel, stride = P::stride(kHiddenBlock);
+    long length = segment_length(down.k), segments = num_segments(down.k);
+    long panels = round_up(mlp.n, P::kPanel) / P::kPanel, width = panels * P::kPanel;
+    long padded_rows = round_up(rows, P::kRowTile), stride = P::stride(kHiddenBlock);
     float* partials = scratch.get<float>(segments * padded_rows * width);
 #pragma omp parallel num_threads(num_threads)
     {
@@ -166,8 +168,8 @@ void gated_mlp_kind(const float* x, const void* gate_up, const void* down, const
         long chunk = smaller(kRowChunk, rows - row);
         const typename P::Activation* acts = P::pack(scratch, x + row * mlp.hidden, chunk, mlp.hidden, num_threads);
         bool small = num_segments(mlp.intermediate) * chunk * mlp.n <= kMaxPartials;
-        (small ? gated_mlp_split<P, kind> : gated_mlp_whole<P, kind>)(acts, first, second, mlp, out + row * mlp.n, chunk,
-                                                                      num_threads);
+        auto run = small ? gated_mlp_split<P, kind> : gated_mlp_whole<P, kind>;
+        run(acts, first, second, mlp, out + row * mlp.n, chunk, num_threads);
     }
 }
 

@@ -1,5 +1,5 @@
-// Linear layers by fused multiply-add: fp32 activations, weights stored as bf16 or fp32. Every CPU with AVX2 has it, and
-// AVX2 and AVX-512 give the same bits.
+// Linear layers by fused multiply-add: fp32 activations, weights stored as bf16 or fp32. Every CPU with AVX2 has it,
+// and AVX2 and AVX-512 give the same bits.
 #include "gated_mlp.h"
 
 namespace {
@@ -7,17 +7,18 @@ namespace {
 // 64 outputs of one k. bf16 panels hold columns c and c + 16 side by side, so that a shift and a mask unpack them.
 struct Fp32 {
     using Type = float;
-    static inline __attribute__((always_inline)) void load(const float* w, f32x16* v) {
+    static RS_ALWAYS void load(const float* w, f32x16* v) {
         v[0] = rs_load(w);
         v[1] = rs_load(w + 16);
     }
 };
 struct Bf16 {
     using Type = uint16_t;
-    static inline __attribute__((always_inline)) void load(const uint16_t* w, f32x16* v) { rs_load_bf16_pairs(w, v, v + 1); }
+    static RS_ALWAYS void load(const uint16_t* w, f32x16* v) { rs_load_bf16_pairs(w, v, v + 1); }
 };
 
 constexpr long kColumns = 64;  // of a panel
+constexpr long kStep = 16;     // k between two calls of side.step()
 
 #ifdef __AVX512F__
 constexpr int kMaxTileRows = 6, kTileVectors = 4;  // 24 accumulators of 32 registers
@@ -36,16 +37,18 @@ RS_INLINE void fma_tile(const float* x, long stride, const typename Stored::Type
             for (int v = 0; v < kTileVectors; ++v)
                 sums[r][v] = carry ? rs_load(out + r * out_stride + (part + v) * kLanes) : rs_zero();
         const typename Stored::Type* column = w + part * kLanes;
-        for (long i = 0; i < k; ++i, column += kColumns) {
-            f32x16 weights[kTileVectors];
-#pragma GCC unroll 2
-            for (int v = 0; v < kTileVectors; v += 2) Stored::load(column + v * kLanes, weights + v);
+        for (long i = 0; i < k;) {
             side.step();
+            for (long end = smaller(k, i + kStep); i < end; ++i, column += kColumns) {
+                f32x16 weights[kTileVectors];
+#pragma GCC unroll 2
+                for (int v = 0; v < kTileVectors; v += 2) Stored::load(column + v * kLanes, weights + v);
 #pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) {
-                f32x16 value = rs_set1(x[r * stride + i]);
+                for (int r = 0; r < kRows; ++r) {
+                    f32x16 value = rs_set1(x[r * stride + i]);
 #pragma GCC unroll 4
-                for (int v = 0; v < kTileVectors; ++v) sums[r][v] = rs_fma(value, weights[v], sums[r][v]);
+                    for (int v = 0; v < kTileVectors; ++v) sums[r][v] = rs_fma(value, weights[v], sums[r][v]);
+                }
             }
         }
 #pragma GCC unroll 8
@@ -66,8 +69,10 @@ struct Fma {
     static long stride(long k) { return k; }
     static const float* at(const float* acts, long stride, long row, long k) { return acts + row * stride + k; }
     static const float* pack(Scratch&, const float* x, long, long, int) { return x; }
-    static long steps(long rows, long k) { return (rows + kMaxTileRows - 1) / kMaxTileRows * (4 / kTileVectors) * k; }
-    static inline __attribute__((always_inline)) void put(float* acts, long stride, long row, long k, f32x16 value) {
+    static long steps(long rows, long k) {
+        return (rows + kMaxTileRows - 1) / kMaxTileRows * (4 / kTileVectors) * ((k + kStep - 1) / kStep);
+    }
+    static RS_ALWAYS void put(float* acts, long stride, long row, long k, f32x16 value) {
         rs_store(acts + row * stride + k, value);
     }
     template <class Side>

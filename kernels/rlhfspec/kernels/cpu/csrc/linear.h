@@ -15,10 +15,10 @@
 //     P::at(acts, stride, row, k)  address of an activation; P::stride(k) for a matrix of k columns
 //     P::pack(...)                 float rows -> activations
 //     P::put(acts, stride, row, k, vector)   16 activations
-//     P::block(..., carry, side)   out[rows, kPanel] = the chain over k of one panel, begun at zero or at what out holds;
-//                                  calls side.step() as it goes, P::steps(rows, k) times in all
-// Weights are panels of kPanel outputs: panel p, position k begins at (p * padded K + k) * kPanel. Outputs are padded to
-// a multiple of 64.
+//     P::block(..., carry, side)   out[rows, kPanel] = the chain over k of one panel, begun at zero or, carrying on, at
+//                                  what out holds; calls side.step() as it goes, P::steps(rows, k) times in all
+// Weights are panels of kPanel outputs: panel p, position k begins at (p * padded K + k) * kPanel. Outputs are padded
+// to a multiple of 64.
 #pragma once
 
 #include <stdlib.h>
@@ -66,7 +66,7 @@ struct Prefetch {
     long lines_per_step = 0;
 
     Prefetch over(long steps) const { return {at, end, (end - at + steps * 64 - 1) / (steps * 64)}; }
-    inline __attribute__((always_inline)) void step() {
+    RS_ALWAYS void step() {
         for (long i = 0; i < lines_per_step && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
     }
 };
@@ -79,7 +79,9 @@ struct Weights {
 
     Weights(const void* packed, long num_inputs)
         : data((const typename P::Weight*)packed), k(num_inputs), padded_k(round_up(num_inputs, P::kPadK)) {}
-    const typename P::Weight* at(long panel, long start) const { return data + (panel * padded_k + start) * P::kPanel; }
+    const typename P::Weight* at(long panel, long start) const {
+        return data + (panel * padded_k + start) * P::kPanel;
+    }
     Prefetch ahead(long panel, long start, long length) const {
         const char* from = (const char*)at(panel, start);
         return {from, from + length * P::kPanel * (long)sizeof(typename P::Weight), 0};

@@ -81,8 +81,8 @@ struct Amx : Bf16Activations {
     static void end() { _tile_release(); }
     static long steps(long rows, long k) { return round_up(rows, 32) / 32 * (round_up(k, 32) / 32); }
     template <class Side>
-    __attribute__((noinline)) static void block(const uint16_t* a, long stride, const uint16_t* w, long k, int rows, float* out,
-                                long out_stride, bool carry, Side& side) {
+    __attribute__((noinline)) static void block(const uint16_t* a, long stride, const uint16_t* w, long k, int rows,
+                                                float* out, long out_stride, bool carry, Side& side) {
         long k_steps = round_up(k, 32) / 32;
         if (rows > 16) two_by_two(a, stride, w, k_steps, out, out_stride, carry, side);
         else one_by_two(a, w, k_steps, out, out_stride, carry, side);

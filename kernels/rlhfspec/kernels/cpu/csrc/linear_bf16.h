@@ -23,7 +23,7 @@ struct Bf16Activations {
         return at((uint16_t*)acts, stride, row, k);
     }
     // 16 activations, rounded to nearest even; subnormals become zero, as they do in the products.
-    static inline __attribute__((always_inline)) void put(uint16_t* acts, long stride, long row, long k, f32x16 value) {
+    static RS_ALWAYS void put(uint16_t* acts, long stride, long row, long k, f32x16 value) {
         _mm256_storeu_si256((__m256i*)at(acts, stride, row, k), (__m256i)_mm512_cvtneps_pbh(value.v));
     }
     static f32x16 load_some(const float* x, long lanes) {

@@ -16,7 +16,8 @@
 #define RS_JOIN(name, isa) RS_JOIN_(name, isa)
 #define RS_NAME(name) RS_JOIN(name, RS_ISA)
 #define RS_EXPORT extern "C" __attribute__((visibility("default")))
-#define RS_INLINE static inline __attribute__((always_inline))
+#define RS_ALWAYS inline __attribute__((always_inline))  // for member functions
+#define RS_INLINE static RS_ALWAYS
 
 constexpr int kLanes = 16;
 
@@ -73,7 +74,9 @@ RS_INLINE f32x16 rs_fnma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fnmadd_p
 // If either lane is NaN the result is b, as in the instruction.
 RS_INLINE f32x16 rs_max(f32x16 a, f32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 RS_INLINE f32x16 rs_min(f32x16 a, f32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
-RS_INLINE f32x16 rs_round(f32x16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+RS_INLINE f32x16 rs_round(f32x16 a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
 RS_INLINE f32x16 rs_abs(f32x16 a) {
     return {_mm512_castsi512_ps(_mm512_and_epi32(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff)))};
 }
@@ -259,12 +262,12 @@ RS_INLINE float rs_hmax(f32x16 a) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-// e^x, at most 2 ulp off over the whole line: 0 below -104, infinity above 88.73, subnormals in between kept, NaN stays.
+// e^x, at most 2 ulp off on the whole line: 0 below -104, infinity above 88.73, subnormals in between kept, NaN stays.
 RS_INLINE f32x16 rs_exp(f32x16 x) {
     x = rs_max(rs_set1(-105.0f), x);  // the operand order keeps a NaN
     x = rs_min(rs_set1(89.0f), x);
     f32x16 n = rs_round(rs_mul(x, rs_set1(1.44269504088896341f)));
-    f32x16 r = rs_fnma(n, rs_set1(0.693359375f), x);  // ln 2 in two parts: the first has few bits, so the product is exact
+    f32x16 r = rs_fnma(n, rs_set1(0.693359375f), x);  // ln 2 in two parts: the first is short, so the product is exact
     r = rs_fnma(n, rs_set1(-2.12194440e-4f), r);
     f32x16 p = rs_set1(1.9875691500e-4f);
     p = rs_fma(p, r, rs_set1(1.3981999507e-3f));
