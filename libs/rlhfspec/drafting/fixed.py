@@ -74,18 +74,14 @@ class FixedSelector:
 
     def observe(self, outcome: Outcome) -> None:
         started = perf_counter()
-        host_seconds = observe_costs(self._costs, outcome) if self._costs is not None else 0.0
+        verify_seconds = host_seconds = 0.0
+        if self._costs is not None:
+            verify_seconds, host_seconds = observe_costs(self._costs, outcome)
         self._lessons.add(outcome, empty_forest())
         if self._lessons.is_due:
             self._lessons.teach()
-        self._journal.close(
-            outcome,
-            is_probe=False,
-            draft_seconds=outcome.draft_seconds,
-            host_seconds=host_seconds,
-            optimum=0.0,
-            started=started,
-        )
+        predicted = outcome.draft_seconds, verify_seconds, host_seconds
+        self._journal.close(outcome, is_probe=False, predicted=predicted, optimum=0.0, started=started)
 
     def reset(self) -> None:
         """Weights changed."""

@@ -16,6 +16,8 @@ from rlhfspec.drafting.watchdog import WatchdogEvent
 
 _NUM_DECISIONS = 128
 
+_Seconds = tuple[float, float, float]  # draft, verification, host
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -72,7 +74,7 @@ class Journal:
 
     def __init__(self, costs: CostModel | None) -> None:
         self._costs = costs
-        self._entries: deque[tuple[int, Outcome, bool, float, float, float]] = deque(maxlen=_NUM_DECISIONS)
+        self._entries: deque[tuple[int, Outcome, bool, _Seconds, float]] = deque(maxlen=_NUM_DECISIONS)
         self.num_steps = 0
         self.total_selector_seconds = 0.0
         self._selector_seconds = 0.0  # of the current step
@@ -82,25 +84,15 @@ class Journal:
     def spend(self, started: float) -> None:
         self._selector_seconds += perf_counter() - started
 
-    def close(
-        self,
-        outcome: Outcome,
-        *,
-        is_probe: bool,
-        draft_seconds: float,
-        host_seconds: float,
-        optimum: float,
-        started: float,
-    ) -> None:
-        """The step is over. `draft_seconds`, `host_seconds`: as predicted; `optimum`: best tokens/s, 0 = unknown."""
-        if outcome.choice is not None and self._costs is not None:
-            predicted = draft_seconds + outcome.choice.predicted_verify_seconds + host_seconds
-            self._costs.record_error("step", predicted, outcome.step_seconds)
+    def close(self, outcome: Outcome, *, is_probe: bool, predicted: _Seconds, optimum: float, started: float) -> None:
+        """The step is over. `predicted`: draft, verification, host; `optimum`: the best tokens/s, 0 = unknown."""
+        if self._costs is not None:
+            self._costs.record_error("step", sum(predicted), outcome.step_seconds)
         if optimum:
             self._optimum_seconds += outcome.num_committed / optimum
         self._total_seconds += outcome.step_seconds
         self.spend(started)
-        self._entries.append((self.num_steps, outcome, is_probe, draft_seconds, host_seconds, self._selector_seconds))
+        self._entries.append((self.num_steps, outcome, is_probe, predicted, self._selector_seconds))
         self.num_steps += 1
         self.total_selector_seconds += self._selector_seconds
         self._selector_seconds = 0.0
@@ -117,11 +109,9 @@ class Journal:
         )
 
 
-def _decision(
-    step: int, outcome: Outcome, is_probe: bool, draft_seconds: float, host_seconds: float, selector_seconds: float
-) -> Decision:
+def _decision(step: int, outcome: Outcome, is_probe: bool, predicted: _Seconds, selector_seconds: float) -> Decision:
     choice = outcome.choice
-    verify_seconds = choice.predicted_verify_seconds if choice else 0.0
+    draft_seconds, verify_seconds, host_seconds = predicted
     return Decision(
         step=step,
         plan=outcome.plan.name,

@@ -159,17 +159,17 @@ class AdaptiveSelector:
     def observe(self, outcome: Outcome) -> None:
         started = perf_counter()
         plan, num_sequences = outcome.plan, len(outcome.state.rows)
-        predicted_draft = predicted_host = 0.0
+        draft_seconds = verify_seconds = host_seconds = 0.0
         if num_sequences:
             thorough = self._step < _THOROUGH_STEPS or self._step % _THOROUGH_EVERY == 0
-            predicted_host = observe_costs(self._costs, outcome, host=thorough)
+            verify_seconds, host_seconds = observe_costs(self._costs, outcome, host=thorough)
             self._lessons.add(outcome, self._proposed)
             if plan.drafter is not None:
                 levels = self._rule.finish(outcome.draft_seconds) if self._rule is not None else []
-                predicted_draft = predicted_draft_seconds(self._costs, plan.drafter, num_sequences, levels)
+                draft_seconds = predicted_draft_seconds(self._costs, plan.drafter, num_sequences, levels)
                 if thorough:
                     observe_draft(self._costs, outcome, levels, self._step)
-                    self._watch(outcome, predicted_draft + predicted_host)
+                    self._watch(outcome, draft_seconds + verify_seconds + host_seconds)
                 self._learn(outcome, thorough=thorough)
             if self._lessons.is_due:
                 collected = self._lessons.teach()
@@ -179,8 +179,7 @@ class AdaptiveSelector:
         self._journal.close(
             outcome,
             is_probe=self._is_probe,
-            draft_seconds=predicted_draft,
-            host_seconds=predicted_host,
+            predicted=(draft_seconds, verify_seconds, host_seconds),
             optimum=self._outlook.best_possible_rate if num_sequences else 0.0,
             started=started,
         )
@@ -241,16 +240,17 @@ class AdaptiveSelector:
                 num_nodes = len(choice.keep)
                 self._outlook.learn_ratio(plan, num_sequences=num_sequences, num_nodes=num_nodes, expected=expected)
 
-    def _watch(self, outcome: Outcome, predicted_rest: float) -> None:
+    def _watch(self, outcome: Outcome, predicted_seconds: float) -> None:
         state, num_sequences = outcome.state, len(outcome.state.rows)
         plain = self._outlook.plain_seconds(num_sequences, state.num_prefill_rows, state.kv_tokens)
-        predicted = predicted_rest + (outcome.choice.predicted_verify_seconds if outcome.choice else plain)
         event = self._watchdog.observe(
             str(outcome.plan.drafter),
             self._step,
             num_sequences,
             num_tokens=outcome.num_committed,
-            seconds=min(outcome.step_seconds, 3.0 * predicted),  # somebody else's noise is not the drafter's fault
+            seconds=min(
+                outcome.step_seconds, 3.0 * predicted_seconds
+            ),  # somebody else's noise is not the drafter's fault
             plain_seconds=plain,
         )
         if event is not None:

@@ -33,7 +33,7 @@ from rlhfspec.drafting.contexts import LONGEST, ContextIndex
 from rlhfspec.drafting.noise import gumbels
 
 _MOST_GAP = 30.0
-_LEAST_PATH = 0.04  # paths less likely than this are not worth a look
+_LEAST_PATH = 0.02  # paths less likely than this are not worth a look
 _TOKENS_INDEXED_PER_STEP = 768  # a backlog (after steps without this drafter) is worked off bit by bit
 _MOST_WAITING_TEXTS = 64  # of a group: texts of finished members and earlier rollouts not yet indexed
 
@@ -91,6 +91,7 @@ class SuffixDrafter:
         self._tokens: IntArray | None = None  # the engine's table, as last seen
 
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
+        self.forget(row)
         key: _GroupKey = group or tokens.tobytes()
         found = self._groups.get(key)
         if found is None:
@@ -232,7 +233,7 @@ class _Draft:
             for rank, at in enumerate(ranked[: self._branch]):
                 gap = best - behind if rank == 0 else best - scores[at]
                 gap = min(max(gap, 0.0), _MOST_GAP)
-                path = node.path * (1.0 - 0.6 * math.exp(-gap) if rank == 0 else 0.3 * math.exp(-gap))
+                path = node.path * (1.0 - 0.5 * math.exp(-gap) if rank == 0 else 0.3 * math.exp(-gap))
                 token = tokens[at]
                 if not last and node.room > 1 and path >= _LEAST_PATH:
                     context = (*node.context[1 - LONGEST :], token)

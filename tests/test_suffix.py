@@ -1,0 +1,349 @@
+"""The suffix drafter: the law's noise exactly, proposals that come true, and memory that is given back."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfspec.drafting.acceptance import AcceptanceModel
+from rlhfspec.drafting.base import DraftBatch, FloatArray, Forest, IntArray, Plan
+from rlhfspec.drafting.contexts import ORDERS, ContextIndex
+from rlhfspec.drafting.levels import Always
+from rlhfspec.drafting.noise import gumbel, gumbels, philox
+from rlhfspec.drafting.suffix import SuffixDrafter
+
+CHAIN = Plan(drafter="suffix", depth=8)
+TREE = Plan(drafter="suffix", depth=6, width=2, branch=3)
+
+
+class Table:
+    """Token rows as an engine keeps them."""
+
+    def __init__(self, num_rows: int, *, temperature: float = 1.0) -> None:
+        self.tokens = np.zeros((num_rows, 2048), np.int32)
+        self.lengths = np.zeros(num_rows, np.int32)
+        self.prompt_lengths = np.zeros(num_rows, np.int32)
+        self.room = np.full(num_rows, 500, np.int32)
+        self.temperatures = np.full(num_rows, temperature, np.float32)
+
+    def begin(
+        self,
+        drafter: SuffixDrafter,
+        row: int,
+        prompt: list[int],
+        group: str = "",
+        history: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        self.tokens[row, : len(prompt)] = prompt
+        self.lengths[row] = self.prompt_lengths[row] = len(prompt)
+        drafter.start(row, self.tokens[row, : len(prompt)], group, history)
+
+    def write(self, row: int, tokens: list[int]) -> None:
+        end = int(self.lengths[row]) + len(tokens)
+        self.tokens[row, int(self.lengths[row]) : end] = tokens
+        self.lengths[row] = end
+
+    def batch(self, *rows: int) -> DraftBatch:
+        index = np.array(rows, np.int32)
+        return DraftBatch(
+            rows=index,
+            lengths=self.lengths[index],
+            prompt_lengths=self.prompt_lengths[index],
+            room=self.room[index],
+            seeds=(index + 11).astype(np.uint64),
+            temperatures=self.temperatures[index],
+            tokens=self.tokens,
+        )
+
+
+def propose(drafter: SuffixDrafter, batch: DraftBatch, plan: Plan = CHAIN) -> Forest:
+    return drafter.propose(batch, plan, AcceptanceModel(64), Always())
+
+
+def test_philox_is_the_published_one() -> None:
+    ones = 0xFFFFFFFF
+    assert philox((ones, ones, ones, ones), (ones, ones)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert philox(pi, (0xA4093822, 0x299F31D0)) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)),
+        min_size=1,
+        max_size=70,
+    )
+)
+def test_noise_in_lanes_is_the_noise_one_by_one(where: list[tuple[int, int, int]]) -> None:
+    seeds, positions, tokens = zip(*where, strict=True)
+    assert gumbels(seeds, positions, tokens) == [gumbel(*one) for one in where]
+
+
+def test_noise_is_standard_gumbel() -> None:
+    drawn = np.array(gumbels([5] * 20000, list(range(20000)), [3] * 20000))
+    assert drawn.mean() == pytest.approx(0.5772, abs=0.03)
+    assert drawn.var() == pytest.approx(np.pi**2 / 6, abs=0.06)
+
+
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=80), st.integers(1, 79))
+def test_an_index_grown_in_pieces_is_the_index_of_the_whole(tokens: list[int], cut: int) -> None:
+    whole, pieces = ContextIndex(), ContextIndex()
+    text, cut = tuple(tokens), min(cut, len(tokens))
+    whole.add(text, start=0)
+    pieces.add(text[:cut], start=0)
+    pieces.add(text, start=cut)
+    for end in range(len(text) + 1):
+        context = text[max(end - ORDERS[0], 0) : end]
+        assert whole.continuations(context) == pieces.continuations(context)
+
+
+@given(st.lists(st.integers(0, 2), min_size=3, max_size=80))
+def test_chances_are_a_distribution_over_what_followed_the_longest_context(tokens: list[int]) -> None:
+    index, text = ContextIndex(), tuple(tokens)
+    index.add(text, start=0)
+    for end in range(2, len(text) + 1):
+        context = text[max(end - ORDERS[0], 0) : end]
+        candidates, chances, rest = index.continuations(context)
+        assert sum(chances) + rest == pytest.approx(1.0, abs=1e-5)
+        assert all(chance > 0 for chance in chances)
+        followed: Counter[int] = Counter()
+        for order in ORDERS:  # the slow twin: look through the whole text
+            if order <= len(context):
+                wanted = context[-order:]
+                for i in range(order, len(text)):
+                    if text[i - order : i] == wanted:
+                        followed[text[i]] += 1
+            if followed:
+                break
+        assert set(followed) <= set(candidates)
+        assert bool(followed) == bool(candidates)
+
+
+def test_it_goes_on_as_the_text_did_before() -> None:
+    table, drafter = Table(1, temperature=0.0), SuffixDrafter()
+    table.begin(drafter, 0, [*range(40), 7, 8, 9, 10])
+    forest = propose(drafter, table.batch(0))
+    assert forest.token.tolist() == [11, 12, 13, 14, 15, 16, 17, 18]
+    assert forest.parent.tolist() == [-1, 0, 1, 2, 3, 4, 5, 6]
+    assert forest.depth.tolist() == list(range(1, 9))
+    assert (np.diff(forest.path_acceptance) < 0).all()
+
+
+def test_it_learns_from_siblings_finished_siblings_and_history() -> None:
+    prompt, answer = [1, 2, 3, 4, 5], [50, 51, 52, 53, 54, 55, 56]
+    for source in ("running", "finished", "history"):
+        table, drafter = Table(3, temperature=0.0), SuffixDrafter()
+        if source == "history":
+            table.begin(drafter, 1, prompt, "g", history=((*prompt, *answer),))
+        else:
+            table.begin(drafter, 0, prompt, "g")
+            table.begin(drafter, 1, prompt, "g")
+            before = table.batch(0)
+            table.write(0, answer)
+            drafter.observe(before, table.lengths[[0]])
+            if source == "finished":
+                drafter.forget(0)
+            else:
+                propose(drafter, table.batch(0, 1))
+        table.write(1, answer[:2])
+        assert propose(drafter, table.batch(1)).token.tolist() == answer[2:], source
+
+
+def test_strangers_do_not_see_each_other() -> None:
+    table, drafter = Table(2, temperature=0.0), SuffixDrafter()
+    table.begin(drafter, 0, list(range(30)), "a")
+    table.begin(drafter, 1, [90, 3, 4, 5], "b")
+    propose(drafter, table.batch(0))
+    assert propose(drafter, table.batch(1)).size == 0
+
+
+def test_trees_keep_the_contract() -> None:
+    random = np.random.default_rng(0)
+    table, drafter = Table(6), SuffixDrafter()
+    for row in range(6):
+        table.begin(drafter, row, random.integers(0, 3, 300).tolist(), "shared" if row < 3 else "")
+    table.room[:] = [500, 4, 3, 2, 1, 0]
+    for _ in range(4):  # the first ones index the prompts
+        forest = propose(drafter, table.batch(0, 1, 2, 3, 4, 5), TREE)
+    assert forest.size > 12
+    for node in range(forest.size):
+        parent = int(forest.parent[node])
+        assert parent < node
+        if parent >= 0:
+            assert forest.sequence[parent] == forest.sequence[node]
+            assert forest.depth[node] == forest.depth[parent] + 1
+            assert forest.path_acceptance[node] <= forest.path_acceptance[parent]
+    siblings = defaultdict(list)
+    for node in range(forest.size):
+        siblings[int(forest.sequence[node]), int(forest.parent[node])].append(node)
+    for nodes in siblings.values():
+        assert [int(forest.rank[node]) for node in nodes] == list(range(len(nodes)))
+        assert len(nodes) <= TREE.branch
+        assert len({int(forest.token[node]) for node in nodes}) == len(nodes)
+    assert (forest.gap >= 0).all()
+    assert (forest.gap <= 30).all()
+    deepest = {sequence: int(forest.depth[forest.sequence == sequence].max(initial=0)) for sequence in range(6)}
+    assert deepest == {0: 6, 1: 3, 2: 2, 3: 1, 4: 0, 5: 0}, "no deeper than room - 1: the verification adds one token"
+    per_level = Counter(zip(forest.depth.tolist(), forest.parent.tolist(), strict=True))
+    expanded = Counter(depth for depth, _ in per_level)
+    assert all(expanded[depth] <= TREE.width * 6 for depth in range(2, 7))
+
+
+def target_of(text: list[int], order: int) -> Callable[[int, int, IntArray], int]:
+    """A target that samples by the law from what follows each context in a text."""
+    counts: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for i in range(order, len(text)):
+        counts[tuple(text[i - order : i])][text[i]] += 1
+
+    def sample(seed: int, position: int, so_far: IntArray) -> int:
+        found = counts.get(tuple(so_far[-order:].tolist()), Counter({0: 1}))
+        scored = ((np.log(count) + gumbel(seed, position, token), token) for token, count in found.items())
+        return max(scored)[1]
+
+    return sample
+
+
+def generate(
+    drafter: SuffixDrafter,
+    table: Table,
+    rows: list[int],
+    sample: Callable[[int, int, IntArray], int],
+    steps: int,
+    *,
+    plan: Plan,
+) -> tuple[int, AcceptanceModel]:
+    """Verify proposals for some steps; returns accepted tokens and the acceptance model that learnt from them."""
+    acceptance, num_accepted = AcceptanceModel(64), 0
+    for _ in range(steps):
+        batch = table.batch(*rows)
+        forest = drafter.propose(batch, plan, acceptance, Always())
+        accepted = np.zeros(forest.size, np.bool_)
+        reached = np.zeros(forest.size, np.bool_)
+        for i, row in enumerate(rows):
+            node, goes_on = -1, True
+            while goes_on:
+                length = int(table.lengths[row])
+                token = sample(int(batch.seeds[i]), length - int(table.prompt_lengths[row]), table.tokens[row, :length])
+                table.write(row, [token])
+                children = np.flatnonzero((forest.parent == node) & (forest.sequence == i))
+                reached[children] = True
+                hit = children[forest.token[children] == token]
+                goes_on = len(hit) > 0
+                if goes_on:
+                    node = int(hit[0])
+                    accepted[node] = True
+        num_accepted += int(accepted.sum())
+        drafter.observe(batch, table.lengths[rows])
+        tested = np.flatnonzero(reached)
+        rows_of, depth, rank = (a[tested] for a in (batch.rows[forest.sequence], forest.depth, forest.rank))
+        acceptance.observe("suffix", rows_of, depth, rank, forest.gap[tested], accepted[tested])
+    return num_accepted, acceptance
+
+
+def templated_text(seed: int, num_sentences: int) -> list[int]:
+    """Sentences of fixed words with holes: bytes."""
+    random = np.random.default_rng(seed)
+    words = ["".join(chr(97 + int(c)) for c in random.integers(0, 26, 5)) for _ in range(24)]
+    sentences = [[words[int(w)] for w in random.integers(0, 24, 5)] for _ in range(5)]
+    text = ""
+    for _ in range(num_sentences):
+        sentence = list(sentences[int(random.integers(5))])
+        sentence[int(random.integers(5))] = words[int(random.integers(24))]
+        text += " ".join(sentence) + ". "
+    return list(text.encode())
+
+
+def test_shared_noise_finds_more_of_the_targets_choices() -> None:
+    """The same counts, ranked with the noise of the target and with that of another seed."""
+    text = templated_text(0, 400)
+    sample = target_of(text, 3)
+    accepted = {}
+    for shift in (0, 1000):
+        table, drafter = Table(4), SuffixDrafter()
+        for row in range(4):
+            table.begin(drafter, row, text[:600], "g")
+
+        def shifted(seed: int, t: int, so_far: IntArray, shift: int = shift) -> int:
+            return sample(seed + shift, t, so_far)
+
+        accepted[shift], _ = generate(drafter, table, [0, 1, 2, 3], shifted, 60, plan=CHAIN)
+    assert accepted[0] > 1.15 * accepted[1000], accepted
+
+
+def test_calibration_learns_how_far_to_trust_a_context() -> None:
+    text = templated_text(1, 400)
+    table, drafter = Table(4), SuffixDrafter()
+    for row in range(4):
+        table.begin(drafter, row, text[:400], "g")
+    num_accepted, acceptance = generate(drafter, table, [0, 1, 2, 3], target_of(text, 4), 80, plan=TREE)
+    assert num_accepted > 320, "more than one a sequence and step"
+    assert acceptance.calibration().error < 0.06
+    gaps = np.array([0.1, 2.0, 8.0], np.float32)
+    ones = np.ones(3, np.int32)
+    chances: FloatArray = acceptance.predict("suffix", ones * 0, ones * 3, ones * 0, gaps)
+    assert chances[2] > chances[1] > chances[0]
+    assert chances[2] - chances[0] > 0.15, "the gap must tell safe from unsafe"
+
+
+def test_memory_is_bounded_and_given_back() -> None:
+    random = np.random.default_rng(0)
+    table, drafter = Table(4), SuffixDrafter(max_contexts=4000, max_idle_groups=3)
+    for generation in range(60):
+        row = generation % 4
+        table.begin(drafter, row, random.integers(0, 200, 900).tolist(), f"group {generation}")
+        propose(drafter, table.batch(row))
+        propose(drafter, table.batch(row))
+        drafter.forget(row)
+        assert drafter.num_contexts() <= 4 * (4000 + 4 * 900)
+    assert len(drafter._groups) == 3
+    assert drafter._sequences == {}
+
+
+def test_a_late_member_finds_its_group_and_a_restart_does_not_leak() -> None:
+    table, drafter = Table(2, temperature=0.0), SuffixDrafter(max_idle_groups=1)
+    table.begin(drafter, 0, list(range(30)), "g")
+    propose(drafter, table.batch(0))
+    drafter.forget(0)
+    table.begin(drafter, 1, [3, 4, 5, 6], "g")
+    assert propose(drafter, table.batch(1)).token.tolist() == list(range(7, 15))
+    table.begin(drafter, 1, [3, 4, 5, 6], "g")  # the same row again, without a forget
+    drafter.forget(1)
+    drafter.forget(1)
+    table.begin(drafter, 0, [1, 2], "h")
+    drafter.forget(0)
+    assert list(drafter._groups) == ["h"]
+
+
+def test_a_backlog_is_worked_off_bit_by_bit() -> None:
+    table, drafter = Table(1, temperature=0.0), SuffixDrafter()
+    table.begin(drafter, 0, [])
+    table.write(0, [*range(1500), 3, 4, 5])
+    batch = table.batch(0)
+    assert propose(drafter, batch).token.tolist()[:5] == [6, 7, 8, 9, 10]
+    indexed = drafter._sequences[0].num_indexed
+    assert 0 < indexed < 1500
+    propose(drafter, batch)
+    assert drafter._sequences[0].num_indexed > indexed
+
+
+def test_a_depth_8_proposal_costs_microseconds() -> None:
+    text = templated_text(2, 800)
+    sample = target_of(text, 4)
+    table, drafter = Table(64), SuffixDrafter()
+    rows = list(range(64))
+    for row in rows:
+        table.begin(drafter, row, text[row : row + 200], f"group {row // 8}")
+    _, acceptance = generate(drafter, table, rows, sample, 6, plan=CHAIN)
+    batch, costs = table.batch(*rows), []
+    for _ in range(30):
+        started = time.perf_counter()
+        forest = drafter.propose(batch, CHAIN, acceptance, Always())
+        costs.append(time.perf_counter() - started)
+    assert forest.size > 200
+    assert min(costs) / 64 < 6e-5, f"{min(costs) / 64 * 1e6:.1f} us a sequence"
