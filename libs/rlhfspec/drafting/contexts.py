@@ -7,13 +7,14 @@ kept by hash: a collision costs a bad guess, never a wrong token.
 Example:
     >>> index = ContextIndex()
     >>> index.add((1, 2, 3, 1, 2, 3, 1, 2), start=0)
-    >>> tokens, chances, rest = index.continuations((1, 2, 3, 1, 2))
-    >>> tokens, chances[0] > rest
-    ([3], True)
+    >>> tokens, log_chances, log_rest = index.continuations((1, 2, 3, 1, 2))
+    >>> tokens, log_chances[0] > log_rest
+    ((3,), True)
 """
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 
 ORDERS = (16, 8, 4, 2)  # longest first
@@ -21,7 +22,21 @@ LONGEST = ORDERS[0]
 _MOST_CANDIDATES = 6
 # How much of an unseen continuation each different one seen suggests: long contexts repeat, short ones do not
 _OPENNESS = {16: 0.05, 8: 0.2, 4: 0.8, 2: 2.0}
-_ALONE = {order: 1.0 / (1.0 + openness) for order, openness in _OPENNESS.items()}  # chance of one token seen once
+
+Continuations = tuple[tuple[int, ...], tuple[float, ...], float]
+"""Candidate tokens, the logarithms of their chances (not sorted), and that of the chance of any other token."""
+
+_NOTHING: Continuations = ((), (), 0.0)
+_LEAST_REST = 1e-6
+
+
+def _alone(order: int) -> tuple[tuple[float, ...], float]:
+    """Of one token seen once after a context of this length."""
+    chance = 1.0 / (1.0 + _OPENNESS[order])
+    return (math.log(chance),), math.log(1.0 - chance)
+
+
+_ALONE = {order: _alone(order) for order in ORDERS}
 
 
 class ContextIndex:
@@ -30,13 +45,14 @@ class ContextIndex:
     def __init__(self, max_contexts: int = 1 << 17) -> None:
         self._max_contexts = max_contexts
         self._seen: dict[int, int | dict[int, int]] = {}  # a bare token: seen once
+        self._ready: dict[int, Continuations] = {}  # of contexts with several, until they are seen again
 
     def __len__(self) -> int:
         return len(self._seen)
 
     def add(self, tokens: tuple[int, ...], *, start: int) -> None:
         """Count tokens[start:], each after its contexts; what lies before `start` only serves as context."""
-        seen = self._seen
+        seen, ready = self._seen, self._ready
         for order in ORDERS:
             for i in range(max(start, order), len(tokens)):
                 context, token = hash(tokens[i - order : i]), tokens[i]
@@ -45,49 +61,47 @@ class ContextIndex:
                     seen[context] = token
                 elif known.__class__ is dict:
                     known[token] = known.get(token, 0) + 1
+                    ready.pop(context, None)
                 elif known == token:
                     seen[context] = {token: 2}
                 else:
                     seen[context] = {known: 1, token: 1}  # type: ignore[dict-item]
         if len(seen) > self._max_contexts:
             self._seen = dict(islice(seen.items(), len(seen) // 2, None))
+            ready.clear()
 
-    def continuations(self, context: tuple[int, ...]) -> tuple[list[int], list[float], float]:
-        """Candidate tokens, their chances (not sorted), and the chance of any other token.
-
-        `context`: the last LONGEST tokens, or fewer.
-        """
+    def continuations(self, context: tuple[int, ...]) -> Continuations:
+        """What may follow; `context`: the last LONGEST tokens, or fewer."""
         seen = self._seen
         for place, order in enumerate(ORDERS):
-            known = seen.get(hash(context[-order:])) if order < LONGEST else seen.get(hash(context))
+            key = hash(context[-order:])
+            known = seen.get(key)
             if known is None:
                 continue
-            if known.__class__ is int:
-                if order >= 8:
-                    chance = _ALONE[order]
-                    return [known], [chance], 1.0 - chance
-                known = {known: 1}
-            return self._blended(known, order, context, place)  # type: ignore[arg-type]
-        return [], [], 1.0
+            if known.__class__ is int and order >= 8:
+                log_chances, log_rest = _ALONE[order]
+                return (known,), log_chances, log_rest
+            found = self._ready.get(key)
+            if found is None:
+                counts = {known: 1} if known.__class__ is int else known
+                found = self._ready[key] = self._blended(counts, context, place)  # type: ignore[arg-type]
+            return found
+        return _NOTHING
 
-    def _blended(
-        self, counts: dict[int, int], order: int, context: tuple[int, ...], place: int
-    ) -> tuple[list[int], list[float], float]:
+    def _blended(self, counts: dict[int, int], context: tuple[int, ...], place: int) -> Continuations:
         """The longest context's counts; where they are few, the next shorter context fills part of the rest."""
-        openness = _OPENNESS[order] * len(counts)
+        openness = _OPENNESS[ORDERS[place]] * len(counts)
         total = sum(counts.values())
         weight = 1.0 / (total + openness)
-        rest = openness * weight
         if len(counts) > _MOST_CANDIDATES:
             counts = dict(sorted(counts.items(), key=lambda item: -item[1])[:_MOST_CANDIDATES])
-            rest = 1.0 - weight * sum(counts.values())
         chances = {token: count * weight for token, count in counts.items()}
         if total < 4 and place + 1 < len(ORDERS):
             shorter = self._seen.get(hash(context[-ORDERS[place + 1] :]))
             if shorter.__class__ is dict:
                 open_there = _OPENNESS[ORDERS[place + 1]] * len(shorter)
-                share = rest / (sum(shorter.values()) + open_there)
+                share = openness * weight / (sum(shorter.values()) + open_there)
                 for token, count in islice(shorter.items(), _MOST_CANDIDATES):
                     chances[token] = chances.get(token, 0.0) + count * share
-                rest = max(1.0 - sum(chances.values()), 1e-6)
-        return list(chances), list(chances.values()), rest
+        rest = max(1.0 - sum(chances.values()), _LEAST_REST)
+        return tuple(chances), tuple(map(math.log, chances.values())), math.log(rest)

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import itemgetter
 
 import numpy as np
 
@@ -34,10 +35,16 @@ from rlhfspec.drafting.noise import gumbels
 
 _MOST_GAP = 30.0
 _LEAST_PATH = 0.02  # paths less likely than this are not worth a look
+_MOST_BRANCH = 4
 _TOKENS_INDEXED_PER_STEP = 768  # a backlog (after steps without this drafter) is worked off bit by bit
 _MOST_WAITING_TEXTS = 64  # of a group: texts of finished members and earlier rollouts not yet indexed
+_STEPS_REMEMBERED = 4  # a node's children are found anew after so many steps: siblings have written more meanwhile
+_MOST_REMEMBERED = 256  # nodes of one sequence
 
 _GroupKey = str | bytes
+_Child = tuple[int, float, float]  # token, gap, rough chance given its parent
+_Node = tuple[int, int, tuple[int, ...], float]
+"""(index in the forest, -1 for a root; sequence in the batch; last tokens up to the node; rough chance of its path)"""
 
 
 @dataclass(slots=True)
@@ -56,20 +63,19 @@ class _Sequence:
     group: _Group
     length: int  # tokens known to exist in the table
     num_indexed: int
+    # by context: (response position, last step it serves, children). What was drafted below an accepted token
+    # is the next proposal's upper part: the noise of a position never changes.
+    remembered: dict[tuple[int, ...], tuple[int, int, list[_Child]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class _Node:
-    """A node under construction; the root has token -1."""
+class _Wanted:
+    """One sequence of a proposal."""
 
-    index: int  # in the forest, -1 = root
-    sequence: int  # in the batch
-    context: tuple[int, ...]  # the last tokens up to and with this node
-    path: float  # rough chance of the whole path, before calibration
-    texts: ContextIndex
-    room: int  # levels that may lie below
+    sequence: _Sequence
+    depth: int  # levels that may be drafted
     seed: int
-    position: int  # response position of the next token
+    position: int  # response position of the first level
     is_random: bool  # temperature > 0
 
 
@@ -89,6 +95,7 @@ class SuffixDrafter:
         self._idle: OrderedDict[_GroupKey, None] = OrderedDict()
         self._sequences: dict[int, _Sequence] = {}
         self._tokens: IntArray | None = None  # the engine's table, as last seen
+        self._step = 0
 
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
         self.forget(row)
@@ -131,14 +138,15 @@ class SuffixDrafter:
 
     def propose(self, batch: DraftBatch, plan: Plan, acceptance: Acceptance, rule: LevelRule) -> Forest:
         """`rule` is not asked: a level costs microseconds, and the budget prunes."""
+        self._step += 1
         self._index_new(batch)
-        draft = _Draft(plan.branch)
-        frontier = self._roots(batch)
+        wanted, frontier = self._roots(batch, plan.depth)
+        draft = _Draft(wanted, self._step, min(plan.branch, _MOST_BRANCH))
         for level in range(1, plan.depth + 1):
-            frontier = draft.expand(frontier, level, last=level == plan.depth)
+            frontier = draft.expand(frontier, level)
             if len(frontier) > plan.width * batch.size:
-                frontier = sorted(frontier, key=attrgetter("path"), reverse=True)[: plan.width * batch.size]
-                frontier.sort(key=attrgetter("index"))
+                frontier = sorted(frontier, key=itemgetter(3), reverse=True)[: plan.width * batch.size]
+                frontier.sort(key=itemgetter(0))
             if not frontier:
                 break
         return draft.forest(batch, acceptance)
@@ -147,29 +155,23 @@ class SuffixDrafter:
         """Entries of all indexes: what memory grows with."""
         return sum(len(group.index) for group in self._groups.values())
 
-    def _roots(self, batch: DraftBatch) -> list[_Node]:
-        """Sequences with room for more than one token, with the last tokens of each."""
+    def _roots(self, batch: DraftBatch, depth: int) -> tuple[list[_Wanted], list[_Node]]:
+        """All sequences, and roots for those with room for more than one token."""
         first = np.maximum(batch.lengths - LONGEST, 0)
         columns = np.minimum(first[:, None] + np.arange(LONGEST), batch.lengths[:, None] - 1)
         contexts = batch.tokens[batch.rows[:, None], columns].tolist()  # [B, LONGEST]
-        lengths, seeds = batch.lengths.tolist(), batch.seeds.tolist()
-        positions = (batch.lengths - batch.prompt_lengths).tolist()
+        of_each = (batch.rows, batch.lengths, batch.room, batch.seeds, batch.lengths - batch.prompt_lengths)
         is_random = (batch.temperatures > 0).tolist()
-        return [
-            _Node(
-                -1,
-                i,
-                tuple(contexts[i][: lengths[i]]),
-                1.0,
-                self._sequences[row].group.index,
-                room - 1,
-                seeds[i],
-                positions[i],
-                is_random[i],
-            )
-            for i, (row, room) in enumerate(zip(batch.rows.tolist(), batch.room.tolist(), strict=True))
-            if room >= 2
-        ]
+        wanted: list[_Wanted] = []
+        roots: list[_Node] = []
+        for i, (row, length, room, seed, position) in enumerate(zip(*(a.tolist() for a in of_each), strict=True)):
+            sequence = self._sequences[row]
+            if len(sequence.remembered) > _MOST_REMEMBERED:
+                sequence.remembered.clear()
+            wanted.append(_Wanted(sequence, min(depth, room - 1), seed, position, is_random[i]))
+            if room >= 2:
+                roots.append((-1, i, tuple(contexts[i][:length]), 1.0))
+        return wanted, roots
 
     def _index_new(self, batch: DraftBatch) -> None:
         """Count new tokens of the batch, then texts that wait, up to this step's share."""
@@ -200,7 +202,9 @@ class SuffixDrafter:
 class _Draft:
     """A forest under construction, level by level over the whole batch."""
 
-    def __init__(self, branch: int) -> None:
+    def __init__(self, wanted: list[_Wanted], step: int, branch: int) -> None:
+        self._wanted = wanted
+        self._step = step
         self._branch = branch
         self._sequence: list[int] = []
         self._parent: list[int] = []
@@ -208,60 +212,55 @@ class _Draft:
         self._token: list[int] = []
         self._rank: list[int] = []
         self._gap: list[float] = []
-        self._alone: list[tuple[int, int, int, int]] = []  # (forest index, seed, position, token): noise still to add
 
-    def expand(self, frontier: list[_Node], level: int, *, last: bool) -> list[_Node]:
-        """Children of the frontier; returns those worth expanding in turn."""
-        found = [(node, *node.texts.continuations(node.context)) for node in frontier]
-        torn = [entry for entry in found if len(entry[1]) > 1 and entry[0].is_random]
-        noise = iter(_noise_of(torn))
-        children: list[_Node] = []
-        for node, tokens, chances, rest in found:
-            if not tokens:
-                continue
-            scores = [math.log(chance) for chance in chances]
-            if len(tokens) == 1:
-                if node.is_random:
-                    self._alone.append((len(self._token), node.seed, node.position, tokens[0]))
-                ranked = [0]
-            else:
-                if node.is_random:
-                    scores = [score + next(noise) for score in scores]
-                ranked = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
-            best = scores[ranked[0]]
-            behind = max(scores[ranked[1]], math.log(rest)) if len(ranked) > 1 else math.log(rest)
-            for rank, at in enumerate(ranked[: self._branch]):
-                gap = best - behind if rank == 0 else best - scores[at]
-                gap = min(max(gap, 0.0), _MOST_GAP)
-                path = node.path * (1.0 - 0.5 * math.exp(-gap) if rank == 0 else 0.3 * math.exp(-gap))
-                token = tokens[at]
-                if not last and node.room > 1 and path >= _LEAST_PATH:
-                    context = (*node.context[1 - LONGEST :], token)
-                    children.append(
-                        _Node(
-                            len(self._token),
-                            node.sequence,
-                            context,
-                            path,
-                            node.texts,
-                            node.room - 1,
-                            node.seed,
-                            node.position + 1,
-                            node.is_random,
-                        )
-                    )
-                self._sequence.append(node.sequence)
-                self._parent.append(node.index)
+    def expand(self, frontier: list[_Node], level: int) -> list[_Node]:
+        """Append the children of the frontier; returns those that may be expanded in turn."""
+        self._find_children(frontier, level)
+        branch = self._branch
+        next_frontier: list[_Node] = []
+        for index, i, context, path in frontier:
+            wanted = self._wanted[i]
+            _, _, children = wanted.sequence.remembered[context]
+            goes_on = level < wanted.depth
+            for rank, (token, gap, chance) in enumerate(children if len(children) <= branch else children[:branch]):
+                if goes_on and path * chance >= _LEAST_PATH:
+                    below = (*context[1 - LONGEST :], token)
+                    next_frontier.append((len(self._token), i, below, path * chance))
+                self._sequence.append(i)
+                self._parent.append(index)
                 self._depth.append(level)
                 self._token.append(token)
                 self._rank.append(rank)
                 self._gap.append(gap)
-        return children
+        return next_frontier
+
+    def _find_children(self, frontier: list[_Node], level: int) -> None:
+        """Make every frontier node's children known; the noise of all new candidates is drawn at once."""
+        new = []
+        seeds: list[int] = []
+        positions: list[int] = []
+        candidates: list[int] = []
+        for _, i, context, _ in frontier:
+            wanted = self._wanted[i]
+            position = wanted.position + level - 1
+            known = wanted.sequence.remembered.get(context)
+            if known is not None and known[0] == position and known[1] >= self._step:
+                continue
+            tokens, log_chances, log_rest = wanted.sequence.group.index.continuations(context)
+            new.append((wanted, context, position, tokens, log_chances, log_rest))
+            if wanted.is_random:
+                seeds += [wanted.seed] * len(tokens)
+                positions += [position] * len(tokens)
+                candidates += tokens
+        noise = iter(gumbels(seeds, positions, candidates))
+        for wanted, context, position, tokens, log_chances, log_rest in new:
+            scores = [log_chance + next(noise) for log_chance in log_chances] if wanted.is_random else log_chances
+            last_step = self._step + _STEPS_REMEMBERED - 1 if tokens else self._step
+            wanted.sequence.remembered[context] = position, last_step, _children(tokens, scores, log_rest)
 
     def forest(self, batch: DraftBatch, acceptance: Acceptance) -> Forest:
         if not self._token:
             return empty_forest()
-        self._add_noise_of_the_alone()
         sequence = np.array(self._sequence, np.int32)
         depth, rank = np.array(self._depth, np.int32), np.array(self._rank, np.int32)
         gap = np.array(self._gap, np.float32)
@@ -279,24 +278,29 @@ class _Draft:
             path_acceptance=np.array(path, np.float32),
         )
 
-    def _add_noise_of_the_alone(self) -> None:
-        """A single candidate competes with all tokens unseen: its noise tells how likely it beats them."""
-        if not self._alone:
-            return
-        _, seeds, positions, tokens = zip(*self._alone, strict=True)
-        for (node, *_), noise in zip(self._alone, gumbels(seeds, positions, tokens), strict=True):
-            self._gap[node] = min(max(self._gap[node] + noise, 0.0), _MOST_GAP)
 
+def _children(tokens: tuple[int, ...], scores: Sequence[float], log_rest: float) -> list[_Child]:
+    """The best candidates under the noise. All tokens unseen compete too: they may hold the best one's lead small.
 
-def _noise_of(torn: list[tuple[_Node, list[int], list[float], float]]) -> list[float]:
-    """The law's noise of all candidates of nodes with several, in order."""
-    if not torn:
+    >>> [(token, round(gap, 2)) for token, gap, _ in _children((5, 6), (-2.0, -0.5), -1.5)]
+    [(6, 1.0), (5, 1.5)]
+    """
+    if not tokens:
         return []
-    return gumbels(
-        [node.seed for node, tokens, _, _ in torn for _ in tokens],
-        [node.position for node, tokens, _, _ in torn for _ in tokens],
-        [token for _, tokens, _, _ in torn for token in tokens],
-    )
+    if len(tokens) == 1:
+        return [_best(tokens[0], scores[0] - log_rest)]
+    ranked = sorted(zip(scores, tokens, strict=True), reverse=True)[:_MOST_BRANCH]
+    best = ranked[0][0]
+    children = [_best(ranked[0][1], best - max(ranked[1][0], log_rest))]
+    for score, token in ranked[1:]:
+        gap = min(best - score, _MOST_GAP)
+        children.append((token, gap, 0.3 * math.exp(-gap)))
+    return children
+
+
+def _best(token: int, lead: float) -> _Child:
+    gap = min(max(lead, 0.0), _MOST_GAP)
+    return token, gap, 1.0 - 0.5 * math.exp(-gap)
 
 
 def _common_prefix(left: IntArray, right: IntArray) -> int:
