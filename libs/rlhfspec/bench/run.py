@@ -81,7 +81,7 @@ class Benchmark:
             with ExitStack() as stack:
                 workers, loaded = self._start(stack, num_threads)
                 costs[str(num_threads)], arithmetic = loaded["costs"], loaded["arithmetic"]
-                rows += self._scenarios(workers, num_threads, self._share_of_time(index))
+                rows += self._measure(workers, num_threads, self._share_of_time(index))
         results = Results(
             machine=machine(arithmetic=arithmetic),
             rows=tuple(rows),
@@ -155,31 +155,32 @@ class Benchmark:
             "num_draft_tokens": num_draft_tokens,
         }
 
-    def _scenarios(self, workers: dict[str, Worker], num_threads: int, deadline: float) -> Iterator[Row]:
+    def _measure(self, workers: dict[str, Worker], num_threads: int, deadline: float) -> Iterator[Row]:
+        """Repetition after repetition over all scenarios, so that a cut leaves every scenario measured."""
         todo = scenarios(self._settings.scenarios, num_tokens=self._settings.num_tokens)
-        for index, scenario in enumerate(todo):
-            now = self._clock()
-            if now >= deadline:
-                self._skip(f"{scenario.name} ({num_threads} threads)", "no time left")
-                continue
-            modes = [_Mode(name, worker) for name, worker in workers.items()]
-            self._measure(scenario, modes, num_threads, now + (deadline - now) / (len(todo) - index))
-            yield from (_row(mode, scenario, num_threads) for mode in modes if mode.answers)
-
-    def _measure(self, scenario: Scenario, modes: list[_Mode], num_threads: int, deadline: float) -> None:
-        """Every mode once, then every mode again: one warm-up, then the repetitions, starting each at another mode."""
-        for mode in modes:
-            mode.worker.ask("run", mode=mode.name, **_request(_shortened(scenario), repetition=0))
+        modes = {scenario.name: [_Mode(name, worker) for name, worker in workers.items()] for scenario in todo}
         for repetition in range(self._settings.repeats):
-            if repetition and self._clock() >= deadline:
-                break
-            start = repetition * 5 % len(modes)
-            for mode in modes[start:] + modes[:start]:
-                mode.answers.append(mode.worker.ask("run", mode=mode.name, **_request(scenario, repetition)))
-            speeds = ", ".join(
-                f"{mode.name} {_speed(mode.answers[-1]):.0f}" for mode in modes if "static" not in mode.name
-            )
-            self._report(f"{num_threads} thread(s), {scenario.name}, repetition {repetition + 1}: {speeds} tokens/s")
+            for scenario in todo:
+                self._repeat(scenario, modes[scenario.name], repetition, num_threads, deadline)
+        for scenario in todo:
+            yield from (_row(mode, scenario, num_threads) for mode in modes[scenario.name] if mode.answers)
+
+    def _repeat(
+        self, scenario: Scenario, modes: list[_Mode], repetition: int, num_threads: int, deadline: float
+    ) -> None:
+        """Every mode once, after a warm-up the first time; it starts at another mode each time."""
+        start = repetition * 5 % len(modes)
+        for mode in modes[start:] + modes[:start]:
+            if self._clock() >= deadline:
+                if repetition == 0:
+                    self._skip(f"{mode.name} in {scenario.name}", "no time left")
+                continue
+            if repetition == 0:
+                mode.worker.ask("run", mode=mode.name, **_request(_shortened(scenario), repetition))
+            mode.answers.append(mode.worker.ask("run", mode=mode.name, **_request(scenario, repetition)))
+        speeds = [f"{mode.name} {_speed(mode.answers[-1]):.0f}" for mode in modes if mode.answers]
+        where = f"{num_threads} thread(s), {scenario.name}, repetition {repetition + 1}"
+        self._report(f"{where}: {', '.join(speeds)} tokens/s")
 
 
 def find_vllm_python(given: str | None) -> Path | None:
@@ -194,7 +195,12 @@ def find_vllm_python(given: str | None) -> Path | None:
 
 
 def _request(scenario: Scenario, repetition: int) -> dict[str, Any]:
-    return {"prompts": scenario.prompts, "max_tokens": scenario.max_tokens, "seeds": scenario.seeds(repetition)}
+    return {
+        "scenario": scenario.name,
+        "prompts": scenario.prompts,
+        "max_tokens": scenario.max_tokens,
+        "seeds": scenario.seeds(repetition),
+    }
 
 
 def _shortened(scenario: Scenario) -> Scenario:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from rlhfspec.cli.progress import StatusLine
+from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.errors import InvalidRequest
 
 app = typer.Typer(help="How fast the engine generates, against what, and why.", no_args_is_help=True)
@@ -22,7 +21,7 @@ QUICK: dict[str, Any] = {
     "threads": (2,),
     "repeats": 3,
     "num_tokens": 64,
-    "budget_seconds": 120.0,
+    "budget_seconds": 140.0,
 }  # fmt: skip
 
 Model = Annotated[str | None, typer.Option(help="Folder of the target; without it, the tiny 77M model.")]
@@ -76,7 +75,7 @@ def generate(
             **chosen,
         )
         results = _checked(Benchmark(settings, report=status).run)
-    show(results, Console())
+    show(results, wide_console())
     if json_file is not None:
         json_file.write_text(results.to_json())
     if plot_file is not None:
@@ -111,7 +110,7 @@ def explain(
         chosen = tuple(tuple(prompt) for prompt in prompts(batch, seed=7))
         scenario = Scenario(name=f"batch-{batch}", prompts=chosen, max_tokens=(tokens,) * batch)
         explanation, calibration = observe(engine, scenario)
-    Console().print(render(explanation, calibration, num_decisions=decisions))
+    wide_console().print(render(explanation, calibration, num_decisions=decisions))
 
 
 def _models(model: str | None, draft: str | None, status: StatusLine) -> tuple[str, str]:

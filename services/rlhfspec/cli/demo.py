@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlhfspec.cli.progress import StatusLine
+from rlhfspec.cli.progress import StatusLine, wide_console
 
 if TYPE_CHECKING:
     from rlhfspec.bench.draining import Trace
@@ -31,7 +31,7 @@ def demo(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
     """Plain against adaptive on a draining batch: the same tokens, sooner. Makes its tiny models the first time."""
-    console = Console()
+    console = wide_console()
     try:
         _demo(console, output, threads, tokens, dtype)
     except KeyboardInterrupt:

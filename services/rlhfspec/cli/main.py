@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from rlhfspec.cli import bench, demo, tiny
+
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our status line says what goes on
 
 app = typer.Typer(
     help="RLHF post-training, fast where it hurts: lossless tree speculation that chooses its own strategy.",

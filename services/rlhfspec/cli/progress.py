@@ -7,6 +7,12 @@ from types import TracebackType
 from rich.console import Console
 
 
+def wide_console() -> Console:
+    """The terminal as it is; where there is none, wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
+
+
 class StatusLine:
     """Call it with what is happening now.
 
@@ -22,7 +28,7 @@ class StatusLine:
 
     def __call__(self, message: str) -> None:
         if self._status is None:
-            self._console.print(message, markup=False, highlight=False)
+            self._console.print(message, markup=False, highlight=False, soft_wrap=True)
         else:
             self._status.update(message)
 
