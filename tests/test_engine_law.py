@@ -106,7 +106,7 @@ def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
 def test_drafts_are_really_accepted(pair: tuple[Engine, Engine]) -> None:
     """The law would hold trivially if nothing were ever drafted."""
     _, driven = pair
-    for mode in (TREE, CHAIN, "model"):
+    for mode in (TREE, CHAIN):  # the adaptive ones may rightly find that a tiny model is fastest alone
         driven.set_speculation(mode)
         done = driven.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=24, ignore_eos=True), seeds=[1, 2, 3, 4])
         assert sum(each.stats.num_accepted for each in done) > 16

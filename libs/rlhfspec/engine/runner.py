@@ -59,7 +59,7 @@ class ModelRunner:
         self.fused = self._prepare(model)
         self.kv = new_kv(
             num_blocks=config.num_blocks, num_layers=self.num_layers, block_size=config.block_size,
-            num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=self.activation_dtype, device=config.device,
+            num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=config.dtype, device=config.device,
         )  # fmt: skip
         self._inner = self.fused.model.base_model
         self._head = self.fused.model.get_output_embeddings()
@@ -73,7 +73,7 @@ class ModelRunner:
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """On CPU activations and KV are fp32 whatever the weights are stored in (fp64 for the reference mode)."""
+        """On CPU activations are fp32 whatever weights and KV are stored in (fp64 in the reference mode)."""
         if self.config.device.type == "cpu":
             return torch.float64 if self.config.dtype == torch.float64 else torch.float32
         return self.config.dtype

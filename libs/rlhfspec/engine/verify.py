@@ -17,9 +17,10 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBatch:
-    """Rows in order: roots of decoding sequences [B], prompt chunk tokens, tree nodes [M].
+    """Rows: the root and tree nodes of each decoding sequence, then the tokens of prompt chunks.
 
-    Logits are wanted of roots, of the last token of chunks that complete a prompt [F], and of nodes, in that order.
+    Logits are wanted of the roots [B], of the last token of chunks that complete a prompt [F], and of all nodes [M],
+    in that order.
     """
 
     tokens: IntArray  # [N]
@@ -29,7 +30,6 @@ class VerifyBatch:
     sampled_rows: IntArray  # [B + F + M] table row of each wanted row
     noise_positions: IntArray  # [B + F + M] response position of the token chosen there
     finishing: IntArray  # [F] table rows whose prompt is complete after this forward
-    node_index: IntArray  # [M] index of a node within its sequence: its slot is slots[length + index]
 
 
 def lay_out(rows: RowTable, table: SlotTable, schedule: Schedule, forest: Forest, node_index: IntArray) -> VerifyBatch:
@@ -41,41 +41,50 @@ def lay_out(rows: RowTable, table: SlotTable, schedule: Schedule, forest: Forest
     node_rows = decode[forest.sequence]
     node_lengths = lengths[forest.sequence]
 
-    table_rows = np.concatenate((decode, member, node_rows)).astype(np.int32)
-    committed_rows = np.concatenate((decode, member))
-    committed_positions = np.concatenate((lengths - 1, chunk_positions))
-    positions = np.concatenate((committed_positions, node_lengths + forest.depth - 1)).astype(np.int32)
-    slot_positions = np.concatenate((committed_positions, node_lengths + node_index))
-    tokens = np.concatenate((rows.tokens[committed_rows, committed_positions], forest.token)).astype(np.int32)
-    context_lens = np.concatenate((committed_positions + 1, node_lengths)).astype(np.int32)
+    # in the order of what is wanted: roots, chunk tokens, nodes
+    table_rows = np.concatenate((decode, member, node_rows))
+    committed = np.concatenate((lengths - 1, chunk_positions))
+    num_committed = len(committed)
+    positions = np.concatenate((committed, node_lengths + forest.depth - 1))
+    tokens = np.concatenate((rows.tokens[table_rows[:num_committed], committed], forest.token))
+    slots = table.slots[table_rows, np.concatenate((committed, node_lengths + node_index))]
+    extra = _ancestor_slots(forest, slots[num_committed:], num_committed)
+    context_lens = np.concatenate((committed + 1, node_lengths))
 
-    slots = table.slots[table_rows, slot_positions]
-    num_committed = len(committed_rows)
-    meta = AttentionMeta(
-        slots=slots,
-        table_rows=table_rows,
-        context_lens=context_lens,
-        extra=_ancestor_slots(forest, slots[num_committed:], num_committed),
-        slot_table=table.slots,
+    # in the order of memory: the rows of one sequence are neighbours, so that they share each key they load
+    order = np.argsort(
+        np.concatenate((np.arange(len(decode)), np.full(len(member), len(decode)), forest.sequence)), kind="stable"
     )
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+
+    finishing, last_of_chunk = _finishing(rows, schedule)
+    sampled_rows = np.concatenate((decode, finishing, node_rows))
+    depth = np.concatenate((np.zeros(len(decode) + len(finishing), np.int32), forest.depth))
+    wanted = np.concatenate((np.arange(len(decode)), len(decode) + last_of_chunk, np.arange(num_committed, len(order))))
+    return VerifyBatch(
+        tokens=tokens[order],
+        positions=positions[order],
+        meta=AttentionMeta(
+            slots=slots[order],
+            table_rows=table_rows[order],
+            context_lens=context_lens[order],
+            extra=extra[order],
+            slot_table=table.slots,
+        ),
+        logit_rows=place[wanted],
+        sampled_rows=sampled_rows,
+        noise_positions=rows.lengths[sampled_rows] - rows.prompt_lengths[sampled_rows] + depth,
+        finishing=finishing,
+    )
+
+
+def _finishing(rows: RowTable, schedule: Schedule) -> tuple[IntArray, IntArray]:
+    """Rows whose chunk completes what they have, and where among the chunk tokens their last one stands."""
     ends = schedule.prefill_starts + schedule.prefill_counts
     complete = ends == rows.lengths[schedule.prefill_rows]
-    finishing = schedule.prefill_rows[complete]
-    last_of_chunk = len(decode) + np.cumsum(schedule.prefill_counts)[complete] - 1
-    sampled_rows = np.concatenate((decode, finishing, node_rows)).astype(np.int32)
-    depth = np.concatenate((np.zeros(len(decode) + len(finishing), np.int32), forest.depth))
-    return VerifyBatch(
-        tokens=tokens,
-        positions=positions,
-        meta=meta,
-        logit_rows=np.concatenate(
-            (np.arange(len(decode)), last_of_chunk, np.arange(num_committed, len(tokens)))
-        ).astype(np.int32),
-        sampled_rows=sampled_rows,
-        noise_positions=(rows.lengths[sampled_rows] - rows.prompt_lengths[sampled_rows] + depth).astype(np.int32),
-        finishing=finishing,
-        node_index=node_index,
-    )
+    last_of_chunk = np.cumsum(schedule.prefill_counts) - 1
+    return schedule.prefill_rows[complete], last_of_chunk[complete].astype(np.int32)
 
 
 def _ancestor_slots(forest: Forest, node_slots: IntArray, num_committed: int) -> IntArray:
