@@ -1,0 +1,463 @@
+"""The benchmark: scenarios, workers, bars, the run around them, table, plot, demo. Workers are scripted or tiny."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from rlhfspec.bench import report, run
+from rlhfspec.bench.bars import bars
+from rlhfspec.bench.draining import Step, Trace, drain_and_watch
+from rlhfspec.bench.draining_plot import draw
+from rlhfspec.bench.machine import Machine
+from rlhfspec.bench.ours import OurWorker, requests_of
+from rlhfspec.bench.plot import plot
+from rlhfspec.bench.results import Results, Row
+from rlhfspec.bench.run import Benchmark, Settings, find_vllm_python
+from rlhfspec.bench.scenarios import MAX_CONTEXT, NAMES, scenarios
+from rlhfspec.bench.worker import Worker, WorkerFailed, environment
+from rlhfspec.cli import main as cli
+from rlhfspec.engine import Completion, StepReport
+from rlhfspec.engine.base import SequenceStats
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.tiny import models as tiny_models
+
+FAST = Machine(cpu="x", features=(), num_cores=2, system="", arithmetic="amx")
+SLOW = replace(FAST, arithmetic="fma")
+
+# Answers instantly; its speed depends on the mode, its digest on the seeds (and on the mode, when told to cheat).
+SCRIPTED = """
+import sys, json, hashlib
+sys.path.insert(0, {rivals!r})
+from serve import serve
+SPEEDS = {{"plain": 100.0, "adaptive": 400.0, "static:model-d2": 300.0, "hf": 50.0}}
+def load(arguments):
+    return {{"loaded": {{"arithmetic": "amx", "costs": {{"target": {{"rows": [1, 2], "seconds": [0.01, 0.02]}}}},
+                         "static": ["model-d2"]}}}}
+def run(arguments):
+    print("noise on standard output")
+    num_tokens = sum(arguments["max_tokens"])
+    digest = str(arguments["seeds"]) + (arguments["mode"] if {cheat!r} in arguments["mode"] else "")
+    selector = {{"share_of_step": 0.002, "realised_of_optimum": 0.9, "mape": {{"step": 0.1}}, "calibration_error": 0.02,
+                 "plans": {{"plain": 3}}}}
+    line = (arguments["scenario"], arguments["mode"], str(arguments["max_tokens"][0]))
+    open({log!r}, "a").write(" ".join(line) + "\\n")
+    return {{"seconds": num_tokens / SPEEDS[arguments["mode"]], "num_tokens": num_tokens,
+             "accepted_per_verification": 1.5, "digest": digest, "selector": selector}}
+serve({{"load": load, "run": run}})
+"""
+
+
+def test_scenarios_fit_the_engine_and_never_change() -> None:
+    made = scenarios(NAMES, num_tokens=128)
+    assert made == scenarios(NAMES, num_tokens=128)
+    assert [s.num_sequences for s in made] == [1, 4, 8, 16, 32, 64, 64]
+    for scenario in made:
+        pairs = zip(scenario.prompts, scenario.max_tokens, strict=True)
+        assert all(len(prompt) + length <= MAX_CONTEXT for prompt, length in pairs)
+        assert len(set(scenario.seeds(0) + scenario.seeds(1))) == 2 * scenario.num_sequences
+    tail = sorted(made[-1].max_tokens)
+    assert tail[-1] > 3 * tail[len(tail) // 2]  # a tail worth its name
+    with pytest.raises(InvalidRequest, match="scenarios"):
+        scenarios(["batch-5"], num_tokens=8)
+
+
+def test_worker_answers_reports_errors_and_ends(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    rivals = str(Path(run.__file__).parent / "rivals")
+    script.write_text(
+        f"import sys; sys.path.insert(0, {rivals!r})\n"
+        "from serve import serve\n"
+        "import os, sys\n"
+        "def boom(arguments): raise ValueError('no such model')\n"
+        "def die(arguments): print('last words', file=sys.stderr, flush=True); os._exit(3)\n"
+        "def echo(arguments): print('chatter'); return arguments\n"
+        "serve({'boom': boom, 'die': die, 'echo': echo})\n"
+    )
+    with Worker.start([sys.executable, str(script)], num_threads=1) as worker:
+        assert worker.ask("echo", value=[1, 2]) == {"value": [1, 2]}
+        with pytest.raises(WorkerFailed, match="no such model"):
+            worker.ask("boom")
+        assert worker.ask("echo", value="still here") == {"value": "still here"}
+        with pytest.raises(WorkerFailed, match="last words"):
+            worker.ask("die")
+
+
+def test_worker_that_hangs_is_ended() -> None:
+    command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+    with (
+        Worker.start(command, num_threads=1, patience_seconds=0.2) as worker,
+        pytest.raises(WorkerFailed, match="exit code -9"),
+    ):
+        worker.ask("load")
+
+
+def test_workers_get_threads_and_malloc_settings() -> None:
+    settings = environment(num_threads=1)
+    assert settings["OMP_NUM_THREADS"] == "1"
+    assert settings["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
+    assert int(settings["MALLOC_MMAP_THRESHOLD_"]) == 1 << 30
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replace the engine and Hugging Face by the script; returns a function that runs the benchmark."""
+    monkeypatch.chdir(tmp_path)  # where there is no .venv-vllm
+
+    def start(*, cheat: str = "nobody", **options: Any) -> tuple[Results, list[str], list[str]]:
+        script, log = tmp_path / "scripted.py", tmp_path / "log"
+        log.write_text("")
+        rivals = str(Path(run.__file__).parent / "rivals")
+        script.write_text(SCRIPTED.format(rivals=rivals, cheat=cheat, log=str(log)))
+        monkeypatch.setattr(run, "our_command", lambda: [sys.executable, str(script)])
+        monkeypatch.setattr(run, "hf_command", lambda: [sys.executable, str(script)])
+        clock = options.pop("clock", lambda: 0.0)
+        settings = Settings(target="t", draft="d", scenarios=("batch-1", "batch-4"), num_tokens=64, **options)
+        said: list[str] = []
+        return Benchmark(settings, said.append, clock).run(), log.read_text().splitlines(), said
+
+    return start
+
+
+def test_run_interleaves_warms_up_and_reports(scripted: Any) -> None:
+    results, log, said = scripted(threads=(1, 2), repeats=2)
+    modes = ["plain", "adaptive", "static:model-d2", "hf"]
+    assert [row.mode for row in results.rows] == modes * 4
+    assert [row.tokens_per_second for row in results.rows][:4] == [100.0, 400.0, 300.0, 50.0]
+    first = log[: len(log) // 2]  # one thread
+    timed = [line for line in first if line.endswith(" 64")]
+    assert len(first) - len(timed) == 8  # one warm-up for each mode and scenario
+    assert [line.split()[0] for line in timed] == ["batch-1"] * 4 + ["batch-4"] * 4 + ["batch-1"] * 4 + ["batch-4"] * 4
+    assert [line.split()[1] for line in timed][:4] == modes
+    assert [line.split()[1] for line in timed][8:12] == modes[1:] + modes[:1]  # another one starts
+    assert len(results.skipped) == 2
+    assert all("make setup-vllm" in line for line in results.skipped)
+    assert any("batch-4, repetition 2: plain 100, adaptive 400" in line for line in said)
+    assert all(bar.holds for bar in results.bars)
+    rows = json.loads(results.to_json())["rows"]
+    assert {"scenario", "mode", "tokens_per_second", "repeats", "accepted_per_verification"} <= rows[0].keys()
+
+
+def test_run_notices_a_mode_that_changes_tokens(scripted: Any) -> None:
+    results, _, _ = scripted(cheat="adaptive", threads=(1, 2), modes=("plain", "adaptive"), repeats=1)
+    broken = [bar for bar in results.bars if not bar.holds]
+    assert {bar.name for bar in broken} == {"same tokens and log-probs in every mode", "same with 1 and 2 threads"}
+    assert all("adaptive differ" in bar.found for bar in broken)
+
+
+def test_run_stops_in_time(scripted: Any) -> None:
+    now, later = iter(range(1000)), iter(range(1000))
+    results, log, _ = scripted(
+        threads=(1,), repeats=50, modes=("plain", "adaptive"), budget_seconds=12.0, clock=lambda: float(next(now))
+    )
+    assert 4 <= len(log) < 24
+    assert {row.scenario for row in results.rows} == {"batch-1", "batch-4"}
+    late, _, _ = scripted(
+        threads=(1,),
+        modes=("plain", "adaptive"),
+        budget_seconds=3.0,
+        clock=lambda: float(next(later)),
+    )
+    assert "adaptive in batch-4: no time left" in late.skipped
+
+
+def test_run_goes_on_without_a_rival_that_fails(scripted: Any, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no module named vllm >&2; exit 1\n")
+    python.chmod(0o755)
+    results, _, _ = scripted(threads=(1,), repeats=1, modes=("plain", "vllm-plain"), vllm_python=str(python))
+    assert [row.mode for row in results.rows] == ["plain"] * 2
+    assert "vllm-plain: the worker ended (exit code 1)" in results.skipped[0]
+
+
+def test_settings_name_what_is_wrong() -> None:
+    with pytest.raises(InvalidRequest, match="modes: must be among"):
+        Settings(target="t", draft="d", modes=("plain", "vlm"))
+    with pytest.raises(InvalidRequest, match="at least one of ours"):
+        Settings(target="t", draft="d", modes=("hf",))
+    with pytest.raises(InvalidRequest, match="vllm_python"):
+        find_vllm_python("/nowhere/python")
+
+
+def rows(scenario: str, **speeds: float) -> list[Row]:
+    return [
+        Row(
+            scenario=scenario,
+            mode=mode.replace("_", "-").replace("static-", "static:"),
+            num_threads=2,
+            tokens_per_second=speed,
+            repeats=(speed,),
+            accepted_per_verification=1.0,
+            selector={"realised_of_optimum": 0.86, "share_of_step": 0.009} if mode == "adaptive" else {},
+        )
+        for mode, speed in speeds.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "machine", "adaptive", "holds"),
+    [
+        ("batch-1", FAST, 330.0, True),
+        ("batch-1", FAST, 329.0, False),
+        ("batch-1", SLOW, 250.0, True),
+        ("batch-8", FAST, 98.0, True),
+        ("batch-8", SLOW, 97.0, False),
+        ("batch-16", SLOW, 100.0, True),
+        ("batch-64", FAST, 104.0, False),
+        ("batch-64", SLOW, 98.0, True),
+        ("long-tail", FAST, 144.0, False),
+        ("long-tail", SLOW, 130.0, True),
+    ],
+)
+def test_bar_against_plain(scenario: str, machine: Machine, adaptive: float, holds: bool) -> None:
+    results = Results(machine=machine, rows=tuple(rows(scenario, plain=100.0, adaptive=adaptive)))
+    [bar] = [bar for bar in bars(results) if bar.name == "adaptive / plain"]
+    assert bar.holds is holds
+
+
+def test_bars_against_static_and_vllm() -> None:
+    measured = rows(
+        "batch-8", plain=100.0, adaptive=130.0, static_a=110.0, static_b=137.0, vllm_plain=101.0, vllm_draft=99.0
+    )
+    found = {bar.name: bar for bar in bars(Results(machine=FAST, rows=tuple(measured)))}
+    assert not found["adaptive / best static (b)"].holds  # .949
+    assert not found["plain / vllm-plain"].holds
+    assert not found["adaptive / best vLLM (vllm-plain)"].holds  # 1.287
+    assert found["adaptive / optimum of tables"].holds
+    better = replace(measured[1], tokens_per_second=131.5)
+    found = {bar.name: bar for bar in bars(Results(machine=FAST, rows=(measured[0], better, *measured[2:])))}
+    assert found["adaptive / best static (b)"].holds
+    assert found["adaptive / best vLLM (vllm-plain)"].holds
+
+
+def test_bar_of_the_selectors_time() -> None:
+    [row] = rows("batch-64", adaptive=1.0)
+    slow = replace(row, selector={"share_of_step": 0.011, "realised_of_optimum": None})
+    assert [bar.holds for bar in bars(Results(machine=FAST, rows=(row,))) if "share" in bar.name] == [True]
+    assert [bar.holds for bar in bars(Results(machine=FAST, rows=(slow,)))] == [False]
+
+
+def test_table_and_plot(scripted: Any, tmp_path: Path) -> None:
+    results, _, _ = scripted(threads=(1, 2), repeats=1)
+    console = Console(width=160, record=True, file=(tmp_path / "screen").open("w"))
+    report.show(results, console)
+    text = console.export_text()
+    for part in ("400 (1.50)", "vllm-draft: no vLLM here", "bars: ", "✓", "10.00", "20.00", "fast bfloat16"):
+        assert part in text
+    console.file.close()
+    plot(results, tmp_path / "speeds.png")
+    assert (tmp_path / "speeds.png").stat().st_size > 10_000
+
+
+class FakeEngine:
+    """Commits one token a step for each sequence, two when it speculates. Tokens depend on seed and position only."""
+
+    def __init__(self, *_: Any, **options: Any) -> None:
+        explanation = SimpleNamespace(
+            share_of_step=0.001, realised_of_optimum=float("nan"), mape={"step": float("nan")}, decisions=()
+        )
+        self.options = options
+        self.speculation = SimpleNamespace(
+            selector=SimpleNamespace(explain=lambda: explanation),
+            costs=SimpleNamespace(to_json=lambda: "{}"),
+            acceptance=SimpleNamespace(calibration=lambda: SimpleNamespace(error=0.01)),
+        )
+        self.target = SimpleNamespace(config=SimpleNamespace(arithmetic="fma"))
+        self.mode = "adaptive"
+        self.groups: list[str] = []
+        self._running: list[list[Any]] = []
+
+    def set_speculation(self, speculation: str) -> None:
+        self.mode = speculation
+        self.speculation.selector = SimpleNamespace(explain=self.speculation.selector.explain, mode=speculation)
+
+    def submit(self, request: Any) -> None:
+        self.groups.append(request.group)
+        self._running.append([request, 0])
+
+    def step(self) -> StepReport:
+        pace = 1 if self.mode == "off" else 2
+        decoding = len(self._running)
+        done = []
+        for entry in self._running:
+            entry[1] = min(entry[1] + pace, entry[0].params.max_tokens)
+            if entry[1] == entry[0].params.max_tokens:
+                done.append(_completion(entry[0]))
+        self._running = [entry for entry in self._running if entry[1] < entry[0].params.max_tokens]
+        return StepReport(
+            finished=tuple(done),
+            num_decoding=decoding,
+            num_prefill_tokens=0,
+            num_verified_nodes=0 if pace == 1 else decoding,
+            num_committed=pace * decoding,
+            strategy="plain" if pace == 1 else f"model-d{decoding}",
+            seconds=0.01,
+        )
+
+
+def _completion(request: Any) -> Completion:
+    tokens = tuple((request.seed + position) % 7 for position in range(request.params.max_tokens))
+    return Completion(
+        id=request.id,
+        prompt_token_ids=request.prompt_token_ids,
+        token_ids=tokens,
+        log_probs=(-1.0,) * len(tokens),
+        tempered_log_probs=(-1.0,) * len(tokens),
+        weights_versions=(0,) * len(tokens),
+        finish_reason="length",
+        stats=SequenceStats(num_verifications=4, num_accepted=6),
+    )
+
+
+def test_our_worker_keeps_selectors_apart_and_groups_fresh() -> None:
+    worker = OurWorker(FakeEngine)
+    loaded = worker.load(
+        {"target": "t", "draft": "d", "dtype": "float32", "num_threads": 1, "max_sequences": 4, "max_context": 64}
+    )["loaded"]
+    assert loaded["arithmetic"] == "fma"
+    assert "model-d4" in loaded["static"]
+    [scenario] = scenarios(["batch-4"], num_tokens=8)
+    request = {
+        "scenario": "batch-4",
+        "prompts": scenario.prompts,
+        "max_tokens": scenario.max_tokens,
+        "seeds": scenario.seeds(0),
+    }
+    plain = worker.run({"mode": "plain", **request})
+    adaptive = worker.run({"mode": "adaptive", **request})
+    selector = worker._engine.speculation.selector
+    assert worker._engine.mode == "adaptive"
+    worker.run({"mode": "static:model-d4", **request})
+    assert worker._engine.mode == "model-d4"
+    worker.run({"mode": "adaptive", **request})
+    assert worker._engine.speculation.selector is selector  # kept, though another mode ran in between
+    assert plain["digest"] == adaptive["digest"]
+    assert plain["digest"] != worker.run({"mode": "plain", **request, "seeds": scenario.seeds(1)})["digest"]
+    assert adaptive["accepted_per_verification"] == 1.5
+    assert adaptive["selector"]["realised_of_optimum"] is None
+    assert len(set(worker._engine.groups)) == len(worker._engine.groups)
+    json.dumps(adaptive)
+
+
+def test_draining_batch_is_watched_and_drawn(tmp_path: Path) -> None:
+    [scenario] = scenarios(["long-tail"], num_tokens=24)
+    arguments = {"prompts": scenario.prompts, "max_tokens": scenario.max_tokens, "seeds": scenario.seeds(0)}
+    traces = {}
+    for mode, speculation in (("plain", "off"), ("adaptive", "adaptive")):
+        engine = FakeEngine()
+        engine.set_speculation(speculation)
+        seen: list[int] = []
+        traces[mode] = drain_and_watch(
+            engine, requests_of(arguments, mode), mode, lambda trace, seen=seen: seen.append(len(trace.steps))
+        )
+        assert seen == list(range(1, len(seen) + 1))
+    plain, adaptive = traces["plain"], traces["adaptive"]
+    assert plain.digest == adaptive.digest
+    assert [c.id for c in plain.completions] == [f"plain/{index}" for index in range(64)]
+    assert plain.seconds == pytest.approx(0.01 * max(scenario.max_tokens))
+    assert adaptive.tokens_per_second > 1.5 * plain.tokens_per_second
+    assert adaptive.strategies_by_activity()[0] == (64, 33, "model-d64")
+    draw(plain, adaptive, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").stat().st_size > 20_000
+
+
+def test_bands_of_activity_halve_down_to_one() -> None:
+    actives = [8, 8, 7, 5, 4, 3, 1, 1]
+    steps = [
+        Step(seconds=i, num_active=n, num_tokens=n, num_verified_nodes=0, strategy="a" if n > 4 else "b")
+        for i, n in enumerate(actives)
+    ]
+    bands = Trace(mode="adaptive", steps=steps).strategies_by_activity()
+    assert bands == [(8, 5, "a"), (4, 3, "b"), (1, 1, "b")]
+
+
+@pytest.fixture(scope="module")
+def untrained_pair(tmp_path_factory: pytest.TempPathFactory) -> tiny_models.TinyModels:
+    """The byte-level shapes without training: enough for everything but speed."""
+    from rlhfspec.tiny.recipe import Recipe
+    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+    from rlhfspec.tiny.train import build
+
+    folder = tmp_path_factory.mktemp("models")
+    for name, num_layers in (("target", 2), ("draft", 1)):
+        recipe = Recipe(
+            name=name, num_layers=num_layers, hidden_size=64, intermediate_size=96, num_heads=2, num_steps=0
+        )
+        build(recipe, seed=1).save_pretrained(folder / name)
+        hugging_face_tokenizer().save_pretrained(folder / name)
+    return tiny_models.TinyModels(target=folder / "target", draft=folder / "draft", wide=folder / "target")
+
+
+def test_benchmark_of_engine_and_hugging_face(untrained_pair: tiny_models.TinyModels, tmp_path: Path) -> None:
+    arguments = [
+        "bench", "generate", "--model", str(untrained_pair.wide), "--draft", str(untrained_pair.draft),
+        "--threads", "1", "--modes", "plain,adaptive,static:model-d4,hf", "--scenarios", "batch-4",
+        "--repeats", "2", "--tokens", "12",
+        "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
+    ]  # fmt: skip
+    outcome = CliRunner().invoke(cli.app, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert [row["mode"] for row in results["rows"]] == ["plain", "adaptive", "static:model-d4", "hf"]
+    assert all(row["tokens_per_second"] > 0 for row in results["rows"])
+    assert {bar["name"]: bar["holds"] for bar in results["bars"]}["same tokens and log-probs in every mode"]
+    assert results["costs"]["1"]["target"]["rows"][0] == 1
+    assert (tmp_path / "out.png").exists()
+
+
+def test_bench_names_wrong_options() -> None:
+    runner = CliRunner()
+    assert "go together" in runner.invoke(cli.app, ["bench", "generate", "--model", "x"]).output
+    wrong = ["bench", "generate", "--model", "x", "--draft", "y", "--modes", "fast"]
+    outcome = runner.invoke(cli.app, wrong)
+    assert outcome.exit_code == 2
+    assert "modes" in outcome.output
+
+
+def test_explain_shows_predicted_and_real(untrained_pair: tiny_models.TinyModels) -> None:
+    arguments = [
+        "bench", "explain", "--model", str(untrained_pair.wide), "--draft", str(untrained_pair.draft),
+        "--batch", "4", "--tokens", "16", "--threads", "1", "--decisions", "3",
+    ]  # fmt: skip
+    outcome = CliRunner().invoke(cli.app, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    for part in ("decisions: predicted → real", "runner-up", "expected calibration error", "selector's share"):
+        assert part in outcome.output
+
+
+def test_demo_draws_its_picture(
+    untrained_pair: tiny_models.TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_models, "ensure", lambda *_, **__: untrained_pair)
+    picture = tmp_path / "pictures" / "demo.png"
+    arguments = ["demo", "--output", str(picture), "--tokens", "8", "--threads", "1", "--dtype", "float32"]
+    outcome = CliRunner().invoke(cli.app, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    assert "64 of 64 sequences" in outcome.output
+    assert "the strategy as the batch drained" in outcome.output
+    assert picture.exists()
+
+
+def test_demo_stops_cleanly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_models, "ensure", interrupted)
+    outcome = CliRunner().invoke(cli.app, ["demo"])
+    assert outcome.exit_code == 130
+    assert "Traceback" not in outcome.output
+
+
+def test_version_and_help() -> None:
+    runner = CliRunner()
+    assert runner.invoke(cli.app, ["--version"]).output.startswith("rlhfspec 0.")
+    help_text = runner.invoke(cli.app, ["--help"]).output
+    assert all(name in help_text for name in ("demo", "bench", "tiny"))

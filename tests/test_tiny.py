@@ -1,0 +1,162 @@
+"""The tiny models: corpus, tokenizer, training, widening, cache, random families."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from rlhfspec.tiny import KINDS, perturbed, random_model, widened
+from rlhfspec.tiny import models as tiny_models
+from rlhfspec.tiny.corpus import documents, prompts, token_stream
+from rlhfspec.tiny.recipe import DRAFT, TARGET, WIDE, Recipe
+from rlhfspec.tiny.tokenizer import BOS, EOS, VOCAB_SIZE, decode, encode, hugging_face_tokenizer
+from rlhfspec.tiny.train import build, held_out_loss, train
+
+SMALL = Recipe(
+    name="small",
+    num_layers=1,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=2,
+    num_steps=60,
+    batch_shapes=((4, 64),),
+    corpus_tokens=20_000,
+)
+
+
+@given(st.text())
+def test_bytes_round_trip(text: str) -> None:
+    assert decode([BOS, *encode(text), EOS]) == text
+
+
+def test_hugging_face_tokenizer_has_the_same_ids() -> None:
+    tokenizer = hugging_face_tokenizer()
+    for text in ("Count from 1", "Grüße, 世界\n\t", "  two  spaces "):
+        assert tokenizer(text).input_ids == [BOS, *encode(text)]
+        assert tokenizer.decode(encode(text)) == text
+    assert tokenizer.decode([BOS, *encode("word"), EOS], skip_special_tokens=True) == "word"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS)
+
+
+def test_corpus_is_seeded_and_its_arithmetic_is_true() -> None:
+    text = " ".join(documents(400, seed=5))
+    assert documents(3, seed=5) == documents(3, seed=5) != documents(3, seed=6)
+    sums = re.findall(r"(\d+) \+ (\d+) = (\d+)\.", text)
+    assert len(sums) > 50
+    assert all(int(left) + int(right) == int(total) for left, right, total in sums)
+
+
+def test_prompts_vary_and_end_before_a_word() -> None:
+    chosen = prompts(50, seed=1)
+    lengths = {len(prompt) for prompt in chosen}
+    assert len(chosen) == 50
+    assert len(lengths) > 20
+    assert min(lengths) >= 24
+    assert max(lengths) < 128
+    assert all(prompt[0] == BOS and prompt[-1] == ord(" ") for prompt in chosen)
+    assert all(0 <= token < VOCAB_SIZE for token in token_stream(5000, seed=2))
+
+
+def test_training_learns_and_leaves_bfloat16_weights() -> None:
+    messages: list[str] = []
+    model = train(SMALL, messages.append)
+    untrained = build(SMALL, seed=1)
+    assert held_out_loss(model, num_sequences=2, length=64) < held_out_loss(untrained, num_sequences=2, length=64) - 0.5
+    assert all(torch.equal(p, p.to(torch.bfloat16).float()) for p in model.parameters())
+    assert messages[-1].startswith("small: step 60/60")
+
+
+def test_models_are_made_once_and_open_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHFSPEC_CACHE", str(tmp_path))
+    folder = tiny_models.ensure_recipe(SMALL, report=lambda _: None)
+    assert folder == tmp_path / "models" / SMALL.folder_name
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.vocab_size == VOCAB_SIZE
+    assert AutoTokenizer.from_pretrained(folder)("a").input_ids == [BOS, ord("a")]
+
+    def fail(*_: object) -> None:
+        raise AssertionError("made again")
+
+    monkeypatch.setattr(tiny_models, "_make", fail)
+    assert tiny_models.ensure_recipe(SMALL) == folder
+    with pytest.raises(AssertionError, match="made again"):
+        tiny_models.ensure_recipe(replace(SMALL, num_steps=61))
+
+
+def test_a_failed_training_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> LlamaForCausalLM:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RLHFSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(tiny_models, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_models.ensure_recipe(SMALL)
+    assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".lock"]
+
+
+def test_widened_model_is_the_same_function_with_real_traffic() -> None:
+    narrow = build(SMALL, seed=3).to(torch.float64).eval()
+    wide = widened(narrow, 1000, seed=4).eval()
+    tokens = torch.randint(VOCAB_SIZE, (2, 40))
+    with torch.no_grad():
+        assert torch.allclose(narrow(tokens).logits, wide(tokens).logits, rtol=0, atol=1e-12)
+        mlp = wide.model.layers[0].mlp
+        assert mlp.gate_proj.weight.shape == (1000, 32)
+        assert mlp.gate_proj.weight[48:].std() > 0.5 * mlp.gate_proj.weight[:48].std()
+        assert not mlp.down_proj.weight[:, 48:].any()
+        mlp.down_proj.weight[:, 48:] = 0.1  # the extra columns do carry something: the test can fail
+        assert not torch.allclose(narrow(tokens).logits, wide(tokens).logits, atol=1e-3)
+
+
+def test_widened_model_saves_and_loads(tmp_path: Path) -> None:
+    wide = widened(build(SMALL, seed=3), 100, seed=4)
+    wide.save_pretrained(tmp_path)
+    tokens = torch.randint(VOCAB_SIZE, (1, 9))
+    with torch.no_grad():
+        assert torch.equal(wide(tokens).logits, LlamaForCausalLM.from_pretrained(tmp_path)(tokens).logits)
+
+
+def test_recipes_are_of_the_promised_sizes() -> None:
+    sizes = {recipe.name: _num_parameters(recipe) / 1e6 for recipe in (TARGET, DRAFT, WIDE)}
+    assert 3.2 < sizes["target"] < 3.5
+    assert sizes["draft"] < 0.3
+    assert 76 < sizes["wide"] < 78
+    assert len({recipe.folder_name for recipe in (TARGET, DRAFT, WIDE)}) == 3
+
+
+def test_perturbed_model_agrees_partly() -> None:
+    model = random_model("llama", seed=1)
+    tokens = torch.randint(97, (4, 50))
+    with torch.no_grad():
+        choice = model(tokens).logits.argmax(-1)
+        agreement = [
+            (perturbed(model, scale)(tokens).logits.argmax(-1) == choice).float().mean() for scale in (0, 0.1, 3)
+        ]
+    assert agreement[0] == 1
+    assert 0.5 < agreement[1] < 1
+    assert agreement[2] < 0.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_model_is_seeded_and_has_opinions(kind: str) -> None:
+    model, again = random_model(kind, seed=1), random_model(kind, seed=1)
+    tokens = torch.randint(97, (2, 30))
+    with torch.no_grad():
+        log_probs = model(tokens).logits.log_softmax(-1)
+        assert torch.equal(log_probs, again(tokens).logits.log_softmax(-1))
+        entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    assert 0.2 < entropy < 4.0
+    assert not model.training
+
+
+def _num_parameters(recipe: Recipe) -> int:
+    attention, feed_forward = 4 * recipe.hidden_size**2, 3 * recipe.hidden_size * recipe.intermediate_size
+    return recipe.num_layers * (attention + feed_forward) + 2 * recipe.vocab_size * recipe.hidden_size
