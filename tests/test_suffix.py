@@ -320,6 +320,19 @@ def test_a_late_member_finds_its_group_and_a_restart_does_not_leak() -> None:
     assert list(drafter._groups) == ["h"]
 
 
+def test_a_cleared_drafter_remembers_no_finished_group() -> None:
+    table, drafter = Table(2, temperature=0.0), SuffixDrafter()
+    table.begin(drafter, 0, list(range(30)), "gone")
+    table.begin(drafter, 1, list(range(30)), "here")
+    for _ in range(2):
+        propose(drafter, table.batch(0, 1))
+    drafter.forget(0)
+    drafter.clear()
+    assert list(drafter._groups) == ["here"]
+    table.begin(drafter, 0, [3, 4, 5, 6], "gone")
+    assert propose(drafter, table.batch(0)).size == 0
+
+
 def test_a_backlog_is_worked_off_bit_by_bit() -> None:
     table, drafter = Table(1, temperature=0.0), SuffixDrafter()
     table.begin(drafter, 0, [])

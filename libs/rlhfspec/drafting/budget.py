@@ -6,6 +6,8 @@ valid forest, and prefix sums give the expected accepted tokens of every budget 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -44,20 +46,33 @@ def best_nodes_of_each(forest: Forest, num_nodes: int) -> IntArray:
     return np.sort(order[place < num_nodes]).astype(np.int32)
 
 
-def budgets(limit: int, rows: int, buckets: tuple[int, ...] | None) -> npt.NDArray[np.int64]:
-    """Numbers of nodes to look at, ascending, 0 among them: those that fill a bucket of total rows, or an even grid.
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Numbers of nodes to look at: ascending, 0 first. The same numbers three times, as each is quickest read."""
 
-    >>> budgets(5, 8, None).tolist(), budgets(30, 8, (8, 16, 32, 64)).tolist()
+    counts: npt.NDArray[np.int64]
+    floats: npt.NDArray[np.float64]
+    whole: list[int]
+
+
+def budgets(limit: int, rows: int, buckets: tuple[int, ...] | None) -> Budgets:
+    """Every number, or an even grid where there are many, or those that fill a bucket of total rows.
+
+    >>> budgets(5, 8, None).whole, budgets(30, 8, (8, 16, 32, 64)).whole
     ([0, 1, 2, 3, 4, 5], [0, 8, 24, 30])
     """
     if buckets is None:
         return _grid(limit)
-    return np.array(sorted({0, *(min(bucket - rows, limit) for bucket in buckets if bucket > rows)}))
+    return _budgets({0, *(min(bucket - rows, limit) for bucket in buckets if bucket > rows)})
 
 
 @lru_cache(maxsize=4096)
-def _grid(limit: int) -> npt.NDArray[np.int64]:
+def _grid(limit: int) -> Budgets:
     if limit <= _EVERY_BUDGET_UP_TO:
-        return np.arange(limit + 1)
-    few = np.arange(9)
-    return np.unique(np.concatenate((few, np.linspace(9, limit, _NUM_BUDGETS).round().astype(np.int64))))
+        return _budgets(range(limit + 1))
+    return _budgets({*range(9), *np.linspace(9, limit, _NUM_BUDGETS).round().astype(np.int64).tolist()})
+
+
+def _budgets(numbers: Iterable[int]) -> Budgets:
+    whole = sorted(numbers)
+    return Budgets(np.array(whole, np.int64), np.array(whole, np.float64), whole)

@@ -106,14 +106,14 @@ class CostTable:
     def seconds_array(self, rows: npt.ArrayLike, kv_tokens: npt.ArrayLike = 0.0) -> Seconds:
         table = np.interp(np.asarray(rows, np.float64), self._rows_array, self._array)
         if self.per_kv:
-            table = table + self.per_kv * np.asarray(kv_tokens)
+            table += self.per_kv * np.asarray(kv_tokens)
         return np.asarray(table * self.factor)
 
     def correct(self, rows: float, kv_tokens: float, real_seconds: float) -> float:
         """Learn from one execution; returns what had been predicted."""
         predicted = self.seconds(rows, kv_tokens)
         error = self._clipped(math.log(max(real_seconds, 1e-9) / predicted))
-        self.factor *= math.exp(_GLOBAL_RATE * error)
+        self.factor *= math.exp(max(_GLOBAL_RATE, 0.5 / (4 + self._typical_count)) * error)
         above = bisect_right(self._rows, rows)
         if above == 0:
             self._scale_knot(0, error)

@@ -14,6 +14,7 @@ Example:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -54,14 +55,14 @@ _LEAST_PROBED = 4  # nodes
 class AdaptiveConfig:
     """hysteresis: a new plan must promise this much more. budget_hysteresis: likewise a new number of nodes.
     probe_every: steps between trials of a drafter not in use. evaluate_every: steps between two looks at all plans
-    (a new batch size is looked at in any case). buckets: numbers of rows that the engine runs well (captured graphs),
-    None = any. max_rows: most rows of one forward.
+    (a new batch size, or a lesson learnt, is looked at in any case). buckets: numbers of rows that the engine runs well
+    (captured graphs), None = any. max_rows: most rows of one forward.
     """
 
     hysteresis: float = 0.03
     budget_hysteresis: float = 0.005
     probe_every: int = 24
-    evaluate_every: int = 8
+    evaluate_every: int = 16
     buckets: tuple[int, ...] | None = None
     max_rows: int = 1 << 20
 
@@ -129,22 +130,24 @@ class AdaptiveSelector:
         limit = min(forest.size, max(self._config.max_rows - rows, 0))
         if plan.max_nodes is not None:
             limit = min(limit, plan.max_nodes * num_sequences)
-        counts = budgets(limit, rows, self._config.buckets)
+        looked_at = budgets(limit, rows, self._config.buckets)
         ranked = np.sort(forest.path_acceptance)[::-1]
         expected = np.zeros(forest.size + 1)
         ranked.cumsum(dtype=np.float64, out=expected[1:])
-        expected = expected[counts]  # S(N)
-        kv_per_sequence = state.kv_tokens / max(num_sequences, 1)
-        verify_seconds = self._costs.target_seconds(rows + counts, state.kv_tokens + kv_per_sequence * counts)
+        expected = expected[looked_at.counts]  # S(N)
+        kv_per_node = state.kv_tokens / max(num_sequences, 1)
+        verify_seconds = self._costs.target_seconds(
+            looked_at.floats + rows, looked_at.floats * kv_per_node + state.kv_tokens
+        )
         fixed = draft_seconds + self._costs.host_seconds(plan.drafter, num_sequences)
-        speed = (num_sequences + expected) / (verify_seconds + fixed)
+        speed = (expected + num_sequences) / (verify_seconds + fixed)
         best = int(speed.argmax())
-        usual = min(int(counts.searchsorted(round(self._nodes_per_sequence * num_sequences))), len(counts) - 1)
+        usual = min(bisect_left(looked_at.whole, round(self._nodes_per_sequence * num_sequences)), len(speed) - 1)
         if speed[usual] >= speed[best] * (1.0 - self._config.budget_hysteresis):
             best = usual
         if self._is_probe and limit:  # to learn, some nodes must be verified, whatever they promise
-            best = max(best, int(counts.searchsorted(min(limit, max(num_sequences // 8, _LEAST_PROBED)))))
-        num_nodes = int(counts[best])
+            best = max(best, bisect_left(looked_at.whole, min(limit, max(num_sequences // 8, _LEAST_PROBED))))
+        num_nodes = looked_at.whole[best]
         if num_sequences:
             self._nodes_per_sequence = num_nodes / num_sequences
         choice = Choice(
@@ -175,6 +178,7 @@ class AdaptiveSelector:
                 collected = self._lessons.teach()
                 for name in self._outlook.drafters:
                     self._outlook.learn_profile(name, *latest_forests(collected, name))
+                self._evaluated_at = None
         self._rule, self._proposed = None, empty_forest()
         self._journal.close(
             outcome,

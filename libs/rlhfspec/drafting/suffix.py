@@ -136,6 +136,12 @@ class SuffixDrafter:
     def reset(self) -> None:
         """Nothing here depends on the weights: older text is a guess as good as any, and calibration follows."""
 
+    def clear(self) -> None:
+        """Forget the groups whose members have all left, as if this drafter were new: to repeat a measurement, say."""
+        for key in self._idle:
+            del self._groups[key]
+        self._idle.clear()
+
     def propose(self, batch: DraftBatch, plan: Plan, acceptance: Acceptance, rule: LevelRule) -> Forest:
         """`rule` is not asked: a level costs microseconds, and the budget prunes."""
         self._step += 1
