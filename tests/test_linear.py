@@ -277,6 +277,19 @@ def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype, arithmetic: str)
     assert torch.equal(layer(broken)[17].isposinf(), layer.unpacked_weight()[:, 69] > 0)
 
 
+@every_arithmetic
+def test_padding_never_meets_infinity(dtype: torch.dtype, arithmetic: str) -> None:
+    """Sizes are padded with zeros inside; zero times infinity would be NaN where the answer is infinity."""
+    parts = make_mlp_parts(37, 65, 33)
+    for part in parts:
+        part.weight.data.abs_()
+    x = torch.rand(3, 37)
+    x[1, 36] = torch.inf
+    out = pack_mlp(parts, dtype, arithmetic)(x)
+    assert out[1].isposinf().all()
+    assert out[[0, 2]].isfinite().all()
+
+
 def test_shapes_are_kept_and_empty_batches_are_fine() -> None:
     layer, mlp = make_linear((8, 5), BF16, "auto"), pack_mlp(make_mlp_parts(8, 24, 5), BF16, "auto")
     for module in (layer, mlp):

@@ -110,7 +110,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def _checked(x: Tensor, width: int) -> Tensor:
     """`x` as the kernels want it: fp32 on CPU, contiguous, of this width."""
-    if x.dtype is not torch.float32 or x.device.type != "cpu" or x.shape[-1] != width:
+    if x.dtype is not torch.float32 or not x.is_cpu or x.shape[-1] != width:
         raise ValueError(f"x: must be float32 [..., {width}] on CPU (got {x.dtype} {tuple(x.shape)} on {x.device})")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("x: must not require a gradient (packed layers are for inference)")

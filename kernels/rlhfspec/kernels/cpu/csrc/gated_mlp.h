@@ -164,6 +164,7 @@ void gated_mlp_kind(const float* x, const void* gate_up, const void* down, const
                     int num_threads) {
     static thread_local Scratch scratch;
     Weights<P> first(gate_up, mlp.hidden), second(down, mlp.intermediate);
+    num_threads = useful_threads(rows, mlp.intermediate * (2 * mlp.hidden + mlp.n), num_threads);
     for (long row = 0; row < rows; row += kRowChunk) {
         long chunk = smaller(kRowChunk, rows - row);
         const typename P::Activation* acts = P::pack(scratch, x + row * mlp.hidden, chunk, mlp.hidden, num_threads);

@@ -19,6 +19,7 @@ struct Bf16 {
 
 constexpr long kColumns = 64;  // of a panel
 constexpr long kStep = 16;     // k between two calls of side.step()
+constexpr long kUnpack = 64;   // k unpacked at once: 16 KB
 
 #ifdef __AVX512F__
 constexpr int kMaxTileRows = 6, kTileVectors = 4;  // 24 accumulators of 32 registers
@@ -58,6 +59,25 @@ RS_INLINE void fma_tile(const float* x, long stride, const typename Stored::Type
     }
 }
 
+template <class Stored, class Side>
+RS_INLINE void fma_rows(const float* x, long stride, const typename Stored::Type* w, long k, int rows, float* out,
+                        long out_stride, bool carry, Side& side) {
+    while (rows > 0) {
+        int tile = rows < kMaxTileRows ? rows : kMaxTileRows;
+        switch (tile) {
+            case 1: fma_tile<Stored, 1>(x, stride, w, k, out, out_stride, carry, side); break;
+            case 2: fma_tile<Stored, 2>(x, stride, w, k, out, out_stride, carry, side); break;
+            case 3: fma_tile<Stored, 3>(x, stride, w, k, out, out_stride, carry, side); break;
+#ifdef __AVX512F__
+            case 4: fma_tile<Stored, 4>(x, stride, w, k, out, out_stride, carry, side); break;
+            case 5: fma_tile<Stored, 5>(x, stride, w, k, out, out_stride, carry, side); break;
+            case 6: fma_tile<Stored, 6>(x, stride, w, k, out, out_stride, carry, side); break;
+#endif
+        }
+        rows -= tile, x += tile * stride, out += tile * out_stride;
+    }
+}
+
 template <class Stored>
 struct Fma {
     using Weight = typename Stored::Type;
@@ -78,19 +98,23 @@ struct Fma {
     template <class Side>
     __attribute__((noinline)) static void block(const float* x, long stride, const Weight* w, long k, int rows,
                                                 float* out, long out_stride, bool carry, Side& side) {
-        while (rows > 0) {
-            int tile = rows < kMaxTileRows ? rows : kMaxTileRows;
-            switch (tile) {
-                case 1: fma_tile<Stored, 1>(x, stride, w, k, out, out_stride, carry, side); break;
-                case 2: fma_tile<Stored, 2>(x, stride, w, k, out, out_stride, carry, side); break;
-                case 3: fma_tile<Stored, 3>(x, stride, w, k, out, out_stride, carry, side); break;
-#ifdef __AVX512F__
-                case 4: fma_tile<Stored, 4>(x, stride, w, k, out, out_stride, carry, side); break;
-                case 5: fma_tile<Stored, 5>(x, stride, w, k, out, out_stride, carry, side); break;
-                case 6: fma_tile<Stored, 6>(x, stride, w, k, out, out_stride, carry, side); break;
-#endif
-            }
-            rows -= tile, x += tile * stride, out += tile * out_stride;
+        if (sizeof(Weight) == sizeof(float) || rows <= 2 * kMaxTileRows) {
+            fma_rows<Stored>(x, stride, w, k, rows, out, out_stride, carry, side);
+            return;
+        }
+        alignas(64) float unpacked[kUnpack * kColumns];  // many rows: unpack the weights once for all of them
+        for (long start = 0; start < k; start += kUnpack) {
+            long count = smaller(kUnpack, k - start);
+            unpack(w + start * kColumns, unpacked, count);
+            fma_rows<Fp32>(x + start, stride, unpacked, count, rows, out, out_stride, carry || start > 0, side);
+        }
+    }
+    static RS_ALWAYS void unpack(const Weight* w, float* unpacked, long k) {
+        for (long i = 0; i < k * kColumns; i += 2 * kLanes) {
+            f32x16 v[2];
+            Stored::load(w + i, v);
+            rs_store(unpacked + i, v[0]);
+            rs_store(unpacked + i + kLanes, v[1]);
         }
     }
 };

@@ -42,6 +42,11 @@ RS_INLINE long segment_length(long k) {
 }
 RS_INLINE long num_segments(long k) { return (k + segment_length(k) - 1) / segment_length(k); }
 
+// Waking a thread costs some microseconds: how many are worth it for this many rows and weights.
+RS_INLINE int useful_threads(long rows, long num_weights, int num_threads) {
+    return num_weights < (1 << 17) && rows * num_weights < (1 << 21) ? 1 : num_threads;
+}
+
 // Memory that a thread keeps from call to call.
 struct Scratch {
     void* data = nullptr;
@@ -218,6 +223,7 @@ void linear(const float* x, const void* packed, const float* bias, float* out, l
             int num_threads) {
     static thread_local Scratch scratch;
     Weights<P> w(packed, k);
+    num_threads = useful_threads(rows, k * n, num_threads);
     for (long row = 0; row < rows; row += kRowChunk) {
         long chunk = smaller(kRowChunk, rows - row);
         const typename P::Activation* acts = P::pack(scratch, x + row * k, chunk, k, num_threads);
