@@ -225,6 +225,14 @@ def test_a_useless_drafter_is_left_alone() -> None:
     assert run.tokens_per_second >= 0.98 * plain
 
 
+def test_a_probe_verifies_some_nodes_whatever_they_promise() -> None:
+    world, selector, acceptance = adaptive_in(EVERY_ROW_COSTS, {"model": -9.0})
+    world.run(selector, acceptance, num_sequences=8, num_steps=128)
+    probes = [decision for decision in selector.explain().decisions if decision.is_probe]
+    assert len(probes) >= 3
+    assert all(decision.num_verified >= 4 for decision in probes), "what is never verified is never learnt"
+
+
 def test_of_two_drafters_the_better_one_is_used() -> None:
     world, selector, acceptance = adaptive_in(EVERY_ROW_COSTS, {"model": 1.0, "suffix": -4.0})
     world.run(selector, acceptance, num_sequences=4, num_steps=60)

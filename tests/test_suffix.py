@@ -103,6 +103,15 @@ def test_an_index_grown_in_pieces_is_the_index_of_the_whole(tokens: list[int], c
         assert whole.continuations(context) == pieces.continuations(context)
 
 
+def test_what_was_looked_up_before_is_not_stale_when_its_context_is_seen_again() -> None:
+    index = ContextIndex()
+    for tokens in ((1, 2, 5), (1, 2, 6), (1, 2, 7), (1, 2, 7), (1, 2, 7)):
+        index.add(tokens, start=0)
+        found, log_chances, _ = index.continuations((1, 2))
+        assert tokens[-1] in found
+    assert max(zip(log_chances, found, strict=True))[1] == 7
+
+
 @given(st.lists(st.integers(0, 2), min_size=3, max_size=80))
 def test_chances_are_a_distribution_over_what_followed_the_longest_context(tokens: list[int]) -> None:
     index, text = ContextIndex(), tuple(tokens)
@@ -274,6 +283,26 @@ def test_shared_noise_finds_more_of_the_targets_choices() -> None:
 
         accepted[shift], _ = generate(drafter, table, [0, 1, 2, 3], shifted, 60, plan=CHAIN)
     assert accepted[0] > 1.15 * accepted[1000], accepted
+
+
+def test_what_is_remembered_equals_what_is_found_anew() -> None:
+    """The same context later in the response meets other noise; the same position meets the same."""
+    random = np.random.default_rng(3)
+    block = random.integers(0, 2, 20).tolist()
+    prompt = random.integers(0, 2, 500).tolist()
+    table, drafter = Table(1), SuffixDrafter()
+    table.begin(drafter, 0, prompt)
+    propose(drafter, table.batch(0), TREE)
+    for _ in range(6):
+        table.write(0, block)
+        batch = table.batch(0)
+        fresh = SuffixDrafter()
+        fresh.start(0, table.tokens[0, : table.lengths[0]], "", ())
+        expected = propose(fresh, batch, TREE)
+        for _ in range(2):  # found, then remembered
+            forest = propose(drafter, batch, TREE)
+            assert forest.token.tolist() == expected.token.tolist()
+            assert forest.gap.tolist() == expected.gap.tolist()
 
 
 def test_calibration_learns_how_far_to_trust_a_context() -> None:
