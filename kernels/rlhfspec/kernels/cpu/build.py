@@ -1,9 +1,9 @@
 """Builds and loads the C++ kernels: once per machine, for every instruction set, chosen at run time.
 
-Every `csrc/*.cpp` is compiled for AVX2 and for AVX-512 (a file named `*_amx.cpp` or `*_avx512bf16.cpp` for that set
-only) and linked into one library; an exported `name` becomes `name_avx2`, `name_avx512`, ... The library is cached by
-content under `$RLHFSPEC_CACHE` (default ~/.cache/rlhfspec). There is always a way without it: every kernel has a torch
-twin, used when `load()` returns None.
+Every `csrc/*.cpp` is compiled for AVX2 and for AVX-512 and linked into one library; an exported `name` becomes
+`name_avx2`, `name_avx512`. A file whose name ends in `_amx`, `_avx512bf16` or `_base` (any x86-64) is for that
+instruction set only. The library is cached by content under `$RLHFSPEC_CACHE` (default ~/.cache/rlhfspec). There is
+always a way without it: every kernel has a torch twin, used when `load()` returns None.
 
     RLHFSPEC_NATIVE=0              never use the kernels
     RLHFSPEC_KERNEL_LIBRARY=FILE   use this one (container images prebuild: python -m rlhfspec.kernels.cpu.build)
@@ -39,12 +39,14 @@ SOURCE_DIR = Path(__file__).parent / "csrc"
 COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden")
 AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "base": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": AVX512_FLAGS,
     "amx": (*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512bf16": (*AVX512_FLAGS, "-mavx512bf16"),
 }
 ISA_FEATURES: dict[str, frozenset[str]] = {  # as /proc/cpuinfo spells them
+    "base": frozenset(),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
     "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}),
     "amx": frozenset({"amx_tile", "amx_bf16", "avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
