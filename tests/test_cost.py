@@ -33,6 +33,14 @@ def test_scalars_and_arrays_agree(seconds: list[float], rows: float, kv_tokens: 
     assert table.seconds(rows, kv_tokens) == pytest.approx(float(table.seconds_array([rows], [kv_tokens])[0]))
 
 
+@given(seconds_lists, st.integers(0, 300), st.lists(st.integers(0, 900), min_size=1, max_size=9))
+def test_further_rows_cost_what_all_rows_cost(seconds: list[float], rows: int, more: list[int]) -> None:
+    table = CostTable(ROW_GRID[: len(seconds)], seconds, per_kv_token=3e-7)
+    further = np.array(more, np.float64)
+    expected = table.seconds_array(rows + further, 5000 + 50 * further)
+    assert table.seconds_for_more(rows, further, 5000, 50) == pytest.approx(expected)
+
+
 def test_between_knots_costs_are_linear_and_beyond_them_they_go_on() -> None:
     table = CostTable([1, 3, 5], [1.0, 2.0, 6.0])
     assert table.seconds_array([0, 1, 2, 4, 5, 10]).tolist() == pytest.approx([1.0, 1.0, 1.5, 4.0, 6.0, 16.0])

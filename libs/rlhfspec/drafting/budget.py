@@ -31,7 +31,7 @@ def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray |
         return np.arange(len(path_acceptance), dtype=np.int32)
     if num_nodes == 0:
         return np.empty(0, np.int32)
-    ranked = np.sort(path_acceptance)[::-1] if ranked is None else ranked
+    ranked = descending(path_acceptance) if ranked is None else ranked
     keep = np.asarray(path_acceptance >= ranked[num_nodes - 1]).nonzero()[0]
     if len(keep) > num_nodes:  # ties at the threshold
         keep = np.sort(np.argsort(-path_acceptance, kind="stable")[:num_nodes])
@@ -53,6 +53,21 @@ class Budgets:
     counts: npt.NDArray[np.int64]
     floats: npt.NDArray[np.float64]
     whole: list[int]
+
+    def sums(self, ranked: FloatArray) -> FloatArray:
+        """The sum of the first N values for every N looked at."""
+        if len(self.whole) == 1:
+            return np.zeros(1, np.float32)
+        sums = ranked.cumsum().take(self.counts - 1)
+        sums[0] = 0.0
+        return sums
+
+
+def descending(path_acceptance: FloatArray) -> FloatArray:
+    """A sorted copy."""
+    ranked = np.negative(path_acceptance)
+    ranked.sort()
+    return np.negative(ranked, out=ranked)
 
 
 def budgets(limit: int, rows: int, buckets: tuple[int, ...] | None) -> Budgets:

@@ -109,6 +109,15 @@ class CostTable:
             table += self.per_kv * np.asarray(kv_tokens)
         return np.asarray(table * self.factor)
 
+    def seconds_for_more(self, rows: int, more: Seconds, kv_tokens: float, kv_per_row: float) -> Seconds:
+        """Of `rows` rows and each number of further ones, which read `kv_per_row` context tokens each."""
+        table = np.interp(more + rows, self._rows_array, self._array)
+        if self.per_kv:
+            table += more * (self.per_kv * kv_per_row)
+            table += self.per_kv * kv_tokens
+        table *= self.factor
+        return np.asarray(table)
+
     def correct(self, rows: float, kv_tokens: float, real_seconds: float) -> float:
         """Learn from one execution; returns what had been predicted."""
         predicted = self.seconds(rows, kv_tokens)

@@ -95,17 +95,18 @@ def latest_forests(collected: list[tuple[Outcome, Forest]], drafter: str) -> tup
     return forests, num_sequences, plan.branch if plan is not None else 0
 
 
-def observe_costs(costs: CostModel, outcome: Outcome, *, host: bool = True) -> tuple[float, float]:
-    """Teach the target table, and the host table if asked; returns what had been predicted for both."""
+def observe_costs(costs: CostModel, outcome: Outcome, *, learn: bool = True) -> tuple[float, float]:
+    """What is predicted for the verification and for the host; if asked, teach both tables what was true."""
     state, num_sequences = outcome.state, len(outcome.state.rows)
     rows = num_sequences + state.num_prefill_rows + outcome.forest.size
     if rows == 0:
         return 0.0, 0.0
     kv_tokens = state.kv_tokens * (1.0 + outcome.forest.size / max(num_sequences, 1))
-    verify_seconds = costs.observe(TARGET, rows, outcome.verify_seconds, kv_tokens)
-    if not host:
-        return verify_seconds, costs.host_seconds(outcome.plan.drafter, num_sequences)
+    if not learn:
+        host_seconds = costs.host_seconds(outcome.plan.drafter, num_sequences)
+        return costs.table(TARGET).seconds(rows, kv_tokens), host_seconds
     rest = max(outcome.step_seconds - outcome.draft_seconds - outcome.verify_seconds, 1e-6)
+    verify_seconds = costs.observe(TARGET, rows, outcome.verify_seconds, kv_tokens)
     return verify_seconds, costs.observe(host_kind(outcome.plan.drafter), num_sequences, rest)
 
 

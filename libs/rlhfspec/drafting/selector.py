@@ -24,7 +24,7 @@ import numpy as np
 
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import PLAIN, BatchState, Choice, Forest, LevelRule, Outcome, Plan, empty_forest
-from rlhfspec.drafting.budget import best_nodes, budgets
+from rlhfspec.drafting.budget import best_nodes, budgets, descending
 from rlhfspec.drafting.cost import TARGET, CostModel, draft_kind
 from rlhfspec.drafting.fixed import FixedSelector
 from rlhfspec.drafting.journal import Decision, Explanation, Journal, Option
@@ -131,13 +131,10 @@ class AdaptiveSelector:
         if plan.max_nodes is not None:
             limit = min(limit, plan.max_nodes * num_sequences)
         looked_at = budgets(limit, rows, self._config.buckets)
-        ranked = np.sort(forest.path_acceptance)[::-1]
-        expected = np.zeros(forest.size + 1)
-        ranked.cumsum(dtype=np.float64, out=expected[1:])
-        expected = expected[looked_at.counts]  # S(N)
-        kv_per_node = state.kv_tokens / max(num_sequences, 1)
-        verify_seconds = self._costs.target_seconds(
-            looked_at.floats + rows, looked_at.floats * kv_per_node + state.kv_tokens
+        ranked = descending(forest.path_acceptance)
+        expected = looked_at.sums(ranked)  # S(N)
+        verify_seconds = self._costs.table(TARGET).seconds_for_more(
+            rows, looked_at.floats, state.kv_tokens, state.kv_tokens / max(num_sequences, 1)
         )
         fixed = draft_seconds + self._costs.host_seconds(plan.drafter, num_sequences)
         speed = (expected + num_sequences) / (verify_seconds + fixed)
@@ -165,7 +162,7 @@ class AdaptiveSelector:
         draft_seconds = verify_seconds = host_seconds = 0.0
         if num_sequences:
             thorough = self._step < _THOROUGH_STEPS or self._step % _THOROUGH_EVERY == 0
-            verify_seconds, host_seconds = observe_costs(self._costs, outcome, host=thorough)
+            verify_seconds, host_seconds = observe_costs(self._costs, outcome, learn=thorough)
             self._lessons.add(outcome, self._proposed)
             if plan.drafter is not None:
                 levels = self._rule.finish(outcome.draft_seconds) if self._rule is not None else []
@@ -173,7 +170,8 @@ class AdaptiveSelector:
                 if thorough:
                     observe_draft(self._costs, outcome, levels, self._step)
                     self._watch(outcome, draft_seconds + verify_seconds + host_seconds)
-                self._learn(outcome, thorough=thorough)
+                if outcome.choice is not None:
+                    self._learn(outcome, outcome.choice, thorough=thorough)
             if self._lessons.is_due:
                 collected = self._lessons.teach()
                 for name in self._outlook.drafters:
@@ -232,17 +230,16 @@ class AdaptiveSelector:
                 return self._outlook.best_of(name)
         return None
 
-    def _learn(self, outcome: Outcome, *, thorough: bool) -> None:
-        plan, choice, num_sequences = outcome.plan, outcome.choice, len(outcome.state.rows)
+    def _learn(self, outcome: Outcome, choice: Choice, *, thorough: bool) -> None:
+        plan, num_sequences, expected = outcome.plan, len(outcome.state.rows), choice.predicted_accepted
         drafter = str(plan.drafter)
-        if choice is not None:
-            expected, accepted = choice.predicted_accepted, int(np.count_nonzero(outcome.accepted))
-            if self._outlook.learn_real(drafter, num_sequences=num_sequences, expected=expected, accepted=accepted):
-                self._acceptance.reset(drafter)
-                self._lessons.start_over()
-            if thorough:
-                num_nodes = len(choice.keep)
-                self._outlook.learn_ratio(plan, num_sequences=num_sequences, num_nodes=num_nodes, expected=expected)
+        accepted = int(np.count_nonzero(outcome.accepted))
+        if self._outlook.learn_real(drafter, num_sequences=num_sequences, expected=expected, accepted=accepted):
+            self._acceptance.reset(drafter)
+            self._lessons.start_over()
+        if thorough:
+            num_nodes = len(choice.keep)
+            self._outlook.learn_ratio(plan, num_sequences=num_sequences, num_nodes=num_nodes, expected=expected)
 
     def _watch(self, outcome: Outcome, predicted_seconds: float) -> None:
         state, num_sequences = outcome.state, len(outcome.state.rows)
