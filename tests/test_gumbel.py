@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -66,8 +68,9 @@ def normal(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
 
 
 def tied(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
-    """Few distinct values, some of them -0.0."""
-    return torch.randint(-3, 3, (rows, vocab_size), generator=g).float() * 0.5 * -1
+    """Few distinct values, among them 0.0 and -0.0."""
+    signs = torch.randint(0, 2, (rows, vocab_size), generator=g).float() * 2 - 1
+    return torch.randint(0, 3, (rows, vocab_size), generator=g).float() * 0.5 * signs
 
 
 def holed(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
@@ -188,21 +191,27 @@ def test_native_equals_reference_on_odd_rows(data: st.DataObject) -> None:
         assert_same_candidates(native_candidates(isa, batch, 4), proposals)
 
 
-@needs_native
-@pytest.mark.parametrize(("top_p", "num_kept"), [(0.25, 2), (0.5, 4), (0.75, 6), (0.250001, 3)])
-def test_nucleus_boundary_that_is_met_exactly(top_p: float, num_kept: int) -> None:
-    """Eight equal tokens: the sums are exact, so `>=` decides; ties keep the lower ids."""
+def nucleus_of(row: list[float], top_p: float) -> tuple[Batch, list[int]]:
+    """400 draws from one row and the ids that the definition, summing by hand, keeps."""
+    weights = [math.exp(x - max(row)) for x in sorted(row, reverse=True)]
+    mass = list(itertools.accumulate(weights))
+    num_kept = 1 + next(n for n, c in enumerate(mass) if c >= float(np.float32(top_p)) * mass[-1])
+    ids = sorted(range(len(row)), key=lambda v: (-row[v], v))[:num_kept]
     n = 400
-    batch = Batch(
-        torch.zeros(n, 8),
-        torch.arange(n),
-        torch.zeros(n, dtype=torch.int32),
-        torch.ones(n),
-        torch.zeros(n, dtype=torch.int32),
-        torch.full((n,), top_p),
-    )
+    zeros = torch.zeros(n, dtype=torch.int32)
+    batch = Batch(torch.tensor([row] * n), torch.arange(n), zeros, torch.ones(n), zeros, torch.full((n,), top_p))
+    return batch, sorted(ids)
+
+
+@needs_native
+@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75, 0.250001])
+@pytest.mark.parametrize("num_small", [0, 1000])
+def test_nucleus_boundary_that_is_met_exactly(top_p: float, num_small: int) -> None:
+    """Eight equal tokens: the sums are exact, so `>=` decides and ties keep the lower ids. A thousand more, each too
+    small to change a sum that the large ones began, would change it if they were first added among themselves."""
+    batch, kept = nucleus_of([0.0] * 8 + [-39.0] * num_small, top_p)
     result = native_sample(NATIVE_ISAS[0], batch)
-    assert sorted(set(result.tokens.tolist())) == list(range(num_kept))
+    assert sorted(set(result.tokens.tolist())) == kept
     assert_same_sample(result, gumbel.sample_reference(*batch))
 
 
@@ -239,6 +248,19 @@ def test_log_probs_are_accurate_in_float64_terms() -> None:
     torch.testing.assert_close(result.log_probs.double(), exact, rtol=1e-7, atol=1e-7)
     tempered = tempered.gather(1, result.tokens.long()[:, None])[:, 0]
     torch.testing.assert_close(result.tempered_log_probs.double(), tempered, rtol=1e-7, atol=1e-7)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
+def test_exponentials_are_accurate(isa: str) -> None:
+    """A log-prob near 0 is little but exp(-gap), so float32 shows its relative error."""
+    gap = torch.linspace(0.05, 60, 2000)
+    logits = torch.stack([torch.zeros(2000), -gap], dim=1)
+    batch = random_batch(logits, generator(11), masked=False)._replace(temperatures=torch.zeros(2000))
+    exact = -torch.log1p(torch.exp(-gap.double()))
+    found = native_sample(isa, batch).log_probs.double()
+    held = exact < -1e-7  # nearer to 0 float64 itself cannot hold 1 + exp(-gap) well enough
+    torch.testing.assert_close(found[held], exact[held], rtol=6.5e-8, atol=0)
 
 
 # ---- what every implementation promises ------------------------------------------------------------------------------
@@ -303,6 +325,32 @@ def test_greedy_takes_the_lowest_id_of_the_largest_logits(which: str) -> None:
     result = SAMPLERS[which](batch)
     assert result.tokens.tolist() == [1, 0, 0]
     assert result.tempered_log_probs.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("which", SAMPLERS)
+def test_both_zeros_are_one_number_to_a_mask(which: str) -> None:
+    n = 30
+    batch = Batch(
+        torch.tensor([[-0.0, 0.0] * 4] * n),
+        torch.arange(n),
+        torch.zeros(n, dtype=torch.int32),
+        torch.ones(n),
+        torch.full((n,), 3, dtype=torch.int32),
+        torch.ones(n),
+    )
+    assert set(SAMPLERS[which](batch).tokens.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("which", PROPOSERS)
+def test_of_equal_candidates_the_higher_id_goes_first(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A better token late in the row displaces the last of the equals found before."""
+    if which == "triton":
+        gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
+        monkeypatch.setattr(gumbel_triton, "MAX_TILE", 16)
+    row = [1.0] * 16 + [0.0] * 20 + [2.0]
+    zeros = torch.zeros(1, dtype=torch.int32)
+    batch = Batch(torch.tensor([row]), torch.tensor([1]), zeros, torch.zeros(1), zeros, torch.ones(1))
+    assert PROPOSERS[which](batch, 3).tokens.tolist() == [[36, 0, 1]]
 
 
 def test_candidates_hold_the_sampled_token_first() -> None:
@@ -385,11 +433,16 @@ def test_triton_equals_reference(vocab_size: int, shape: Callable[..., Tensor]) 
     assert_same_candidates(triton_candidates(batch, 5), gumbel.candidates_reference(*batch.drafting, 5))
 
 
-def test_triton_resolves_near_ties() -> None:
+@pytest.mark.parametrize("shape", [normal, tied, near_ties])
+def test_triton_search_skips_no_tile_wrongly(shape: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small tiles: what an earlier tile found decides whether a later one is looked at."""
+    gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
+    monkeypatch.setattr(gumbel_triton, "MAX_TILE", 16)
     g = generator(9)
-    batch = near_ties(random_batch(normal(6, 1100, g), g, masked=False))
+    batch = random_batch((normal if shape is near_ties else shape)(6, 300, g), g, masked=False)
+    batch = near_ties(batch) if shape is near_ties else batch._replace(temperatures=torch.tensor([0, 0, 0.7, 1, 1, 2]))
     assert_same_sample(triton_sample(batch), gumbel.sample_reference(*batch))
-    assert_same_candidates(triton_candidates(batch, 8), gumbel.candidates_reference(*batch.drafting, 8))
+    assert_same_candidates(triton_candidates(batch, 6), gumbel.candidates_reference(*batch.drafting, 6))
 
 
 def test_a_row_gives_the_same_bits_in_every_triton_batch() -> None:
