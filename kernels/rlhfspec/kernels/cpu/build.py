@@ -31,12 +31,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch  # loaded before our library, so that both share one OpenMP pool (libgomp.so.1)
+import torch
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 # Never -Ofast or -ffast-math: at link time they switch the whole process to flush-to-zero. No contraction: only the
 # fused multiply-adds that we wrote, so that every instruction set gives the same bits.
-COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden")
+COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden")
 AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "base": (),
@@ -197,7 +197,7 @@ def build() -> Path:
         for job in jobs:
             job.result()
     inputs = [str(path) for path in objects]
-    _publish(library, lambda out: _run_compiler([compiler, "-shared", "-fopenmp", *inputs, "-o", out]))
+    _publish(library, lambda out: _run_compiler([compiler, "-shared", *inputs, "-o", out]))
     return library
 
 

@@ -1,18 +1,18 @@
 // Activations by themselves, for models that are not of the gated shape. Every lane is computed alike wherever it
 // stands in its row, so a row's result does not depend on the width or on its neighbours.
 #include "activation.h"
+#include "pool.h"
 
 namespace {
 
 template <int kind>
 void activate(const float* x, float* out, long count, int num_threads) {
     constexpr long kBlock = 4096;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-    for (long start = 0; start < count; start += kBlock) {
-        long end = start + kBlock < count ? start + kBlock : count, i = start;
+    rs_parallel_for((count + kBlock - 1) / kBlock, num_threads, [=](long block) {
+        long i = block * kBlock, end = i + kBlock < count ? i + kBlock : count;
         for (; i + kLanes <= end; i += kLanes) rs_store(out + i, rs_activate<kind>(rs_load(x + i)));
         if (i < end) rs_store_n(out + i, rs_activate<kind>(rs_load_n(x + i, (int)(end - i))), (int)(end - i));
-    }
+    });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "attention_math.h"
+#include "pool.h"
 
 namespace {
 
@@ -285,14 +286,10 @@ void write_row(const Batch& batch, const Layer& layer, int64_t row) {
 template <class T>
 void run(const Batch& batch, const Layer& layer, int threads) {
     const int64_t items = batch.num_groups * layer.num_kv_heads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < batch.num_rows; row++) write_row<T>(batch, layer, row);
-#pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < items; item++)
-            attend_group<T>(batch, layer, item / layer.num_kv_heads, item % layer.num_kv_heads);
-    }
+    for (int64_t row = 0; row < batch.num_rows; row++) write_row<T>(batch, layer, row);
+    rs_parallel_for(items, threads, [&](int64_t item) {
+        attend_group<T>(batch, layer, item / layer.num_kv_heads, item % layer.num_kv_heads);
+    });
 }
 
 // 0 or the number of a problem (see PROBLEMS in tree_attention.py) with one row.

@@ -111,13 +111,11 @@ void gated_mlp_split(const typename P::Activation* acts, const Weights<P>& gate_
     long panels = round_up(mlp.n, P::kPanel) / P::kPanel, width = panels * P::kPanel;
     long padded_rows = round_up(rows, P::kRowTile), stride = P::stride(kHiddenBlock);
     float* partials = scratch.get<float>(segments * padded_rows * width);
-#pragma omp parallel num_threads(num_threads)
-    {
+    rs_parallel(segments, num_threads, [=](RsItems& items) {
         static thread_local Scratch own;
         typename P::Activation* hidden = own.get<typename P::Activation>(padded_rows * kHiddenBlock);
         P::begin();
-#pragma omp for schedule(dynamic)
-        for (long s = 0; s < segments; ++s) {
+        for (long s; (s = items.take()) >= 0;) {
             float* sums = partials + s * padded_rows * width;
             long end = smaller(down.k, (s + 1) * length);
             for (long start = s * length; start < end; start += kHiddenBlock) {
@@ -137,7 +135,7 @@ void gated_mlp_split(const typename P::Activation* acts, const Weights<P>& gate_
             }
         }
         P::end();
-    }
+    });
     sum_partials(partials, segments, padded_rows, width, mlp.down_bias, out, rows, mlp.n, num_threads);
 }
 
@@ -148,14 +146,14 @@ void gated_mlp_whole(const typename P::Activation* acts, const Weights<P>& gate_
     static thread_local Scratch scratch;
     long padded_k = round_up(down.k, kPadOutputs), stride = P::stride(padded_k);
     typename P::Activation* hidden = scratch.get<typename P::Activation>(round_up(rows, P::kRowTile) * padded_k);
-#pragma omp parallel num_threads(num_threads)
-    {
+    rs_parallel(padded_k / kPadOutputs, num_threads, [=](RsItems& items) {
         P::begin();
-#pragma omp for schedule(dynamic)
-        for (long column = 0; column < padded_k; column += kPadOutputs)
+        for (long item; (item = items.take()) >= 0;) {
+            long column = item * kPadOutputs;
             gate_columns<P, kind>(acts, gate_up, mlp, rows, column, kPadOutputs, hidden, stride, column, Prefetch{});
+        }
         P::end();
-    }
+    });
     linear_packed<P>(hidden, stride, down, mlp.down_bias, out, rows, mlp.n, num_threads);
 }
 

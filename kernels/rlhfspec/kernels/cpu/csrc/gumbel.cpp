@@ -9,6 +9,7 @@
 //
 // Sums of exponentials are float64 over 16 lanes and one tree: their order depends on the row alone.
 #include "law_lanes.h"
+#include "pool.h"
 
 #include <algorithm>
 #include <cmath>
@@ -176,7 +177,6 @@ void best_plain(const Row& row, Best* best) {
     for (int32_t v = 0; v < row.padded(); v += 16)
         for (unsigned better = greater(row.load(v), rs_set1(worst)); better != 0; better &= better - 1) {
             int32_t id = v + __builtin_ctz(better);
-            if (!(row.x[id] > worst)) continue;
             best->offer(row.x[id], id);
             if (best->full()) worst = (float)best->worst();
         }
@@ -333,14 +333,13 @@ RS_EXPORT int RS_NAME(gumbel_sample)(const float* logits, long stride, long rows
                                       const float* top_p, int32_t* tokens, float* log_probs, float* tempered_log_probs,
                                      uint8_t* finite, int num_threads) {
     if (int code = refused(rows, temperatures, top_k, top_p)) return code;
-#pragma omp parallel for num_threads(threads_for(rows, vocab_size, num_threads)) schedule(dynamic)
-    for (long i = 0; i < rows; ++i) {
+    rs_parallel_for(rows, threads_for(rows, vocab_size, num_threads), [=](long i) {
         Row row(logits + i * stride, vocab_size);
         float m = largest(row);
         finite[i] = m > -kInfinity && m < kInfinity;
         tokens[i] = 0;
         log_probs[i] = tempered_log_probs[i] = __builtin_nanf("");
-        if (!finite[i]) continue;
+        if (!finite[i]) return;
         double temperature = temperatures[i], normaliser = ::log(sum_of_exp(row, Cut(), m, 1.0));
         Best best(1);
         if (temperature == 0.0) {
@@ -355,7 +354,7 @@ RS_EXPORT int RS_NAME(gumbel_sample)(const float* logits, long stride, long rows
         }
         tokens[i] = best.id[0];
         log_probs[i] = (float)((double)row.x[best.id[0]] - m - normaliser);
-    }
+    });
     return 0;
 }
 
@@ -364,8 +363,7 @@ RS_EXPORT int RS_NAME(gumbel_candidates)(const float* logits, long stride, long 
                                           const uint64_t* seeds, const int32_t* positions, const float* temperatures,
                                           int32_t* tokens, float* scores, int num_threads) {
     if (int code = refused(rows, temperatures, nullptr, nullptr)) return code;
-#pragma omp parallel for num_threads(threads_for(rows, vocab_size, num_threads)) schedule(dynamic)
-    for (long i = 0; i < rows; ++i) {
+    rs_parallel_for(rows, threads_for(rows, vocab_size, num_threads), [=](long i) {
         Row row(logits + i * stride, vocab_size);
         float m = largest(row);
         Best best((int)k);
@@ -384,6 +382,6 @@ RS_EXPORT int RS_NAME(gumbel_candidates)(const float* logits, long stride, long 
             tokens[i * k + j] = j < best.count ? best.id[j] : -1;
             scores[i * k + j] = j < best.count ? (float)(best.score[j] - shift) : -kInfinity;
         }
-    }
+    });
     return 0;
 }

@@ -24,6 +24,7 @@
 #include <stdlib.h>
 
 #include "activation.h"
+#include "pool.h"
 
 namespace {
 
@@ -126,8 +127,7 @@ RS_INLINE void add_bias(const float* bias, float* out, long out_stride, long row
 static void sum_partials(const float* partials, long segments, long padded_rows, long padded_n, const float* bias,
                          float* out, long rows, long n, int num_threads) {
     if (segments * rows * n < 65536) num_threads = 1;
-#pragma omp parallel for num_threads(num_threads) schedule(static) collapse(2)
-    for (long r = 0; r < rows; ++r) {
+    rs_parallel_for(rows, num_threads, [=](long r) {
         for (long c = 0; c < n; c += kLanes) {
             const float* from = partials + r * padded_n + c;
             f32x16 sum = rs_load(from);
@@ -141,7 +141,7 @@ static void sum_partials(const float* partials, long segments, long padded_rows,
                 rs_store_n(out + r * n + c, sum, lanes);
             }
         }
-    }
+    });
 }
 
 // ---- one linear layer on packed activations ------------------------------------------------------------------------
@@ -154,23 +154,19 @@ void linear_split(const typename P::Activation* acts, long stride, const Weights
     long length = segment_length(w.k), segments = num_segments(w.k), panels = round_up(n, P::kPanel) / P::kPanel;
     long padded_rows = round_up(rows, P::kRowTile), width = panels * P::kPanel;
     float* partials = scratch.get<float>(segments * padded_rows * width);
-#pragma omp parallel num_threads(num_threads)
-    {
+    rs_parallel(segments * panels, num_threads, [=](RsItems& items) {
         P::begin();
-#pragma omp for schedule(dynamic) collapse(2)
-        for (long s = 0; s < segments; ++s) {
-            for (long p = 0; p < panels; ++p) {
-                long k = smaller(length, w.k - s * length);
-                Prefetch next;
-                if (p + 1 < panels) next = w.ahead(p + 1, s * length, k).over(P::steps(rows, k));
-                for (long row = 0; row < rows; row += P::kRowBlock)
-                    P::block(P::at(acts, stride, row, s * length), stride, w.at(p, s * length), k,
-                             (int)smaller(P::kRowBlock, rows - row),
-                             partials + (s * padded_rows + row) * width + p * P::kPanel, width, false, next);
-            }
+        for (long item; (item = items.take()) >= 0;) {
+            long s = item / panels, p = item % panels, k = smaller(length, w.k - s * length);
+            Prefetch next;
+            if (p + 1 < panels) next = w.ahead(p + 1, s * length, k).over(P::steps(rows, k));
+            for (long row = 0; row < rows; row += P::kRowBlock)
+                P::block(P::at(acts, stride, row, s * length), stride, w.at(p, s * length), k,
+                         (int)smaller(P::kRowBlock, rows - row),
+                         partials + (s * padded_rows + row) * width + p * P::kPanel, width, false, next);
         }
         P::end();
-    }
+    });
     sum_partials(partials, segments, padded_rows, width, bias, out, rows, n, num_threads);
 }
 
@@ -181,32 +177,28 @@ void linear_by_panels(const typename P::Activation* acts, long stride, const Wei
     long length = segment_length(w.k), panels = round_up(n, P::kPanel) / P::kPanel;
     // Enough panels: a thread takes all rows of one, so that its weights are read once. Else share the rows as well.
     long group = panels >= 4 * num_threads ? kRowChunk : P::kRowBlock, groups = (rows + group - 1) / group;
-#pragma omp parallel num_threads(num_threads)
-    {
+    rs_parallel(panels * groups, num_threads, [=](RsItems& items) {
         P::begin();
         alignas(64) float sums[P::kRowBlock * P::kPanel];
-#pragma omp for schedule(dynamic) collapse(2)
-        for (long p = 0; p < panels; ++p) {
-            for (long g = 0; g < groups; ++g) {
-                long column = p * P::kPanel, count = smaller(P::kPanel, n - column);
-                long begin = g * group, end = smaller(rows, begin + group);
-                for (long k0 = 0; k0 < w.k; k0 += length) {
-                    long k = smaller(length, w.k - k0);
-                    Prefetch next;  // what follows in memory: the next segment, or the next panel's first
-                    if (p + 1 < panels || k0 + k < w.k)
-                        next = w.ahead(p, k0 + k, smaller(length, w.padded_k)).over(P::steps(end - begin, k));
-                    for (long row = begin; row < end; row += P::kRowBlock) {
-                        long block_rows = smaller(P::kRowBlock, end - row);
-                        P::block(P::at(acts, stride, row, k0), stride, w.at(p, k0), k, (int)block_rows, sums, P::kPanel,
-                                 false, next);
-                        add_block(sums, P::kPanel, out + row * n + column, n, block_rows, count, k0 == 0);
-                    }
+        for (long item; (item = items.take()) >= 0;) {
+            long p = item / groups, column = p * P::kPanel, count = smaller(P::kPanel, n - column);
+            long begin = item % groups * group, end = smaller(rows, begin + group);
+            for (long k0 = 0; k0 < w.k; k0 += length) {
+                long k = smaller(length, w.k - k0);
+                Prefetch next;  // what follows in memory: the next segment, or the next panel's first
+                if (p + 1 < panels || k0 + k < w.k)
+                    next = w.ahead(p, k0 + k, smaller(length, w.padded_k)).over(P::steps(end - begin, k));
+                for (long row = begin; row < end; row += P::kRowBlock) {
+                    long block_rows = smaller(P::kRowBlock, end - row);
+                    P::block(P::at(acts, stride, row, k0), stride, w.at(p, k0), k, (int)block_rows, sums, P::kPanel,
+                             false, next);
+                    add_block(sums, P::kPanel, out + row * n + column, n, block_rows, count, k0 == 0);
                 }
-                add_bias(bias ? bias + column : nullptr, out + begin * n + column, n, end - begin, count);
             }
+            add_bias(bias ? bias + column : nullptr, out + begin * n + column, n, end - begin, count);
         }
         P::end();
-    }
+    });
 }
 
 template <class P>

@@ -35,11 +35,10 @@ struct Bf16Activations {
         long row_stride = stride(k);
         uint16_t* acts = scratch.get<uint16_t>(round_up(rows, 16) / 16 * row_stride);
         if (rows * k < 65536) num_threads = 1;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-        for (long r = 0; r < rows; ++r) {
+        rs_parallel_for(rows, num_threads, [=](long r) {
             const float* from = x + r * k;
             for (long i = 0; i < round_up(k, 32); i += kLanes) put(acts, row_stride, r, i, load_some(from + i, k - i));
-        }
+        });
         return acts;
     }
 };

@@ -1,4 +1,5 @@
 // Root-mean-square normalisation of rows.
+#include "pool.h"
 #include "simd.h"
 
 namespace {
@@ -29,8 +30,7 @@ RS_INLINE f32x16 scaled(f32x16 x, f32x16 scale, f32x16 weight, bool add_one) {
 RS_EXPORT void RS_NAME(rms_norm)(const float* x, const float* weight, float* out, long num_rows, long width, float eps,
                                  int add_one, int num_threads) {
     if (num_rows * width < 65536) num_threads = 1;  // waking a thread costs more than this much work
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-    for (long row = 0; row < num_rows; ++row) {
+    rs_parallel_for(num_rows, num_threads, [=](long row) {
         const float* from = x + row * width;
         float* to = out + row * width;
         float mean = sum_of_squares(from, width) / (float)width;
@@ -42,5 +42,5 @@ RS_EXPORT void RS_NAME(rms_norm)(const float* x, const float* weight, float* out
             int rest = (int)(width - i);
             rs_store_n(to + i, scaled(rs_load_n(from + i, rest), scale, rs_load_n(weight + i, rest), add_one), rest);
         }
-    }
+    });
 }

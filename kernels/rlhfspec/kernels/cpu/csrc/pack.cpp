@@ -1,4 +1,5 @@
 // Weights into panels. Each source is a [outputs, inputs] matrix of bf16 or fp32, already rounded.
+#include "pool.h"
 #include "simd.h"
 
 namespace {
@@ -15,14 +16,13 @@ struct Source {
 template <class T, class Place>
 void pack(const T* source, T* packed, Source shape, long padded_k, int num_threads, Place place) {
     long padded_n = (shape.n + kBlock - 1) / kBlock * kBlock;
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic)
-    for (long block = 0; block < padded_n; block += kBlock) {
-        for (long n = block; n < block + kBlock; ++n) {
+    rs_parallel_for(padded_n / kBlock, num_threads, [=](long block) {
+        for (long n = block * kBlock; n < (block + 1) * kBlock; ++n) {
             long column = (n / kGroup * shape.every + shape.offset) * kGroup + n % kGroup;
             const T* row = source + n * shape.k;
             for (long k = 0; k < padded_k; ++k) packed[place(column, k)] = n < shape.n && k < shape.k ? row[k] : T(0);
         }
-    }
+    });
 }
 
 }  // namespace
