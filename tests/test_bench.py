@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rlhfspec.bench import report, run
+from rlhfspec.bench import report, run, trees
 from rlhfspec.bench.bars import bars
 from rlhfspec.bench.draining import Step, Trace, drain_and_watch
 from rlhfspec.bench.draining_plot import draw
@@ -431,6 +431,21 @@ def test_explain_shows_predicted_and_real(untrained_pair: tiny_models.TinyModels
     assert outcome.exit_code == 0, outcome.output
     for part in ("decisions: predicted → real", "runner-up", "expected calibration error", "selector's share"):
         assert part in outcome.output
+
+
+def test_trees_command_compares_chains_and_budgets(
+    untrained_pair: tiny_models.TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trees, "NODES", (4,))
+    arguments = [
+        "bench", "trees", "--model", str(untrained_pair.wide), "--draft", str(untrained_pair.draft),
+        "--batch", "4", "--tokens", "16",
+    ]  # fmt: skip
+    outcome = CliRunner().invoke(cli.app, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    assert "-n4" in outcome.output
+    gain = trees.TreeGain(num_nodes=32, chain_tokens=10.0, tree_tokens=10.9, tree="x")
+    assert (gain.holds, replace(gain, tree_tokens=11.0).holds, replace(gain, num_nodes=8).holds) == (False, True, True)
 
 
 def test_demo_draws_its_picture(

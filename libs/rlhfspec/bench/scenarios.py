@@ -51,16 +51,21 @@ def scenarios(names: Iterable[str], *, num_tokens: int) -> list[Scenario]:
     return [_scenario(name, num_tokens) for name in names]
 
 
+def batch_scenario(size: int, num_tokens: int) -> Scenario:
+    return _of_lengths(f"batch-{size}", [num_tokens] * size)
+
+
 def _scenario(name: str, num_tokens: int) -> Scenario:
     if name not in NAMES:
         raise InvalidRequest("scenarios", name, f"must be among {', '.join(NAMES)}")
-    size = _TAIL_SEQUENCES if name == "long-tail" else int(name.removeprefix("batch-"))
-    lengths = _tail_lengths(num_tokens) if name == "long-tail" else [num_tokens] * size
-    return Scenario(
-        name=name,
-        prompts=tuple(tuple(prompt) for prompt in prompts(size, seed=7)),
-        max_tokens=tuple(lengths),
-    )
+    if name == "long-tail":
+        return _of_lengths(name, _tail_lengths(num_tokens))
+    return batch_scenario(int(name.removeprefix("batch-")), num_tokens)
+
+
+def _of_lengths(name: str, lengths: list[int]) -> Scenario:
+    chosen = tuple(tuple(prompt) for prompt in prompts(len(lengths), seed=7))
+    return Scenario(name=name, prompts=chosen, max_tokens=tuple(lengths))
 
 
 def _tail_lengths(num_tokens: int) -> list[int]:

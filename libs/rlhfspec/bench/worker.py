@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -76,7 +77,8 @@ class Worker:
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()  # end of input ends the worker
+                with contextlib.suppress(BrokenPipeError):  # what was not sent to a dead worker is lost with it
+                    pipe.close()  # end of input ends the worker
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

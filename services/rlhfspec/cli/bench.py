@@ -96,9 +96,8 @@ def explain(
     """Show how the strategy was chosen: predicted and real cost, predicted and real acceptance, N, the runner-up."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     from rlhfspec.bench.explain import observe, render
-    from rlhfspec.bench.scenarios import MAX_CONTEXT, Scenario
+    from rlhfspec.bench.scenarios import MAX_CONTEXT, batch_scenario
     from rlhfspec.engine import Engine
-    from rlhfspec.tiny.corpus import prompts
 
     with StatusLine() as status:
         target_path, draft_path = _models(model, draft, status)
@@ -107,22 +106,48 @@ def explain(
             target_path, drafter=draft_path, dtype=dtype, num_threads=threads, max_context=MAX_CONTEXT
         )
         status("generating")
-        chosen = tuple(tuple(prompt) for prompt in prompts(batch, seed=7))
-        scenario = Scenario(name=f"batch-{batch}", prompts=chosen, max_tokens=(tokens,) * batch)
-        explanation, calibration = observe(engine, scenario)
+        explanation, calibration = observe(engine, batch_scenario(batch, tokens))
     wide_console().print(render(explanation, calibration, num_decisions=decisions))
 
 
-def _models(model: str | None, draft: str | None, status: StatusLine) -> tuple[str, str]:
-    """The folders given, or the tiny pair, made when it is not there yet."""
+@app.command()
+def trees(
+    model: Model = None,
+    draft: Draft = None,
+    batch: Annotated[int, typer.Option(min=1, max=64, help="Sequences generated together.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, max=512, help="Response length.")] = 256,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Count tokens per verification: chains for each sequence against trees under one budget for the batch."""
+    from rlhfspec.bench.scenarios import MAX_CONTEXT, batch_scenario
+    from rlhfspec.bench.trees import TREE_SLOTS, render, tree_gains
+    from rlhfspec.engine import Engine
+
+    with StatusLine() as status:
+        target_path, draft_path = _models(model, draft, status, tiny_target="target")
+        status("generating")
+        engine = Engine.from_pretrained(
+            target_path,
+            drafter=draft_path,
+            dtype=dtype,
+            max_context=MAX_CONTEXT,
+            tree_slots=TREE_SLOTS,
+            profile=False,
+        )
+        gains = tree_gains(engine, batch_scenario(batch, tokens))
+    wide_console().print(render(gains))
+
+
+def _models(model: str | None, draft: str | None, status: StatusLine, *, tiny_target: str = "wide") -> tuple[str, str]:
+    """The folders given, or a tiny pair, made when it is not there yet."""
     if (model is None) != (draft is None):
         raise typer.BadParameter("--model and --draft go together: their vocabularies must be the same")
     if model is not None and draft is not None:
         return model, draft
     from rlhfspec.tiny import ensure
 
-    made = ensure("wide", "draft", report=status)
-    return str(made.wide), str(made.draft)
+    made = ensure(tiny_target, "draft", report=status)
+    return str(getattr(made, tiny_target)), str(made.draft)
 
 
 def _numbers(text: str) -> list[int]:
