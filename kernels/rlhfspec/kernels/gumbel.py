@@ -53,7 +53,7 @@ def sample(
 
     logits [N, V] float32, rows at any stride; seeds [N] int64 (the bits of a 64-bit seed; numpy uint64 too);
     positions [N] int32 in the response; temperatures [N] float32 >= 0 (0: greedy); top_k [N] int32 (0: every token);
-    top_p [N] float32 in (0, 1] (1: every token).
+    top_p [N] float32 in (0, 1] (1: every token). On a GPU values out of range go unnoticed: looking would wait for it.
     """
     _check_logits(logits)
     kernel = _native("gumbel_sample") if logits.is_cpu else None
@@ -247,14 +247,16 @@ def _pointer(name: str, value: PerRow, rows: int) -> int:
     raise _bad_parameter(name, value, rows)
 
 
+def _empty(shape: int | tuple[int, int], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.empty(shape, dtype))  # quicker than torch.empty, which matters for one row
+
+
 def _sample_native(
     kernel: Any, logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, top_k: PerRow, top_p: PerRow
 ) -> SampleResult:
     rows, vocab_size = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int32)
-    log_probs = torch.empty(rows, dtype=torch.float32)
-    tempered_log_probs = torch.empty(rows, dtype=torch.float32)
-    finite = torch.empty(rows, dtype=torch.bool)
+    tokens, log_probs = _empty(rows, np.int32), _empty(rows, np.float32)
+    tempered_log_probs, finite = _empty(rows, np.float32), _empty(rows, np.bool_)
     refused = kernel(
         logits.data_ptr(),
         logits.stride(0),
@@ -280,8 +282,7 @@ def _candidates_native(
     kernel: Any, logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, k: int
 ) -> Candidates:
     rows, vocab_size = logits.shape
-    tokens = torch.empty((rows, k), dtype=torch.int32)
-    scores = torch.empty((rows, k), dtype=torch.float32)
+    tokens, scores = _empty((rows, k), np.int32), _empty((rows, k), np.float32)
     refused = kernel(
         logits.data_ptr(),
         logits.stride(0),
