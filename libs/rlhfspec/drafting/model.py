@@ -99,7 +99,7 @@ class ModelDrafter:
         if not len(active):
             return empty_forest()
         tree = _Tree(batch, plan, acceptance, self.engine.draft_slots(), self.engine.draft_capacity())
-        tokens, scores = self._catch_up(batch, active, plan.branch)
+        tokens, scores = self._catch_up(batch, active, _num_candidates(plan))
         tree.add_children(active, np.full(len(active), -1, np.int32), tokens, scores)
         for level in range(2, plan.depth + 1):
             frontier = tree.frontier(level, limit=plan.width * batch.size)
@@ -109,7 +109,7 @@ class ModelDrafter:
             if not worth:
                 break
             rows = tree.expand(frontier)
-            tokens, scores = self.engine.candidates(rows, self.engine.draft_slots(), plan.branch)
+            tokens, scores = self.engine.candidates(rows, self.engine.draft_slots(), _num_candidates(plan))
             tree.add_children(tree.sequence_of(frontier), frontier, tokens, scores)
         self._last = tree.expanded
         return tree.forest()
@@ -146,7 +146,7 @@ class ModelDrafter:
         self.cached[:] = 0
         self._last = None
 
-    def _catch_up(self, batch: DraftBatch, active: IntArray, branch: int) -> tuple[IntArray, FloatArray]:
+    def _catch_up(self, batch: DraftBatch, active: IntArray, num_candidates: int) -> tuple[IntArray, FloatArray]:
         """Run every token the draft has not seen; the last token of each sequence gives its first candidates."""
         while True:
             rows_of = batch.rows[active]
@@ -175,7 +175,7 @@ class ModelDrafter:
                 noise_positions=(batch.lengths - batch.prompt_lengths)[active].astype(np.int32),
                 temperatures=batch.temperatures[active],
             )
-            result = self.engine.candidates(rows, slots, branch)
+            result = self.engine.candidates(rows, slots, num_candidates)
             self.cached[rows_of] += taken
             for row, count in zip(rows_of.tolist(), counts.tolist(), strict=True):
                 if count > 2:  # a prompt, not the tokens of the last step
@@ -203,13 +203,14 @@ class _Tree:
         self._frontier: IntArray = np.empty(0, np.int32)  # nodes expanded last
 
     def add_children(self, sequence: IntArray, parent: IntArray, tokens: IntArray, scores: FloatArray) -> None:
-        """tokens/scores [n, k]: candidates of n parents (node indices of the level above, -1 = root)."""
-        n, k = tokens.shape
+        """tokens/scores [n, k]: candidates of n parents (node indices of the level above, -1 = root); `branch` stay."""
+        n = len(tokens)
         finite = np.where(tokens >= 0, scores, _NO_CANDIDATE)  # fewer tokens than k, or a draft gone NaN
         best = finite[:, :1]
-        second = finite[:, 1:2] if k > 1 else best - _LARGEST_GAP
         gap = np.minimum(best - finite, _LARGEST_GAP)
-        gap[:, :1] = np.minimum(best - second, _LARGEST_GAP)
+        gap[:, 0] = gap[:, 1]  # the best one's lead
+        k = self.plan.branch
+        tokens, gap = tokens[:, :k], gap[:, :k]
         rank = np.broadcast_to(np.arange(k, dtype=np.int32), (n, k)).ravel()
         sequence_flat = np.repeat(sequence, k)
         depth = len(self.levels) + 1
@@ -293,6 +294,11 @@ class _Tree:
     def forest(self) -> Forest:
         names = ("sequence", "parent", "depth", "token", "rank", "gap", "path_acceptance")
         return Forest(**{name: np.concatenate([level[name] for level in self.levels]) for name in names})
+
+
+def _num_candidates(plan: Plan) -> int:
+    """One more than a chain keeps: how far the best leads the second is what acceptance is predicted from."""
+    return max(plan.branch, 2)
 
 
 def _index_within(sequence: npt.NDArray[np.generic], num_sequences: int) -> IntArray:
