@@ -178,9 +178,10 @@ class Benchmark:
             if repetition == 0:
                 mode.worker.ask("run", mode=mode.name, **_request(_shortened(scenario), repetition))
             mode.answers.append(mode.worker.ask("run", mode=mode.name, **_request(scenario, repetition)))
-        speeds = [f"{mode.name} {_speed(mode.answers[-1]):.0f}" for mode in modes if mode.answers]
-        where = f"{num_threads} thread(s), {scenario.name}, repetition {repetition + 1}"
-        self._report(f"{where}: {', '.join(speeds)} tokens/s")
+        speeds = [f"{mode.name} {_speed(mode.answers[-1]):.0f}" for mode in modes if len(mode.answers) > repetition]
+        if speeds:
+            where = f"{num_threads} thread(s), {scenario.name}, repetition {repetition + 1}"
+            self._report(f"{where}: {', '.join(speeds)} tokens/s")
 
 
 def find_vllm_python(given: str | None) -> Path | None:
