@@ -23,9 +23,8 @@ SPECIAL += [-3.4e38, 88.7, 88.8, -87.4, -103.9, -104.1, 1e-38, 1.0]
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
-    )
+    environment = {**os.environ, "RLHFSPEC_NATIVE": "1", **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
 
 
 REPORT = "from rlhfspec.kernels.cpu import build; print(build.load() is None, build.unavailable_reason(), sep='|')"

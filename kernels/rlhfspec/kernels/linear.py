@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.cpu.packing import PAD_OUTPUTS, STORED, empty_packed, pack, round_up, unpack
 
 Arithmetic = Literal["fma", "amx", "dpbf16", "torch"]
 ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
-PAD_OUTPUTS = 64  # packed outputs are padded to a multiple of this
 ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}  # the numbers of csrc/activation.h
-STORED = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 ISA_OF = {"amx": "amx", "dpbf16": "avx512bf16"}  # arithmetics with an instruction set of their own
 
 
@@ -83,7 +82,6 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 _SIGNATURES: dict[str, list[Any]] = {
     "linear": [_POINTER] * 4 + [_LONG] * 3 + [_INT],
     "gated_mlp": [_POINTER] * 7 + [_LONG] * 4 + [_INT] * 2,
-    "pack": [_POINTER] * 2 + [_LONG] * 4 + [_INT],
     "rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT] + [_INT] * 2,
     "activation": [_POINTER] * 2 + [_LONG] + [_INT] * 2,
 }
@@ -117,51 +115,6 @@ def _checked(x: Tensor, width: int) -> Tensor:
     return x.contiguous()
 
 
-# ---- packing --------------------------------------------------------------------------------------------------------
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return (value + multiple - 1) // multiple * multiple
-
-
-def _padded_inputs(num_inputs: int, arithmetic: str) -> int:
-    return num_inputs if arithmetic == "fma" else _round_up(num_inputs, 32)
-
-
-def _empty_packed(num_outputs: int, num_inputs: int, arithmetic: str, dtype: torch.dtype) -> Tensor:
-    """Room for packed weights, on huge pages where the system gives them: one stream instead of many page walks."""
-    padded = _round_up(num_outputs, PAD_OUTPUTS) * _padded_inputs(num_inputs, arithmetic)
-    packed = torch.empty(padded, dtype=dtype)
-    huge, advise_huge_pages = 2 << 20, 14
-    start = _round_up(packed.data_ptr(), huge)
-    length = (packed.data_ptr() + packed.nbytes - start) // huge * huge
-    if length > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advise_huge_pages)
-    return packed
-
-
-def _pack(weight: Tensor, packed: Tensor, arithmetic: str, *, every: int = 1, offset: int = 0) -> None:
-    """Writes `weight` [outputs, inputs] into the groups of 16 outputs offset, offset + every, ... of `packed`."""
-    source = weight.detach().to(packed.dtype).contiguous()
-    suffix = f"_{STORED[packed.dtype]}" if arithmetic == "fma" else "_tiles"
-    num_outputs, num_inputs = source.shape
-    _native("pack", suffix)(
-        source.data_ptr(), packed.data_ptr(), num_outputs, num_inputs, every, offset, build.num_threads()
-    )
-
-
-def _unpack(packed: Tensor, num_inputs: int, arithmetic: str) -> Tensor:
-    """The inverse of packing, in plain torch: [padded outputs, inputs], outputs beyond the last are zero."""
-    padded = _padded_inputs(num_inputs, arithmetic)
-    if arithmetic != "fma":  # [panel of 32, k step, group of 16, pair of k, column, 2] -> [outputs, k]
-        tiles = packed.view(-1, padded // 32, 2, 16, 16, 2)
-        return tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, padded)[:, :num_inputs]
-    panels = packed.view(-1, num_inputs, 64)
-    if packed.dtype is torch.bfloat16:  # columns c and c + 16 of each 32 lie side by side
-        panels = panels.view(-1, num_inputs, 2, 16, 2).transpose(3, 4).reshape(-1, num_inputs, 64)
-    return panels.transpose(1, 2).reshape(-1, num_inputs)
-
-
 # ---- linear ---------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +146,7 @@ class PackedLinear(nn.Module):
         self._packed: Tensor
         self.bias: Tensor | None = None
         if self.arithmetic != "torch":
-            self._packed = _empty_packed(out_features, in_features, self.arithmetic, dtype)
+            self._packed = empty_packed(out_features, in_features, self.arithmetic, dtype)
 
     @classmethod
     def from_linear(
@@ -213,13 +166,13 @@ class PackedLinear(nn.Module):
         if self.arithmetic == "torch":
             self._packed = weight.detach().to(self.dtype).float().clone()  # [N, K], fp32 holding stored values
         else:
-            _pack(weight, self._packed, self.arithmetic)
+            pack(weight, self._packed, self.arithmetic)
 
     def unpacked_weight(self) -> Tensor:
         """[N, K] in the stored dtype."""
         if self.arithmetic == "torch":
             return self._packed.to(self.dtype)
-        return _unpack(self._packed, self.in_features, self.arithmetic)[: self.out_features].contiguous()
+        return unpack(self._packed, self.in_features, self.arithmetic)[: self.out_features].contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] fp32 -> [..., N] fp32"""
@@ -332,8 +285,8 @@ class PackedGatedMLP(nn.Module):
         self._up_bias: Tensor | None = None
         self.down = PackedLinear(intermediate_features, out_features, dtype=dtype, arithmetic=self.arithmetic)
         if self.arithmetic != "torch":
-            num_outputs = 2 * _round_up(intermediate_features, PAD_OUTPUTS)
-            self._gate_up = _empty_packed(num_outputs, hidden_features, self.arithmetic, dtype)
+            num_outputs = 2 * round_up(intermediate_features, PAD_OUTPUTS)
+            self._gate_up = empty_packed(num_outputs, hidden_features, self.arithmetic, dtype)
 
     @classmethod
     def from_linears(
@@ -380,15 +333,15 @@ class PackedGatedMLP(nn.Module):
         if self.arithmetic == "torch":
             self._gate_up = torch.stack((gate.detach(), up.detach())).to(self.dtype).float()  # [2, I, H]
             return
-        _pack(gate, self._gate_up, self.arithmetic, every=2, offset=0)
-        _pack(up, self._gate_up, self.arithmetic, every=2, offset=1)
+        pack(gate, self._gate_up, self.arithmetic, every=2, offset=0)
+        pack(up, self._gate_up, self.arithmetic, every=2, offset=1)
 
     def unpacked_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """gate, up [I, H] and down [N, I] in the stored dtype."""
         down = self.down.unpacked_weight()
         if self.arithmetic == "torch":
             return self._gate_up[0].to(self.dtype), self._gate_up[1].to(self.dtype), down
-        both = _unpack(self._gate_up, self.hidden_features, self.arithmetic)
+        both = unpack(self._gate_up, self.hidden_features, self.arithmetic)
         groups = both.reshape(-1, 2, 16, self.hidden_features)
         gate, up = (groups[:, i].reshape(-1, self.hidden_features)[: self.intermediate_features] for i in (0, 1))
         return gate.contiguous(), up.contiguous(), down
