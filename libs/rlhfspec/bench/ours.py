@@ -24,7 +24,6 @@ class OurWorker:
     def __init__(self, engine_factory: Any = None) -> None:
         self._engine_factory = engine_factory
         self._engine: Any = None
-        self._selectors: dict[tuple[str, str], Any] = {}
         self._num_runs = 0
 
     def load(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +46,8 @@ class OurWorker:
         }
 
     def run(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        self._choose(arguments["mode"], arguments["scenario"])
+        mode = arguments["mode"]
+        self._engine.set_speculation(MODES.get(mode) or mode.removeprefix("static:"))
         self._num_runs += 1
         requests = requests_of(arguments, name=f"run-{self._num_runs}")
         began = time.perf_counter()
@@ -60,15 +60,6 @@ class OurWorker:
             "digest": digest(completions),
             "selector": self._selector(),
         }
-
-    def _choose(self, mode: str, scenario: str) -> None:
-        """Each mode keeps its selector from one repetition of a scenario to the next, as in an engine that runs on.
-
-        Otherwise interleaving would make the adaptive one start anew at every turn.
-        """
-        speculation = self._engine.speculation
-        self._engine.set_speculation(MODES.get(mode) or mode.removeprefix("static:"))
-        speculation.selector = self._selectors.setdefault((mode, scenario), speculation.selector)
 
     def _selector(self) -> dict[str, Any]:
         """What the selector says of itself; numbers it cannot know yet are null."""

@@ -116,12 +116,15 @@ class Speculation:
         self.costs = CostModel()
         self.used: list[Drafter] = []
         self.selector: Selector = FixedSelector(PLAIN)
+        self._selectors: dict[str | Plan, Selector] = {}  # one a mode: coming back to it, it knows what it learnt
 
     def choose(self, speculation: str | Plan) -> None:
         """Install the selector for a mode: off, a drafter's name, adaptive, a static strategy, or a Plan."""
         if not self.costs.tables and speculation != "off":
             self.costs = profile(self.engine) if self.engine.config.profile else unmeasured()
-        self.selector = self._selector(speculation)
+        if speculation not in self._selectors:
+            self._selectors[speculation] = self._selector(speculation)
+        self.selector = self._selectors[speculation]
         wanted = self._drafters_of(speculation)
         for drafter in wanted:
             if drafter not in self.used:
@@ -194,6 +197,7 @@ class Speculation:
         for drafter in self.drafters.values():
             drafter.reset()
         self.selector.reset()
+        self._selectors = {mode: kept for mode, kept in self._selectors.items() if kept is self.selector}
         if self.space is not None:
             self.space.computed[:] = False
 
