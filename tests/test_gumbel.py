@@ -360,7 +360,10 @@ def test_candidates_hold_the_sampled_token_first() -> None:
     assert torch.equal(gumbel.candidates(*batch.drafting, 3).tokens[:, 0], gumbel.sample(*batch).tokens)
 
 
-def test_numpy_and_tensors_are_the_same(restored_threads: None) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_numpy_and_tensors_are_the_same(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(gumbel, "_native", lambda name: None)
     g = generator(7)
     batch = random_batch(normal(6, 50, g), g)
     arrays = [value.numpy() for value in batch[1:]]

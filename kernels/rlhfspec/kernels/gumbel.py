@@ -209,7 +209,8 @@ def _bad_parameter(name: str, value: PerRow, rows: int) -> ValueError:
 
 def _as_tensor(name: str, value: PerRow, rows: int, device: torch.device) -> Tensor:
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value.view(np.int64) if value.dtype == np.uint64 else value).to(device)
+        array = value.view(np.int64) if value.dtype == np.uint64 else value
+        value = torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)
     if value.dtype != _TORCH_DTYPES[name] or value.shape != (rows,) or value.device != device:
         raise _bad_parameter(name, value, rows)
     return value
