@@ -51,12 +51,16 @@ _THOROUGH_STEPS, _THOROUGH_EVERY = 64, 4  # all is learnt from the first steps, 
 _LEAST_PROBED = 4  # nodes
 
 
+_MOST_PATIENCE = 16  # times probe_every
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveConfig:
     """hysteresis: a new plan must promise this much more. budget_hysteresis: likewise a new number of nodes.
-    probe_every: steps between trials of a drafter not in use. evaluate_every: steps between two looks at all plans
-    (a new batch size, or a lesson learnt, is looked at in any case). buckets: numbers of rows that the engine runs well
-    (captured graphs), None = any. max_rows: most rows of one forward.
+    probe_every: steps before a drafter not in use is tried, and the first wait between trials.
+    evaluate_every: steps between two looks at all plans (a new batch size, or a lesson learnt, is looked at in any
+    case). buckets: numbers of rows that the engine runs well (captured graphs), None = any. max_rows: most rows of one
+    forward.
     """
 
     hysteresis: float = 0.03
@@ -96,6 +100,7 @@ class AdaptiveSelector:
         self._is_probe = False
         self._evaluated_at: tuple[int, int] | None = None  # (batch, step) of the last look at all plans
         self._last_used = dict.fromkeys(self._outlook.drafters, -self._config.probe_every)
+        self._wait = dict.fromkeys(self._outlook.drafters, self._config.probe_every)  # steps before the next probe
         self._nodes_per_sequence = 0.0
         self._rule: PayingLevel | None = None
         self._proposed = empty_forest()
@@ -194,6 +199,7 @@ class AdaptiveSelector:
         self._watchdog.reset()
         self._evaluated_at = None
         self._last_used = dict.fromkeys(self._last_used, self._step - self._config.probe_every)
+        self._wait = dict.fromkeys(self._wait, self._config.probe_every)
 
     def explain(self) -> Explanation:
         return self._journal.explain(self._outlook.options(), self._events)
@@ -218,14 +224,21 @@ class AdaptiveSelector:
         chosen = chosen or self._outlook.deeper[self._current]
         if chosen.drafter is not None:
             self._last_used[chosen.drafter] = self._step
+            longer = min(2 * self._wait[chosen.drafter], self._config.probe_every * _MOST_PATIENCE)
+            self._wait[chosen.drafter] = longer if self._is_probe else self._config.probe_every
         return chosen
 
     def _probe(self, allowed: tuple[str, ...]) -> Plan | None:
-        """Once in a while, the most promising plan of a drafter that is not in use: its statistics have grown old."""
+        """Once in a while, the most promising plan of a drafter that is not in use: its statistics have grown old.
+
+        While another drafter pays, a probe costs most of a step's gain: each one doubles the wait for the next.
+        """
         for name in allowed:
             every = self._config.probe_every
             if self._outlook.has_surprised(name):
                 every = max(every // 4, 2)
+            elif self._current.drafter is not None:
+                every = self._wait[name]
             if name != self._current.drafter and self._step - self._last_used[name] >= every:
                 return self._outlook.best_of(name)
         return None
