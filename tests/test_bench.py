@@ -266,7 +266,7 @@ class FakeEngine:
         )
         self.options = options
         self.speculation = SimpleNamespace(
-            selector=SimpleNamespace(explain=lambda: explanation),
+            selector=SimpleNamespace(explain=lambda: explanation, start_totals=lambda: None),
             costs=SimpleNamespace(to_json=lambda: "{}"),
             acceptance=SimpleNamespace(calibration=lambda: SimpleNamespace(error=0.01)),
         )
@@ -277,7 +277,10 @@ class FakeEngine:
 
     def set_speculation(self, speculation: str) -> None:
         self.mode = speculation
-        self.speculation.selector = SimpleNamespace(explain=self.speculation.selector.explain, mode=speculation)
+        kept = self.speculation.selector
+        self.speculation.selector = SimpleNamespace(
+            explain=kept.explain, start_totals=kept.start_totals, mode=speculation
+        )
 
     def submit(self, request: Any) -> None:
         self.groups.append(request.group)

@@ -48,6 +48,7 @@ class OurWorker:
     def run(self, arguments: dict[str, Any]) -> dict[str, Any]:
         mode = arguments["mode"]
         self._engine.set_speculation(MODES.get(mode) or mode.removeprefix("static:"))
+        self._engine.speculation.selector.start_totals()
         self._num_runs += 1
         requests = requests_of(arguments, name=f"run-{self._num_runs}")
         began = time.perf_counter()

@@ -168,7 +168,7 @@ class BatchState:
     rows: IntArray  # [B] table rows of decoding sequences
     room: IntArray  # [B]
     num_prefill_rows: int  # rows of prompt chunks that ride along in the same forward
-    kv_tokens: int  # context tokens that attention will read, summed over rows
+    kv_tokens: int  # context tokens that attention will read, of each sequence once: its tree nodes share what it loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,12 +109,10 @@ class CostTable:
             table += self.per_kv * np.asarray(kv_tokens)
         return np.asarray(table * self.factor)
 
-    def seconds_for_more(self, rows: int, more: Seconds, kv_tokens: float, kv_per_row: float) -> Seconds:
-        """Of `rows` rows and each number of further ones, which read `kv_per_row` context tokens each."""
+    def seconds_for_more(self, rows: int, more: Seconds, kv_tokens: float) -> Seconds:
+        """Of `rows` rows that read `kv_tokens` of context, and each number of further ones."""
         table = np.interp(more + rows, self._rows_array, self._array)
-        if self.per_kv:
-            table += more * (self.per_kv * kv_per_row)
-            table += self.per_kv * kv_tokens
+        table += self.per_kv * kv_tokens
         table *= self.factor
         return np.asarray(table)
 

@@ -62,8 +62,7 @@ class FixedSelector:
         verify_seconds = 0.0
         if self._costs is not None:
             rows = num_sequences + state.num_prefill_rows + len(keep)
-            kv_tokens = state.kv_tokens * (1.0 + len(keep) / max(num_sequences, 1))
-            verify_seconds = float(self._costs.target_seconds(rows, kv_tokens))
+            verify_seconds = float(self._costs.target_seconds(rows, state.kv_tokens))
         choice = Choice(
             keep=keep,
             predicted_accepted=float(forest.path_acceptance[keep].sum()),
@@ -88,6 +87,10 @@ class FixedSelector:
         self._lessons.start_over()
         if self._acceptance is not None:
             self._acceptance.reset()
+
+    def start_totals(self) -> None:
+        """What `explain` says of shares counts from here on."""
+        self._journal.start_totals()
 
     def explain(self) -> Explanation:
         return self._journal.explain((), ())

@@ -76,9 +76,14 @@ class Journal:
         self._costs = costs
         self._entries: deque[tuple[int, Outcome, bool, _Seconds, float]] = deque(maxlen=_NUM_DECISIONS)
         self.num_steps = 0
-        self.total_selector_seconds = 0.0
         self._selector_seconds = 0.0  # of the current step
+        self.start_totals()
+
+    def start_totals(self) -> None:
+        """Count the selector's share and the share of the optimum from here on."""
+        self.total_selector_seconds = 0.0
         self._total_seconds = 0.0
+        self._judged_seconds = 0.0  # of steps whose optimum is known
         self._optimum_seconds = 0.0
 
     def spend(self, started: float) -> None:
@@ -90,6 +95,7 @@ class Journal:
             self._costs.record_error("step", sum(predicted), outcome.step_seconds)
         if optimum:
             self._optimum_seconds += outcome.num_committed / optimum
+            self._judged_seconds += outcome.step_seconds
         self._total_seconds += outcome.step_seconds
         self.spend(started)
         self._entries.append((self.num_steps, outcome, is_probe, predicted, self._selector_seconds))
@@ -104,7 +110,7 @@ class Journal:
             options=options,
             mape={kind: costs.mape(kind) for kind in costs.error_kinds()} if costs is not None else {},
             share_of_step=self.total_selector_seconds / self._total_seconds if self._total_seconds else 0.0,
-            realised_of_optimum=self._optimum_seconds / self._total_seconds if self._optimum_seconds else math.nan,
+            realised_of_optimum=self._optimum_seconds / self._judged_seconds if self._optimum_seconds else math.nan,
             events=tuple(events),
         )
 

@@ -101,7 +101,7 @@ def observe_costs(costs: CostModel, outcome: Outcome, *, learn: bool = True) -> 
     rows = num_sequences + state.num_prefill_rows + outcome.forest.size
     if rows == 0:
         return 0.0, 0.0
-    kv_tokens = state.kv_tokens * (1.0 + outcome.forest.size / max(num_sequences, 1))
+    kv_tokens = state.kv_tokens
     if not learn:
         host_seconds = costs.host_seconds(outcome.plan.drafter, num_sequences)
         return costs.table(TARGET).seconds(rows, kv_tokens), host_seconds

@@ -115,7 +115,8 @@ class Outlook:
     def evaluate(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int, allowed: tuple[str, ...]) -> None:
         """Look at all plans; `best`, `best_rate` and `runner_up` are those of the allowed drafters."""
         self._num_sequences, self._allowed = num_sequences, allowed
-        self._plain_rate = num_sequences / self.plain_seconds(num_sequences, num_prefill_rows, kv_tokens)
+        plain = self.plain_seconds(num_sequences, num_prefill_rows, kv_tokens)
+        self._plain_rate = num_sequences / (plain - self.owed_seconds(num_prefill_rows))
         ranked = [(self._plain_rate, PLAIN)]
         self.best_possible_rate = self._plain_rate
         for name, prospects in self._prospects.items():
@@ -144,8 +145,14 @@ class Outlook:
         target = self._costs.table(TARGET).seconds(num_sequences + num_prefill_rows, kv_tokens)
         return target + self._costs.host_seconds(None, num_sequences)
 
+    def owed_seconds(self, num_prefill_rows: int) -> float:
+        """What prompts cost in any case. It is not counted against the trees that ride along: otherwise they would seem
+        to come for nothing, and a few early sequences would run far ahead of the batch."""
+        return self._costs.table(TARGET).seconds(num_prefill_rows) if num_prefill_rows else 0.0
+
     def optimum(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int) -> float:
-        rate = num_sequences / self.plain_seconds(num_sequences, num_prefill_rows, kv_tokens)
+        plain = self.plain_seconds(num_sequences, num_prefill_rows, kv_tokens)
+        rate = num_sequences / (plain - self.owed_seconds(num_prefill_rows))
         for prospects in self._prospects.values():
             self._rate(prospects, num_sequences, num_prefill_rows, kv_tokens)
             rate = max(rate, float(prospects.rate.max()))
@@ -227,9 +234,8 @@ class Outlook:
             draft += np.where(forecast.level_rows > 0.0, level, 0.0).sum(axis=0)
         draft += costs.host_seconds(prospects.name, num_sequences)
         nodes = forecast.nodes * num_sequences
-        kv_per_sequence = kv_tokens / num_sequences
-        seconds = costs.target_seconds(nodes + (num_sequences + num_prefill_rows), kv_tokens + kv_per_sequence * nodes)
-        seconds += draft[:, None]
+        seconds = costs.target_seconds(nodes + (num_sequences + num_prefill_rows), kv_tokens)
+        seconds += draft[:, None] - self.owed_seconds(num_prefill_rows)
         truth = prospects.ratio[:, None] * prospects.truth
         rate = num_sequences * (1.0 + truth * forecast.accepted) / seconds
         prospects.budget = rate.argmax(axis=1)

@@ -98,7 +98,7 @@ class AdaptiveSelector:
         self._step = 0
         self._current = PLAIN
         self._is_probe = False
-        self._evaluated_at: tuple[int, int] | None = None  # (batch, step) of the last look at all plans
+        self._evaluated_at: tuple[tuple[int, bool], int] | None = None  # (batch, step) of the last look at all plans
         self._last_used = dict.fromkeys(self._outlook.drafters, -self._config.probe_every)
         self._wait = dict.fromkeys(self._outlook.drafters, self._config.probe_every)  # steps before the next probe
         self._nodes_per_sequence = 0.0
@@ -127,7 +127,7 @@ class AdaptiveSelector:
         return self._rule
 
     def budget(self, plan: Plan, state: BatchState, forest: Forest, draft_seconds: float) -> Choice:
-        """N* = argmax_N (B + S(N)) / (draft + host + target(B + prefill + N))."""
+        """N* = argmax_N (B + S(N)) / (draft + host + target(B + prefill + N) - target(prefill))."""
         started = perf_counter()
         self._proposed = forest
         num_sequences = len(state.rows)
@@ -138,10 +138,9 @@ class AdaptiveSelector:
         looked_at = budgets(limit, rows, self._config.buckets)
         ranked = descending(forest.path_acceptance)
         expected = looked_at.sums(ranked)  # S(N)
-        verify_seconds = self._costs.table(TARGET).seconds_for_more(
-            rows, looked_at.floats, state.kv_tokens, state.kv_tokens / max(num_sequences, 1)
-        )
+        verify_seconds = self._costs.table(TARGET).seconds_for_more(rows, looked_at.floats, state.kv_tokens)
         fixed = draft_seconds + self._costs.host_seconds(plan.drafter, num_sequences)
+        fixed -= self._outlook.owed_seconds(state.num_prefill_rows)
         speed = (expected + num_sequences) / (verify_seconds + fixed)
         best = int(speed.argmax())
         usual = min(bisect_left(looked_at.whole, round(self._nodes_per_sequence * num_sequences)), len(speed) - 1)
@@ -187,7 +186,7 @@ class AdaptiveSelector:
             outcome,
             is_probe=self._is_probe,
             predicted=(draft_seconds, verify_seconds, host_seconds),
-            optimum=self._outlook.best_possible_rate if num_sequences else 0.0,
+            optimum=0.0 if outcome.state.num_prefill_rows or not num_sequences else self._outlook.best_possible_rate,
             started=started,
         )
 
@@ -200,6 +199,10 @@ class AdaptiveSelector:
         self._evaluated_at = None
         self._last_used = dict.fromkeys(self._last_used, self._step - self._config.probe_every)
         self._wait = dict.fromkeys(self._wait, self._config.probe_every)
+
+    def start_totals(self) -> None:
+        """What `explain` says of shares counts from here on."""
+        self._journal.start_totals()
 
     def explain(self) -> Explanation:
         return self._journal.explain(self._outlook.options(), self._events)
@@ -214,9 +217,10 @@ class AdaptiveSelector:
         allows = self._watchdog.allows
         allowed = tuple(name for name in self._outlook.drafters if allows(name, self._step, num_sequences))
         seen = self._evaluated_at
-        if seen is None or seen[0] != num_sequences or self._step - seen[1] >= self._config.evaluate_every:
+        batch = (num_sequences, state.num_prefill_rows > 0)
+        if seen is None or seen[0] != batch or self._step - seen[1] >= self._config.evaluate_every:
             self._outlook.evaluate(num_sequences, state.num_prefill_rows, state.kv_tokens, allowed)
-            self._evaluated_at = (num_sequences, self._step)
+            self._evaluated_at = (batch, self._step)
             if not self._outlook.is_within(self._current, self._config.hysteresis):
                 self._current = self._outlook.best
         chosen = self._probe(allowed)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhfspec.engine.runner import ModelRunner
 
 _CANDIDATES = 4
-_SHORT_CONTEXT, _LONG_CONTEXT = 64, 256  # tokens a row
+_SHORT_CONTEXT, _LONG_CONTEXT = 16, 256  # tokens a row; the difference is the price of reading context
 
 _GUESSED_STEP, _GUESSED_ROW = 4e-3, 1e-4  # seconds
 
