@@ -114,6 +114,18 @@ def test_generate_leaves_the_completions_of_others_for_their_owner(engine: Engin
     assert "mine" in drain(engine)
 
 
+def test_a_mode_keeps_what_it_learnt_until_the_weights_change(engine: Engine, model: Any) -> None:
+    engine.set_speculation("adaptive")
+    adaptive = engine.speculation.selector
+    engine.set_speculation("off")
+    engine.set_speculation("adaptive")
+    assert engine.speculation.selector is adaptive
+    engine.set_speculation("off")
+    engine.load_weights(model.state_dict(), version=1)
+    engine.set_speculation("adaptive")
+    assert engine.speculation.selector is not adaptive
+
+
 def test_text_in_text_out(engine: Engine) -> None:
     [done] = engine.generate(["2 + 2 ="], SamplingParams(max_tokens=5), seeds=[1])
     assert done.prompt_token_ids == tuple(engine.tokenizer.encode("2 + 2 ="))

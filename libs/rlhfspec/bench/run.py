@@ -52,6 +52,7 @@ class Settings:
                 raise InvalidRequest("modes", mode, f"must be among {', '.join(MODES)} or static:NAME")
         if not set(self.modes).intersection((*OURS, STATIC)) and not any("static:" in mode for mode in self.modes):
             raise InvalidRequest("modes", self.modes, "must hold at least one of ours: plain, adaptive, static")
+        scenarios(self.scenarios, num_tokens=self.num_tokens)  # an unknown name is refused before anything starts
         if self.repeats < 1:
             raise InvalidRequest("repeats", self.repeats, "must be >= 1")
 
