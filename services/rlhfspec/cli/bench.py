@@ -38,7 +38,9 @@ def generate(
         str | None,
         typer.Option(help="Among plain,adaptive,static,static:NAME,hf,vllm-plain,vllm-draft; all by default."),
     ] = None,
-    scenarios: Annotated[str | None, typer.Option(help="Among batch-1, batch-4, batch-8, batch-16, batch-32, batch-64, long-tail.")] = None,
+    scenarios: Annotated[
+        str | None, typer.Option(help="Among batch-1, batch-4, batch-8, batch-16, batch-32, batch-64, long-tail.")
+    ] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Repetitions of everything, interleaved.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, max=512, help="Response length of the batches.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
