@@ -55,11 +55,14 @@ def drain(engine: Engine) -> dict[str, Any]:
 def test_length_and_stop_tokens(engine: Engine) -> None:
     [free] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=30), seeds=[7])
     assert (free.finish_reason, len(free.token_ids)) == ("length", 30)
+    assert free.stats.num_verifications + free.stats.num_accepted == 30
+    assert free.stats.tokens_per_verification == 30 / free.stats.num_verifications
     stop = free.token_ids[11]
     [stopped] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=30, stop_token_ids=(stop,)), seeds=[7])
     first = free.token_ids.index(stop)
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.stats.num_verifications + stopped.stats.num_accepted == len(stopped.token_ids)
     assert len(stopped.log_probs) == len(stopped.tempered_log_probs) == len(stopped.weights_versions) == first + 1
 
 
@@ -182,6 +185,21 @@ def test_weights_with_missing_or_unknown_names_are_refused(model: Any, engine: E
     with pytest.raises(ValueError, match="surprise"):
         engine.load_weights(state | {"surprise": torch.zeros(1)}, version=1)
     assert engine.weights_version == 0
+
+
+def test_draft_weights_follow_and_a_refused_draft_leaves_the_target_whole(model: Any) -> None:
+    newer, params = perturbed(model, 0.3), SamplingParams(max_tokens=30, ignore_eos=True)
+    reference = make(newer, speculation="off").generate([[1, 2, 3]], params, seeds=[7])
+    engine = make(model, speculation=Plan(drafter="model", depth=4))
+    before = engine.generate([[1, 2, 3]], params, seeds=[7])
+    with pytest.raises(ValueError, match="missing"):
+        engine.load_weights(newer.state_dict(), version=1, draft_state_dict={})
+    same = engine.generate([[1, 2, 3]], params, seeds=[7])
+    assert same[0].token_ids == before[0].token_ids
+    engine.load_weights(newer.state_dict(), version=1, draft_state_dict=newer.state_dict())
+    [after] = engine.generate([[1, 2, 3]], params, seeds=[7])
+    assert after.token_ids == reference[0].token_ids
+    assert after.stats.num_accepted == after.stats.num_drafted, "a draft with the target's own weights is always right"
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 5])

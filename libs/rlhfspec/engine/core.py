@@ -127,6 +127,7 @@ class Engine:
         self.scheduler.make_room()
         schedule = self.scheduler.schedule()
         if schedule.empty:
+            assert not self.scheduler.waiting, "with nothing running, a waiting sequence always fits"
             return self._report(began, schedule, [], 0, 0, PLAIN)
         num_decode = len(schedule.decode_rows)
 
@@ -146,7 +147,7 @@ class Engine:
         kept, reasons = commit.truncate(self.rows, new)
         kept = self._stop_at_strings(new, kept, reasons)
         commit.append(self.rows, new, kept, self.weights_version)
-        self._count(schedule, forest, walk, new.rows)
+        self._count(schedule, forest, new.rows, kept)
 
         self.speculation.learn(
             proposal, walk, drafted_for, num_committed=int(kept[:num_decode].sum()),
@@ -178,9 +179,9 @@ class Engine:
     ) -> None:
         if version <= self.weights_version:
             raise WeightsVersionError(version, self.weights_version, "must grow with every swap")
-        self.target.load_weights(dict(state_dict))
-        if draft_state_dict is not None:
+        if draft_state_dict is not None:  # first: should it be refused, the target is still whole
             self.speculation.load_draft_weights(dict(draft_state_dict))
+        self.target.load_weights(dict(state_dict))
         for sequence in reversed(list(self.scheduler.running)):
             self.scheduler.preempt(sequence)  # its KV is of the old weights
         self.weights_version = version
@@ -322,12 +323,13 @@ class Engine:
                     reasons[row] = "stop"
         return kept
 
-    def _count(self, schedule: Schedule, forest: Forest, walk: Walk, rows: IntArray) -> None:
+    def _count(self, schedule: Schedule, forest: Forest, rows: IntArray, kept: IntArray) -> None:
+        """Verifications and accepted nodes add up to the tokens that were kept."""
         counters = self.rows.counters
-        counters[rows, 0] += 1
+        counters[rows, 0] += kept > 0
         drafted = np.bincount(forest.sequence, minlength=len(schedule.decode_rows))
         counters[schedule.decode_rows, 1] += drafted.astype(np.int32)
-        counters[schedule.decode_rows, 2] += walk.num_accepted
+        counters[rows, 2] += np.maximum(kept - 1, 0)
 
     def _finish(self, row: int, reason: FinishReason) -> Completion:
         sequence = self.by_row[row]

@@ -1,0 +1,112 @@
+"""What lies in the cache is what a fresh forward would write: for target and draft, after everything that can happen.
+
+A stale draft entry never changes a token (the law), it only makes drafts worse; so it needs a test of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhfspec.drafting.base import Plan
+from rlhfspec.engine import Engine, Request, SamplingParams
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.runner import ModelRunner
+from rlhfspec.kernels.kv_pack import pack_slots
+from rlhfspec.kernels.tree_attention import AttentionMeta
+from rlhfspec.tiny import perturbed, random_model
+
+VOCAB = 61
+TREE = Plan(drafter="model", depth=4, width=2, branch=3, max_nodes=4)  # drafts more than it verifies
+CHAIN = Plan(drafter="model", depth=3)
+
+
+def make(model: Any, draft: Any, **options: Any) -> Engine:
+    chosen = {"max_sequences": 6, "max_context": 96, "profile": False, "num_threads": 1, "speculation": TREE} | options
+    return make_engine(copy.deepcopy(model), EngineConfig(**chosen), draft=copy.deepcopy(draft))
+
+
+def written_afresh(runner: ModelRunner, tokens: np.ndarray) -> torch.Tensor:
+    """[positions, layers, 2, heads, dim] of one forward over `tokens` alone."""
+    positions = np.arange(len(tokens), dtype=np.int32)
+    meta = AttentionMeta(
+        slots=positions,
+        table_rows=np.zeros(len(tokens), np.int32),
+        context_lens=positions + np.int32(1),
+        extra=np.empty((len(tokens), 0), np.int32),
+        slot_table=positions[None].copy(),
+    )
+    runner.forward(tokens.astype(np.int32), positions, meta, positions[:1])
+    return pack_slots(runner.kv, torch.from_numpy(positions))
+
+
+def check(engine: Engine, fresh: Engine) -> int:
+    """Compare every cached position of every running sequence; returns how many draft positions there were."""
+    drafter, space, fresh_space = engine.speculation.model_drafter, engine.speculation.space, fresh.speculation.space
+    assert drafter is not None
+    assert space is not None
+    assert fresh_space is not None
+    compared = 0
+    for sequence in engine.scheduler.running:
+        row = sequence.row
+        for runner, table, cached, other in (
+            (engine.target, engine.table, engine.rows.cached, fresh.target),
+            (space.runner, space.table, drafter.cached, fresh_space.runner),
+        ):
+            length = int(cached[row])
+            if length == 0:
+                continue
+            assert length < engine.rows.lengths[row]
+            have = pack_slots(runner.kv, torch.from_numpy(table.slots[row, :length].copy()))
+            assert torch.equal(have, written_afresh(other, engine.rows.tokens[row, :length]))
+        compared += int(drafter.cached[row])
+    return compared
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_cached_position_holds_what_a_fresh_forward_writes(dtype: str) -> None:
+    model = random_model("qwen3", seed=6, vocab_size=VOCAB)
+    draft = perturbed(model, 0.1)
+    engine = make(model, draft, dtype=dtype, kv_cache_tokens=480, prefill_chunk=20)
+    fresh = make(model, draft, dtype=dtype)
+    rng = np.random.default_rng(2)
+    compared = 0
+    for index in range(14):
+        stem = tuple(int(token) for token in np.random.default_rng(index % 3).integers(0, VOCAB, 37))
+        params = SamplingParams(max_tokens=int(rng.integers(8, 50)), ignore_eos=True)
+        engine.submit(Request(id=str(index), prompt_token_ids=stem, params=params, seed=index))
+    for step in range(60):
+        if step % 7 == 3:
+            engine.set_speculation([TREE, CHAIN, "off", "suffix"][step // 7 % 4])
+        if step % 9 == 5 and engine.scheduler.running:
+            engine.preempt(engine.scheduler.running[0].request.id)
+        engine.step()
+        compared += check(engine, fresh)
+    assert compared > 5000
+
+
+def test_the_draft_is_never_more_than_the_last_step_behind() -> None:
+    """Drafting at every step, what is missing before a proposal is only what the last verification added: the token it
+    chose itself, and at a full acceptance the leaf that was never expanded."""
+    model = random_model("llama", seed=6, vocab_size=VOCAB)
+    engine = make(model, perturbed(model, 0.02), speculation=Plan(drafter="model", depth=4))
+    for index in range(4):
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        engine.submit(Request(id=str(index), prompt_token_ids=(1, 2, index), params=params, seed=index))
+    engine.step()
+    engine.step()
+    full = 0
+    while engine.has_work:
+        drafter = engine.speculation.model_drafter
+        assert drafter is not None
+        rows = np.array([sequence.row for sequence in engine.scheduler.running])
+        behind = engine.rows.lengths[rows] - drafter.cached[rows]
+        assert ((behind >= 1) & (behind <= 2)).all()
+        full += int((behind == 2).sum())
+        engine.step()
+    assert full > 5, "full acceptances happened, and left no gap of more than the leaf"
