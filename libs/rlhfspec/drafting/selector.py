@@ -52,6 +52,7 @@ _LEAST_PROBED = 4  # nodes
 
 
 _MOST_PATIENCE = 16  # times probe_every
+_WORTH_RATE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,7 @@ class AdaptiveSelector:
         self._last_used = dict.fromkeys(self._outlook.drafters, -self._config.probe_every)
         self._wait = dict.fromkeys(self._outlook.drafters, self._config.probe_every)  # steps before the next probe
         self._nodes_per_sequence = 0.0
+        self._worth: dict[int, float] = {}  # tokens a predicted second really brought, by size of batch
         self._rule: PayingLevel | None = None
         self._proposed = empty_forest()
 
@@ -119,7 +121,7 @@ class AdaptiveSelector:
             self._costs.table(TARGET),
             self._costs.table(draft_kind(plan.drafter), keep=False),
             rows=2 * len(state.rows) + state.num_prefill_rows,
-            tokens_per_second=self._outlook.best_rate,
+            tokens_per_second=self._worth.get(len(state.rows).bit_length(), self._outlook.best_rate),
             success=self._outlook.success(plan),
             clock=self._clock,
         )
@@ -181,6 +183,8 @@ class AdaptiveSelector:
                 for name in self._outlook.drafters:
                     self._outlook.learn_profile(name, *latest_forests(collected, name))
                 self._evaluated_at = None
+        if num_sequences and not (outcome.state.num_prefill_rows or self._is_probe):
+            self._learn_worth(num_sequences, outcome.num_committed / (draft_seconds + verify_seconds + host_seconds))
         self._rule, self._proposed = None, empty_forest()
         self._journal.close(
             outcome,
@@ -197,6 +201,7 @@ class AdaptiveSelector:
         self._outlook.forget()
         self._watchdog.reset()
         self._evaluated_at = None
+        self._worth.clear()
         self._last_used = dict.fromkeys(self._last_used, self._step - self._config.probe_every)
         self._wait = dict.fromkeys(self._wait, self._config.probe_every)
 
@@ -257,6 +262,14 @@ class AdaptiveSelector:
         if thorough:
             num_nodes = len(choice.keep)
             self._outlook.learn_ratio(plan, num_sequences=num_sequences, num_nodes=num_nodes, expected=expected)
+
+    def _learn_worth(self, num_sequences: int, rate: float) -> None:
+        """What time is worth is what it has brought, not what a forecast promises: a level that is asked to beat a rate
+        nobody reaches stops too early. (Dinkelbach's iteration: the achieved ratio as the price finds the best ratio.)
+        """
+        size = num_sequences.bit_length()
+        known = self._worth.get(size, rate)
+        self._worth[size] = known + _WORTH_RATE * (rate - known)
 
     def _watch(self, outcome: Outcome, predicted_seconds: float) -> None:
         state, num_sequences = outcome.state, len(outcome.state.rows)
