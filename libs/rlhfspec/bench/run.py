@@ -56,6 +56,11 @@ class Settings:
         if self.repeats < 1:
             raise InvalidRequest("repeats", self.repeats, "must be >= 1")
 
+    def published(self) -> dict[str, Any]:
+        """For the JSON: models by the names of their folders, no path of the machine."""
+        names = {name: Path(path).name for name in ("target", "draft", "vllm_python") if (path := getattr(self, name))}
+        return asdict(self) | names
+
 
 @dataclass(slots=True)
 class _Mode:
@@ -87,7 +92,7 @@ class Benchmark:
             machine=machine(arithmetic=arithmetic),
             rows=tuple(rows),
             costs=costs,
-            settings=asdict(self._settings),
+            settings=self._settings.published(),
             skipped=tuple(f"{mode}: {reason}" for mode, reason in self._skipped.items()),
         )
         return Results(**{**_shallow(results), "bars": bars(results)})
