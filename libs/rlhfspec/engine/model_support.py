@@ -6,7 +6,6 @@ is refused with an error that names it; nothing is ever silently ignored.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,10 @@ def load_model(path: str | Path, *, field: str = "path") -> Any:
     except (OSError, ValueError) as error:
         if isinstance(error, InvalidRequest):
             raise
-        looks_local = os.sep in str(path) and not Path(path).exists()
-        problem = "no such folder" if looks_local else f"not a loadable Hugging Face causal LM: {_first_line(error)}"
+        reason = (
+            "not a loadable Hugging Face causal LM" if Path(path).exists() else "no such folder, nor a model to be had"
+        )
+        problem = f"{reason}: {_first_line(error)}"
         raise InvalidRequest(field, str(path), problem) from error
     return model.eval()  # type: ignore[no-untyped-call]
 

@@ -145,6 +145,9 @@ def _models(model: str | None, draft: str | None, status: StatusLine, *, tiny_ta
     if (model is None) != (draft is None):
         raise typer.BadParameter("--model and --draft go together: their vocabularies must be the same")
     if model is not None and draft is not None:
+        for option, path in (("--model", model), ("--draft", draft)):
+            if not (Path(path) / "config.json").exists():
+                raise typer.BadParameter(f"{option}: no model folder with a config.json (got {path!r})")
         return model, draft
     from rlhfspec.tiny import ensure
 
