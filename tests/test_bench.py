@@ -413,13 +413,17 @@ def test_benchmark_of_engine_and_hugging_face(untrained_pair: tiny_models.TinyMo
     assert (tmp_path / "out.png").exists()
 
 
-def test_bench_names_wrong_options() -> None:
+def test_bench_names_wrong_options(tmp_path: Path) -> None:
     runner = CliRunner()
     assert "go together" in runner.invoke(cli.app, ["bench", "generate", "--model", "x"]).output
-    wrong = ["bench", "generate", "--model", "x", "--draft", "y", "--modes", "fast"]
-    outcome = runner.invoke(cli.app, wrong)
-    assert outcome.exit_code == 2
-    assert "modes" in outcome.output
+    missing = runner.invoke(cli.app, ["bench", "generate", "--model", "x", "--draft", "y"])
+    assert missing.exit_code == 2
+    assert "config.json" in missing.output
+    (tmp_path / "config.json").write_text("{}")
+    folder = str(tmp_path)
+    wrong = runner.invoke(cli.app, ["bench", "generate", "--model", folder, "--draft", folder, "--modes", "fast"])
+    assert wrong.exit_code == 2
+    assert "modes" in wrong.output
 
 
 def test_explain_shows_predicted_and_real(untrained_pair: tiny_models.TinyModels) -> None:
