@@ -98,11 +98,6 @@ class BlockPool:
         if prefix_hash is not None:
             self.shared[prefix_hash].filled = True
 
-    def forget_prefixes(self) -> None:
-        """After a weight swap no old block may be shared any more."""
-        self.shared.clear()
-        self.hash_of.clear()
-
 
 class SlotTable:
     """Position -> slot for every row of the engine, with the permutation of free slots behind it."""

@@ -210,9 +210,6 @@ class ModelRunner:
         return self.forward(np.asarray(tokens, np.int32), positions, meta, positions)
 
 
-_RUNNER = "rlhfspec_runner"
-
-
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.shape == right.shape and torch.equal(left.nan_to_num(), right.nan_to_num())
 
@@ -224,7 +221,7 @@ def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     unknown = [name for name, given in keywords.items() if given is not None and name not in _IGNORED_KEYWORDS]
     if unknown:
         raise UnsupportedModel("model", type(module).__name__, f"passes attention arguments {sorted(unknown)}")
-    runner: ModelRunner = getattr(module, _RUNNER)
+    runner: ModelRunner = module.rlhfspec_runner
     assert runner.active is not None, "attention outside a forward"
     out = tree_attention(
         query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),  # [N, H, D]
