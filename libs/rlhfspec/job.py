@@ -1,0 +1,283 @@
+"""RLHFJob: the one schema of the command line, the custom resource and the chart. Strict; torch-free.
+
+YAML is camelCase, Python snake_case. Every field says its unit, its default and the reason for it. What an algorithm
+decides by default (`ALGORITHM_DEFAULTS`) is filled in on reading, so that a resolved job shows everything.
+
+Example:
+    >>> job = RLHFJob.model_validate({
+    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
+    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "algorithm": {"name": "dapo"},
+    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]}},
+    ... })
+    >>> job.spec.algorithm.clip_high, job.spec.training.max_staleness
+    (0.28, 0)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel
+
+API_VERSION = "rlhfspec.io/v1alpha1"
+AlgorithmName = Literal["ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo"]
+Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, strict=True)
+
+
+class Lora(Block):
+    rank: Positive = Field(8, description="Rank of the update. 8 is enough for most reward-driven tuning.")
+    alpha: Rate = Field(16.0, description="Scale of the update is alpha / rank.")
+    dropout: Fraction = Field(0.0, description="0: on-policy log-probs stay exact.")
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        "all-linear", description="Names of the layers that get an update."
+    )
+
+
+class Model(Block):
+    path: str = Field(min_length=1, description="Policy: a Hugging Face folder or hub id of a causal LM.")
+    tokenizer: str | None = Field(None, description="Folder or hub id; null: the one beside the policy.")
+    drafter: str | None = Field(None, description="Smaller causal LM of the same vocabulary, for speculation.")
+    reference: str | None = Field(None, description="What KL is measured against; null: the policy as it began.")
+    critic: str | None = Field(None, description="Trunk of the critic (ppo); null: a copy of the policy as it began.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the trainer keeps weights.")
+    lora: Lora | None = Field(None, description="Train a low-rank update instead of all weights.")
+
+
+class Dataset(Block):
+    path: str = Field(min_length=1, description="A .jsonl or .parquet file, a datasets folder, or a hub id.")
+    split: str = Field("train", description="Of datasets that have splits.")
+    prompt_column: str | None = Field("prompt", description="Text to continue; null when messages are used.")
+    messages_column: str | None = Field(None, description="Chat messages, through the tokenizer's template.")
+    max_prompt_tokens: Positive = Field(512, description="Longer prompts are left out, and counted.")
+    shuffle: bool = Field(True, description="By a function of the seed and the epoch; false: in order.")
+    epochs: Positive | None = Field(None, description="Passes over the data before the job ends; null: no end.")
+
+
+class Algorithm(Block):
+    """Fields that are null below take what `ALGORITHM_DEFAULTS` has for the algorithm."""
+
+    name: AlgorithmName = Field("grpo", description="How rewards become advantages and advantages a loss.")
+    samples_per_prompt: Positive = Field(8, description="Responses to each prompt; group algorithms need 2 or more.")
+    clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - clipLow.")
+    clip_high: Rate = Field(0.2, description="The ratio is clipped above 1 + clipHigh.")
+    ratio_level: Literal["token", "sequence"] = Field("token", description="sequence: GSPO's length-normalised ratio.")
+    loss_aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-sum-constant"] = Field(
+        "sequence-mean-token-mean", description="How token losses become one number."
+    )
+    normalize_by_std: bool = Field(True, description="Divide a group's advantages by their standard deviation.")
+    whiten_advantages: bool = Field(False, description="Make a batch's token advantages mean 0, deviation 1.")
+    gamma: Fraction = Field(1.0, description="Discount a token; 1: the reward counts in full for every token.")
+    gae_lambda: Fraction = Field(0.95, description="GAE's bias against variance (ppo).")
+    value_clip: Rate = Field(0.2, description="Values move at most this far from the old ones (ppo).")
+    value_coefficient: Rate = Field(0.5, description="Weight of the value loss (ppo).")
+    kl_coefficient: Rate = Field(0.0, description="Weight of the KL to the reference; 0: no reference stage runs.")
+    kl_placement: Literal["loss", "reward"] = Field("loss", description="Where the KL counts.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators; k3: low variance, >= 0.")
+    entropy_coefficient: Rate = Field(0.0, description="Weight of the entropy bonus.")
+    importance_cap: Rate | None = Field(
+        None, description="Truncated importance correction between generator and trainer: weights above it are cut."
+    )
+    dynamic_sampling: bool = Field(False, description="Groups whose rewards are all equal are replaced (DAPO).")
+    max_demands: Positive = Field(4, description="Rounds of replacement a step before it goes on with what it has.")
+    overlong_buffer: int = Field(0, ge=0, description="Tokens before maxTokens in which a penalty grows (DAPO).")
+    overlong_penalty: Rate = Field(1.0, description="The penalty at maxTokens.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        defaults = ALGORITHM_DEFAULTS.get(given.get("name", "grpo"), {})
+        return {to_camel(name): value for name, value in defaults.items()} | given
+
+
+# What each paper prescribes where it differs from the fields' own defaults (which are GRPO's).
+ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
+    "ppo": {
+        "samples_per_prompt": 1, "whiten_advantages": True, "kl_coefficient": 0.05, "kl_placement": "reward",
+        "kl_estimator": "k1", "loss_aggregation": "token-mean",
+    },
+    "grpo": {"kl_coefficient": 0.04},
+    "dr-grpo": {"normalize_by_std": False, "loss_aggregation": "sequence-sum-constant"},
+    "rloo": {"normalize_by_std": False, "kl_coefficient": 0.05, "kl_placement": "reward", "kl_estimator": "k1"},
+    "reinforce++": {
+        "samples_per_prompt": 1, "whiten_advantages": True, "kl_coefficient": 0.01, "kl_placement": "reward",
+        "kl_estimator": "k1", "loss_aggregation": "token-mean",
+    },
+    "dapo": {"clip_high": 0.28, "loss_aggregation": "token-mean", "dynamic_sampling": True},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "ratio_level": "sequence"},
+}  # fmt: skip
+
+
+class Speculation(Block):
+    mode: Literal["off", "suffix", "model", "adaptive"] = Field(
+        "adaptive", description="adaptive chooses at every step, drafter and all; every mode gives the same tokens."
+    )
+
+
+class Generation(Block):
+    max_tokens: Positive = Field(256, description="Longest response, in tokens.")
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1.0, description="Of sampling, and of the log-probs that are trained."
+    )
+    top_k: int = Field(0, ge=0, description="0: every token. A mask makes sampler and trainer disagree.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="1: every token.")
+    stop: list[str] = Field([], description="Strings that end a response, beside the model's own end.")
+    speculation: Speculation = Field(Speculation(), description="How drafts are made.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the engine keeps weights.")
+    max_sequences: Positive = Field(64, description="Responses generated together by one generator.")
+    kv_cache_tokens: Positive | None = Field(None, description="Memory for KV in tokens; null: for every response.")
+
+
+class FunctionReward(Block):
+    type: Literal["function"]
+    function: str = Field(description="module:function; modules are found beside the job file too.")
+    batched: bool = Field(False, description="true: called once with lists; false: once a sample.")
+
+
+class ModelReward(Block):
+    type: Literal["model"]
+    path: str = Field(min_length=1, description="A Hugging Face sequence-classification model; one output, or label.")
+    label: int | None = Field(None, ge=0, description="Which output counts; null: the model has one.")
+
+
+class HttpReward(Block):
+    type: Literal["http"]
+    url: str = Field(pattern=r"^https?://", description="Receives a JSON POST; docs/rewards.md has the contract.")
+    headers: dict[str, str] = Field({}, description="Sent along, an API key for instance.")
+
+
+class _Common(Block):
+    name: str | None = Field(None, description="In metrics and messages; null: derived from the source.")
+    weight: Annotated[float, Field(allow_inf_nan=False)] = Field(1.0, description="Factor in the combination.")
+    concurrency: Positive = Field(4, description="Calls at a time.")
+    timeout_seconds: Seconds = Field(60.0, description="Of one call.")
+    retries: int = Field(2, ge=0, description="After a failed call, with growing delays.")
+    on_error: Literal["fail", "drop"] = Field(
+        "fail", description="When retries are used up: end the job, or leave the sample out and say so."
+    )
+
+
+class FunctionSource(FunctionReward, _Common):
+    pass
+
+
+class ModelSource(ModelReward, _Common):
+    pass
+
+
+class HttpSource(HttpReward, _Common):
+    pass
+
+
+RewardSource = Annotated[FunctionSource | ModelSource | HttpSource, Field(discriminator="type")]
+
+
+class Rewards(Block):
+    sources: list[RewardSource] = Field(min_length=1, description="Where rewards come from.")
+    combine: Literal["sum", "min", "product"] = Field("sum", description="Of weighted sources.")
+
+
+class Optimizer(Block):
+    name: str = Field("AdamW", description="A class of torch.optim, or module:Class.")
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1e-6, description="Small models take more: 3e-5 for a few million parameters."
+    )
+    arguments: dict[str, Any] = Field({}, description="Passed on: betas, weight_decay, ...")
+
+
+class Schedule(Block):
+    name: str = Field("constant", description="constant, linear, cosine, or a class of torch.optim.lr_scheduler.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the rate grows from 0.")
+    arguments: dict[str, Any] = Field({}, description="Passed on to a torch schedule.")
+
+
+class Training(Block):
+    steps: Positive = Field(100, description="Generate-and-train rounds.")
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(0, description="Of everything random.")
+    prompts_per_step: Positive = Field(16, description="Prompts a step; samples are samplesPerPrompt times that.")
+    epochs: Positive = Field(1, description="Passes over a step's samples.")
+    mini_batches: Positive = Field(1, description="Optimizer steps a pass; samples are split by id order.")
+    tokens_per_micro_batch: Positive = Field(4096, description="Packed tokens a forward; the rest is accumulated.")
+    optimizer: Optimizer = Field(Optimizer(), description="Of the policy.")
+    critic_optimizer: Optimizer = Field(Optimizer(learningRate=1e-5), description="Of the critic (ppo).")
+    schedule: Schedule = Field(Schedule(), description="Of both learning rates.")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradients are scaled down to it.")
+    autocast: Literal["off", "bfloat16"] = Field("off", description="Mixed precision of the trainer's forward.")
+    exact_on_policy: bool = Field(
+        False, description="The trainer's forward runs on the engine's kernels: log-probs equal bit for bit (CPU)."
+    )
+    max_staleness: int = Field(0, ge=0, description="Versions a sample may lag; 0: synchronous, reproducible.")
+
+
+class Workers(Block):
+    workers: Positive = Field(1, description="How many compete for the work.")
+    deadline_seconds: Seconds = Field(600.0, description="One piece of work may take so long before the run ends.")
+
+
+class Roles(Block):
+    """One entry a stage of `rlhfspec.loop`."""
+
+    prompts: Workers = Field(Workers(), description="Reads the dataset.")
+    generator: Workers = Field(Workers(), description="Generates.")
+    reward: Workers = Field(Workers(), description="Scores responses.")
+    reference: Workers = Field(Workers(), description="Log-probs under the reference; runs when klCoefficient > 0.")
+    critic: Workers = Field(Workers(), description="Values; runs with ppo.")
+    trainer: Workers = Field(Workers(), description="Learns.")
+
+
+class Rebalance(Block):
+    mode: Literal["off"] = Field("off", description="Moving running sequences between generators; off in this version.")
+
+
+class Checkpoint(Block):
+    every_steps: Positive = Field(10, description="A checkpoint is also written at the end and on Ctrl-C.")
+    keep: Positive = Field(2, description="The newest so many stay.")
+    export: bool = Field(True, description="At the end, write the policy as a Hugging Face folder.")
+
+
+class Wandb(Block):
+    project: str = Field(min_length=1, description="Needs the wandb package and a login.")
+    entity: str | None = Field(None, description="null: the default of the login.")
+
+
+class Observability(Block):
+    view: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live in a terminal, else lines.")
+    tensorboard: bool = Field(False, description="Write event files into the run folder.")
+    wandb: Wandb | None = Field(None, description="Also report there.")
+    sample_texts: int = Field(4, ge=0, description="Prompts whose responses before and after end the summary.")
+
+
+class Spec(Block):
+    model: Model
+    dataset: Dataset
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    generation: Generation = Generation()
+    rewards: Rewards
+    training: Training = Training()
+    roles: Roles = Roles()
+    rebalance: Rebalance = Rebalance()
+    checkpoint: Checkpoint = Checkpoint()
+    observability: Observability = Observability()
+
+
+class Metadata(Block):
+    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?$", description="Small letters, digits, dashes.")
+    labels: dict[str, str] = Field({}, description="For Kubernetes; not read here.")
+    annotations: dict[str, str] = Field({}, description="For Kubernetes; not read here.")
+    namespace: str | None = Field(None, description="For Kubernetes; not read here.")
+
+
+class RLHFJob(Block):
+    api_version: Literal["rlhfspec.io/v1alpha1"]
+    kind: Literal["RLHFJob"]
+    metadata: Metadata
+    spec: Spec

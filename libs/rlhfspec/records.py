@@ -1,0 +1,177 @@
+"""What the stages say to each other: frozen, torch-free. `wire` encodes them, `loop` says who reads what.
+
+Ids are derived, never drawn: a prompt's is `{job}/{step}/{prompt}/{replica}`, and its sample carries the same one, so a
+retry is the same sample and a duplicate is dropped by its id. Steps count from 1. Weights version v is the policy
+after v optimizer steps; version 0 is the model the job started from, and step s trains version s - 1 into version s.
+
+Example:
+    >>> prompt = Prompt(
+    ...     id=sample_id("sums", step=3, prompt=7, replica=1), job="sums", step=3, prompt=7, replica=1, text="2+2=",
+    ...     token_ids=(50, 43, 50, 61), columns_json='{"answer": "4"}', seed=sample_seed(11, "sums/3/7/1"),
+    ...     weights_version=2,
+    ... )
+    >>> prompt.id, prompt.group_id
+    ('sums/3/7/1', 'sums/3/7')
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+ScoringStage = Literal["reward", "reference", "critic"]
+Role = Literal["policy", "critic"]
+FinishReason = Literal["stop", "length", "error"]
+
+
+def sample_id(job: str, *, step: int, prompt: int, replica: int) -> str:
+    """Zero-free and readable; sort by `sort_key`, not by the text.
+
+    >>> sample_id("sums", step=1, prompt=0, replica=12)
+    'sums/1/0/12'
+    """
+    return f"{job}/{step}/{prompt}/{replica}"
+
+
+def sample_seed(job_seed: int, record_id: str) -> int:
+    """The 64-bit seed of a sample: a hash of the job's seed and the sample's id.
+
+    >>> sample_seed(11, "sums/3/7/1") == sample_seed(11, "sums/3/7/1") != sample_seed(12, "sums/3/7/1")
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(f"{job_seed}:{record_id}".encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One sample to generate. The replicas of one prompt are `samplesPerPrompt` records with one group id."""
+
+    id: str
+    job: str
+    step: int
+    prompt: int  # place in the step's order, counted on through the rounds of a step's demands
+    replica: int
+    text: str
+    token_ids: tuple[int, ...]
+    columns_json: str  # the data row's other columns, as a JSON object, for the rewards
+    seed: int  # 64 bits, without sign
+    weights_version: int  # the oldest version that may sample it
+
+    @property
+    def group_id(self) -> str:
+        return self.id.rpartition("/")[0]
+
+    @property
+    def sort_key(self) -> tuple[int, int, int]:
+        return (self.step, self.prompt, self.replica)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A finished response. `finish_reason` "error" carries its reason and no usable tokens."""
+
+    id: str
+    job: str
+    step: int
+    prompt: int
+    replica: int
+    prompt_text: str
+    prompt_token_ids: tuple[int, ...]
+    columns_json: str
+    text: str
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]  # of each token under the untempered policy
+    tempered_log_probs: tuple[float, ...]  # under the distribution really sampled from
+    weights_versions: tuple[int, ...]  # that sampled each token
+    finish_reason: FinishReason
+    error: str = ""
+    num_verifications: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    generator: str = ""  # which one, for the eyes only
+
+    @property
+    def group_id(self) -> str:
+        return self.id.rpartition("/")[0]
+
+    @property
+    def sort_key(self) -> tuple[int, int, int]:
+        return (self.step, self.prompt, self.replica)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What one scoring stage says of one sample. A failure is a score with `error`, never a silent zero.
+
+    `values`: one number from reward; a number a response token from reference (log-probs) and critic (values).
+
+    >>> Score(id="sums/3/7/1/reward", sample_id="sums/3/7/1", job="sums", step=3, stage="reward", values=(0.5,),
+    ...       components=(("exact", 0.0), ("format", 1.0))).values
+    (0.5,)
+    """
+
+    id: str
+    sample_id: str
+    job: str
+    step: int
+    stage: ScoringStage
+    values: tuple[float, ...]
+    components: tuple[tuple[str, float], ...] = ()  # a reward's sources, unweighted
+    weights_version: int = 0  # of the critic
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """New weights are to be had at `uri` (`memory:`, `file:`)."""
+
+    id: str
+    job: str
+    version: int
+    role: Role
+    uri: str
+    digest: str  # sha256 over names, shapes, types and bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """The step needs more prompts than it was first given (dynamic sampling threw some away)."""
+
+    id: str
+    job: str
+    step: int
+    round: int  # 1 is the first demand of a step
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a generator does right now. May be lost: nothing that decides a token or a curve reads it."""
+
+    id: str
+    job: str
+    generator: str
+    step: int
+    num_running: int
+    num_waiting: int
+    num_finished: int
+    num_tokens: int  # generated since it started
+    tokens_per_second: float  # over the last moments
+    accepted_per_verification: float
+    strategy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One trained step. `metrics_json` is the line of `steps.jsonl` (docs/run-folder.md)."""
+
+    id: str
+    job: str
+    step: int
+    weights_version: int
+    weights_digest: str
+    metrics_json: str
+
+
+Record = Prompt | Sample | Score | Weights | Demand | Load | StepReport
