@@ -1,0 +1,248 @@
+"""What one trained step reports: a line of `steps.jsonl`.
+
+Every field belongs to one of two kinds. The *curve* is what a job computes: two runs of one job agree in it bit for
+bit, whatever the speculation, the number of workers, the arrival order or the interruptions. *Measurements* are how
+this run went on this machine. A number that does not apply to a job (the KL without a reference) is null, never zero.
+
+Example:
+    >>> line = example_step(step=3).to_line()
+    >>> StepMetrics.from_line(line) == example_step(step=3)
+    True
+    >>> curve(line)["weights_version"], "seconds" in curve(line)
+    (3, False)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rlhfspec.errors import InvalidRequest, NumericalError
+
+NUM_LENGTH_BINS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Of a step's samples; `std` divides by the number of them."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Summed exactly, so that the order of the values does not matter.
+
+        >>> Spread.of([0.0, 1.0, 1.0, 0.0])
+        Spread(mean=0.5, std=0.5, min=0.0, max=1.0)
+        """
+        mean = math.fsum(values) / len(values)
+        variance = math.fsum((value - mean) ** 2 for value in values) / len(values)
+        return cls(mean=mean, std=math.sqrt(variance), min=float(min(values)), max=float(max(values)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Of a step's responses, in tokens. Bin i of the histogram counts lengths in (edges[i], edges[i + 1]]."""
+
+    mean: float
+    min: int
+    p50: int
+    p95: int
+    max: int
+    edges: tuple[int, ...]
+    histogram: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], *, max_tokens: int) -> Lengths:
+        """A response has at least one token. The edges depend on `max_tokens` alone: steps can be laid over each other.
+
+        >>> Lengths.of([1, 2, 2, 8], max_tokens=8)  # doctest: +NORMALIZE_WHITESPACE
+        Lengths(mean=3.25, min=1, p50=2, p95=8, max=8, edges=(0, 1, 2, 3, 4, 5, 6, 7, 8),
+                histogram=(1, 2, 0, 0, 0, 0, 0, 1))
+        """
+        ordered = sorted(lengths)
+        edges = length_edges(max_tokens)
+        return cls(
+            mean=math.fsum(ordered) / len(ordered),
+            min=ordered[0],
+            p50=_percentile(ordered, 50),
+            p95=_percentile(ordered, 95),
+            max=ordered[-1],
+            edges=edges,
+            histogram=tuple(bisect_right(ordered, high) - bisect_right(ordered, low) for low, high in pairwise(edges)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogProbDifference:
+    """|generator's log-prob - trainer's log-prob| over a step's response tokens, before the step's first update."""
+
+    max: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Where a step's time went. Stages overlap: they may add up to more than `step`, which is what passed.
+
+    `waiting` is what the trainer spent without work. A stage that does not run in this job has 0.
+    """
+
+    generation: float
+    reward: float
+    reference: float
+    critic: float
+    training: float
+    checkpoint: float
+    waiting: float
+    step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    step: int
+    weights_version: int  # after the step
+    weights_digest: str
+    num_samples: int  # trained on
+    num_dropped: int  # left out: failed, or replaced by dynamic sampling
+    num_prompts: int
+    reward: Spread
+    reward_components: Mapping[str, float]  # mean of each source, unweighted
+    advantage: Spread
+    kl: float | None  # to the reference, mean over tokens
+    policy_loss: float
+    value_loss: float | None
+    kl_loss: float | None
+    entropy: float  # of the policy, nats a token
+    clip_fraction: float  # of tokens whose ratio was clipped
+    explained_variance: float | None  # of the returns, by the critic
+    grad_norm: float  # before clipping
+    learning_rate: float
+    response_length: Lengths
+    truncated_fraction: float  # of responses that reached maxTokens
+    num_response_tokens: int
+    tokens_per_second: float  # generated, while generating
+    accepted_per_verification: float | None  # drafted tokens; null where nothing was verified
+    strategy: Mapping[str, int]  # how often each way of drafting was chosen
+    log_prob_difference: LogProbDifference
+    staleness_max: int  # versions between a token's weights and the ones it trained
+    seconds: Seconds
+    started_unix_seconds: float
+    finished_unix_seconds: float
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def to_line(self) -> str:
+        """One line of JSON, keys in the order above, every float to its last bit."""
+        content = asdict(self)
+        for path, value in _floats(content):
+            if not math.isfinite(value):
+                raise NumericalError(f"metrics of step {self.step}: {path} is {value}")
+        return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> StepMetrics:
+        try:
+            return _adapter().validate_python(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise InvalidRequest("steps.jsonl", line[:40], f"is no JSON: {error.msg}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise InvalidRequest(f"steps.jsonl: {field}", first["input"], first["msg"]) from None
+
+
+MEASUREMENTS = frozenset(
+    {
+        "tokens_per_second",
+        "accepted_per_verification",
+        "strategy",
+        "log_prob_difference",
+        "staleness_max",
+        "seconds",
+        "started_unix_seconds",
+        "finished_unix_seconds",
+    }
+)
+CURVE = tuple(field.name for field in fields(StepMetrics) if field.name not in MEASUREMENTS)
+
+
+def curve(line: str) -> dict[str, Any]:
+    """The fields of a line that two runs of one job share bit for bit."""
+    content = json.loads(line)
+    return {name: content[name] for name in CURVE}
+
+
+def length_edges(max_tokens: int) -> tuple[int, ...]:
+    """
+    >>> length_edges(256)[:3], length_edges(256)[-1]
+    ((0, 16, 32), 256)
+    """
+    num_bins = min(NUM_LENGTH_BINS, max_tokens)
+    return tuple(round(place * max_tokens / num_bins) for place in range(num_bins + 1))
+
+
+def _percentile(ordered: Sequence[int], percent: int) -> int:
+    """The smallest value that so many percent of the values do not exceed."""
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def _floats(content: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(content, float):
+        yield path, content
+    elif isinstance(content, dict):
+        for name, value in content.items():
+            yield from _floats(value, f"{path}.{name}" if path else str(name))
+
+
+@cache
+def _adapter() -> TypeAdapter[StepMetrics]:
+    return TypeAdapter(StepMetrics)
+
+
+def example_step(*, step: int = 1, reward: float = 0.5) -> StepMetrics:
+    """A plausible line, for examples and tests."""
+    return StepMetrics(
+        step=step,
+        weights_version=step,
+        weights_digest=f"{step:064x}",
+        num_samples=4,
+        num_dropped=0,
+        num_prompts=2,
+        reward=Spread.of([reward - 0.25, reward, reward, reward + 0.25]),
+        reward_components={"exact": reward},
+        advantage=Spread.of([-1.0, 0.0, 0.0, 1.0]),
+        kl=0.001 * step,
+        policy_loss=-0.01,
+        value_loss=None,
+        kl_loss=0.002,
+        entropy=1.5,
+        clip_fraction=0.02,
+        explained_variance=None,
+        grad_norm=0.8,
+        learning_rate=3e-5,
+        response_length=Lengths.of([10, 20, 20, 60], max_tokens=64),
+        truncated_fraction=0.0,
+        num_response_tokens=110,
+        tokens_per_second=1234.5,
+        accepted_per_verification=1.75,
+        strategy={"plain": 3, "suffix 1x4": 9},
+        log_prob_difference=LogProbDifference(max=3.1e-07, mean=4.0e-08),
+        staleness_max=0,
+        seconds=Seconds(
+            generation=2.0, reward=0.1, reference=0.4, critic=0.0, training=1.5, checkpoint=0.2, waiting=2.1, step=3.8
+        ),
+        started_unix_seconds=1_700_000_000.0 + 4 * step,
+        finished_unix_seconds=1_700_000_003.8 + 4 * step,
+    )
