@@ -1,0 +1,118 @@
+"""`manifest.json`: what ran, with which versions, on which machine, when, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+Outcome = Literal["running", "completed", "stopped", "failed"]
+PACKAGES = (
+    "rlhfspec", "torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "pyarrow", "numpy",
+    "pydantic", "protobuf",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    cpu: str
+    num_cores: int  # that this process may use
+    num_threads: int  # of torch
+    memory_bytes: int
+    gpu: str | None
+    system: str
+    python: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    at: str
+    step: int  # the last step that was kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Times are UTC, ISO 8601. A run that was killed stays "running": nobody was left to write."""
+
+    job: str
+    versions: dict[str, str]
+    machine: Machine
+    started: str
+    resumed: tuple[Resumption, ...] = ()
+    finished: str | None = None
+    outcome: Outcome = "running"
+    reason: str = ""
+    num_steps: int = 0
+
+    @classmethod
+    def begin(cls, job: str) -> Manifest:
+        return cls(job=job, versions=versions(), machine=machine(), started=now())
+
+    def resume(self, step: int) -> Manifest:
+        """Goes on, perhaps on another machine: versions and machine are those of the latest start."""
+        again = Resumption(at=now(), step=step)
+        return replace(Manifest.begin(self.job), started=self.started, resumed=(*self.resumed, again), num_steps=step)
+
+    def end(self, outcome: Outcome, reason: str, *, num_steps: int) -> Manifest:
+        return replace(self, finished=now(), outcome=outcome, reason=reason, num_steps=num_steps)
+
+    def to_content(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_content(cls, content: dict[str, Any]) -> Manifest:
+        resumed = tuple(Resumption(**entry) for entry in content["resumed"])
+        return cls(**(content | {"resumed": resumed, "machine": Machine(**content["machine"])}))
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Of what is installed.
+
+    >>> "rlhfspec" in versions()
+    True
+    """
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> Machine:
+    num_threads, gpu = _torch()
+    return Machine(
+        cpu=_cpu_name(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_threads=num_threads,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        gpu=gpu,
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+    )
+
+
+def _torch() -> tuple[int, str | None]:
+    """Threads and GPU, asked of torch only where this process has loaded it: stages without torch have neither."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return 1, None
+    return torch.get_num_threads(), torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name

@@ -1,0 +1,65 @@
+"""May a run go on with this job? Only what cannot change the curve may differ from the job that it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlhfspec.job import RLHFJob
+
+# By the law speculation changes when a token appears, never which; the rest is about how much runs and what is kept.
+MAY_DIFFER = (
+    "metadata.labels",
+    "metadata.annotations",
+    "metadata.namespace",
+    "spec.model.drafter",
+    "spec.dataset.epochs",
+    "spec.generation.speculation",
+    "spec.generation.maxSequences",
+    "spec.generation.kvCacheTokens",
+    "spec.training.steps",
+    "spec.roles",
+    "spec.rebalance",
+    "spec.checkpoint",
+    "spec.observability",
+)
+# Of a reward source: how it is called, not what it says.
+_MAY_DIFFER_IN_SOURCES = ("name", "concurrency", "timeoutSeconds", "retries", "headers")
+_DECAYING_SCHEDULES = ("linear", "cosine")
+
+
+def as_content(job: RLHFJob) -> dict[str, Any]:
+    """The job as plain data, in camelCase: what `job.yaml` holds."""
+    content: dict[str, Any] = job.model_dump(by_alias=True, mode="json")
+    return content
+
+
+def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first field that a resumed run may not change, with both values; None where there is none.
+
+    >>> old, new = {"training": {"steps": 3, "seed": 1}}, {"training": {"steps": 9, "seed": 2}}
+    >>> first_difference({"spec": old}, {"spec": new})
+    ('spec.training.seed', 1, 2)
+    """
+    decays = now.get("spec", {}).get("training", {}).get("schedule", {}).get("name") in _DECAYING_SCHEDULES
+    for path, old, new in _differences(before, now, ""):
+        if not _may_differ(path) or (path == "spec.training.steps" and decays):
+            return path, old, new
+    return None
+
+
+def _may_differ(path: str) -> bool:
+    if path.startswith("spec.rewards.sources."):
+        return path.split(".")[4:5] in [[name] for name in _MAY_DIFFER_IN_SOURCES]
+    return any(path == free or path.startswith(free + ".") for free in MAY_DIFFER)
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, (left, right) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(left, right, f"{path}.{place}")
+    elif old != new:
+        yield path, old, new

@@ -1,0 +1,83 @@
+"""A sample and its reward as a line of `samples.jsonl`. Nothing of the clock or of the way it was drafted is in it.
+
+Example:
+    >>> sample = example_sample(step=3, text="4", log_probs=(-0.5, -0.25))
+    >>> score = Score(id=sample.id + "/reward", sample_id=sample.id, job="sums", step=3, stage="reward", values=(1.0,))
+    >>> json.loads(sample_line(sample, score))["log_probs"]
+    {'sum': -0.75, 'mean': -0.375, 'min': -0.5}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhfspec.records import Sample, Score, sample_id
+
+
+def sample_lines(samples: Sequence[Sample], rewards: Mapping[str, Score]) -> str:
+    """The lines of a step in id order; `rewards` by sample id, and a sample without one has reward null."""
+    ordered = sorted(samples, key=lambda sample: sample.sort_key)
+    return "".join(sample_line(sample, rewards.get(sample.id)) for sample in ordered)
+
+
+def sample_line(sample: Sample, reward: Score | None) -> str:
+    scored = reward is not None and not reward.error
+    return _json(
+        {
+            "id": sample.id,
+            "step": sample.step,
+            "prompt": sample.prompt_text,
+            "text": sample.text,
+            "tokens": list(sample.token_ids),
+            "reward": reward.values[0] if reward is not None and scored else None,
+            "components": dict(reward.components) if reward is not None and scored else {},
+            "log_probs": _summary(sample.log_probs),
+            "weights_version": max(sample.weights_versions, default=None),
+            "finish_reason": sample.finish_reason,
+            "error": sample.error or (reward.error if reward is not None else ""),
+        }
+    )
+
+
+def _summary(log_probs: Sequence[float]) -> dict[str, float] | None:
+    if not log_probs:
+        return None
+    total = math.fsum(log_probs)
+    return {"sum": total, "mean": total / len(log_probs), "min": min(log_probs)}
+
+
+def _json(content: dict[str, Any]) -> str:
+    """One line, whatever the texts hold: half a surrogate pair is escaped, since UTF-8 has no place for it."""
+    try:
+        line = json.dumps(content, ensure_ascii=False, allow_nan=False)
+        line.encode()
+    except UnicodeEncodeError:
+        line = json.dumps(content, allow_nan=False)
+    return line + "\n"
+
+
+def example_sample(
+    *, step: int = 1, prompt: int = 0, replica: int = 0, text: str = "4", log_probs: Sequence[float] = (-0.5,)
+) -> Sample:
+    """For examples and tests."""
+    return Sample(
+        id=sample_id("sums", step=step, prompt=prompt, replica=replica),
+        job="sums",
+        step=step,
+        prompt=prompt,
+        replica=replica,
+        prompt_text="2+2=",
+        prompt_token_ids=(50, 43, 50, 61),
+        columns_json="{}",
+        text=text,
+        token_ids=tuple(range(50, 50 + len(log_probs))),
+        log_probs=tuple(log_probs),
+        tempered_log_probs=tuple(log_probs),
+        weights_versions=(step - 1,) * len(log_probs),
+        finish_reason="stop",
+        num_verifications=1,
+        num_accepted=1,
+    )
