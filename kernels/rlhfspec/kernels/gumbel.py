@@ -95,6 +95,32 @@ def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: P
     return candidates_reference(logits, *arguments, k)
 
 
+def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tensor:
+    """The log-prob of one given token a row under softmax(logits / temperature): [N] float32, without a gradient.
+
+    On the CPU it has the very bits that `sample` returns for a token drawn without masks: `log_probs` for temperature 1,
+    else `tempered_log_probs`. logits [N, V] float32; tokens [N] int32; a row that is not finite gives NaN.
+
+    >>> token_log_probs(torch.tensor([[0.0, 0.0]]), np.array([1], np.int32), 1.0).exp()
+    tensor([0.5000])
+    """
+    _check_logits(logits)
+    if not (temperature > 0 and np.isfinite(temperature)):
+        raise ValueError(f"temperature: must be finite and > 0 (got {temperature})")
+    rows, vocab_size = logits.shape
+    ids = _as_tensor("tokens", tokens, rows, logits.device)
+    if rows and not bool(((ids >= 0) & (ids < vocab_size)).all()):
+        raise ValueError(f"tokens: every value must be in [0, {vocab_size})")
+    temperatures = torch.full((rows,), temperature, device=logits.device)
+    kernel = _native("gumbel_log_probs") if logits.is_cpu else None
+    if kernel is None:
+        return token_log_probs_reference(logits, ids, temperatures)
+    out = torch.empty(rows)
+    vectors = (ids.contiguous().data_ptr(), temperatures.data_ptr(), out.data_ptr())
+    kernel(logits.data_ptr(), logits.stride(0), rows, vocab_size, *vectors, build.num_threads())
+    return out
+
+
 # ---- the slow twins --------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +160,15 @@ def sample_reference(
         tempered_log_probs.masked_fill(~finite, torch.nan).to(torch.float32),
         finite,
     )
+
+
+def token_log_probs_reference(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
+    """`token_log_probs`, slow and obvious, in float64."""
+    finite = _finite_rows(logits)
+    x = torch.where(finite[:, None], logits, 0).to(torch.float64)
+    centred = (x - x.amax(1, keepdim=True)) / temperatures.to(torch.float64)[:, None]
+    picked = torch.log_softmax(centred, dim=1).gather(1, tokens[:, None].long())[:, 0]
+    return picked.masked_fill(~finite, torch.nan).to(torch.float32)
 
 
 def candidates_reference(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, k: int) -> Candidates:
@@ -191,6 +226,7 @@ _TORCH_DTYPES = {
     "temperatures": torch.float32,
     "top_k": torch.int32,
     "top_p": torch.float32,
+    "tokens": torch.int32,
 }
 _NUMPY_DTYPES = {
     "seeds": (np.dtype(np.int64), np.dtype(np.uint64)),
@@ -219,17 +255,19 @@ def _as_tensor(name: str, value: PerRow, rows: int, device: torch.device) -> Ten
 # ---- the C++ kernel --------------------------------------------------------------------------------------------------
 
 
+# How many sizes (stride, rows, vocabulary, candidates' k) and how many vectors each function takes.
+_ARGUMENTS = {"gumbel_sample": (3, 9), "gumbel_candidates": (4, 5), "gumbel_log_probs": (3, 3)}
 _REFUSED = {1: "temperatures: every value must be finite and >= 0", 2: "top_k: every value must be >= 0"}
 _REFUSED[3] = "top_p: every value must be in (0, 1]"
 
 
 @functools.cache
 def _native(name: str, isa: str | None = None) -> Any:
-    """`gumbel_sample` or `gumbel_candidates` as a ctypes function; None without a library."""
+    """`gumbel_sample`, `gumbel_candidates` or `gumbel_log_probs` as a ctypes function; None without a library."""
     kernel = build.function(name, isa)
     if kernel is None:
         return None
-    num_sizes, num_vectors = (3, 9) if name == "gumbel_sample" else (4, 5)  # stride, rows, vocabulary (, k)
+    num_sizes, num_vectors = _ARGUMENTS[name]
     sizes, vectors = [ctypes.c_long] * num_sizes, [ctypes.c_void_p] * num_vectors
     kernel.argtypes = [ctypes.c_void_p, *sizes, *vectors, ctypes.c_int]
     kernel.restype = ctypes.c_int

@@ -307,6 +307,14 @@ Cut mask(const Row& row, float m, double temperature, int32_t top_k, float top_p
                                           : nucleus_cut(row, cut, m, temperature, (double)top_p, &list);
 }
 
+double normaliser_of(const Row& row, const Cut& cut, float m, double temperature) {
+    return ::log(sum_of_exp(row, cut, m, 1.0 / temperature));
+}
+
+float log_prob_of(const Row& row, int32_t id, float m, double temperature, double normaliser) {
+    return (float)(((double)row.x[id] - m) / temperature - normaliser);
+}
+
 int threads_for(long rows, long vocab_size, int num_threads) {
     long worth = rows * vocab_size / kTokensPerThread;
     long most = worth < rows ? worth : rows;
@@ -340,7 +348,7 @@ RS_EXPORT int RS_NAME(gumbel_sample)(const float* logits, long stride, long rows
         tokens[i] = 0;
         log_probs[i] = tempered_log_probs[i] = __builtin_nanf("");
         if (!finite[i]) return;
-        double temperature = temperatures[i], normaliser = ::log(sum_of_exp(row, Cut(), m, 1.0));
+        double temperature = temperatures[i], normaliser = normaliser_of(row, Cut(), m, 1.0);
         Best best(1);
         if (temperature == 0.0) {
             best_plain(row, &best);
@@ -349,11 +357,27 @@ RS_EXPORT int RS_NAME(gumbel_sample)(const float* logits, long stride, long rows
             Cut cut = mask(row, m, temperature, top_k[i], top_p[i]);
             NoisyScores(row, cut, seeds[i], (uint32_t)positions[i], m, temperature).search(&best);
             bool same = cut.keeps_all() && temperature == 1.0;
-            double tempered = same ? normaliser : ::log(sum_of_exp(row, cut, m, 1.0 / temperature));
-            tempered_log_probs[i] = (float)(((double)row.x[best.id[0]] - m) / temperature - tempered);
+            double tempered = same ? normaliser : normaliser_of(row, cut, m, temperature);
+            tempered_log_probs[i] = log_prob_of(row, best.id[0], m, temperature, tempered);
         }
         tokens[i] = best.id[0];
-        log_probs[i] = (float)((double)row.x[best.id[0]] - m - normaliser);
+        log_probs[i] = log_prob_of(row, best.id[0], m, 1.0, normaliser);
+    });
+    return 0;
+}
+
+// The log-prob of a given token a row under softmax(logits / T), T > 0: for the token that gumbel_sample draws without masks,
+// the bits that it returns. NaN where the row is not finite.
+RS_EXPORT int RS_NAME(gumbel_log_probs)(const float* logits, long stride, long rows, long vocab_size, const int32_t* tokens,
+                                        const float* temperatures, float* log_probs, int num_threads) {
+    if (int code = refused(rows, temperatures, nullptr, nullptr)) return code;
+    rs_parallel_for(rows, threads_for(rows, vocab_size, num_threads), [=](long i) {
+        Row row(logits + i * stride, vocab_size);
+        float m = largest(row);
+        double temperature = temperatures[i];
+        bool finite = m > -kInfinity && m < kInfinity;
+        log_probs[i] = finite ? log_prob_of(row, tokens[i], m, temperature, normaliser_of(row, Cut(), m, temperature))
+                              : __builtin_nanf("");
     });
     return 0;
 }
