@@ -98,8 +98,8 @@ def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: P
 def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tensor:
     """The log-prob of one given token a row under softmax(logits / temperature): [N] float32, without a gradient.
 
-    On the CPU it has the very bits that `sample` returns for a token drawn without masks: `log_probs` for temperature 1,
-    else `tempered_log_probs`. logits [N, V] float32; tokens [N] int32; a row that is not finite gives NaN.
+    On the CPU it has the very bits that `sample` returns for a token drawn without masks: `log_probs` for temperature
+    1, else `tempered_log_probs`. logits [N, V] float32; tokens [N] int32; a row that is not finite gives NaN.
 
     >>> token_log_probs(torch.tensor([[0.0, 0.0]]), np.array([1], np.int32), 1.0).exp()
     tensor([0.5000])
