@@ -1,0 +1,73 @@
+"""The critic: a language model's trunk with one number a token on top.
+
+The value at a response token is that of the state before the token is emitted, so it comes from the row that predicts
+the token. The head starts at zero: the first advantages are the rewards themselves, and nothing is drawn.
+
+Example:
+    >>> from rlhfspec.modeling.loading import prepared
+    >>> from rlhfspec.modeling.packed import pack_sequences
+    >>> from rlhfspec.tiny import random_model
+    >>> critic = Critic(prepared(random_model("llama", seed=0)).base_model)
+    >>> critic(pack_sequences([(5, 6)], [(7, 8, 9)])).tolist()
+    [0.0, 0.0, 0.0]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhfspec import job
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.modeling.loading import load_causal_lm
+from rlhfspec.modeling.packed import Packed, hidden_states, use_packed_attention
+
+_FILE = "critic.safetensors"
+
+
+class Critic(nn.Module):
+    def __init__(self, trunk: Any) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.score = nn.Linear(int(trunk.config.hidden_size), 1, dtype=trunk.dtype)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+    def forward(self, batch: Packed) -> torch.Tensor:
+        """Values [t], float32, of the states before each response token."""
+        return self.score(hidden_states(self.trunk, batch))[:, 0].float()  # type: ignore[no-any-return]
+
+    def save(self, folder: Path) -> None:
+        """A folder that `load_critic` opens: the trunk's configuration and all weights."""
+        from safetensors.torch import save_model
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self.trunk.config.save_pretrained(folder)
+        save_model(self, str(folder / _FILE))
+
+
+def load_critic(model: job.Model) -> Critic:
+    """A critic saved by `Critic.save`, or a new head on the trunk of a causal LM."""
+    path, field = (model.path, "model.path") if model.critic is None else (model.critic, "model.critic")
+    if not (Path(path) / _FILE).exists():
+        return Critic(load_causal_lm(path, field=field, dtype=model.dtype).base_model)
+    return _saved_critic(Path(path), field, model.dtype)
+
+
+def _saved_critic(folder: Path, field: str, dtype: str) -> Critic:
+    from safetensors.torch import load_model
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(folder)
+    trunk = AutoModel.from_config(config, dtype=getattr(torch, dtype)).eval()  # type: ignore[no-untyped-call]
+    use_packed_attention(trunk)
+    critic = Critic(trunk)
+    try:
+        load_model(critic, str(folder / _FILE))
+    except RuntimeError as error:
+        problem = f"weights do not fit the configuration: {str(error).splitlines()[0]}"
+        raise InvalidRequest(field, str(folder), problem) from error
+    return critic

@@ -1,0 +1,72 @@
+"""Low-rank updates through peft, under plain Hugging Face names on the outside.
+
+The engine and exports see merged weights; the checkpoint and the optimizer see the update only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rlhfspec import job
+from rlhfspec.errors import InvalidRequest
+
+_ADAPTER = "default"
+
+
+def add_lora(model: Any, lora: job.Lora, *, seed: int) -> None:
+    """Put the update into the model, in place: zero at first, its random half drawn from the seed."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # used as a factor only
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, model, _ADAPTER)
+        except ValueError as error:
+            problem = f"no layer of {type(model).__name__} takes the update: {str(error).splitlines()[0]}"
+            raise InvalidRequest("model.lora.targetModules", lora.target_modules, problem) from error
+    model.eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(_is_adapter(name))
+
+
+def adapter_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The update alone; shares memory with the model."""
+    return {name: tensor for name, tensor in model.state_dict().items() if _is_adapter(name)}
+
+
+def merged_state(state_dict: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
+    """The whole model under plain names, base + scaling * B A; the model itself is left alone.
+
+    >>> from rlhfspec.modeling.loading import prepared
+    >>> from rlhfspec.tiny import random_model
+    >>> model = prepared(random_model("llama", seed=0))
+    >>> plain = list(model.state_dict())
+    >>> add_lora(model, job.Lora(rank=2), seed=0)
+    >>> list(merged_state(model.state_dict(), scaling=8.0)) == plain
+    True
+    """
+    merged: dict[str, torch.Tensor] = {}
+    for name, tensor in state_dict.items():
+        if _is_adapter(name):
+            continue
+        layer, base, rest = name.rpartition(".base_layer")
+        low = state_dict.get(f"{layer}.lora_A.{_ADAPTER}.weight") if rest == ".weight" else None
+        if low is not None:  # low [rank, in], high [out, rank]
+            high = state_dict[f"{layer}.lora_B.{_ADAPTER}.weight"]
+            tensor = tensor + (scaling * (high.float() @ low.float())).to(tensor.dtype)
+        merged[f"{layer}{rest}" if base else name] = tensor
+    return merged
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
