@@ -2,9 +2,21 @@
 
     RLHFSpecError
     ├── InvalidRequest (ValueError)   the user asked for something impossible; names the field
-    │   └── UnsupportedModel          a model feature we refuse by name rather than ignore
+    │   ├── UnsupportedModel          a model feature we refuse by name rather than ignore
+    │   └── JobError                  a job file or its data; holds every problem found, not only the first
+    ├── DataExhausted                 the dataset's epochs are over
     ├── WeightsVersionError           weights older than, or other than, what was asked for
     ├── SequenceStateError            an exported sequence does not fit this engine
+    ├── RolloutError                  samples and scores of a step that do not belong together
+    ├── RewardError                   a reward source gave no number for a sample; names both and the cause
+    ├── StorageError                  stored weights or a checkpoint: not there, damaged, or not writable; names the place
+    ├── MalformedRecord               bytes that are no record; says what was wrong with them
+    ├── TransportFull                 no room to publish for too long; names who has yet to read
+    ├── StageError                    the run ended because of one stage's worker, which it names
+    │   ├── StageFailed               it raised
+    │   ├── StageStalled              its work took longer than its deadline
+    │   │   └── LoopStalled           everybody waits and nobody works; names every wait
+    │   └── RecordUndeliverable       nobody could handle a record; it is in the dead letters
     └── NumericalError                a model gave NaN or infinite logits for one sequence
 
 Example:
@@ -15,6 +27,9 @@ Example:
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class RLHFSpecError(Exception):
@@ -29,6 +44,59 @@ class InvalidRequest(RLHFSpecError, ValueError):
         self.value = value
         self.problem = problem
         super().__init__(f"{field}: {problem} (got {value!r})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing to mend: where it is, what was found there, and what it must be.
+
+    >>> print(Problem(field="spec.training.steps", value="many", problem="must be a whole number", where="line 9"))
+    line 9: spec.training.steps: must be a whole number (got 'many')
+    """
+
+    field: str
+    problem: str
+    value: object = None
+    where: str = ""  # "line 12", "--set training.steps=0"; empty when it is nowhere in particular
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        return f"{place}{self.field}: {self.problem}" + ("" if self.value is None else f" (got {self._shown()})")
+
+    def _shown(self) -> str:
+        text = repr(self.value)
+        return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class JobError(InvalidRequest):
+    """A job or its data that cannot run. `problems` are all that were found, in the order of the file.
+
+    >>> error = JobError("job.yaml", [Problem(field="spec.trainig", problem="unknown key; did you mean training?")])
+    >>> str(error)
+    'job.yaml: spec.trainig: unknown key; did you mean training?'
+    """
+
+    def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+        assert problems, "an error without a problem"
+        super().__init__(problems[0].field, problems[0].value, problems[0].problem)
+        self.source = source
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return f"{self.source}: {self.problems[0]}"
+        return "\n  ".join([f"{self.source}: {len(self.problems)} problems", *map(str, self.problems)])
+
+
+class DataExhausted(RLHFSpecError):
+    """The dataset's `epochs` are over: a clean end of the run, after `last_step`."""
+
+    def __init__(self, last_step: int, num_rows: int, epochs: int) -> None:
+        self.last_step = last_step
+        super().__init__(
+            f"the data ended after step {last_step}: {num_rows} prompts, {epochs} epochs "
+            "(dataset.epochs: null goes round for ever)"
+        )
 
 
 class UnsupportedModel(InvalidRequest):
@@ -54,5 +122,124 @@ class SequenceStateError(RLHFSpecError):
         super().__init__(f"sequence state: {field} differs (theirs {theirs!r}, ours {ours!r})")
 
 
+class RolloutError(RLHFSpecError):
+    """Samples and scores that cannot be trained on together: which sample, and what it lacks or repeats."""
+
+    def __init__(self, sample_id: str, problem: str) -> None:
+        self.sample_id = sample_id
+        self.problem = problem
+        super().__init__(f"sample {sample_id}: {problem}")
+
+
+class MalformedRecord(RLHFSpecError):
+    """Bytes from the wire that are no record of ours, or a record that must not be."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"malformed record: {problem}")
+
+
+class TransportFull(RLHFSpecError):
+    """`publish` waited for room longer than it may. `waits_for`: the consumers that have yet to acknowledge.
+
+    >>> str(TransportFull("rlhf.sums.sample", 8192, ("critic",), 600.0))
+    'rlhf.sums.sample: no room for 600 s: 8192 messages are not yet acknowledged by critic'
+    """
+
+    def __init__(self, subject: str, num_pending: int, waits_for: Sequence[str], seconds: float) -> None:
+        self.subject = subject
+        self.num_pending = num_pending
+        self.waits_for = tuple(waits_for)
+        self.seconds = seconds
+        names = ", ".join(waits_for) or "anybody"
+        lag = f"{num_pending} messages are not yet acknowledged by {names}"
+        super().__init__(f"{subject}: no room for {seconds:g} s: {lag}")
+
+
+class StageError(RLHFSpecError):
+    """What ended a run, and where."""
+
+    def __init__(self, stage: str, worker: int, problem: str) -> None:
+        self.stage = stage
+        self.worker = worker
+        self.problem = problem
+        super().__init__(f"{stage} {worker}: {problem}")
+
+
+class StageFailed(StageError):
+    """A worker raised; `__cause__` is what it raised.
+
+    >>> str(StageFailed("reward", 0, "ValueError: no digits"))
+    'reward 0: failed: ValueError: no digits'
+    """
+
+    def __init__(self, stage: str, worker: int, reason: str) -> None:
+        self.reason = reason
+        super().__init__(stage, worker, f"failed: {reason}")
+
+
+class StageStalled(StageError):
+    """A worker's piece of work is not done by its deadline.
+
+    >>> str(StageStalled("reward", 0, "reward of sums/3/7/1", 61.0))
+    'reward 0: stalled: reward of sums/3/7/1 takes 61 s, longer than its deadline'
+    """
+
+    def __init__(self, stage: str, worker: int, what: str, seconds: float, problem: str = "") -> None:
+        self.what = what
+        self.seconds = seconds
+        super().__init__(stage, worker, problem or f"stalled: {what} takes {seconds:.0f} s, longer than its deadline")
+
+
+class LoopStalled(StageStalled):
+    """Nobody has worked for too long. `waits`: (stage, worker, what it waits for, seconds), the longest wait first.
+
+    >>> print(LoopStalled(120.0, [("trainer", 0, "scores of step 3", 130.0), ("reward", 0, "samples", 121.0)]))
+    trainer 0: stalled: nobody has worked for 120 s
+      trainer 0 waits for scores of step 3 (130 s)
+      reward 0 waits for samples (121 s)
+    """
+
+    def __init__(self, seconds: float, waits: Sequence[tuple[str, int, str, float]]) -> None:
+        assert waits, "a loop without workers cannot stall"
+        self.waits = tuple(waits)
+        stage, worker, what, _ = waits[0]
+        lines = [f"{name} {index} waits for {wait} ({waited:.0f} s)" for name, index, wait, waited in waits]
+        problem = "\n  ".join([f"stalled: nobody has worked for {seconds:.0f} s", *lines])
+        super().__init__(stage, worker, what, seconds, problem)
+
+
+class RecordUndeliverable(StageError):
+    """A record that this stage could not handle, however often it came: without it no step can be whole.
+
+    >>> str(RecordUndeliverable("reward", 0, "rlhf.sums.sample", "sums/3/7/1", "5 deliveries and no ack"))
+    'reward 0: could not handle sums/3/7/1 of rlhf.sums.sample: 5 deliveries and no ack'
+    """
+
+    def __init__(self, stage: str, worker: int, subject: str, record_id: str, reason: str) -> None:
+        self.subject = subject
+        self.record_id = record_id
+        super().__init__(stage, worker, f"could not handle {record_id} of {subject}: {reason}")
+
+
 class NumericalError(RLHFSpecError):
     """A model produced NaN or infinity where a probability was needed."""
+
+
+class RewardError(RLHFSpecError):
+    """A reward source gave no number for a sample: which source, which sample, what happened."""
+
+    def __init__(self, source: str, sample_id: str, problem: str) -> None:
+        self.source = source
+        self.sample_id = sample_id
+        self.problem = problem
+        super().__init__(f"reward {source!r} of sample {sample_id}: {problem}")
+
+
+class StorageError(RLHFSpecError):
+    """Stored weights or a checkpoint that are not there, damaged or not writable: where, and what is wrong."""
+
+    def __init__(self, place: object, problem: str) -> None:
+        self.place = str(place)
+        self.problem = problem
+        super().__init__(f"{place}: {problem}")

@@ -1,0 +1,115 @@
+"""From rewards to advantages. Everything over samples is `[n]`, everything over tokens `[T]`, sample after sample.
+
+Example:
+    >>> import torch
+    >>> rewards, groups = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    >>> leave_one_out_advantages(rewards, groups).tolist()
+    [1.0, -1.0, 0.0, 0.0]
+    >>> informative_groups(rewards, groups).tolist()
+    [True, True, False, False]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+GROUP_EPSILON = 1e-4  # added to a group's deviation, so that near-equal rewards are not blown up
+WHITEN_EPSILON = 1e-8  # added to a variance
+
+
+def token_rewards(rewards: Tensor, lengths: Tensor, kl: Tensor | None, kl_coefficient: float) -> Tensor:
+    """The sample's reward at its last token, less `kl_coefficient` times the KL at every token: [n] -> [T].
+
+    >>> token_rewards(torch.tensor([1.0]), torch.tensor([2]), torch.tensor([0.5, 0.25]), 0.1)
+    tensor([-0.0500,  0.9750])
+    """
+    at_tokens = rewards.new_zeros(int(lengths.sum()))
+    at_tokens[lengths.cumsum(0) - 1] = rewards
+    return at_tokens if kl is None else at_tokens - kl_coefficient * kl
+
+
+def overlong_penalties(lengths: Tensor, *, max_tokens: int, buffer: int, penalty: float) -> Tensor:
+    """DAPO's soft punishment: 0 up to max_tokens - buffer, then down a straight line to -penalty at max_tokens: [n].
+
+    >>> overlong_penalties(torch.tensor([4, 8, 10]), max_tokens=10, buffer=4, penalty=1.0).tolist()
+    [0.0, -0.5, -1.0]
+    """
+    below = (max_tokens - buffer - lengths).clamp(max=0).double()
+    return below / buffer * penalty
+
+
+def group_advantages(
+    rewards: Tensor, group_index: Tensor, *, normalize_by_std: bool, epsilon: float = GROUP_EPSILON
+) -> Tensor:
+    """GRPO: (r - mean(group)) / (std(group) + epsilon); without the division Dr.GRPO: [n].
+
+    The deviation is the sample's (n - 1). A group of one, or one whose rewards are all equal, has advantage exactly 0.
+    """
+    sizes, means = _group_means(rewards, group_index)
+    centred = (rewards - means[group_index]).masked_fill(~informative_groups(rewards, group_index), 0)
+    if not normalize_by_std:
+        return centred
+    squares = torch.zeros_like(means).index_add(0, group_index, centred.square())
+    deviations = (squares / (sizes - 1).clamp(min=1)).sqrt()
+    return centred / (deviations[group_index] + epsilon)
+
+
+def leave_one_out_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """RLOO: r minus the mean reward of the *other* samples of its group: [n]. A group of one has advantage 0."""
+    sizes, means = _group_means(rewards, group_index)
+    factor = sizes / (sizes - 1).clamp(min=1)  # r - mean(others) = n / (n - 1) * (r - mean(all))
+    centred = (rewards - means[group_index]).masked_fill(~informative_groups(rewards, group_index), 0)
+    return centred * factor[group_index]
+
+
+def informative_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """Which samples are in a group whose rewards differ: [n] bool. The others teach a group estimator nothing."""
+    num_groups = int(group_index.max()) + 1 if len(group_index) else 0
+    highest = rewards.new_full((num_groups,), -torch.inf).scatter_reduce(0, group_index, rewards, "amax")
+    lowest = rewards.new_full((num_groups,), torch.inf).scatter_reduce(0, group_index, rewards, "amin")
+    return (highest > lowest)[group_index]
+
+
+def discounted_sums(numbers: Tensor, lengths: Tensor, discount: float) -> Tensor:
+    """s[t] = x[t] + discount * s[t + 1] within each sample: [T] -> [T]. REINFORCE++'s return, and GAE's recursion.
+
+    >>> discounted_sums(torch.tensor([1.0, 1.0, 4.0]), torch.tensor([2, 1]), 0.5)
+    tensor([1.5000, 1.0000, 4.0000])
+    """
+    rows = pad_sequence(list(torch.split(numbers, lengths.tolist())), batch_first=True)  # [n, longest], zeros behind
+    running, sums = rows.new_zeros(len(rows)), torch.empty_like(rows)
+    for column in reversed(range(rows.shape[1])):
+        running = rows[:, column] + discount * running
+        sums[:, column] = running
+    return sums[_is_token(lengths, rows.shape[1])]
+
+
+def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman 2016): advantages and returns, [T] each.
+
+    delta[t] = r[t] + gamma V[t + 1] - V[t], A[t] = sum over k of (gamma lambda)^k delta[t + k], return = A + V.
+    Behind the last token the value is 0, whether the response stopped by itself or was cut.
+    """
+    next_values = values.roll(-1)
+    next_values[lengths.cumsum(0) - 1] = 0
+    advantages = discounted_sums(rewards + gamma * next_values - values, lengths, gamma * gae_lambda)
+    return advantages, advantages + values
+
+
+def whiten(numbers: Tensor) -> Tensor:
+    """Mean 0 and deviation 1 (of the sample, n - 1) over the whole step: [T] -> [T]. A single number becomes 0."""
+    centred = numbers - numbers.mean()
+    variance = centred.square().sum() / max(len(numbers) - 1, 1)
+    return centred * torch.rsqrt(variance + WHITEN_EPSILON)
+
+
+def _group_means(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:
+    sizes = torch.bincount(group_index)  # [groups]
+    sums = rewards.new_zeros(len(sizes)).index_add(0, group_index, rewards)
+    return sizes, sums / sizes
+
+
+def _is_token(lengths: Tensor, longest: int) -> Tensor:
+    return torch.arange(longest) < lengths[:, None]  # [n, longest]

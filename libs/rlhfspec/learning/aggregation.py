@@ -1,0 +1,60 @@
+"""How T token losses become one number: a weight a token, fixed over the whole mini-batch before it is split.
+
+The loss is sum(weights * token_loss), so micro-batches, packings and ranks only decide the order of a sum.
+
+Example:
+    >>> import torch
+    >>> token_weights(torch.tensor([1, 3]), "sequence-mean-token-mean", constant=8)
+    tensor([0.5000, 0.1667, 0.1667, 0.1667], dtype=torch.float64)
+    >>> token_weights(torch.tensor([1, 3]), "token-mean", constant=8)
+    tensor([0.2500, 0.2500, 0.2500, 0.2500], dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+LossAggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-sum-constant"]
+
+
+def token_weights(lengths: Tensor, aggregation: LossAggregation, constant: int) -> Tensor:
+    """`lengths` [n] of a mini-batch -> [T] float64. `constant` (maxTokens) divides in sequence-sum-constant only.
+
+    token-mean: 1 / T. sequence-mean-token-mean: 1 / (n |y|). sequence-sum-constant: 1 / (n constant).
+    """
+    num_samples, num_tokens = len(lengths), int(lengths.sum())
+    if aggregation == "token-mean":
+        return torch.full((num_tokens,), 1.0 / num_tokens, dtype=torch.float64)
+    if aggregation == "sequence-sum-constant":
+        return torch.full((num_tokens,), 1.0 / (num_samples * constant), dtype=torch.float64)
+    return per_token(1.0 / (num_samples * lengths.double()), lengths)
+
+
+def per_token(per_sample: Tensor, lengths: Tensor) -> Tensor:
+    """Repeat each sample's number for its tokens: [n] -> [T]."""
+    return torch.repeat_interleave(per_sample, lengths)
+
+
+def sample_sums(per_token_numbers: Tensor, lengths: Tensor) -> Tensor:
+    """Add up each sample's tokens: [T] -> [n].
+
+    >>> sample_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 2]))
+    tensor([1., 6.])
+    """
+    sums: Tensor = torch.segment_reduce(per_token_numbers, "sum", lengths=lengths)
+    return sums
+
+
+def token_indices(lengths: Tensor, samples: Tensor) -> Tensor:
+    """Where the tokens of these samples are in the flat tensors, sample after sample.
+
+    >>> token_indices(torch.tensor([2, 1, 3]), torch.tensor([2, 0]))
+    tensor([3, 4, 5, 0, 1])
+    """
+    starts = lengths.cumsum(0) - lengths  # [n]
+    chosen = lengths[samples]
+    within = torch.arange(int(chosen.sum())) - torch.repeat_interleave(chosen.cumsum(0) - chosen, chosen)
+    return torch.repeat_interleave(starts[samples], chosen) + within
