@@ -9,7 +9,7 @@
     ├── SequenceStateError            an exported sequence does not fit this engine
     ├── RolloutError                  samples and scores of a step that do not belong together
     ├── RewardError                   a reward source gave no number for a sample; names both and the cause
-    ├── StorageError                  stored weights or a checkpoint: not there, damaged, or not writable; names the place
+    ├── StorageError                  stored weights or a checkpoint: missing, damaged or not writable; names the place
     ├── MalformedRecord               bytes that are no record; says what was wrong with them
     ├── TransportFull                 no room to publish for too long; names who has yet to read
     ├── StageError                    the run ended because of one stage's worker, which it names
