@@ -1,0 +1,173 @@
+"""The live picture: rows that a person reads from top to bottom, in 80 columns and 24 lines or more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.box import ROUNDED
+from rich.console import ConsoleDimensions, Group, RenderableType
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from rlhfspec.records import Load
+from rlhfspec.telemetry.metrics import StepMetrics
+from rlhfspec.telemetry.progress import Progress, StageState
+from rlhfspec.telemetry.text import bar, duration, histogram, number, sparkline, visible
+
+WIDEST = 110
+_LABEL_WIDTH = 10
+_BAR_WIDTH = 10
+
+
+def panel(progress: Progress, size: ConsoleDimensions) -> RenderableType:
+    width = min(size.width, WIDEST)
+    inner = width - 4
+    rows: list[RenderableType] = [_head(progress, inner), *_metrics(progress, inner)]
+    if progress.stages:
+        rows += [Rule(style="dim"), _stages(progress, inner)]
+    if progress.last_sample is not None:
+        num_lines = max(1, min(6, size.height - len(rows) - len(progress.stages) - 8))
+        rows += [Rule(style="dim"), *_sample(progress, inner, num_lines)]
+    title = f"[bold]{progress.job.metadata.name}[/] [dim]{progress.job.spec.algorithm.name}[/]"
+    hint = "[dim]Ctrl-C: stop with a checkpoint[/]"
+    return Panel(
+        Group(*rows), title=title, title_align="left", subtitle=hint, subtitle_align="right", box=ROUNDED, width=width,
+        border_style="cyan",
+    )  # fmt: skip
+
+
+def _head(progress: Progress, width: int) -> Text:
+    """Steps that are done, and how much of the one in progress."""
+    eta = progress.eta_seconds
+    done, total = progress.num_samples_done, progress.num_samples
+    share = (progress.num_steps_done + min(1.0, done / total) * (progress.num_steps_done < progress.num_steps)) / (
+        progress.num_steps
+    )
+    left = f"step {progress.current_step}/{progress.num_steps} "
+    right = f" {done}/{total} samples  {duration(progress.elapsed_seconds)}"
+    right += f"  ETA {duration(eta)}" if eta is not None else ""
+    text = Text(no_wrap=True, overflow="crop")
+    text.append(left, "bold")
+    text.append(bar(share, max(4, width - len(left) - len(right))), "cyan")
+    text.append(right)
+    return text
+
+
+def _metrics(progress: Progress, width: int) -> Iterator[Text]:
+    if not progress.steps:
+        yield _row("reward", Text("after the first step", "dim"))
+        yield _row("speed", _speed_of_loads(progress))
+        return
+    last = progress.steps[-1]
+    room = max(8, min(32, width - _LABEL_WIDTH - 34))
+    yield _row("reward", _reward(progress, room))
+    if last.kl is not None:
+        kls = [metrics.kl or 0.0 for metrics in progress.steps]
+        yield _row("KL", _curve(last.kl, kls, room, "yellow", "to the reference"))
+    yield _row("length", _lengths(last))
+    yield _row("loss", _losses(last))
+    yield _row("speed", _speed_of_loads(progress) if progress.loads else _speed_of_step(last))
+    yield _row("log-probs", _agreement(last))
+
+
+def _row(label: str, content: Text) -> Text:
+    row = Text(f"{label:<{_LABEL_WIDTH}}", "dim", no_wrap=True, overflow="ellipsis")
+    row.append_text(content)
+    return row
+
+
+def _reward(progress: Progress, room: int) -> Text:
+    rewards = [metrics.reward.mean for metrics in progress.steps]
+    first = rewards[0]
+    return _curve(
+        rewards[-1], rewards, room, "green", f"{rewards[-1] - first:+.3g} since step {progress.steps[0].step}"
+    )
+
+
+def _curve(value: float, values: list[float], room: int, colour: str, remark: str) -> Text:
+    text = Text()
+    text.append(f"{number(value):<9}", f"bold {colour}")
+    text.append(sparkline(values, room), colour)
+    return text.append(f"  {remark}", "dim")
+
+
+def _lengths(last: StepMetrics) -> Text:
+    lengths = last.response_length
+    text = Text(f"{number(lengths.mean):<9}")
+    text.append("▕", "dim").append(histogram(lengths.histogram), "magenta").append("▏", "dim")
+    text.append(f" to {lengths.edges[-1]}  ", "dim")
+    return text.append(f"p95 {lengths.p95}, {last.truncated_fraction:.0%} cut off")
+
+
+def _losses(last: StepMetrics) -> Text:
+    text = Text(f"{number(last.policy_loss):<9}")
+    if last.value_loss is not None:
+        text.append("value ", "dim").append(f"{number(last.value_loss)}  ")
+    text.append("entropy ", "dim").append(f"{number(last.entropy)}  ")
+    text.append("clipped ", "dim").append(f"{last.clip_fraction:.1%}  ")
+    return text.append("gradient ", "dim").append(number(last.grad_norm))
+
+
+def _speed_of_loads(progress: Progress) -> Text:
+    """Generators add up; what is accepted is their mean; the strategy is the busiest one's."""
+    loads = list(progress.loads.values())
+    if not loads:
+        return Text("no generator has reported yet", "dim")
+    busiest: Load = max(loads, key=lambda load: load.num_running)
+    accepted = sum(load.accepted_per_verification for load in loads) / len(loads)
+    return _speed(sum(load.tokens_per_second for load in loads), accepted, busiest.strategy)
+
+
+def _speed_of_step(last: StepMetrics) -> Text:
+    strategy = max(last.strategy, key=lambda name: last.strategy[name], default="")
+    return _speed(last.tokens_per_second, last.accepted_per_verification, strategy)
+
+
+def _speed(tokens_per_second: float, accepted: float | None, strategy: str) -> Text:
+    text = Text(f"{number(tokens_per_second):<9}").append("tok/s  ", "dim")
+    text.append(number(accepted), "bold").append(" accepted per verification  ", "dim")
+    return text.append(visible(strategy), "blue")
+
+
+def _agreement(last: StepMetrics) -> Text:
+    text = Text("generator/trainer difference ", "dim")
+    text.append("max ", "dim").append(number(last.log_prob_difference.max))
+    return text.append(", mean ", "dim").append(number(last.log_prob_difference.mean))
+
+
+def _stages(progress: Progress, width: int) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=_LABEL_WIDTH - 1, no_wrap=True)
+    table.add_column(width=_BAR_WIDTH, no_wrap=True)
+    table.add_column(width=4, justify="right", no_wrap=True)
+    table.add_column(width=width - _LABEL_WIDTH - _BAR_WIDTH - 6, no_wrap=True, overflow="ellipsis")
+    for state in progress.stages:
+        table.add_row(*_stage(state))
+    return table
+
+
+def _stage(state: StageState) -> tuple[Text, Text, Text, Text]:
+    several = f" ({state.num_workers} workers)" if state.num_workers > 1 else ""
+    said = Text(visible(state.what).replace("\n", " "), "" if state.working else "dim")
+    said.append(f"{several} {duration(state.since_seconds)}", "dim")
+    return (
+        Text(state.stage, "bold" if state.working else "dim"),
+        Text(bar(state.utilisation, _BAR_WIDTH), "green" if state.working else "dim"),
+        Text(f"{state.utilisation:.0%}"),
+        said,
+    )
+
+
+def _sample(progress: Progress, width: int, num_lines: int) -> Iterator[Text]:
+    """The end of the prompt and the beginning of the response."""
+    sample = progress.last_sample
+    if sample is None:
+        return
+    heading = Text("last sample  ", "dim", no_wrap=True, overflow="ellipsis")
+    yield heading.append(f"{sample.id}, {len(sample.token_ids)} tokens, {sample.finish_reason}", "dim")
+    prompt = (visible(sample.prompt_text).rstrip("\n").splitlines() or [""])[-1]
+    yield Text(prompt if len(prompt) <= width else "…" + prompt[1 - width :], "dim", no_wrap=True, overflow="ellipsis")
+    for line in visible(sample.error or sample.text).splitlines()[:num_lines]:
+        yield Text(line, no_wrap=True, overflow="ellipsis")

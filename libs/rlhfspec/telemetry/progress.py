@@ -1,0 +1,117 @@
+"""What the view knows of a run: the steps that are done and how far the one in progress is.
+
+What is iterated over is replaced, never changed in place, so that the thread that draws always reads something whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import Load, Sample
+from rlhfspec.service.vitals import WorkerState
+from rlhfspec.telemetry.metrics import StepMetrics
+
+_STEPS_OF_ETA = 8
+_WINDOW_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """The workers of one stage together."""
+
+    stage: str
+    num_workers: int
+    utilisation: float  # share of the last seconds that its workers worked
+    working: bool
+    what: str
+    since_seconds: float
+
+
+class Progress:
+    """`now` gives monotonic seconds."""
+
+    def __init__(self, job: RLHFJob, now: Callable[[], float]) -> None:
+        self.job = job
+        self.num_steps = job.spec.training.steps
+        self.num_samples = job.spec.training.prompts_per_step * job.spec.algorithm.samples_per_prompt
+        self.steps: tuple[StepMetrics, ...] = ()
+        self.loads: Mapping[str, Load] = {}
+        self.stages: tuple[StageState, ...] = ()
+        self.last_sample: Sample | None = None
+        self._done: set[str] = set()
+        self._step_of_samples = 0
+        self._now = now
+        self._began = self._step_began = now()
+        self._busy_before: tuple[tuple[float, Mapping[tuple[str, int], float]], ...] = ()
+
+    def history(self, steps: Sequence[StepMetrics]) -> None:
+        """Of the run that is resumed."""
+        self.steps = tuple(steps)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.steps = (*self.steps, metrics)
+        self._step_began = self._now()
+
+    def sample(self, sample: Sample) -> None:
+        """A redelivered sample counts once."""
+        if sample.step != self._step_of_samples:
+            self._step_of_samples, self._done = sample.step, set()
+        self._done.add(sample.id)
+        self.last_sample = sample
+
+    def load(self, load: Load) -> None:
+        self.loads = {**self.loads, load.generator: load}
+
+    def vitals(self, states: Sequence[WorkerState]) -> None:
+        """Utilisation is over the last seconds, so a snapshot is remembered until it is older than those."""
+        now = self._now()
+        busy = {(state.stage, state.worker): state.busy_seconds for state in states}
+        kept = [entry for entry in self._busy_before if now - entry[0] <= _WINDOW_SECONDS]
+        older = [entry for entry in self._busy_before if now - entry[0] > _WINDOW_SECONDS]
+        self._busy_before = (*older[-1:], *kept, (now, busy))
+        before_at, before = self._busy_before[0] if len(self._busy_before) > 1 else (self._began, {})
+        passed = max(now - before_at, 1e-9)
+        shares = {key: min(1.0, max(0.0, (value - before.get(key, 0.0)) / passed)) for key, value in busy.items()}
+        self.stages = tuple(_stage(name, states, shares) for name in dict.fromkeys(state.stage for state in states))
+
+    @property
+    def current_step(self) -> int:
+        return min(self.num_steps, self.steps[-1].step + 1 if self.steps else 1)
+
+    @property
+    def num_steps_done(self) -> int:
+        return self.steps[-1].step if self.steps else 0
+
+    @property
+    def num_samples_done(self) -> int:
+        return len(self._done) if self._step_of_samples == self.current_step else 0
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return self._now() - self._began
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """From the last few steps; None before the first."""
+        recent = [metrics.seconds.step for metrics in self.steps[-_STEPS_OF_ETA:]]
+        if not recent:
+            return None
+        mean = sum(recent) / len(recent)
+        remaining = (self.num_steps - self.num_steps_done) * mean
+        return max(0.0, remaining - min(mean, self._now() - self._step_began))
+
+
+def _stage(name: str, states: Sequence[WorkerState], shares: Mapping[tuple[str, int], float]) -> StageState:
+    """Says of the stage what its longest-working worker does, or, when none works, what it has waited for longest."""
+    workers = [state for state in states if state.stage == name]
+    told = max(workers, key=lambda state: (state.doing == "working", state.doing == "waiting", state.since_seconds))
+    return StageState(
+        stage=name,
+        num_workers=len(workers),
+        utilisation=sum(shares[state.stage, state.worker] for state in workers) / len(workers),
+        working=told.doing == "working",
+        what=told.what if told.doing == "working" else f"{told.doing}: {told.what}",
+        since_seconds=told.since_seconds,
+    )

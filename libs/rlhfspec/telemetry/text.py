@@ -1,0 +1,99 @@
+"""Small pieces of text for terminals: safe samples, sparklines, durations, numbers."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from itertools import pairwise
+
+_BARS = "▁▂▃▄▅▆▇█"
+# Controls, formatting (which can reverse a line), halves of surrogate pairs, private and unassigned characters, and
+# the line ends that only Unicode knows.
+_UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+
+
+def visible(text: str) -> str:
+    """What a model wrote, with every character that could command a terminal made visible. Line ends stay.
+
+    >>> visible("red \\x1b[31m, back\\b, \\u202e turned")
+    'red ␛[31m, back␈, � turned'
+    """
+    return "".join(character if _is_safe(character) else _picture(character) for character in text)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values from the first to the last, each column the mean of its share; a flat line is drawn low.
+
+    >>> sparkline([0, 1, 2, 3], 4), sparkline([0, 0, 3, 3], 2), sparkline([5, 5], 8)
+    ('▁▃▆█', '▁█', '▁▁')
+    """
+    columns = _columns(values, width)
+    if not columns:
+        return ""
+    low, high = min(columns), max(columns)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in columns)
+
+
+def histogram(counts: Sequence[int]) -> str:
+    """Bars from zero; an empty bin is blank and a full one never is.
+
+    >>> histogram([0, 1, 100])
+    ' ▁█'
+    """
+    most = max(counts, default=0)
+    return "".join(_BARS[round((count / most) * (len(_BARS) - 1))] if count else " " for count in counts)
+
+
+def bar(fraction: float, width: int) -> str:
+    """
+    >>> bar(0.5, 4)
+    '██░░'
+    """
+    full = round(min(1.0, max(0.0, fraction)) * width)
+    return "█" * full + "░" * (width - full)
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(4.21), duration(192.4), duration(7300)
+    ('4.2s', '3m12s', '2h01m')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def number(value: float | None) -> str:
+    """Three digits that tell something; "-" where there is no number.
+
+    >>> number(0.4123), number(1234.5), number(3.1e-7), number(0.0), number(None)
+    ('0.412', '1,234', '3.1e-07', '0', '-')
+    """
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1e}" if abs(value) < 0.001 else f"{value:.3g}"
+
+
+def _columns(values: Sequence[float], width: int) -> list[float]:
+    num_columns = min(width, len(values))
+    bounds = [place * len(values) // num_columns for place in range(num_columns + 1)] if num_columns > 0 else []
+    return [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]
+
+
+def _is_safe(character: str) -> bool:
+    return character == "\n" or unicodedata.category(character) not in _UNSAFE
+
+
+def _picture(character: str) -> str:
+    code = ord(character)
+    if character == "\t":
+        return "    "
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else "\ufffd"

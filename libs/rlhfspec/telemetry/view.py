@@ -1,0 +1,125 @@
+"""Watching a run in the terminal: a live picture, or one plain line a step where there is no terminal.
+
+What a model wrote is data: its control characters never reach the terminal, and its brackets are no markup.
+
+Example:
+    >>> from rlhfspec.telemetry.metrics import example_step
+    >>> from rlhfspec.telemetry.run_folder import example_job
+    >>> with View(example_job(steps=9), Console(width=200)) as view:
+    ...     view.step(example_step(step=1))  # doctest: +ELLIPSIS
+    sums: grpo, 9 steps of 16 prompts x 8 samples
+    step 1/9  reward 0.5  KL 0.001  length 27.5  1,234 tok/s  accepted 1.75  3.8s  ETA 30...s  generator/trainer log...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Literal, Self
+
+from rich.console import Console
+from rich.live import Live
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import Load, Sample
+from rlhfspec.service.vitals import WorkerState
+from rlhfspec.telemetry.metrics import StepMetrics
+from rlhfspec.telemetry.panel import panel
+from rlhfspec.telemetry.progress import Progress
+from rlhfspec.telemetry.text import duration, number, visible
+
+REFRESHES_PER_SECOND = 4
+
+
+class View:
+    """Every method returns at once; drawing happens in a thread of its own, a few times a second."""
+
+    def __init__(self, job: RLHFJob, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
+        self.progress = Progress(job, now)
+        self.mode = _mode(job.spec.observability.view, console)
+        self._console = console
+        self._live: Live | None = None
+
+    def history(self, steps: Sequence[StepMetrics]) -> None:
+        """The steps of the run that is resumed."""
+        self.progress.history(steps)
+
+    def load(self, load: Load) -> None:
+        self.progress.load(load)
+
+    def sample(self, sample: Sample) -> None:
+        self.progress.sample(sample)
+
+    def vitals(self, snapshot: Sequence[WorkerState]) -> None:
+        self.progress.vitals(snapshot)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.progress.step(metrics)
+        if self.mode == "plain":
+            self.say(step_line(metrics, self.progress))
+
+    def say(self, text: str) -> None:
+        """A line that stays: above the live picture, or among the plain lines."""
+        if self.mode != "off":
+            print_line(self._console, text)
+
+    def __enter__(self) -> Self:
+        if self.mode == "plain":
+            self.say(job_line(self.progress.job))
+        elif self.mode == "live":
+            self._live = Live(
+                get_renderable=lambda: panel(self.progress, self._console.size),
+                console=self._console,
+                refresh_per_second=REFRESHES_PER_SECOND,
+            )
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def step_line(metrics: StepMetrics, progress: Progress) -> str:
+    """All that tells whether a run goes well, in one line."""
+    width = len(str(progress.num_steps))
+    eta = progress.eta_seconds
+    parts = [
+        f"step {metrics.step:{width}d}/{progress.num_steps}",
+        f"reward {number(metrics.reward.mean)}",
+        f"KL {number(metrics.kl)}" if metrics.kl is not None else "",
+        f"length {number(metrics.response_length.mean)}",
+        f"{number(metrics.tokens_per_second)} tok/s",
+        f"accepted {number(metrics.accepted_per_verification)}",
+        f"dropped {metrics.num_dropped}" if metrics.num_dropped else "",
+        duration(metrics.seconds.step),
+        f"ETA {duration(eta)}" if eta else "",
+        f"generator/trainer log-prob difference max {number(metrics.log_prob_difference.max)}",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def job_line(job: RLHFJob) -> str:
+    training, algorithm = job.spec.training, job.spec.algorithm
+    size = f"{training.prompts_per_step} prompts x {algorithm.samples_per_prompt} samples"
+    return f"{job.metadata.name}: {algorithm.name}, {training.steps} steps of {size}"
+
+
+def print_line(console: Console, text: str) -> None:
+    """As it is: no markup, no colours by guess, no folding, and nothing that the terminal's encoding lacks."""
+    safe = visible(text).encode(console.encoding, "replace").decode(console.encoding)
+    console.print(safe, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _mode(wanted: Literal["auto", "live", "plain", "off"], console: Console) -> Literal["live", "plain", "off"]:
+    """The picture needs a terminal that moves its cursor and shows block characters."""
+    able = console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
+    if wanted == "live" and not able:
+        problem = "needs a terminal that moves its cursor and shows UTF-8; take auto or plain"
+        raise InvalidRequest("observability.view", wanted, problem)
+    if wanted != "auto":
+        return wanted
+    return "live" if able else "plain"
