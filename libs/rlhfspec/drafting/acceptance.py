@@ -35,7 +35,7 @@ _BUCKETS = len(_CENTRES)
 _DEPTHS, _RANKS = 3, 4
 _CELLS = _DEPTHS * _RANKS * _BUCKETS
 _FINE, _FINE_PER_UNIT = 256, 8.0  # gaps are read from a fine table, 1/8 apart, up to 32
-_MOST_LOG_ODDS = 7.0  # never surer than .999, so that a child is always strictly below its parent
+_MOST_LOG_ODDS = 9.0  # never surer than .9999, so that a child is always strictly below its parent
 _POOL_WEIGHT, _PRIOR_WEIGHT = (
     12.0,
     6.0,
@@ -108,7 +108,7 @@ class _Book:
         chance = (hits + _POOL_WEIGHT * pool) / weight
         chance[:, 0] = _isotonic(chance[:, 0], weight[:, 0])  # a larger lead: likelier
         chance[:, 1:] = _isotonic(chance[:, 1:, ::-1], weight[:, 1:, ::-1])[..., ::-1]  # further behind: less likely
-        chance = np.clip(chance, 1e-3, 1.0 - 1e-3)
+        chance = np.clip(chance, 1e-4, 1.0 - 1e-4)
         log_odds = np.log(chance / (1.0 - chance)).reshape(_DEPTHS * _RANKS, _BUCKETS)
         self.log_odds = (log_odds @ _INTERPOLATION).ravel()
 
