@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.box import ROUNDED
+from rich.cells import cell_len
 from rich.console import ConsoleDimensions, Group, RenderableType
 from rich.panel import Panel
-from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
-from rlhfspec.records import Load
+from rlhfspec.records import Load, Sample
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.progress import Progress, StageState
 from rlhfspec.telemetry.text import bar, duration, histogram, number, sparkline, visible
@@ -19,17 +18,20 @@ from rlhfspec.telemetry.text import bar, duration, histogram, number, sparkline,
 WIDEST = 110
 _LABEL_WIDTH = 10
 _BAR_WIDTH = 10
+_MOST_LINES_OF_TEXT = 6
+_LINES_AROUND = 6  # of the sample: frame, rule, heading, prompt, and the terminal's own last line
 
 
 def panel(progress: Progress, size: ConsoleDimensions) -> RenderableType:
     width = min(size.width, WIDEST)
     inner = width - 4
     rows: list[RenderableType] = [_head(progress, inner), *_metrics(progress, inner)]
+    rule = Text("─" * inner, "dim")
     if progress.stages:
-        rows += [Rule(style="dim"), _stages(progress, inner)]
+        rows += [rule, *(_stage(state) for state in progress.stages)]
     if progress.last_sample is not None:
-        num_lines = max(1, min(6, size.height - len(rows) - len(progress.stages) - 8))
-        rows += [Rule(style="dim"), *_sample(progress, inner, num_lines)]
+        num_lines = max(1, min(_MOST_LINES_OF_TEXT, size.height - len(rows) - _LINES_AROUND))
+        rows += [rule, *_sample(progress.last_sample, inner, num_lines)]
     title = f"[bold]{progress.job.metadata.name}[/] [dim]{progress.job.spec.algorithm.name}[/]"
     hint = "[dim]Ctrl-C: stop with a checkpoint[/]"
     return Panel(
@@ -137,37 +139,30 @@ def _agreement(last: StepMetrics) -> Text:
     return text.append(", mean ", "dim").append(number(last.log_prob_difference.mean))
 
 
-def _stages(progress: Progress, width: int) -> Table:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=_LABEL_WIDTH - 1, no_wrap=True)
-    table.add_column(width=_BAR_WIDTH, no_wrap=True)
-    table.add_column(width=4, justify="right", no_wrap=True)
-    table.add_column(width=width - _LABEL_WIDTH - _BAR_WIDTH - 6, no_wrap=True, overflow="ellipsis")
-    for state in progress.stages:
-        table.add_row(*_stage(state))
-    return table
+def _stage(state: StageState) -> Text:
+    said = state.what + (f" ({state.num_workers} workers)" if state.num_workers > 1 else "")
+    bold = "bold" if state.working else "dim"
+    row = Text(no_wrap=True, overflow="ellipsis")
+    row.append(f"{state.stage:<{_LABEL_WIDTH}}", bold)
+    row.append(bar(state.utilisation, _BAR_WIDTH), "green" if state.working else "dim")
+    row.append(f"{state.utilisation:>5.0%}{duration(state.since_seconds):>7}  ")
+    return row.append(visible(said).replace("\n", " "), "" if state.working else "dim")
 
 
-def _stage(state: StageState) -> tuple[Text, Text, Text, Text]:
-    several = f" ({state.num_workers} workers)" if state.num_workers > 1 else ""
-    said = Text(visible(state.what).replace("\n", " "), "" if state.working else "dim")
-    said.append(f"{several} {duration(state.since_seconds)}", "dim")
-    return (
-        Text(state.stage, "bold" if state.working else "dim"),
-        Text(bar(state.utilisation, _BAR_WIDTH), "green" if state.working else "dim"),
-        Text(f"{state.utilisation:.0%}"),
-        said,
-    )
-
-
-def _sample(progress: Progress, width: int, num_lines: int) -> Iterator[Text]:
+def _sample(sample: Sample, width: int, num_lines: int) -> Iterator[Text]:
     """The end of the prompt and the beginning of the response."""
-    sample = progress.last_sample
-    if sample is None:
-        return
     heading = Text("last sample  ", "dim", no_wrap=True, overflow="ellipsis")
     yield heading.append(f"{sample.id}, {len(sample.token_ids)} tokens, {sample.finish_reason}", "dim")
-    prompt = (visible(sample.prompt_text).rstrip("\n").splitlines() or [""])[-1]
-    yield Text(prompt if len(prompt) <= width else "…" + prompt[1 - width :], "dim", no_wrap=True, overflow="ellipsis")
+    yield Text(_end(visible(sample.prompt_text).strip("\n").replace("\n", " ↵ "), width), "dim", no_wrap=True)
     for line in visible(sample.error or sample.text).splitlines()[:num_lines]:
         yield Text(line, no_wrap=True, overflow="ellipsis")
+
+
+def _end(text: str, num_cells: int) -> str:
+    """As much of the end as fits; some characters take two cells."""
+    if cell_len(text) <= num_cells:
+        return text
+    end = text[1 - num_cells :]
+    while cell_len(end) >= num_cells:
+        end = end[1:]
+    return "…" + end

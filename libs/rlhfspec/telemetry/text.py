@@ -66,18 +66,18 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits that tell something; "-" where there is no number.
+    """Three digits that tell something, so that numbers below each other line up; "-" where there is no number.
 
-    >>> number(0.4123), number(1234.5), number(3.1e-7), number(0.0), number(None)
-    ('0.412', '1,234', '3.1e-07', '0', '-')
+    >>> number(0.4), number(1234.5), number(3.1e-7), number(0.0), number(250.0), number(None)
+    ('0.400', '1,234', '3.1e-07', '0', '250', '-')
     """
     if value is None:
         return "-"
     if value == 0:
         return "0"
-    if abs(value) >= 1000:
+    if abs(value) >= 999.5:
         return f"{value:,.0f}"
-    return f"{value:.1e}" if abs(value) < 0.001 else f"{value:.3g}"
+    return f"{value:.1e}" if abs(value) < 1e-4 else f"{value:#.3g}".rstrip(".")
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:

@@ -8,7 +8,7 @@ Example:
     >>> with View(example_job(steps=9), Console(width=200)) as view:
     ...     view.step(example_step(step=1))  # doctest: +ELLIPSIS
     sums: grpo, 9 steps of 16 prompts x 8 samples
-    step 1/9  reward 0.5  KL 0.001  length 27.5  1,234 tok/s  accepted 1.75  3.8s  ETA 30...s  generator/trainer log...
+    step 1/9  reward 0.500   KL 0.00100   length 27.5    1,234 tok/s  accepted 1.75   3.8s  ETA 30...s  generator/...
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhfspec.telemetry.panel import panel
 from rlhfspec.telemetry.progress import Progress
 from rlhfspec.telemetry.text import duration, number, visible
 
-REFRESHES_PER_SECOND = 4
+REFRESHES_PER_SECOND = 2  # at some 2 ms of one core each
 
 
 class View:
@@ -89,14 +89,14 @@ def step_line(metrics: StepMetrics, progress: Progress) -> str:
     eta = progress.eta_seconds
     parts = [
         f"step {metrics.step:{width}d}/{progress.num_steps}",
-        f"reward {number(metrics.reward.mean)}",
-        f"KL {number(metrics.kl)}" if metrics.kl is not None else "",
-        f"length {number(metrics.response_length.mean)}",
-        f"{number(metrics.tokens_per_second)} tok/s",
-        f"accepted {number(metrics.accepted_per_verification)}",
+        f"reward {number(metrics.reward.mean):<6}",
+        f"KL {number(metrics.kl):<8}" if metrics.kl is not None else "",
+        f"length {number(metrics.response_length.mean):<5}",
+        f"{number(metrics.tokens_per_second):>6} tok/s",
+        f"accepted {number(metrics.accepted_per_verification):<4}",
         f"dropped {metrics.num_dropped}" if metrics.num_dropped else "",
-        duration(metrics.seconds.step),
-        f"ETA {duration(eta)}" if eta else "",
+        f"{duration(metrics.seconds.step):>5}",
+        f"ETA {duration(eta):<5}" if eta else "",
         f"generator/trainer log-prob difference max {number(metrics.log_prob_difference.max)}",
     ]
     return "  ".join(part for part in parts if part)
