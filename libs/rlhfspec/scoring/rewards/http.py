@@ -1,0 +1,133 @@
+"""Rewards from an HTTP endpoint. The contract is in docs/rewards.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+import httpx
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.records import Sample
+from rlhfspec.scoring.rewards.base import CallFailed, Reward, columns_of, number
+
+MAX_REPLY_BYTES = 1 << 20
+# Other client errors mean that the same request will fail again.
+TEMPORARY_STATUS = frozenset({408, 425, 429})
+
+
+class HttpRewards:
+    """One POST a sample; `concurrency` connections are kept open."""
+
+    grouped = False
+
+    def __init__(self, url: str, headers: Mapping[str, str], *, concurrency: int, field: str) -> None:
+        self._url = url
+        self._headers = _checked(headers, field) | {"content-type": "application/json"}
+        self._limits = httpx.Limits(max_connections=concurrency)
+        self._client: httpx.AsyncClient | None = None
+        try:
+            host = httpx.URL(url).host
+        except httpx.InvalidURL as error:
+            raise InvalidRequest(f"{field}.url", url, f"is no URL: {error}") from None
+        if not host:
+            raise InvalidRequest(f"{field}.url", url, "names no host")
+
+    async def start(self) -> None:
+        self._connected()
+
+    async def rewards(self, samples: Sequence[Sample]) -> list[Reward]:
+        (sample,) = samples
+        try:
+            return [_reward(await self._post(_request(sample)))]
+        except httpx.TransportError as error:
+            detail = str(error) or type(error).__name__
+            raise CallFailed(f"the connection failed: {detail}", temporary=True, cause=error) from error
+
+    async def _post(self, body: bytes) -> bytes:
+        client = self._connected()
+        async with client.stream("POST", self._url, content=body, headers=self._headers) as reply:
+            content = bytearray()
+            async for chunk in reply.aiter_bytes():
+                content += chunk
+                if len(content) > MAX_REPLY_BYTES:
+                    raise CallFailed(f"the reply is longer than {MAX_REPLY_BYTES} bytes", temporary=False)
+            if not reply.is_success:
+                raise _refused(reply, bytes(content))
+        return bytes(content)
+
+    def _connected(self) -> httpx.AsyncClient:
+        if self._client is None:
+            # Deadlines are the caller's: of the whole call, not of each read, which a slow trickle would satisfy.
+            self._client = httpx.AsyncClient(timeout=None, limits=self._limits)
+        return self._client
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+
+def _checked(headers: Mapping[str, str], field: str) -> dict[str, str]:
+    for name, value in headers.items():
+        if not (name.isascii() and name.isprintable() and name and " " not in name and ":" not in name):
+            raise InvalidRequest(f"{field}.headers", name, "is no header name")
+        if not (value.isascii() and value.isprintable()):  # its value may be a secret
+            raise InvalidRequest(f"{field}.headers.{name}", "...", "must be printable ASCII")
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def _request(sample: Sample) -> bytes:
+    body = {
+        "id": sample.id,
+        "prompt": sample.prompt_text,
+        "completion": sample.text,
+        "finish_reason": sample.finish_reason,
+        "columns": columns_of(sample),
+    }
+    return json.dumps(body).encode()
+
+
+def _reward(content: bytes) -> float:
+    """
+    >>> _reward(b'{"reward": 0.5, "why": "close"}')
+    0.5
+    """
+    try:
+        reply = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CallFailed(f"the reply is not JSON: {_excerpt(content)}", temporary=False, cause=error) from error
+    if not isinstance(reply, dict) or "reward" not in reply:
+        raise CallFailed(f'the reply has no "reward": {_excerpt(content)}', temporary=False)
+    return number(reply["reward"], 'the reply\'s "reward"')
+
+
+def _refused(reply: httpx.Response, content: bytes) -> CallFailed:
+    temporary = reply.status_code >= 500 or reply.status_code in TEMPORARY_STATUS
+    wait_seconds = retry_after_seconds(reply.headers.get("retry-after"), datetime.now(UTC)) if temporary else 0.0
+    problem = f"the endpoint answered {reply.status_code} {reply.reason_phrase}: {_excerpt(content)}"
+    return CallFailed(problem, temporary=temporary, wait_seconds=wait_seconds)
+
+
+def retry_after_seconds(header: str | None, now: datetime) -> float:
+    """Seconds or a date; 0 when absent or unreadable.
+
+    >>> noon = datetime(2030, 1, 1, 12, tzinfo=UTC)
+    >>> retry_after_seconds("3", noon), retry_after_seconds("Tue, 01 Jan 2030 12:00:10 GMT", noon)
+    (3.0, 10.0)
+    """
+    if header is None:
+        return 0.0
+    if header.strip().isdecimal():
+        return float(header)
+    try:
+        return max(0.0, (parsedate_to_datetime(header) - now).total_seconds())
+    except (ValueError, TypeError):  # unreadable, or without a time zone
+        return 0.0
+
+
+def _excerpt(content: bytes) -> str:
+    text = repr(content.decode("utf-8", "replace"))
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,101 @@
+"""Rewards from a Hugging Face sequence-classification model: the raw output of one label, one sequence a forward."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.records import Sample
+from rlhfspec.scoring.rewards.base import CallFailed, Reward, number
+from rlhfspec.scoring.rewards.threads import in_daemon_thread
+
+
+class ModelRewards:
+    """Each sequence is scored alone: batching would let its neighbours' lengths change its last bits.
+
+    Runs with the process's number of threads. torch is imported when the model is loaded.
+    """
+
+    grouped = False
+
+    def __init__(self, path: str, *, label: int | None, chat_template: bool, base_folder: Path, field: str) -> None:
+        beside = base_folder / path
+        self._path = str(beside) if beside.exists() else path
+        self._label = label
+        self._chat_template = chat_template
+        self._field = field
+        self._lock = threading.Lock()
+        self._loaded: tuple[Any, Any] | None = None
+
+    async def start(self) -> None:
+        outcome = await asyncio.wrap_future(in_daemon_thread(self._load))
+        if outcome.error is not None:
+            raise outcome.error
+
+    async def rewards(self, samples: Sequence[Sample]) -> list[Reward]:
+        (sample,) = samples
+        outcome = await asyncio.wrap_future(in_daemon_thread(lambda: self._score(sample)))
+        if isinstance(outcome.error, (CallFailed, InvalidRequest)):
+            raise outcome.error
+        if outcome.error is not None:
+            error = outcome.error
+            raise CallFailed(f"the model raised {type(error).__name__}: {error}", temporary=False, cause=error)
+        return [number(outcome.value, "the model's output")]
+
+    def _score(self, sample: Sample) -> float:
+        import torch
+
+        model, tokenizer = self._load()
+        token_ids = self._token_ids(sample, tokenizer)
+        limit = getattr(model.config, "max_position_embeddings", None)
+        if not token_ids or (limit is not None and len(token_ids) > limit):
+            problem = f"the text has {len(token_ids)} tokens; the reward model takes 1 to {limit}"
+            raise CallFailed(problem, temporary=False)
+        with torch.inference_mode():
+            logits = model(torch.tensor([token_ids])).logits[0]  # [labels]
+        return float(logits[self._label or 0])
+
+    def _token_ids(self, sample: Sample, tokenizer: Any) -> list[int]:
+        if not self._chat_template:
+            return list(tokenizer(sample.prompt_text + sample.text)["input_ids"])
+        messages = [
+            {"role": "user", "content": sample.prompt_text},
+            {"role": "assistant", "content": sample.text},
+        ]
+        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+
+    def _load(self) -> tuple[Any, Any]:
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = self._read()
+            return self._loaded
+
+    def _read(self) -> tuple[Any, Any]:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        try:
+            model, report = AutoModelForSequenceClassification.from_pretrained(self._path, output_loading_info=True)
+            tokenizer = AutoTokenizer.from_pretrained(self._path)
+        except (OSError, ValueError, KeyError) as error:
+            problem = f"is no sequence-classification model with a tokenizer: {error}"
+            raise InvalidRequest(f"{self._field}.path", self._path, problem) from error
+        if missing := sorted(report["missing_keys"]):  # transformers would draw them at random
+            problem = f"has no trained classification head: {', '.join(missing)} missing"
+            raise InvalidRequest(f"{self._field}.path", self._path, problem)
+        self._check_label(model.config.num_labels)
+        if self._chat_template and tokenizer.chat_template is None:
+            raise InvalidRequest(f"{self._field}.chatTemplate", True, "the reward model's tokenizer has no template")
+        return model.eval(), tokenizer
+
+    def _check_label(self, num_labels: int) -> None:
+        if self._label is None and num_labels != 1:
+            raise InvalidRequest(f"{self._field}.label", None, f"the model has {num_labels} outputs: say which counts")
+        if self._label is not None and self._label >= num_labels:
+            raise InvalidRequest(f"{self._field}.label", self._label, f"the model has {num_labels} outputs, from 0")
+
+    async def close(self) -> None:
+        self._loaded = None

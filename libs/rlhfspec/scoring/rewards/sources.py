@@ -1,0 +1,190 @@
+"""All reward sources of a job behind one call: a sample in, a score out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Literal
+from urllib.parse import urlsplit
+
+from rlhfspec.errors import InvalidRequest, RewardError
+from rlhfspec.job import FunctionSource, HttpSource, ModelSource, Rewards
+from rlhfspec.records import Sample, Score
+from rlhfspec.scoring.rewards.attempts import Attempts, Limits, Sleep
+from rlhfspec.scoring.rewards.base import CallFailed, Reward, Source
+from rlhfspec.scoring.rewards.combine import combine
+from rlhfspec.scoring.rewards.function import FunctionRewards
+from rlhfspec.scoring.rewards.http import HttpRewards
+from rlhfspec.scoring.rewards.imports import load_function
+from rlhfspec.scoring.rewards.model import ModelRewards
+
+log = logging.getLogger(__name__)
+AnySource = FunctionSource | ModelSource | HttpSource
+
+
+class RewardSources:
+    """Scores samples with every source of the job at once. One object may serve several workers of one event loop.
+
+    A failing source ends the job (`RewardError`) or leaves the sample out (a score with `error`), as its `onError`
+    says. It never counts as zero.
+
+    Example:
+        >>> rewards = Rewards.model_validate({"sources": [{"type": "function", "function": "math:fsum"}]})
+        >>> RewardSources(rewards, Path(".")).names
+        Traceback (most recent call last):
+        ...
+        rlhfspec.errors.InvalidRequest: spec.rewards.sources.0.function: arguments are given by name; ...
+    """
+
+    def __init__(self, rewards: Rewards, base_folder: Path, *, sleep: Sleep = asyncio.sleep) -> None:
+        self.names = _names(rewards.sources)
+        self._how = rewards.combine
+        self._weights = [source.weight for source in rewards.sources]
+        self._drops = [source.on_error == "drop" for source in rewards.sources]
+        self._attempts = [
+            Attempts(name, _make(source, base_folder, f"spec.rewards.sources.{index}"), _limits(source), sleep)
+            for index, (name, source) in enumerate(zip(self.names, rewards.sources, strict=True))
+        ]
+
+    @property
+    def grouping(self) -> Literal["sample", "group"]:
+        """group: some source wants all samples of a prompt, so `score_many` is called once they are there."""
+        return "group" if any(attempts.source.grouped for attempts in self._attempts) else "sample"
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """To be asked once the data is known: every function's arguments can be given."""
+        for attempts in self._attempts:
+            if isinstance(attempts.source, FunctionRewards):
+                attempts.source.check_columns(columns)
+
+    async def start(self) -> None:
+        """Loads what takes long, before the first sample."""
+        await asyncio.gather(*(attempts.source.start() for attempts in self._attempts))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(attempts.source.close() for attempts in self._attempts))
+
+    async def score(self, sample: Sample) -> Score:
+        """One sample; only when `grouping` is "sample"."""
+        assert self.grouping == "sample", "a batched function sees a whole prompt group, whatever arrives first"
+        (score,) = await self.score_many([sample])
+        return score
+
+    async def score_many(self, samples: Sequence[Sample]) -> list[Score]:
+        """All samples of one prompt (any order), or samples of any prompts when `grouping` is "sample". In id order.
+
+        Samples that were not generated are not scored: their scores carry the generator's error.
+        """
+        ordered = sorted(samples, key=lambda sample: sample.sort_key)
+        assert self.grouping == "sample" or len({sample.group_id for sample in ordered}) <= 1, "one group at a time"
+        usable = [sample for sample in ordered if sample.finish_reason != "error"]
+        if not usable:
+            return [_not_generated(sample) for sample in ordered]
+        by_source = await asyncio.gather(*(_from(attempts, usable) for attempts in self._attempts))
+        scores = {
+            sample.id: self._combined(sample, results)
+            for sample, results in zip(usable, zip(*by_source, strict=True), strict=True)
+        }
+        return [scores[sample.id] if sample.id in scores else _not_generated(sample) for sample in ordered]
+
+    def _combined(self, sample: Sample, results: Sequence[Reward]) -> Score:
+        failures = [(name, r) for name, r in zip(self.names, results, strict=True) if isinstance(r, CallFailed)]
+        for (name, result), drop in zip(zip(self.names, results, strict=True), self._drops, strict=True):
+            if isinstance(result, CallFailed) and not drop:
+                raise RewardError(name, sample.id, result.problem) from (result.__cause__ or result)
+        components = [(n, r) for n, r in zip(self.names, results, strict=True) if not isinstance(r, CallFailed)]
+        if failures:
+            error = "; ".join(f"reward {name!r}: {failure.problem}" for name, failure in failures)
+            log.warning("sample %s is left out: %s", sample.id, error)
+            return _score(sample, components=tuple(components), error=error)
+        total = combine(self._how, self._weights, [value for _, value in components])
+        if not math.isfinite(total):
+            raise RewardError(", ".join(self.names), sample.id, f"their {self._how} is {total}: {dict(components)}")
+        return _score(sample, values=(total,), components=tuple(components))
+
+
+async def _from(attempts: Attempts, samples: Sequence[Sample]) -> list[Reward]:
+    """One result a sample. What fails for a group fails for each of its samples."""
+    groups = [list(samples)] if attempts.source.grouped else [[sample] for sample in samples]
+    results = await asyncio.gather(*(attempts.rewards(group) for group in groups))
+    flat: list[Reward] = []
+    for group, result in zip(groups, results, strict=True):
+        flat += [result] * len(group) if isinstance(result, CallFailed) else result
+    return flat
+
+
+def _score(
+    sample: Sample,
+    *,
+    values: tuple[float, ...] = (),
+    components: tuple[tuple[str, float], ...] = (),
+    error: str = "",
+) -> Score:
+    return Score(
+        id=f"{sample.id}/reward",
+        sample_id=sample.id,
+        job=sample.job,
+        step=sample.step,
+        stage="reward",
+        values=values,
+        components=components,
+        error=error,
+    )
+
+
+def _not_generated(sample: Sample) -> Score:
+    return _score(sample, error=f"not generated: {sample.error}")
+
+
+def _limits(source: AnySource) -> Limits:
+    return Limits(concurrency=source.concurrency, timeout_seconds=source.timeout_seconds, retries=source.retries)
+
+
+def _make(source: AnySource, base_folder: Path, field: str) -> Source:
+    match source:
+        case FunctionSource():
+            field = f"{field}.function"
+            function = load_function(source.function, base_folder, field=field, timeout_seconds=source.timeout_seconds)
+            return FunctionRewards(function, batched=source.batched, field=field)
+        case ModelSource():
+            return ModelRewards(
+                source.path, label=source.label, chat_template=False, base_folder=base_folder, field=field
+            )
+        case HttpSource():
+            return HttpRewards(source.url, source.headers, concurrency=source.concurrency, field=field)
+
+
+def _names(sources: Sequence[AnySource]) -> list[str]:
+    """Given or derived; a derived name that is taken gets a number."""
+    given = [source.name for source in sources if source.name is not None]
+    for index, source in enumerate(sources):
+        if source.name is not None and given.count(source.name) > 1:
+            raise InvalidRequest(f"spec.rewards.sources.{index}.name", source.name, "is given twice")
+    names: list[str] = []
+    for source in sources:
+        name = source.name or _free(_derived(source), {*given, *names})
+        names.append(name)
+    return names
+
+
+def _derived(source: AnySource) -> str:
+    match source:
+        case FunctionSource():
+            return source.function.rpartition(":")[2]
+        case ModelSource():
+            return PurePosixPath(source.path).name or source.path
+        case HttpSource():  # never what may hold a secret: user, password, query
+            parts = urlsplit(source.url)
+            return f"{parts.hostname}{parts.path}".rstrip("/")
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    number = 2
+    free = name
+    while free in taken:
+        free = f"{name}-{number}"
+        number += 1
+    return free
