@@ -1,0 +1,107 @@
+"""Which rows a step takes: a pure function of (seed, step), so the cursor of a resumed run is its step.
+
+Step s takes positions [(s - 1) * P, s * P) of the epochs' permutations laid end to end, P being `prompts_per_step`.
+Round r of a step's demands (dynamic sampling) takes from a stream of its own, keyed by the step, that leaves out the
+rows the step already has while there are others. Every round owns P places whether it fills them or not, so that a
+round needs nothing but its own number: place r * P + i is its i-th prompt.
+
+A permutation sorts rows by the raw words of a Philox generator keyed by a hash of (seed, what for): raw words are
+the part of numpy's generators that never changes between versions.
+
+Example:
+    >>> order = Order(num_rows=10, prompts_per_step=4, seed=11)
+    >>> sorted(order.indices(1) + order.indices(2) + order.indices(3)[:2])  # one epoch
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    >>> set(order.indices(1)) & set(order.indices(1, round=1, count=3))
+    set()
+    >>> list(order.places(round=1, count=3))
+    [4, 5, 6]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhfspec.errors import DataExhausted, InvalidRequest
+
+IndexArray = NDArray[np.int64]
+_KEPT = 4  # permutations; a step touches two epochs at most when the data is larger than the step
+
+
+@dataclass(slots=True, kw_only=True)
+class Order:
+    """epochs: None goes round for ever. shuffle False: in the rows' own order; demands are drawn by the seed still."""
+
+    num_rows: int
+    prompts_per_step: int
+    seed: int
+    shuffle: bool = True
+    epochs: int | None = None
+    _cache: OrderedDict[str, IndexArray] = field(default_factory=OrderedDict, repr=False)
+
+    def __post_init__(self) -> None:
+        assert self.num_rows > 0, "an empty dataset has no order"
+        if self.last_step == 0:
+            raise InvalidRequest(
+                "spec.training.promptsPerStep",
+                self.prompts_per_step,
+                f"the dataset has {self.num_rows} prompts in {self.epochs} epochs, fewer than the first step needs",
+            )
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step the epochs fill; None when the data never ends."""
+        return None if self.epochs is None else self.epochs * self.num_rows // self.prompts_per_step
+
+    def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
+        """Rows of a step (round 0) or of one of its demands; `count` at most `prompts_per_step`, all by default."""
+        count = self.prompts_per_step if count is None else count
+        if step < 1 or round < 0 or not 0 <= count <= self.prompts_per_step:
+            raise InvalidRequest("step, round, count", (step, round, count), f"at most {self.prompts_per_step} a round")
+        if self.last_step is not None and step > self.last_step:
+            assert self.epochs is not None
+            raise DataExhausted(self.last_step, self.num_rows, self.epochs)
+        if round == 0:
+            return self._span((step - 1) * self.prompts_per_step, count)
+        return self._demanded(step, (round - 1) * self.prompts_per_step, count)
+
+    def places(self, round: int = 0, count: int | None = None) -> range:
+        """Places in the step (`Prompt.prompt`) of what `indices` gives for the round."""
+        first = round * self.prompts_per_step
+        return range(first, first + (self.prompts_per_step if count is None else count))
+
+    def _span(self, start: int, count: int) -> list[int]:
+        positions = np.arange(start, start + count)
+        epochs, offsets = np.divmod(positions, self.num_rows)
+        return [int(self._epoch(int(epoch))[offset]) for epoch, offset in zip(epochs, offsets, strict=True)]
+
+    def _epoch(self, epoch: int) -> IndexArray:
+        return self._permutation(f"epoch {epoch}") if self.shuffle else np.arange(self.num_rows)
+
+    def _demanded(self, step: int, start: int, count: int) -> list[int]:
+        """First every row that the step's own prompts leave, then all rows again and again."""
+        own = np.unique(self._span((step - 1) * self.prompts_per_step, self.prompts_per_step))
+        first = self._permutation(f"step {step} pass 0")
+        fresh = first[~np.isin(first, own)]
+        chosen = []
+        for position in range(start, start + count):
+            if position < len(fresh):
+                chosen.append(int(fresh[position]))
+            else:
+                again, offset = divmod(position - len(fresh), self.num_rows)
+                chosen.append(int(self._permutation(f"step {step} pass {again + 1}")[offset]))
+        return chosen
+
+    def _permutation(self, purpose: str) -> IndexArray:
+        if purpose not in self._cache:
+            digest = hashlib.blake2b(f"{self.seed}:{purpose}".encode(), digest_size=16).digest()
+            words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(self.num_rows)
+            self._cache[purpose] = np.argsort(words, kind="stable").astype(np.int64)
+            if len(self._cache) > _KEPT:
+                self._cache.popitem(last=False)
+        return self._cache[purpose]

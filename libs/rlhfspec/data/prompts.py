@@ -1,0 +1,128 @@
+"""Rows made prompts: text from a column or from chat messages, token ids, the other columns as JSON.
+
+Example:
+    >>> from rlhfspec.data.rows import Rows
+    >>> from rlhfspec.tiny.tokenizer import encode
+    >>> class Bytes:
+    ...     def encode(self, text, add_special_tokens=True):
+    ...         return encode(text)
+    >>> rows = Rows(source="sums", records=[{"prompt": "1+1=", "answer": 2}, {"prompt": "9" * 99, "answer": 9}])
+    >>> prompts = Prompts(rows, Bytes(), Dataset(path="sums.jsonl", maxPromptTokens=64), seed=0, prompts_per_step=1)
+    >>> prompts.take(step=1)
+    [(0, PromptRow(text='1+1=', token_ids=(49, 43, 49, 61), columns_json='{"answer": 2}'))]
+    >>> prompts.num_too_long
+    1
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlhfspec.data.order import Order
+from rlhfspec.data.rows import Rows
+from rlhfspec.data.shape import check_rows
+from rlhfspec.errors import InvalidRequest, JobError, Problem
+from rlhfspec.job import Dataset, Model
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that prompts need; messages need `apply_chat_template` too."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    text: str
+    token_ids: tuple[int, ...]
+    columns_json: str
+
+
+class Prompts:
+    """A dataset that a job can draw from. Everything malformed is found here, before the first step.
+
+    seed: of the job; decides the order. num_too_long: rows left out by `maxPromptTokens`.
+    """
+
+    def __init__(self, rows: Rows, tokenizer: Tokenizer, dataset: Dataset, seed: int, prompts_per_step: int) -> None:
+        check_rows(rows, dataset)
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._dataset = dataset
+        self._kept = self._short_enough()
+        self.num_too_long = len(rows) - len(self._kept)
+        self.order = Order(
+            num_rows=len(self._kept),
+            prompts_per_step=prompts_per_step,
+            seed=seed,
+            shuffle=dataset.shuffle,
+            epochs=dataset.epochs,
+        )
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        """A prompt by its index among those that are short enough, in the order of the data."""
+        return self._prompt(self._kept[index])
+
+    def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
+        return self.order.indices(step, round, count)
+
+    def take(self, step: int, round: int = 0, count: int | None = None) -> list[tuple[int, PromptRow]]:
+        """The prompts of a step, or of one of its demands, each with its place in the step (`Prompt.prompt`)."""
+        chosen = self.indices(step, round, count)
+        return [(place, self[index]) for place, index in zip(self.order.places(round, count), chosen, strict=True)]
+
+    def _short_enough(self) -> list[int]:
+        longest = self._dataset.max_prompt_tokens
+        lengths = [len(self._prompt(index).token_ids) for index in range(len(self._rows))]
+        kept = [index for index, length in enumerate(lengths) if 0 < length <= longest]
+        if not kept:
+            problem = f"every prompt is longer; the shortest of {len(lengths)} has {min(lengths)} tokens"
+            field = "spec.dataset.maxPromptTokens"
+            raise JobError(self._rows.source, [Problem(field=field, value=longest, problem=problem)])
+        return kept
+
+    def _prompt(self, index: int) -> PromptRow:
+        row = self._rows.records[index]
+        column = self._dataset.messages_column or self._dataset.prompt_column
+        assert column is not None, "the job was checked"
+        text = row[column] if self._dataset.messages_column is None else self._from_messages(row[column], index)
+        # A template writes its own special tokens; a plain text gets the tokenizer's, as in the engine.
+        token_ids = self._tokenizer.encode(text, add_special_tokens=self._dataset.messages_column is None)
+        others = {name: value for name, value in row.items() if name != column}
+        return PromptRow(text, tuple(token_ids), json.dumps(others, ensure_ascii=False, allow_nan=False))
+
+    def _from_messages(self, messages: list[Mapping[str, Any]], index: int) -> str:
+        return render(self._tokenizer, messages, self._rows, index)
+
+
+def render(tokenizer: Any, messages: list[Mapping[str, Any]], rows: Rows, index: int) -> str:
+    """Chat messages as the text that the model's template makes of them, up to where the answer begins."""
+    from jinja2.exceptions import TemplateError
+
+    field = "spec.dataset.messagesColumn"
+    if getattr(tokenizer, "chat_template", None) is None:
+        problem = "the tokenizer has no chat template; use promptColumn, or a tokenizer that has one (model.tokenizer)"
+        raise JobError(rows.source, [Problem(field=field, problem=problem)])
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, TypeError, ValueError) as error:
+        problem = f"the tokenizer's chat template refuses these messages: {error}"
+        raise JobError(rows.source, [Problem(field=field, problem=problem, where=rows.where(index))]) from error
+
+
+def load_tokenizer(model: Model) -> Any:
+    """The job's tokenizer: `model.tokenizer`, or the one beside the policy."""
+    from transformers import AutoTokenizer
+
+    field, path = ("tokenizer", model.tokenizer) if model.tokenizer else ("path", model.path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InvalidRequest(f"spec.model.{field}", path, f"no tokenizer can be loaded from it: {first}") from error

@@ -1,0 +1,224 @@
+"""What no single field can say: fields that contradict each other. Each finding names a field and the fix.
+
+Defaults never count as a contradiction, so a job written out in full by a run reads back.
+
+Example:
+    >>> from rlhfspec.job import RLHFJob
+    >>> job = RLHFJob.model_validate({
+    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
+    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "algorithm": {"samplesPerPrompt": 1},
+    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]}},
+    ... })
+    >>> [finding.problem for finding in check(job)]
+    ['grpo compares the responses to one prompt: must be >= 2']
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rlhfspec.errors import Problem
+from rlhfspec.job import FunctionSource, RewardSource, RLHFJob
+from rlhfspec.job_file.problems import place_of
+from rlhfspec.job_file.yaml_text import Path_
+
+GROUP_ALGORITHMS = ("grpo", "dr-grpo", "rloo", "dapo", "gspo")
+_MODULE_MEMBER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+_CLASS = re.compile(r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """`depends_on`: the other fields it was concluded from; when one of those is wrong itself, this says nothing."""
+
+    field: str
+    problem: str
+    value: object = None
+    depends_on: tuple[str, ...] = ()
+
+    def as_problem(self, places: Mapping[Path_, str]) -> Problem:
+        path = tuple(int(part) if part.isdecimal() else part for part in self.field.split("."))
+        return Problem(field=self.field, value=self.value, problem=self.problem, where=place_of(path, places))
+
+    def rests_on(self, wrong: set[str]) -> bool:
+        """Whether one of the fields it looks at is wrong."""
+        return any(name in wrong for name in (self.field, *self.depends_on))
+
+
+def check(job: RLHFJob) -> Iterator[Finding]:
+    yield from _check_dataset(job)
+    yield from _check_algorithm(job)
+    yield from _check_critic_settings(job)
+    yield from _check_generation(job)
+    yield from _check_rewards(job)
+    yield from _check_training(job)
+    yield from _check_exact_on_policy(job)
+
+
+def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
+    data = job.spec.dataset
+    if data.prompt_column is None and data.messages_column is None:
+        yield Finding(field="spec.dataset.promptColumn", problem="name the prompts' column, or messagesColumn")
+    if data.prompt_column is not None and data.messages_column is not None:
+        yield Finding(
+            field="spec.dataset.messagesColumn", value=data.messages_column,
+            problem="prompts are text or messages, not both: remove it, or promptColumn",
+            depends_on=("spec.dataset.promptColumn",),
+        )  # fmt: skip
+    for name, column in (("promptColumn", data.prompt_column), ("messagesColumn", data.messages_column)):
+        if column == "":
+            yield Finding(field=f"spec.dataset.{name}", value="", problem="must name a column")
+
+
+def _check_algorithm(job: RLHFJob) -> Iterator[Finding]:
+    algorithm, path = job.spec.algorithm, "spec.algorithm"
+    group = algorithm.name in GROUP_ALGORITHMS
+    name = (f"{path}.name",)
+    if group and algorithm.samples_per_prompt < 2:
+        yield Finding(
+            field=f"{path}.samplesPerPrompt", value=algorithm.samples_per_prompt, depends_on=name,
+            problem=f"{algorithm.name} compares the responses to one prompt: must be >= 2",
+        )  # fmt: skip
+    if algorithm.dynamic_sampling and not group:
+        yield Finding(
+            field=f"{path}.dynamicSampling", value=True, depends_on=name,
+            problem=f"replaces groups of equal rewards, and {algorithm.name} has no groups: must be false",
+        )  # fmt: skip
+    for field, clip in (("clipLow", algorithm.clip_low), ("clipHigh", algorithm.clip_high)):
+        if clip == 0:
+            yield Finding(field=f"{path}.{field}", value=clip, problem="0 clips every ratio: must be > 0, such as 0.2")
+    if algorithm.importance_cap == 0:
+        yield Finding(field=f"{path}.importanceCap", value=0.0, problem="0 cuts every weight: null (off) or >= 1")
+    if algorithm.overlong_buffer >= job.spec.generation.max_tokens:
+        yield Finding(
+            field=f"{path}.overlongBuffer", value=algorithm.overlong_buffer,
+            problem=f"must be < generation.maxTokens ({job.spec.generation.max_tokens})",
+            depends_on=("spec.generation.maxTokens",),
+        )  # fmt: skip
+
+
+def _check_critic_settings(job: RLHFJob) -> Iterator[Finding]:
+    """Only ppo has a critic: what is set for one elsewhere would be silently ignored."""
+    algorithm, name = job.spec.algorithm, ("spec.algorithm.name",)
+    if algorithm.name == "ppo":
+        if algorithm.value_clip == 0:
+            yield Finding(field="spec.algorithm.valueClip", value=0.0, problem="0 clips every value: must be > 0")
+        return
+    settings = {
+        "spec.algorithm.gaeLambda": (algorithm.gae_lambda, 0.95),
+        "spec.algorithm.valueClip": (algorithm.value_clip, 0.2),
+        "spec.algorithm.valueCoefficient": (algorithm.value_coefficient, 0.5),
+        "spec.model.critic": (job.spec.model.critic, None),
+        "spec.training.criticOptimizer": (
+            job.spec.training.critic_optimizer,
+            type(job.spec.training).model_fields["critic_optimizer"].default,
+        ),
+    }
+    for field, (value, default) in settings.items():
+        if value != default:
+            problem = f"{algorithm.name} has no critic: remove it, or take algorithm.name: ppo"
+            shown = value if isinstance(value, (str, float)) else None
+            yield Finding(field=field, value=shown, problem=problem, depends_on=name)
+
+
+def _check_generation(job: RLHFJob) -> Iterator[Finding]:
+    generation, model = job.spec.generation, job.spec.model
+    if generation.speculation.mode == "model" and model.drafter is None:
+        yield Finding(
+            field="spec.generation.speculation.mode", value="model", depends_on=("spec.model.drafter",),
+            problem="needs model.drafter; without one take suffix or adaptive",
+        )  # fmt: skip
+    longest = job.spec.dataset.max_prompt_tokens + generation.max_tokens
+    if generation.kv_cache_tokens is not None and generation.kv_cache_tokens < longest:
+        yield Finding(
+            field="spec.generation.kvCacheTokens", value=generation.kv_cache_tokens,
+            problem=f"one response does not fit: must be >= dataset.maxPromptTokens + generation.maxTokens ({longest})",
+            depends_on=("spec.dataset.maxPromptTokens", "spec.generation.maxTokens"),
+        )  # fmt: skip
+    for index, stop in enumerate(generation.stop):
+        if not stop:
+            yield Finding(field=f"spec.generation.stop.{index}", value="", problem="must not be empty; remove it")
+
+
+def _check_rewards(job: RLHFJob) -> Iterator[Finding]:
+    sources, path = job.spec.rewards.sources, "spec.rewards.sources"
+    for index, source in enumerate(sources):
+        yield from _check_source(source, f"{path}.{index}", job.spec.roles.reward.deadline_seconds)
+    counts = Counter(map(_shown_name, sources))
+    for index, source in enumerate(sources):
+        name = _shown_name(source)
+        if counts[name] > 1 and name not in map(_shown_name, sources[:index]):
+            field = f"{path}.{index}.name"
+            yield Finding(field=field, value=name, problem=f"{counts[name]} sources share it; give each its own name")
+    zero = [index for index, source in enumerate(sources) if source.weight == 0]
+    if len(zero) == len(sources) or (zero and job.spec.rewards.combine == "product"):
+        problem = "the reward would always be 0: give a weight other than 0"
+        yield Finding(
+            field=f"{path}.{zero[0]}.weight", value=0.0, problem=problem, depends_on=("spec.rewards.combine",)
+        )
+
+
+def _check_source(source: RewardSource, path: str, deadline_seconds: float) -> Iterator[Finding]:
+    if isinstance(source, FunctionSource) and not _MODULE_MEMBER.match(source.function):
+        yield Finding(
+            field=f"{path}.function", value=source.function,
+            problem="must be module:function, such as rewards:exact for the function exact in rewards.py",
+        )  # fmt: skip
+    longest = source.timeout_seconds * (source.retries + 1)
+    if longest >= deadline_seconds:
+        yield Finding(
+            field=f"{path}.timeoutSeconds", value=source.timeout_seconds,
+            problem=f"with {source.retries} retries a sample may take {longest:g} s, over roles.reward.deadlineSeconds "
+            f"({deadline_seconds:g}): lower it, or raise the deadline",
+            depends_on=(f"{path}.retries", "spec.roles.reward.deadlineSeconds"),
+        )  # fmt: skip
+
+
+def _shown_name(source: RewardSource) -> str:
+    if source.name is not None:
+        return source.name
+    return getattr(source, {"function": "function", "model": "path", "http": "url"}[source.type])  # type: ignore[no-any-return]
+
+
+def _check_training(job: RLHFJob) -> Iterator[Finding]:
+    training, path = job.spec.training, "spec.training"
+    num_samples = training.prompts_per_step * job.spec.algorithm.samples_per_prompt
+    if num_samples < training.mini_batches:
+        yield Finding(
+            field=f"{path}.miniBatches", value=training.mini_batches,
+            problem=f"a step has {num_samples} samples (promptsPerStep * samplesPerPrompt): must be <= {num_samples}",
+            depends_on=(f"{path}.promptsPerStep", "spec.algorithm.samplesPerPrompt"),
+        )  # fmt: skip
+    names = {
+        "optimizer.name": training.optimizer.name,
+        "criticOptimizer.name": training.critic_optimizer.name,
+        "schedule.name": training.schedule.name,
+    }
+    for field, name in names.items():
+        if not _CLASS.match(name):
+            yield Finding(
+                field=f"{path}.{field}", value=name, problem="must be a class of torch, or module:Class of your own"
+            )
+    lora = job.spec.model.lora
+    if lora is not None and lora.target_modules == []:
+        yield Finding(field="spec.model.lora.targetModules", problem="must name a layer, or be all-linear")
+
+
+def _check_exact_on_policy(job: RLHFJob) -> Iterator[Finding]:
+    """Its log-probs are the engine's to the bit only if nothing between the two differs."""
+    training, model, generation = job.spec.training, job.spec.model, job.spec.generation
+    if not training.exact_on_policy:
+        return
+    exact = ("spec.training.exactOnPolicy",)
+    if training.autocast != "off":
+        problem = "exactOnPolicy computes as the engine does: must be off"
+        yield Finding(field="spec.training.autocast", value=training.autocast, problem=problem, depends_on=exact)
+    if model.lora is not None and model.lora.dropout > 0:
+        problem = "exactOnPolicy has no room for chance: must be 0"
+        yield Finding(field="spec.model.lora.dropout", value=model.lora.dropout, problem=problem, depends_on=exact)
+    if model.dtype != generation.dtype:
+        problem = f"exactOnPolicy needs the same weights on both sides: must be {model.dtype}, as model.dtype"
+        yield Finding(field="spec.generation.dtype", value=generation.dtype, problem=problem, depends_on=exact)

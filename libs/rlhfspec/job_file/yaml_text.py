@@ -1,0 +1,209 @@
+"""YAML or JSON text into plain values, with the line of every value, and YAML's traps refused by name.
+
+Scalars follow YAML 1.2, because 1.1 surprises: there `1e-6` is a string, `mode: off` a truth value, `010` is eight
+and a date is not text. Here `1e-6` is a number, only `true` and `false` are truth values, and dates are text.
+
+Example:
+    >>> document = parse("spec:\\n  rate: 1e-6\\n  mode: off\\n", source="job.yaml")
+    >>> document.value, document.lines["spec", "mode"]
+    ({'spec': {'rate': 1e-06, 'mode': 'off'}}, 3)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhfspec.errors import JobError, Problem
+
+MOST_BYTES = 256 * 1024  # a job is a page of text; what is bigger is another kind of file
+MOST_VALUES = 20_000  # after aliases are expanded
+MOST_DEPTH = 30
+
+Path_ = tuple[str | int, ...]
+
+
+@dataclass(slots=True)
+class Document:
+    """`lines` has the line (from 1) of every value by its path; `problems` what could not be read."""
+
+    value: Any
+    lines: dict[Path_, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+class _Loader(yaml.SafeLoader):
+    """Resolves plain scalars as YAML 1.2's core schema does."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own shape)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
+               r"|\.(?:nan|NaN|NAN)$"),
+    list("-+.0123456789"),
+)  # fmt: skip
+
+
+def read_text(path: Path) -> str:
+    """The file's text, or a JobError that says why there is none."""
+    if path.is_dir():
+        raise _unreadable(path, "this is a folder; name the job file in it")
+    if not path.exists():
+        near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        there = f"; beside it: {', '.join(near[:5])}" if near else "; `rlhfspec init` writes one"
+        raise _unreadable(path, f"no such file{there}")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, f"cannot be read: {error.strerror}") from error
+    if len(data) > MOST_BYTES:
+        raise _unreadable(path, f"is {len(data)} bytes; a job file has at most {MOST_BYTES}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise _unreadable(path, "must be UTF-8 text; save it in that encoding", f"line {line}") from error
+
+
+def parse(text: str, *, source: str) -> Document:
+    """The one document in the text. Problems that leave the rest readable are collected, others raised."""
+    if source.endswith(".json"):
+        text = text.replace("\t", " ")  # JSON allows them between values, YAML does not; inside strings they are \t
+    try:
+        _measure(text, source)
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        raise JobError(source, [_syntax_problem(error)]) from error
+    except yaml.YAMLError as error:
+        raise JobError(source, [Problem(field="file", problem=f"is not YAML: {error}")]) from error
+    if node is None:
+        raise JobError(source, [Problem(field="file", problem="is empty; `rlhfspec init` writes a job to start from")])
+    reader = _Reader()
+    document = Document(reader.plain(node, ()), reader.lines, reader.problems)
+    if reader.num_values > MOST_VALUES:
+        raise JobError(source, [_too_many()])
+    return document
+
+
+def parse_value(text: str) -> Any:
+    """One value as in a job file; for `--set`.
+
+    >>> parse_value("1e-6"), parse_value("off"), parse_value("[1, true]"), parse_value("")
+    (1e-06, 'off', [1, True], None)
+    """
+    return parse(text, source="--set").value if text.strip() else None
+
+
+def _measure(text: str, source: str) -> None:
+    """Depth and number of documents, from the flat stream of events: nothing recursive has run yet."""
+    depth = num_documents = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        num_documents += isinstance(event, yaml.DocumentStartEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_DEPTH or num_documents > 1:
+            assert event.start_mark is not None
+            line = event.start_mark.line + 1
+            what = "is nested too deeply" if depth > MOST_DEPTH else "holds several documents; one file is one job"
+            raise JobError(source, [Problem(field="file", problem=what, where=f"line {line}")])
+
+
+class _Reader:
+    """Walks the nodes and notes lines and problems. Aliases are expanded, within bounds."""
+
+    def __init__(self) -> None:
+        self.lines: dict[Path_, int] = {}
+        self.problems: list[Problem] = []
+        self.num_values = 0
+        self._open: set[int] = set()
+        self._scalars = _Loader("")
+
+    def plain(self, node: yaml.Node, path: Path_) -> Any:
+        self.num_values += 1
+        self.lines[path] = node.start_mark.line + 1
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        if self.num_values > MOST_VALUES:
+            return None
+        if id(node) in self._open:
+            self._problem(path, node, "an alias that contains itself; write the value out")
+            return None
+        self._open.add(id(node))
+        value = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._list(node, path)
+        self._open.discard(id(node))
+        return value
+
+    def _list(self, node: yaml.Node, path: Path_) -> list[Any]:
+        return [self.plain(child, (*path, index)) for index, child in enumerate(node.value)]
+
+    def _mapping(self, node: yaml.MappingNode, path: Path_) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for key_node, child in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if not isinstance(key, str) or key_node.tag.endswith(":null"):
+                self._problem(path, key_node, "a key must be a name")
+            elif key in value:
+                first = self.lines[(*path, key)]
+                self._problem((*path, key), key_node, f"written twice, first in line {first}; keep one")
+            elif key == "<<":
+                self._problem((*path, key), key_node, "merge keys are not read; write the fields out")
+            else:
+                value[key] = self.plain(child, (*path, key))
+                self.lines[(*path, key)] = key_node.start_mark.line + 1
+        return value
+
+    def _scalar(self, node: yaml.ScalarNode, path: Path_) -> Any:
+        if node.tag not in _TAGS:
+            self._problem(path, node, f"the tag {node.tag} is not read; remove it")
+            return None
+        try:
+            value = self._scalars.construct_object(node)
+            if isinstance(value, str):
+                value.encode()
+        except ValueError as error:  # !!int of a word, an integer of thousands of digits, half a surrogate pair
+            self._problem(path, node, f"cannot be read: {error}")
+            return None
+        return value
+
+    def _problem(self, path: Path_, node: yaml.Node, problem: str) -> None:
+        self.problems.append(Problem(field=dotted(path), problem=problem, where=f"line {node.start_mark.line + 1}"))
+
+
+_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")}
+
+
+def dotted(path: Path_) -> str:
+    """As users write paths.
+
+    >>> dotted(("spec", "rewards", "sources", 0, "weight"))
+    'spec.rewards.sources.0.weight'
+    """
+    return ".".join(map(str, path)) or "file"
+
+
+def _too_many() -> Problem:
+    return Problem(field="file", problem=f"holds over {MOST_VALUES} values once its aliases are expanded")
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    problem = error.problem or "cannot be read"
+    if "'\\t'" in problem:
+        problem = "a tab indents this line; YAML takes spaces only"
+    elif "mapping values are not allowed" in problem:
+        problem += "; a text with a colon needs quotes, and keys of one block the same indentation"
+    return Problem(field="file", problem=f"is not YAML: {problem}", where=f"line {mark.line + 1}" if mark else "")
+
+
+def _unreadable(path: Path, problem: str, where: str = "") -> JobError:
+    return JobError(str(path), [Problem(field="file", problem=problem, where=where)])
