@@ -122,7 +122,7 @@ def _gated_mlp(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | N
     parts_of = [f"{name}.{part}_proj.weight" for part in ("gate", "up", "down")]
     biases = [f"{name}.{part}_proj.bias" for part in ("gate", "up", "down")]
     biases = [bias if bias in fused.shapes else "" for bias in biases]
-    fused.loaders.append(((*parts_of, *biases), packed.load_weights))
+    fused.loaders.append(((*parts_of, *biases), _weights_loader(fused, packed.load_weights, num_matrices=3)))
     return packed
 
 
@@ -131,8 +131,18 @@ def _linear(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None
         return None
     packed = PackedLinear.from_linear(module, dtype=fused.dtype, arithmetic=fused.arithmetic)
     bias = "" if module.bias is None else f"{name}.bias"
-    fused.loaders.append(((f"{name}.weight", bias), packed.load_weight))
+    fused.loaders.append(((f"{name}.weight", bias), _weights_loader(fused, packed.load_weight, num_matrices=1)))
     return packed
+
+
+def _weights_loader(fused: FusedModel, load: Callable[..., None], *, num_matrices: int) -> Callable[..., None]:
+    """Matrices are rounded as they are packed, biases here: later weights like the first ones."""
+
+    def rounded(*tensors: torch.Tensor | None) -> None:
+        biases = (None if bias is None else fused.round(bias) for bias in tensors[num_matrices:])
+        load(*tensors[:num_matrices], *biases)
+
+    return rounded
 
 
 def _norm(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:

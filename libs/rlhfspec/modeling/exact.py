@@ -1,0 +1,255 @@
+"""Exactly on-policy (`training.exactOnPolicy`): the trainer's forward on the engine's kernels (docs/exact-on-policy.md).
+
+The engine's log-probs are, bit for bit, a function of the sequence and the weights; so a trainer that runs the same
+kernels finds the same bits, however it packs sequences, and the first ratio of a step is exactly 1.
+
+`ExactForward` takes the place of `rlhfspec.modeling.log_probs.TorchForward`; the model's parameters stay where they are
+and receive torch's gradients. It needs the CPU kernels, and about the memory of the weights once more.
+
+Example:
+    >>> from rlhfspec.modeling.loading import prepared
+    >>> from rlhfspec.modeling.packed import pack_sequences
+    >>> from rlhfspec.tiny import random_model
+    >>> forward = ExactForward(prepared(random_model("llama", seed=0)), temperature=1.0, max_context=64)
+    >>> forward(pack_sequences([(5, 6)], [(7, 8, 9)])).log_probs.shape
+    torch.Size([3])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from rlhfspec import job
+from rlhfspec.engine.cache import new_kv
+from rlhfspec.engine.fuse import attention_modules
+from rlhfspec.engine.model_support import compare_self_check
+from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.linear import arithmetic_for
+from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
+from rlhfspec.modeling import packed
+from rlhfspec.modeling.exact_functions import exact, exact_log_probs, stored
+from rlhfspec.modeling.exact_modules import ExactModules
+from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of, final_logits
+from rlhfspec.modeling.packed import Packed, forward_layout, pack_sequences
+
+ATTENTION_NAME = "rlhfspec_exact"
+_BLOCK_SIZE = 16  # of the scratch keys and values; bits do not depend on it
+_PROBE_TOKENS = 24
+
+
+def check_exact(spec: job.Spec) -> None:
+    """Refuse by name what exactOnPolicy cannot be combined with.
+
+    >>> from types import SimpleNamespace
+    >>> lora = job.Lora(dropout=0.1)
+    >>> model = job.Model(path="m", lora=lora)
+    >>> check_exact(SimpleNamespace(training=job.Training(exactOnPolicy=True), model=model))  # type: ignore[arg-type]
+    Traceback (most recent call last):
+    ...
+    rlhfspec.errors.InvalidRequest: model.lora.dropout: must be 0 with training.exactOnPolicy (got 0.1)
+    """
+    if not spec.training.exact_on_policy:
+        return
+    dropout = 0.0 if spec.model.lora is None else spec.model.lora.dropout
+    refused: tuple[tuple[bool, str, object, str], ...] = (
+        (spec.training.autocast != "off", "training.autocast", spec.training.autocast, "must be off"),
+        (dropout > 0, "model.lora.dropout", dropout, "must be 0"),
+        (spec.model.dtype != "float32", "model.dtype", spec.model.dtype, "must be float32 (generation.dtype is free)"),
+    )
+    for present, field, value, problem in refused:
+        if present:
+            raise InvalidRequest(field, value, f"{problem} with training.exactOnPolicy")
+
+
+class ExactForward(TorchForward):
+    """The policy's forward with the engine's bits. dtype and arithmetic: the engine's own (EngineConfig).
+
+    The model is prepared for packed rows, float32, on the CPU; afterwards it is not to be deep-copied.
+    """
+
+    def __init__(
+        self, model: Any, temperature: float, *, max_context: int, dtype: str = "float32", arithmetic: str = "auto"
+    ) -> None:
+        super().__init__(model, temperature)
+        _check_possible(model)
+        probe = _probe(int(model.config.vocab_size), max_context)
+        with torch.no_grad():
+            expected = self._logits(probe)
+        kept_as = getattr(torch, dtype)
+        arithmetic = arithmetic_for(kept_as, arithmetic)
+        self.modules_on_kernels = ExactModules(model, dtype=kept_as, arithmetic=arithmetic, max_context=max_context)
+        self._layout: _Layout | None = None
+        self._scratch = _Scratch(kept_as)
+        self._packed_versions: list[int] | None = None
+        self._attach()
+        self._self_check(probe, expected)
+
+    def forward(self, batch: Packed, *, entropy_gradient: bool = False) -> TokenLogProbs:
+        if torch.is_autocast_enabled("cpu"):
+            raise InvalidRequest("training.autocast", "bfloat16", "must be off with training.exactOnPolicy")
+        self._repack_if_changed()
+        with self._laid_out(batch.lengths):
+            return super().forward(batch, entropy_gradient=entropy_gradient)
+
+    def weights_changed(self) -> None:
+        """Pack them again before the next forward. (Changes in place are noticed without.)"""
+        self._packed_versions = None
+
+    def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
+        logits = final_logits(self.model, hidden)  # [t, vocab] float32
+        log_probs = exact_log_probs(logits, targets, self.temperature)
+        with torch.no_grad():
+            untempered = log_probs.detach() if self.temperature == 1 else exact_log_probs(logits, targets, 1.0)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = entropy_of(logits if self.temperature == 1 else logits / self.temperature)
+        return {"log_probs": log_probs, "untempered": untempered, "entropy": entropy}
+
+    # -- the kernels under the model -------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        for module in attention_modules(self.model):
+            object.__setattr__(module, "rlhfspec_exact", self)  # not a submodule: the forward owns the model
+        AttentionInterface.register(ATTENTION_NAME, attend)
+        self.model.set_attn_implementation(ATTENTION_NAME)
+
+    def _repack_if_changed(self) -> None:
+        versions = [parameter._version for parameter in self.model.parameters()]
+        if versions != self._packed_versions:
+            self.modules_on_kernels.repack()
+            self._packed_versions = versions
+
+    @contextmanager
+    def _laid_out(self, lengths: tuple[int, ...]) -> Iterator[None]:
+        self._layout = _Layout.of(lengths)
+        try:
+            yield
+        finally:
+            self._layout = None
+
+    def attention(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                  scale: float, sliding_window: int | None, softcap: float,
+                  sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+        """query [1, H, T, D], key/value [1, Hkv, T, D] -> [1, T, H, D]."""
+        layout, scratch = self._layout, self._scratch
+        assert layout is not None, "exact attention outside a forward"
+
+        def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
+            rows = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [T, heads, D]
+            kv = scratch.kv(layout.num_tokens, k.shape[1], k.shape[3])
+            return tree_attention(
+                *rows, kv, 0, layout.meta, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s
+            )[None]
+
+        def twin(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
+            k, v = stored(k, scratch.dtype), stored(v, scratch.dtype)
+            with forward_layout(layout.lengths):
+                return packed.attend(
+                    module,
+                    q,
+                    k,
+                    v,
+                    None,
+                    scaling=scale,
+                    sliding_window=sliding_window,
+                    softcap=softcap or None,
+                    s_aux=s,
+                )[0]
+
+        return exact(kernel, twin, query, key, value, sinks)  # type: ignore[arg-type]
+
+    def _logits(self, batch: Packed) -> torch.Tensor:
+        return final_logits(self.model, packed.hidden_states(self.model.base_model, batch))
+
+    @torch.no_grad()
+    def _self_check(self, probe: Packed, expected: torch.Tensor) -> None:
+        """The logits are the model's, and a sequence's bits are its own: alone, and behind another one."""
+        self._repack_if_changed()
+        name = type(self.model).__name__
+        with self._laid_out(probe.lengths):
+            together = self._logits(probe)
+        compare_self_check(together, expected, name=name, exact=self._scratch.dtype == torch.float32)
+        first, second = probe.lengths
+        tokens = probe.token_ids[0].tolist()
+        alone = pack_sequences([tokens[first : first + 1]], [(*tokens[first + 1 :], 0)])
+        with self._laid_out(alone.lengths):
+            if not torch.equal(self._logits(alone), together[-second:]):
+                problem = "a sequence's logits depend on its neighbours, so exactOnPolicy is not possible"
+                raise UnsupportedModel("model", name, problem)
+
+
+def _check_possible(model: Any) -> None:
+    if build.load() is None:
+        raise InvalidRequest("training.exactOnPolicy", True, f"needs the CPU kernels: {build.unavailable_reason()}")
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices != {"cpu"}:
+        raise InvalidRequest("training.exactOnPolicy", True, f"needs the policy on the CPU, not on {sorted(devices)}")
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes != {torch.float32}:
+        raise InvalidRequest("model.dtype", str(dtypes), "must be float32 with training.exactOnPolicy")
+
+
+def _probe(vocab_size: int, max_context: int) -> Packed:
+    """Two sequences of different lengths, every row kept."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (2, min(_PROBE_TOKENS, max_context)), generator=generator).tolist()
+    shorter = tokens[1][: max(1, len(tokens[1]) - 5)]
+    return pack_sequences([row[:1] for row in (tokens[0], shorter)], [(*row[1:], 0) for row in (tokens[0], shorter)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Who sees whom in a packed row, as the engine's attention kernel reads it."""
+
+    lengths: tuple[int, ...]
+    num_tokens: int
+    meta: AttentionMeta
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...]) -> _Layout:
+        sizes = np.asarray(lengths, np.int32)
+        starts = np.concatenate(([0], sizes.cumsum()[:-1])).astype(np.int32)
+        rows = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        slots = np.arange(sizes.sum(), dtype=np.int32)
+        meta = AttentionMeta(
+            slots=slots,
+            table_rows=rows,
+            context_lens=slots - starts[rows] + np.int32(1),
+            extra=np.empty((len(slots), 0), np.int32),
+            slot_table=starts[:, None] + np.arange(sizes.max(), dtype=np.int32),
+        )
+        return cls(lengths, len(slots), meta)
+
+
+class _Scratch:
+    """Room for one layer's keys and values, used by every layer in turn."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._kv = torch.empty(0)
+
+    def kv(self, num_tokens: int, num_kv_heads: int, head_dim: int) -> torch.Tensor:
+        """[blocks, 1, 2, block size, Hkv, D] for at least `num_tokens`."""
+        num_blocks = -(-num_tokens // _BLOCK_SIZE)
+        if self._kv.ndim != 6 or self._kv.shape[0] < num_blocks or self._kv.shape[4:] != (num_kv_heads, head_dim):
+            self._kv = new_kv(
+                num_blocks=num_blocks, num_layers=1, block_size=_BLOCK_SIZE, num_kv_heads=num_kv_heads,
+                head_dim=head_dim, dtype=self.dtype, device=torch.device("cpu"),
+            )  # fmt: skip
+        return self._kv
+
+
+def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+           scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+           s_aux: torch.Tensor | None = None, **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """The attention function transformers calls in every layer; what it ignores, the model's preparation proved idle."""
+    forward: ExactForward = module.rlhfspec_exact
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return forward.attention(module, query, key, value, scale, sliding_window, softcap or 0.0, s_aux), None

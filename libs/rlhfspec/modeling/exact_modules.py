@@ -1,0 +1,175 @@
+"""Puts the engine's kernels under the trainer's model without touching its parameters.
+
+The engine's own `fuse` decides, on a copy, which module has a kernel; the trained model keeps its modules, parameters
+and names, and only their `forward` is exchanged. So what the optimizer, checkpoints and digests see does not change.
+The copy keeps nothing but the packed weights, and `repack` brings them up to date.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhfspec.engine.fuse import FusedModel, Loader, RotaryTable, fuse
+from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.kernels.linear import (
+    FusedRMSNorm,
+    PackedGatedMLP,
+    PackedLinear,
+    RowInvariantActivation,
+    activation_twin,
+    rms_norm_twin,
+)
+from rlhfspec.modeling.exact_functions import exact, exact_gated_mlp, exact_linear, stored
+from rlhfspec.modeling.lora import merged_state
+
+_ADAPTER = "default"
+_SWAPPED = (PackedGatedMLP, PackedLinear, FusedRMSNorm, RowInvariantActivation, RotaryTable)
+
+
+class ExactModules:
+    """The trained model's modules on kernels. `repack` after every change of the parameters."""
+
+    def __init__(self, model: Any, *, dtype: torch.dtype, arithmetic: str, max_context: int) -> None:
+        self.model = model
+        self._scaling = _lora_scaling(model)
+        fused = fuse(_plain_copy(model), dtype=dtype, arithmetic=arithmetic, max_context=max_context)
+        swapped = dict(_swapped(fused))
+        self._loaders = _loaders_of(fused, swapped)
+        for name, kernel in swapped.items():
+            module = model.get_submodule(name)
+            module.forward = _forward(module, kernel)
+        self.num_swapped = fused.swapped
+        for module in _left_over(model, swapped):
+            _check_row_invariant(module)
+            if dtype != torch.float32:
+                module.forward = _rounded_forward(module, dtype)
+
+    def repack(self) -> None:
+        """Take the parameters' present values into the packed weights."""
+        state = self.model.state_dict()
+        if self._scaling is not None:
+            state = merged_state(state, self._scaling)
+        with torch.inference_mode():
+            for names, load in self._loaders:
+                load(*(state[name].detach() if name else None for name in names))
+
+
+def _plain_copy(model: Any) -> Any:
+    """A copy with plain layers where the model has low-rank updates: only names and shapes of it count."""
+    plain = copy.deepcopy(model)
+    for name, module in list(plain.named_modules()):
+        if hasattr(module, "base_layer"):
+            parent, _, leaf = name.rpartition(".")
+            setattr(plain.get_submodule(parent), leaf, module.base_layer)
+    return plain
+
+
+def _swapped(fused: FusedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Outermost modules that `fuse` exchanged, by the trained model's names."""
+    inside = ""
+    for name, module in fused.model.named_modules():
+        if isinstance(module, _SWAPPED) and not (inside and name.startswith(inside)):
+            inside = f"{name}."
+            yield name, module
+
+
+def _loaders_of(fused: FusedModel, swapped: dict[str, nn.Module]) -> list[Loader]:
+    """Those that pack; the copy's other tensors are not used, and go with the copy."""
+    prefixes = tuple(f"{name}." for name, module in swapped.items() if not isinstance(module, RotaryTable))
+    return [(names, load) for names, load in fused.loaders if names[0].startswith(prefixes)]
+
+
+def _forward(module: Any, kernel: nn.Module) -> Callable[..., Any]:
+    match kernel:
+        case PackedLinear():
+            return _linear_forward(module, kernel)
+        case PackedGatedMLP():
+            return _gated_mlp_forward(module, kernel)
+        case FusedRMSNorm():
+            return _norm_forward(module, kernel)
+        case RowInvariantActivation():
+            return lambda x: exact(kernel, lambda tensor: activation_twin(tensor, kernel.name), x)
+    assert isinstance(kernel, RotaryTable)
+    return kernel.forward
+
+
+def _linear_forward(module: Any, packed: PackedLinear) -> Callable[..., Any]:
+    return lambda x: exact_linear(x, _weight(module), _bias(module), packed)
+
+
+def _gated_mlp_forward(module: Any, packed: PackedGatedMLP) -> Callable[..., Any]:
+    parts = (module.gate_proj, module.up_proj, module.down_proj)
+
+    def forward(x: Tensor) -> Tensor:
+        gate, up, down = (_weight(part) for part in parts)
+        return exact_gated_mlp(x, (gate, up, down), tuple(_bias(part) for part in parts), packed)
+
+    return forward
+
+
+def _norm_forward(module: Any, norm: FusedRMSNorm) -> Callable[..., Any]:
+    def twin(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm_twin(x, weight, norm.eps, add_one=norm.add_one)
+
+    return lambda x: exact(lambda rows, _: norm(rows), twin, x, module.weight)
+
+
+def _weight(layer: Any) -> Tensor:
+    """What the layer multiplies with: its parameter, plus the low-rank update where it has one."""
+    if not hasattr(layer, "base_layer"):
+        return layer.weight  # type: ignore[no-any-return]
+    delta = layer.lora_B[_ADAPTER].weight @ layer.lora_A[_ADAPTER].weight
+    return layer.base_layer.weight + layer.scaling[_ADAPTER] * delta  # type: ignore[no-any-return]
+
+
+def _bias(layer: Any) -> Tensor | None:
+    return getattr(layer, "base_layer", layer).bias  # type: ignore[no-any-return]
+
+
+def _lora_scaling(model: Any) -> float | None:
+    """The update's factor, or None without an update. What would make the forward random is refused."""
+    updated = [module for module in model.modules() if hasattr(module, "base_layer")]
+    for module in updated:
+        if type(module.base_layer) is not nn.Linear:
+            kind = type(module.base_layer).__name__
+            raise UnsupportedModel("model.lora", kind, "exactOnPolicy takes low-rank updates of linear layers only")
+        if getattr(module.lora_dropout[_ADAPTER], "p", 0.0):
+            raise InvalidRequest("model.lora.dropout", module.lora_dropout[_ADAPTER].p, "must be 0 with exactOnPolicy")
+    return float(updated[0].scaling[_ADAPTER]) if updated else None
+
+
+def _left_over(model: Any, swapped: dict[str, nn.Module]) -> list[nn.Module]:
+    """Modules with parameters of their own that keep running as they are."""
+    prefixes = tuple(f"{name}." for name in swapped)
+    return [
+        module
+        for name, module in model.named_modules()
+        if name not in swapped
+        and not f"{name}.".startswith(prefixes)
+        and next(module.parameters(recurse=False), None) is not None
+    ]
+
+
+def _check_row_invariant(module: nn.Module) -> None:
+    matrices = [name for name, tensor in module.named_parameters(recurse=False) if tensor.ndim > 1]
+    if matrices and not isinstance(module, nn.Embedding):
+        problem = f"no kernel of the engine computes it ({matrices[0]}), so exactOnPolicy is not possible"
+        raise UnsupportedModel("model", type(module).__name__, problem)
+
+
+def _rounded_forward(module: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
+    """The module's own forward on weights as the engine stores them."""
+    stand_in = copy.copy(module)
+    stand_in._parameters = {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for name, parameter in module.named_parameters(recurse=False):
+            stand_in.__dict__[name] = stored(parameter, dtype)
+        return type(module).forward(stand_in, *args, **kwargs)
+
+    return forward
