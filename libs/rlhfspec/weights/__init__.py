@@ -1,0 +1,7 @@
+"""From the trainer to the generators: versions of weights, put, announced, fetched."""
+
+from rlhfspec.weights.base import StateDict, WeightStore
+from rlhfspec.weights.file import FileWeightStore
+from rlhfspec.weights.memory import MemoryWeightStore
+
+__all__ = ["FileWeightStore", "MemoryWeightStore", "StateDict", "WeightStore"]

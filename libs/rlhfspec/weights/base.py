@@ -1,0 +1,49 @@
+"""How new weights get from the trainer to whoever runs the model: put once a step, announced as a record, fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import torch
+
+from rlhfspec.records import Role, Weights
+
+StateDict = Mapping[str, torch.Tensor]
+
+
+class WeightStore(Protocol):
+    """Keeps the newest `keep` versions of each job's role. Safe to use from several threads."""
+
+    def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
+        """The record to publish. The tensors are copied: the caller may go on training them in place.
+
+        Putting a version replaces it and forgets later ones: after a resume their steps are trained again.
+        """
+        ...
+
+    def get(self, record: Weights) -> dict[str, torch.Tensor]:
+        """The tensors as put, for reading only: load them into a module, never change them.
+
+        WeightsVersionError when that version is no longer, or not yet, kept; StorageError when it is not what the
+        record's digest says.
+        """
+        ...
+
+
+def weights_record(job: str, role: Role, version: int, *, uri: str, digest: str) -> Weights:
+    """
+    >>> weights_record("sums", "policy", 3, uri="memory:sums/policy/3", digest="ab").id
+    'sums/weights/policy/3'
+    """
+    return Weights(id=f"{job}/weights/{role}/{version}", job=job, version=version, role=role, uri=uri, digest=digest)
+
+
+def retired_by(version: int, kept: Collection[int], keep: int) -> list[int]:
+    """What goes when `version` has been put: all but the newest `keep` up to it, and what an earlier run left later.
+
+    >>> retired_by(3, [1, 2, 3, 7], keep=2)
+    [1, 7]
+    """
+    staying = sorted(other for other in kept if other <= version)[-keep:]
+    return sorted(set(kept) - set(staying))
