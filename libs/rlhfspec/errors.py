@@ -11,6 +11,7 @@
     ├── RewardError                   a reward source gave no number for a sample; names both and the cause
     ├── StorageError                  stored weights or a checkpoint: missing, damaged or not writable; names the place
     ├── MalformedRecord               bytes that are no record; says what was wrong with them
+    ├── TransportClosed               a subject was used after the transport, or the subscription, was closed
     ├── TransportFull                 no room to publish for too long; names who has yet to read
     ├── StageError                    the run ended because of one stage's worker, which it names
     │   ├── StageFailed               it raised
@@ -137,6 +138,14 @@ class MalformedRecord(RLHFSpecError):
     def __init__(self, problem: str) -> None:
         self.problem = problem
         super().__init__(f"malformed record: {problem}")
+
+
+class TransportClosed(RLHFSpecError):
+    """Nothing travels any more on this subject."""
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        super().__init__(f"{subject}: the transport or the subscription is closed")
 
 
 class TransportFull(RLHFSpecError):

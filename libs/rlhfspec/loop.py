@@ -70,7 +70,26 @@ STAGES: tuple[Stage, ...] = (
         unblocked_by=("generator", "reward", "reference", "critic"),
     ),
 )
-BY_NAME = {stage.name: stage for stage in STAGES}
+# Who looks on. An observer produces nothing and no stage waits for it; what it sees is kept until it acknowledged it.
+OBSERVERS: tuple[Stage, ...] = (
+    Stage(
+        name="view",
+        consumes=(Sample, Score, Load, StepReport),
+        produces=(),
+        waits_for="something to show",
+        unblocked_by=("generator", "trainer"),
+    ),
+    Stage(
+        name="folder",
+        consumes=(Sample, Score, StepReport),
+        produces=(),
+        waits_for="a line to write",
+        unblocked_by=("trainer",),
+    ),
+)
+BY_NAME = {stage.name: stage for stage in (*STAGES, *OBSERVERS)}
+# Every worker of a stage gets each of these; for all other records the workers of a stage compete.
+TO_EVERY_WORKER: tuple[type[Record], ...] = (Weights,)
 
 
 def subject(job: str, record: type[Record]) -> str:
@@ -85,3 +104,12 @@ def dead_letters(job: str) -> str:
 
 def consumers_of(record: type[Record]) -> list[Stage]:
     return [stage for stage in STAGES if record in stage.consumes]
+
+
+def consumer_name(record: type[Record], stage: str, worker: int) -> str:
+    """As whom this worker pulls these records: workers that share a name compete.
+
+    >>> consumer_name(Sample, "reward", 1), consumer_name(Weights, "generator", 1)
+    ('reward', 'generator-1')
+    """
+    return f"{stage}-{worker}" if record in TO_EVERY_WORKER else stage

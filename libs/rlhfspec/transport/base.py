@@ -1,13 +1,16 @@
 """How bytes travel between stages: publish, pull, acknowledge. The semantics are JetStream's; `memory` ships beside it.
 
-- A message is kept until it is acknowledged by every consumer name subscribed to its subject. Subscriptions with one
-  consumer name compete (each message goes to one of them); different names each see every message, also those
-  published before they subscribed.
+- Who will read a subject is declared before anything is published on it. A message is kept until every name declared
+  or subscribed has acknowledged it; declared for nobody, it is not kept; undeclared, it waits for a first reader.
+- Subscriptions with one consumer name compete (each message goes to one of them); different names each see every
+  message, also those published before they subscribed. An undeclared name sees what is still kept when it subscribes.
 - Not acknowledged within `ack_wait_seconds` of a delivery, or nak'ed: delivered again, after the delay, oldest first.
   `in_progress` starts the waiting time anew. After `max_deliveries` the message goes to the dead-letter subject.
 - Publishing is de-duplicated by id: the second publication of an id changes nothing and returns False.
+- An acknowledgement that comes after its deadline still counts: the work is done.
 - Backpressure: a consumer never holds more than `max_unacknowledged` messages; `publish` waits while a subject holds
-  `max_pending` messages that some consumer has yet to acknowledge.
+  `max_pending` messages that some consumer has yet to acknowledge, and raises `TransportFull`, naming the consumers,
+  when that takes too long.
 
 Example:
     >>> Consumer(name="reward", ack_wait_seconds=30.0).max_deliveries
@@ -16,6 +19,7 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +74,10 @@ class Subscription(Protocol):
 
 
 class Transport(Protocol):
+    async def declare(self, subject: str, names: Iterable[str]) -> None:
+        """These consumer names will read the subject; what is published is kept for them. May be said again."""
+        ...
+
     async def publish(self, subject: str, data: bytes, *, id: str) -> bool:
         """Durably there when this returns. False: the id was there already. Waits for room (backpressure)."""
         ...

@@ -1,0 +1,55 @@
+"""What a stage's worker is: it runs until its work is done or it is asked to stop, and says what it does meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from rlhfspec.service.threads import ComputeThread
+from rlhfspec.service.vitals import Vitals
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Service(ABC):
+    """One worker of one stage. A subclass's docstring says *consumes / produces / waits for / unblocked by*.
+
+    - `run` returns when the work is done, or soon after `stop`; it raises when it cannot go on.
+    - All it does is said to `self.vitals`: `working` with a deadline, or `waiting` for something named.
+      Who says nothing counts as waiting.
+    - What takes longer than a moment runs through `in_thread`, never in the event loop itself.
+
+    Example:
+        >>> class Echo(Service):
+        ...     async def run(self) -> None:
+        ...         with self.vitals.working("2 + 2", deadline_seconds=5.0):
+        ...             self.answer = await self.in_thread(sum, (2, 2))
+        >>> echo = Echo("reward", 0, Vitals())
+        >>> asyncio.run(echo.run()); echo.answer
+        4
+    """
+
+    def __init__(self, stage: str, worker: int, vitals: Vitals) -> None:
+        self.stage = stage
+        self.worker = worker
+        self.vitals = vitals.worker(stage, worker)
+        self.stopping = asyncio.Event()
+        self._thread = ComputeThread(f"{stage}-{worker}")
+
+    @abstractmethod
+    async def run(self) -> None: ...
+
+    async def stop(self) -> None:
+        """Asks `run` to return soon. By default sets `self.stopping`, which `run` looks at."""
+        self.stopping.set()
+
+    async def in_thread(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Computes in this worker's own thread (`ComputeThread`)."""
+        return await self._thread.in_thread(function, *args, **kwargs)
+
+    def close(self) -> None:
+        """Said by the supervisor when the run is over: the worker's thread may end."""
+        self._thread.close()

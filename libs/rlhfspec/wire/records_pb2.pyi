@@ -1,0 +1,192 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Envelope(_message.Message):
+    __slots__ = ("prompt", "sample", "score", "weights", "demand", "load", "step_report")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    DEMAND_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    STEP_REPORT_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    sample: Sample
+    score: Score
+    weights: Weights
+    demand: Demand
+    load: Load
+    step_report: StepReport
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("id", "job", "step", "prompt", "replica", "text", "token_ids", "columns_json", "seed", "weights_version")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    step: int
+    prompt: int
+    replica: int
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    columns_json: str
+    seed: int
+    weights_version: int
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., prompt: _Optional[int] = ..., replica: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., columns_json: _Optional[str] = ..., seed: _Optional[int] = ..., weights_version: _Optional[int] = ...) -> None: ...
+
+class Sample(_message.Message):
+    __slots__ = ("id", "job", "step", "prompt", "replica", "prompt_text", "prompt_token_ids", "columns_json", "text", "token_ids", "log_probs", "tempered_log_probs", "weights_versions", "finish_reason", "error", "num_verifications", "num_drafted", "num_accepted", "generator")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERED_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_VERIFICATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    GENERATOR_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    step: int
+    prompt: int
+    replica: int
+    prompt_text: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    columns_json: str
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    tempered_log_probs: _containers.RepeatedScalarFieldContainer[float]
+    weights_versions: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: str
+    error: str
+    num_verifications: int
+    num_drafted: int
+    num_accepted: int
+    generator: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., prompt: _Optional[int] = ..., replica: _Optional[int] = ..., prompt_text: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., columns_json: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., tempered_log_probs: _Optional[_Iterable[float]] = ..., weights_versions: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[str] = ..., num_verifications: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., generator: _Optional[str] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("id", "sample_id", "job", "step", "stage", "values", "components", "weights_version", "error")
+    class Component(_message.Message):
+        __slots__ = ("name", "value")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        value: float
+        def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    sample_id: str
+    job: str
+    step: int
+    stage: str
+    values: _containers.RepeatedScalarFieldContainer[float]
+    components: _containers.RepeatedCompositeFieldContainer[Score.Component]
+    weights_version: int
+    error: str
+    def __init__(self, id: _Optional[str] = ..., sample_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., stage: _Optional[str] = ..., values: _Optional[_Iterable[float]] = ..., components: _Optional[_Iterable[_Union[Score.Component, _Mapping]]] = ..., weights_version: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Weights(_message.Message):
+    __slots__ = ("id", "job", "version", "role", "uri", "digest")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    version: int
+    role: str
+    uri: str
+    digest: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., version: _Optional[int] = ..., role: _Optional[str] = ..., uri: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class Demand(_message.Message):
+    __slots__ = ("id", "job", "step", "round", "num_prompts")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    step: int
+    round: int
+    num_prompts: int
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., num_prompts: _Optional[int] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    GENERATOR_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PER_VERIFICATION_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    generator: str
+    step: int
+    num_running: int
+    num_waiting: int
+    num_finished: int
+    num_tokens: int
+    tokens_per_second: float
+    accepted_per_verification: float
+    strategy: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ...) -> None: ...
+
+class StepReport(_message.Message):
+    __slots__ = ("id", "job", "step", "weights_version", "weights_digest", "metrics_json")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    METRICS_JSON_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    step: int
+    weights_version: int
+    weights_digest: str
+    metrics_json: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., weights_version: _Optional[int] = ..., weights_digest: _Optional[str] = ..., metrics_json: _Optional[str] = ...) -> None: ...
