@@ -1,10 +1,11 @@
-"""Exactly on-policy (`training.exactOnPolicy`): the trainer's forward on the engine's kernels (docs/exact-on-policy.md).
+"""Exactly on-policy (`training.exactOnPolicy`): the trainer's forward on the engine's kernels.
 
 The engine's log-probs are, bit for bit, a function of the sequence and the weights; so a trainer that runs the same
 kernels finds the same bits, however it packs sequences, and the first ratio of a step is exactly 1.
 
 `ExactForward` takes the place of `rlhfspec.modeling.log_probs.TorchForward`; the model's parameters stay where they are
-and receive torch's gradients. It needs the CPU kernels, and about the memory of the weights once more.
+and receive torch's gradients. It needs the CPU kernels, and about the memory of the weights once more
+(docs/exact-on-policy.md).
 
 Example:
     >>> from rlhfspec.modeling.loading import prepared
@@ -142,11 +143,11 @@ class ExactForward(TorchForward):
         assert layout is not None, "exact attention outside a forward"
 
         def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
-            rows = (tensor[0].transpose(0, 1) for tensor in (q, k, v))  # [T, heads, D]
             kv = scratch.kv(layout.num_tokens, k.shape[1], k.shape[3])
             return tree_attention(
-                *rows, kv, 0, layout.meta, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s
-            )[None]
+                q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), kv, 0, layout.meta,  # [T, heads, D]
+                scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s,
+            )[None]  # fmt: skip
 
         def twin(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
             k, v = stored(k, scratch.dtype), stored(v, scratch.dtype)
@@ -163,7 +164,7 @@ class ExactForward(TorchForward):
                     s_aux=s,
                 )[0]
 
-        return exact(kernel, twin, query, key, value, sinks)  # type: ignore[arg-type]
+        return exact(kernel, twin, query, key, value, sinks)
 
     def _logits(self, batch: Packed) -> torch.Tensor:
         return final_logits(self.model, packed.hidden_states(self.model.base_model, batch))
@@ -249,7 +250,7 @@ class _Scratch:
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
            scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
            s_aux: torch.Tensor | None = None, **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The attention function transformers calls in every layer; what it ignores, the model's preparation proved idle."""
+    """The attention function transformers calls in every layer; the self check proves idle what is ignored here."""
     forward: ExactForward = module.rlhfspec_exact
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return forward.attention(module, query, key, value, scale, sliding_window, softcap or 0.0, s_aux), None

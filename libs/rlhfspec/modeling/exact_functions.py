@@ -4,7 +4,7 @@ Weights stored as bfloat16 by the kernels are rounded in the forward pass, and t
 rounding to the float32 parameters (as it does through the rounding of activations where the arithmetic does that).
 
 Example:
-    >>> layer = nn.Linear(3, 2)
+    >>> layer = torch.nn.Linear(3, 2)
     >>> packed = PackedLinear.from_linear(layer, dtype=torch.float32)
     >>> exact_linear(torch.ones(1, 3), layer.weight, layer.bias, packed).sum().backward()
     >>> layer.weight.grad.tolist()
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from rlhfspec.kernels import gumbel
@@ -28,29 +28,33 @@ _ROUNDING_ARITHMETICS = ("amx", "dpbf16")
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The value kept as `dtype`, in float32; its gradient is that of the value itself."""
-    return tensor if dtype == torch.float32 else _StraightThrough.apply(tensor, dtype)
+    return tensor if dtype == torch.float32 else _apply(_StraightThrough, tensor, dtype)
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedLinear) -> Tensor:
     """x [..., K], weight [N, K] (the parameter that `packed` holds in its own layout) -> [..., N]."""
-    return _Linear.apply(x, weight, bias, packed)  # type: ignore[no-any-return]
+    return _apply(_Linear, x, weight, bias, packed)
 
 
 def exact_gated_mlp(
     x: Tensor, matrices: tuple[Tensor, Tensor, Tensor], biases: tuple[Tensor | None, ...], packed: PackedGatedMLP
 ) -> Tensor:
     """x [..., H]; gate and up [I, H], down [N, I], and their three biases -> [..., N]."""
-    return _GatedMLP.apply(packed, x, *matrices, *biases)  # type: ignore[no-any-return]
+    return _apply(_GatedMLP, packed, x, *matrices, *biases)
 
 
-def exact(kernel: Callable[..., Tensor], twin: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def exact(kernel: Callable[..., Tensor], twin: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """kernel(*tensors), with the gradient of twin(*tensors): for what is cheap to compute once more."""
-    return _Kernel.apply(kernel, twin, *tensors)  # type: ignore[no-any-return]
+    return _apply(_Kernel, kernel, twin, *tensors)
 
 
 def exact_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """log_softmax(logits / temperature)[target], with the sampler's bits. logits [t, V], targets [t] -> [t]."""
-    return _LogProbs.apply(logits, targets, temperature)  # type: ignore[no-any-return]
+    return _apply(_LogProbs, logits, targets, temperature)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    return function.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -59,7 +63,7 @@ class _StraightThrough(torch.autograd.Function):
         return tensor.to(dtype).to(tensor.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -76,7 +80,7 @@ class _Linear(torch.autograd.Function):
         return packed(x)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         rows = grad.flatten(0, -2)  # [R, N]
@@ -98,7 +102,7 @@ class _GatedMLP(torch.autograd.Function):
         return packed(x)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         packed = ctx.packed
         _, wants_x, wants_gate, wants_up, wants_down, wants_gate_bias, wants_up_bias, wants_down_bias = (
             ctx.needs_input_grad
@@ -107,7 +111,7 @@ class _GatedMLP(torch.autograd.Function):
         wanted = (wants_x, wants_gate, wants_up, wants_gate_bias, wants_up_bias)
         leaves = _leaves((x, gate, up, gate_bias, up_bias), wanted)
         with torch.enable_grad():
-            hidden = _gated(*leaves, packed)  # [..., I]
+            hidden = _gated(packed, *leaves)  # [..., I]
         rows = grad.flatten(0, -2)
         read = _read(hidden.detach(), packed.arithmetic).flatten(0, -2)
         grad_x, grad_gate, grad_up, grad_gate_bias, grad_up_bias = _gradients(
@@ -119,7 +123,7 @@ class _GatedMLP(torch.autograd.Function):
 
 
 def _gated(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, packed: PackedGatedMLP
+    packed: PackedGatedMLP, x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> Tensor:
     """activation(gate(x)) * up(x), in torch: [..., H] -> [..., I]."""
     read = _read(x, packed.arithmetic)
@@ -140,7 +144,7 @@ class _Kernel(torch.autograd.Function):
         return kernel(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         leaves = _leaves(ctx.saved_tensors, ctx.needs_input_grad[2:])
         with torch.enable_grad():
             result = ctx.twin(*leaves)
@@ -169,7 +173,7 @@ class _LogProbs(torch.autograd.Function):
         return gumbel.token_log_probs(logits, targets.to(torch.int32), temperature)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, targets = ctx.saved_tensors
         slope = (logits / ctx.temperature).softmax(dim=1).neg_()  # [t, V]
         slope[torch.arange(len(targets)), targets] += 1
