@@ -54,15 +54,22 @@ class Model(Block):
 class Dataset(Block):
     path: str = Field(min_length=1, description="A .jsonl or .parquet file, a datasets folder, or a hub id.")
     split: str = Field("train", description="Of datasets that have splits.")
-    prompt_column: str | None = Field("prompt", description="Text to continue; null when messages are used.")
+    prompt_column: str | None = Field("prompt", description="Text to continue; null when messagesColumn is set.")
     messages_column: str | None = Field(None, description="Chat messages, through the tokenizer's template.")
     max_prompt_tokens: Positive = Field(512, description="Longer prompts are left out, and counted.")
     shuffle: bool = Field(True, description="By a function of the seed and the epoch; false: in order.")
     epochs: Positive | None = Field(None, description="Passes over the data before the job ends; null: no end.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _messages_instead(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("messagesColumn") is not None:
+            return {"promptColumn": None} | given
+        return given
+
 
 class Algorithm(Block):
-    """Fields that are null below take what `ALGORITHM_DEFAULTS` has for the algorithm."""
+    """What is left out takes what `ALGORITHM_DEFAULTS` has for the algorithm, else the default below."""
 
     name: AlgorithmName = Field("grpo", description="How rewards become advantages and advantages a loss.")
     samples_per_prompt: Positive = Field(8, description="Responses to each prompt; group algorithms need 2 or more.")
@@ -72,17 +79,24 @@ class Algorithm(Block):
     loss_aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-sum-constant"] = Field(
         "sequence-mean-token-mean", description="How token losses become one number."
     )
-    normalize_by_std: bool = Field(True, description="Divide a group's advantages by their standard deviation.")
+    normalize_by_std: bool = Field(
+        True, description="Divide a group's advantages by their deviation (grpo, dr-grpo, dapo, gspo)."
+    )
     whiten_advantages: bool = Field(False, description="Make a batch's token advantages mean 0, deviation 1.")
-    gamma: Fraction = Field(1.0, description="Discount a token; 1: the reward counts in full for every token.")
+    gamma: Fraction = Field(
+        1.0, description="Discount a token; 1: a reward counts in full everywhere (ppo, reinforce++)."
+    )
     gae_lambda: Fraction = Field(0.95, description="GAE's bias against variance (ppo).")
     value_clip: Rate = Field(0.2, description="Values move at most this far from the old ones (ppo).")
-    value_coefficient: Rate = Field(0.5, description="Weight of the value loss (ppo).")
+    value_coefficient: Rate = Field(0.5, description="Weight of the mean squared error of values (ppo).")
     kl_coefficient: Rate = Field(0.0, description="Weight of the KL to the reference; 0: no reference stage runs.")
     kl_placement: Literal["loss", "reward"] = Field("loss", description="Where the KL counts.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators; k3: low variance, >= 0.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="Schulman's; k3: low variance, >= 0. k1 is for the reward: in a loss its gradient has mean 0.",
+    )
     entropy_coefficient: Rate = Field(0.0, description="Weight of the entropy bonus.")
-    importance_cap: Rate | None = Field(
+    importance_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Truncated importance correction between generator and trainer: weights above it are cut."
     )
     dynamic_sampling: bool = Field(False, description="Groups whose rewards are all equal are replaced (DAPO).")
@@ -95,7 +109,7 @@ class Algorithm(Block):
     def _fill_in(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        defaults = ALGORITHM_DEFAULTS.get(given.get("name", "grpo"), {})
+        defaults = ALGORITHM_DEFAULTS.get(str(given.get("name", "grpo")), {})
         return {to_camel(name): value for name, value in defaults.items()} | given
 
 
@@ -107,7 +121,8 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "grpo": {"kl_coefficient": 0.04},
     "dr-grpo": {"normalize_by_std": False, "loss_aggregation": "sequence-sum-constant"},
-    "rloo": {"normalize_by_std": False, "kl_coefficient": 0.05, "kl_placement": "reward", "kl_estimator": "k1"},
+    "rloo": {"normalize_by_std": False, "kl_coefficient": 0.05, "kl_placement": "reward", "kl_estimator": "k1",
+             "loss_aggregation": "sequence-sum-constant"},
     "reinforce++": {
         "samples_per_prompt": 1, "whiten_advantages": True, "kl_coefficient": 0.01, "kl_placement": "reward",
         "kl_estimator": "k1", "loss_aggregation": "token-mean",
@@ -132,6 +147,7 @@ class Generation(Block):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="1: every token.")
     stop: list[str] = Field([], description="Strings that end a response, beside the model's own end.")
     speculation: Speculation = Field(Speculation(), description="How drafts are made.")
+    ignore_eos: bool = Field(False, description="Go on past the model's own end to maxTokens; for fixed lengths.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the engine keeps weights.")
     max_sequences: Positive = Field(64, description="Responses generated together by one generator.")
     kv_cache_tokens: Positive | None = Field(None, description="Memory for KV in tokens; null: for every response.")
@@ -140,13 +156,18 @@ class Generation(Block):
 class FunctionReward(Block):
     type: Literal["function"]
     function: str = Field(description="module:function; modules are found beside the job file too.")
-    batched: bool = Field(False, description="true: called once with lists; false: once a sample.")
+    batched: bool = Field(
+        False, description="true: called once a prompt group with lists (prompts, completions, columns)."
+    )
 
 
 class ModelReward(Block):
     type: Literal["model"]
     path: str = Field(min_length=1, description="A Hugging Face sequence-classification model; one output, or label.")
     label: int | None = Field(None, ge=0, description="Which output counts; null: the model has one.")
+    chat_template: bool = Field(
+        False, description="true: one exchange in the model's chat template; false: prompt followed by response."
+    )
 
 
 class HttpReward(Block):

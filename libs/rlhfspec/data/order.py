@@ -33,6 +33,15 @@ IndexArray = NDArray[np.int64]
 _KEPT = 4  # permutations; a step touches two epochs at most when the data is larger than the step
 
 
+def num_steps(num_rows: int, prompts_per_step: int, epochs: int | None) -> int | None:
+    """Steps that the epochs fill; None when the data never ends.
+
+    >>> num_steps(10, 4, 1), num_steps(10, 4, 2), num_steps(10, 4, None)
+    (2, 5, None)
+    """
+    return None if epochs is None else epochs * num_rows // prompts_per_step
+
+
 @dataclass(slots=True, kw_only=True)
 class Order:
     """epochs: None goes round for ever. shuffle False: in the rows' own order; demands are drawn by the seed still."""
@@ -56,7 +65,7 @@ class Order:
     @property
     def last_step(self) -> int | None:
         """The last step the epochs fill; None when the data never ends."""
-        return None if self.epochs is None else self.epochs * self.num_rows // self.prompts_per_step
+        return num_steps(self.num_rows, self.prompts_per_step, self.epochs)
 
     def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
         """Rows of a step (round 0) or of one of its demands; `count` at most `prompts_per_step`, all by default."""

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlhfspec.errors import Problem
-from rlhfspec.job import FunctionSource, RewardSource, RLHFJob
+from rlhfspec.job import FunctionSource, RewardSource, RLHFJob, Workers
 from rlhfspec.job_file.problems import place_of
 from rlhfspec.job_file.yaml_text import Path_
 
@@ -90,8 +90,6 @@ def _check_algorithm(job: RLHFJob) -> Iterator[Finding]:
     for field, clip in (("clipLow", algorithm.clip_low), ("clipHigh", algorithm.clip_high)):
         if clip == 0:
             yield Finding(field=f"{path}.{field}", value=clip, problem="0 clips every ratio: must be > 0, such as 0.2")
-    if algorithm.importance_cap == 0:
-        yield Finding(field=f"{path}.importanceCap", value=0.0, problem="0 cuts every weight: null (off) or >= 1")
     if algorithm.overlong_buffer >= job.spec.generation.max_tokens:
         yield Finding(
             field=f"{path}.overlongBuffer", value=algorithm.overlong_buffer,
@@ -146,7 +144,7 @@ def _check_generation(job: RLHFJob) -> Iterator[Finding]:
 def _check_rewards(job: RLHFJob) -> Iterator[Finding]:
     sources, path = job.spec.rewards.sources, "spec.rewards.sources"
     for index, source in enumerate(sources):
-        yield from _check_source(source, f"{path}.{index}", job.spec.roles.reward.deadline_seconds)
+        yield from _check_source(source, f"{path}.{index}", job.spec.roles.reward)
     counts = Counter(map(_shown_name, sources))
     for index, source in enumerate(sources):
         name = _shown_name(source)
@@ -161,18 +159,23 @@ def _check_rewards(job: RLHFJob) -> Iterator[Finding]:
         )
 
 
-def _check_source(source: RewardSource, path: str, deadline_seconds: float) -> Iterator[Finding]:
+def _check_source(source: RewardSource, path: str, role: Workers) -> Iterator[Finding]:
     if isinstance(source, FunctionSource) and not _MODULE_MEMBER.match(source.function):
         yield Finding(
             field=f"{path}.function", value=source.function,
             problem="must be module:function, such as rewards:exact for the function exact in rewards.py",
         )  # fmt: skip
+    if isinstance(source, FunctionSource) and source.batched and role.workers > 1:
+        yield Finding(
+            field=f"{path}.batched", value=True, depends_on=("spec.roles.reward.workers",),
+            problem="a whole group must meet in one place: must be false, or roles.reward.workers 1",
+        )  # fmt: skip
     longest = source.timeout_seconds * (source.retries + 1)
-    if longest >= deadline_seconds:
+    if longest >= role.deadline_seconds:
         yield Finding(
             field=f"{path}.timeoutSeconds", value=source.timeout_seconds,
             problem=f"with {source.retries} retries a sample may take {longest:g} s, over roles.reward.deadlineSeconds "
-            f"({deadline_seconds:g}): lower it, or raise the deadline",
+            f"({role.deadline_seconds:g}): lower it, or raise the deadline",
             depends_on=(f"{path}.retries", "spec.roles.reward.deadlineSeconds"),
         )  # fmt: skip
 

@@ -1,0 +1,42 @@
+"""What is allowed and probably not meant. Said by `validate`, never an error.
+
+Example:
+    >>> from rlhfspec.job import RLHFJob
+    >>> job = RLHFJob.model_validate({
+    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
+    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "generation": {"topK": 5},
+    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]}},
+    ... })
+    >>> list(remarks(job))
+    ['generation.topK: a mask is part of sampling and not of the trained log-probs; importanceCap corrects for it']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhfspec.job import RLHFJob
+
+
+def remarks(job: RLHFJob) -> Iterator[str]:
+    algorithm, generation, training = job.spec.algorithm, job.spec.generation, job.spec.training
+    no_correction = algorithm.importance_cap is None
+    masked = generation.top_k > 0 or generation.top_p < 1
+    num_updates = training.steps * training.epochs * training.mini_batches
+    said = {
+        f"generation.{'topK' if generation.top_k else 'topP'}: a mask is part of sampling and not of the trained "
+        "log-probs; importanceCap corrects for it": masked and no_correction,
+        "training.maxStaleness: nothing corrects for stale samples; set algorithm.importanceCap, such as 2": (
+            training.max_staleness > 0 and no_correction
+        ),
+        "algorithm.klEstimator: k1 in the loss has a gradient of mean 0; take k2 or k3, or klPlacement: reward": (
+            algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1"
+        ),
+        "model.reference: not used while algorithm.klCoefficient is 0": (
+            job.spec.model.reference is not None and algorithm.kl_coefficient == 0
+        ),
+        f"training.schedule.warmupSteps: the rate is never reached in {num_updates} optimizer steps": (
+            training.schedule.warmup_steps >= num_updates
+        ),
+    }
+    yield from (text for text, holds in said.items() if holds)

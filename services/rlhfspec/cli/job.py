@@ -1,0 +1,131 @@
+"""`rlhfspec validate`, `init` and `schema`: the commands around a job file. None of them imports torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from rlhfspec.cli.problems import exit_on_problems, refuse
+from rlhfspec.job import AlgorithmName, RLHFJob
+from rlhfspec.job_file import read_job
+from rlhfspec.job_file.paths import MADE_HERE
+from rlhfspec.job_file.remarks import remarks
+from rlhfspec.job_file.schema import json_schema, structural_schema
+from rlhfspec.job_file.template import DEFAULT_DATA, DEFAULT_MODEL, REWARD_MODULE, Choices, job_text
+
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file: YAML or JSON.", show_default=False)]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change a field of spec, such as training.steps=3. Repeatable."),
+]
+
+
+def validate(
+    job: Job,
+    overrides: Set = None,
+    prompts: Annotated[bool, typer.Option("--prompts", help="Also run every prompt through the tokenizer.")] = False,
+) -> None:
+    """Check a job and its data, and say in short what it would do."""
+    with exit_on_problems():
+        checked = read_job(job, overrides or [])
+        _check_made_here(checked)
+        lines = [*_summary(checked), *_data_lines(checked, prompts)]
+    typer.echo(f"{job}: valid")
+    for line in lines:
+        typer.echo(f"  {line}")
+    for remark in remarks(checked):
+        typer.echo(f"  remark: {remark}")
+
+
+def init(
+    job: Job,
+    model: Annotated[str, typer.Option(help="Folder or hub id of the policy.")] = DEFAULT_MODEL,
+    data: Annotated[str, typer.Option(help="A .jsonl or .parquet file, datasets folder, hub id.")] = DEFAULT_DATA,
+    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(AlgorithmName))}.")] = "grpo",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the job file if there is one.")] = False,
+) -> None:
+    """Write a commented job to start from, and rewards.py beside it when there is none."""
+    if algorithm not in get_args(AlgorithmName):
+        refuse(f"--algorithm: must be one of {', '.join(get_args(AlgorithmName))} (got {algorithm!r})")
+    if job.exists() and not force:
+        refuse(f"{job}: exists; give --force to overwrite it")
+    if not job.parent.is_dir():
+        refuse(f"{job}: the folder {job.parent} does not exist")
+    name = re.sub(r"[^a-z0-9]+", "-", job.stem.lower()).strip("-")[:52].strip("-") or "my-run"
+    rewards = job.parent / "rewards.py"
+    try:
+        job.write_text(job_text(Choices(name=name, model=model, data=data, algorithm=algorithm)), encoding="utf-8")
+        if not rewards.exists():
+            rewards.write_text(REWARD_MODULE, encoding="utf-8")
+    except OSError as error:
+        refuse(f"{job}: cannot be written: {error.strerror}")
+    typer.echo(f"wrote {job}; its reward is in {rewards}")
+    typer.echo(f"next: rlhfspec validate {job}")
+
+
+def schema(
+    crd: Annotated[bool, typer.Option("--crd", help="The structural form of a Kubernetes custom resource.")] = False,
+) -> None:
+    """Print the schema of a job: JSON Schema for editors, or openAPIV3Schema for Kubernetes."""
+    typer.echo(json.dumps(structural_schema() if crd else json_schema(), indent=2))
+
+
+def register(app: typer.Typer) -> None:
+    for command in (validate, init, schema):
+        app.command()(command)
+
+
+def _check_made_here(job: RLHFJob) -> None:
+    """Names of models and data that are made on this machine are looked up; nothing is made yet."""
+    model = job.spec.model
+    for path in (model.path, model.tokenizer, model.drafter, model.reference, model.critic, job.spec.dataset.path):
+        if path is not None and path.startswith(MADE_HERE):
+            from rlhfspec.tiny import check
+
+            check(path)
+
+
+def _summary(job: RLHFJob) -> list[str]:
+    spec = job.spec
+    algorithm, training = spec.algorithm, spec.training
+    num_samples = training.prompts_per_step * algorithm.samples_per_prompt
+    rewards = ", ".join(f"{source.weight:g} * {source.type}" for source in spec.rewards.sources)
+    return [
+        f"model       {spec.model.path}" + (f", LoRA of rank {spec.model.lora.rank}" if spec.model.lora else ""),
+        f"algorithm   {algorithm.name}, KL {algorithm.kl_coefficient:g} in the {algorithm.kl_placement}",
+        f"step        {training.prompts_per_step} prompts x {algorithm.samples_per_prompt} = {num_samples} samples of "
+        f"at most {spec.generation.max_tokens} tokens, speculation {spec.generation.speculation.mode}",
+        f"training    {training.steps} steps, {training.optimizer.name} at {training.optimizer.learning_rate:g}, "
+        f"seed {training.seed}",
+        f"rewards     {rewards}",
+    ]
+
+
+def _data_lines(job: RLHFJob, with_tokenizer: bool) -> list[str]:
+    """Reads the data when it lies on this machine; prompts are tokenized only when asked for."""
+    from rlhfspec.data import Prompts, load_rows, load_tokenizer
+    from rlhfspec.data.order import num_steps
+    from rlhfspec.data.shape import check_rows
+
+    dataset, spec = job.spec.dataset, job.spec
+    if not Path(dataset.path).is_absolute():
+        return [f"data        {dataset.path} (not read: it is not on this machine yet)"]
+    rows = load_rows(dataset)
+    check_rows(rows, dataset)
+    lines = [f"data        {dataset.path}, {len(rows)} rows"]
+    num_prompts = len(rows)
+    if with_tokenizer:
+        prompts = Prompts(rows, load_tokenizer(spec.model), dataset, spec.training.seed, spec.training.prompts_per_step)
+        num_prompts = len(prompts)
+        lengths = [len(prompts[index].token_ids) for index in range(num_prompts)]
+        lines.append(
+            f"prompts     {num_prompts} of {min(lengths)} to {max(lengths)} tokens, {prompts.num_too_long} too long"
+        )
+    last = num_steps(num_prompts, spec.training.prompts_per_step, dataset.epochs)
+    if last is not None and last < spec.training.steps:
+        lines.append(f"remark: the data ends after step {last} of {spec.training.steps} (dataset.epochs)")
+    return lines
