@@ -38,7 +38,9 @@ class Critic(nn.Module):
 
     def forward(self, batch: Packed) -> torch.Tensor:
         """Values [t], float32, of the states before each response token."""
-        return self.score(hidden_states(self.trunk, batch))[:, 0].float()  # type: ignore[no-any-return]
+        hidden = hidden_states(self.trunk, batch)
+        with torch.autocast(hidden.device.type, enabled=False):  # a value has few significant digits to lose
+            return self.score(hidden.to(self.score.weight.dtype))[:, 0].float()  # type: ignore[no-any-return]
 
     def save(self, folder: Path) -> None:
         """A folder that `load_critic` opens: the trunk's configuration and all weights."""

@@ -39,9 +39,16 @@ def add_lora(model: Any, lora: job.Lora, *, seed: int) -> None:
         parameter.requires_grad_(_is_adapter(name))
 
 
-def adapter_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The update alone; shares memory with the model."""
-    return {name: tensor for name, tensor in model.state_dict().items() if _is_adapter(name)}
+def adapters(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The update alone."""
+    return {name: tensor for name, tensor in state_dict.items() if _is_adapter(name)}
+
+
+def set_dropout(model: torch.nn.Module, on: bool) -> None:
+    """Of the update; the model's own stays off."""
+    for name, module in model.named_modules():
+        if ".lora_dropout." in name:
+            module.train(on)
 
 
 def merged_state(state_dict: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:

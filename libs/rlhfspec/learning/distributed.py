@@ -1,0 +1,160 @@
+"""Several ranks train as one: the same rollouts everywhere, micro-batches and weights shared out by rule.
+
+Launched by torchrun, rank 0 runs the job and the others follow its commands; alone, nothing of this costs anything.
+Every wait has a deadline, and says what it waited for.
+
+Example:
+    >>> import torch
+    >>> ranks = Ranks()
+    >>> ranks.num_ranks, ranks.add(torch.tensor([1.0])).tolist(), ranks.gathered("mine")
+    (1, [1.0], ['mine'])
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from rlhfspec.errors import StageStalled
+from rlhfspec.learning.rollouts import Rollouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Which of how many this process is. What the ranks do together, all have to call."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def mine(self, micro_batches: list[list[int]]) -> list[list[int]]:
+        """This rank's share of micro-batches whose number is a multiple of the ranks'."""
+        return micro_batches[self.rank :: self.num_ranks]
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks."""
+        if self.num_ranks > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gathered(self, thing: Any) -> list[Any]:
+        """Everybody's, by rank."""
+        things = [thing]
+        if self.num_ranks > 1:
+            things = [None] * self.num_ranks
+            dist.all_gather_object(things, thing)
+        return things
+
+    def shard(self, module: nn.Module, trunk: Any) -> None:
+        """FSDP2: each rank keeps a share of every weight and of its optimizer state; blocks are whole when they run."""
+        if self.num_ranks == 1:
+            return
+        mesh = init_device_mesh("cpu", (self.num_ranks,))
+        for part in (*_blocks(trunk), module):
+            fully_shard(part, mesh=mesh)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):  # losses are weighted over the whole mini-batch: gradients add up
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def joined(*, timeout_seconds: float) -> Iterator[Ranks]:
+    """The ranks that torchrun started, or this process alone. The timeout is of one exchange between ranks."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks == 1:
+        yield Ranks()
+        return
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+    try:
+        yield Ranks(rank=dist.get_rank(), num_ranks=num_ranks)
+    finally:
+        dist.destroy_process_group()
+
+
+class Follows(Protocol):
+    """What ranks do together: the learner's methods that exchange something."""
+
+    def learn(self, rollouts: Rollouts) -> Any: ...
+    def policy_state(self) -> dict[str, Tensor]: ...
+    def critic_state(self) -> dict[str, Tensor]: ...
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Leader:
+    """The learner on rank 0: calls each method on all ranks. `close` lets the others go."""
+
+    def __init__(self, learner: Any, ranks: Ranks) -> None:
+        self._learner = learner
+        self._ranks = ranks
+
+    def learn(self, rollouts: Rollouts) -> Any:
+        self._command("learn", rollouts)
+        return self._learner.learn(rollouts)
+
+    def policy_state(self) -> dict[str, Tensor]:
+        self._command("policy_state")
+        return self._learner.policy_state()  # type: ignore[no-any-return]
+
+    def critic_state(self) -> dict[str, Tensor]:
+        self._command("critic_state")
+        return self._learner.critic_state()  # type: ignore[no-any-return]
+
+    def state(self) -> dict[str, Any]:
+        self._command("state")
+        return self._learner.state()  # type: ignore[no-any-return]
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._command("load_state", state)
+        self._learner.load_state(state)
+
+    def close(self) -> None:
+        self._command("stop")
+
+    @property
+    def version(self) -> int:
+        return int(self._learner.version)
+
+    def _command(self, name: str, *arguments: Any) -> None:
+        if self._ranks.num_ranks > 1:
+            dist.broadcast_object_list([(name, arguments)], src=0)
+
+
+def follow(learner: Follows, ranks: Ranks, *, silence_seconds: float) -> None:
+    """Ranks other than 0: do what rank 0 does until it says stop.
+
+    Rank 0 is busy with the other stages for most of a step, so it may be silent for as long as a step takes.
+    """
+    assert ranks.rank > 0, "rank 0 leads"
+    while True:
+        name, arguments = _next_command(ranks, silence_seconds)
+        if name == "stop":
+            return
+        getattr(learner, name)(*arguments)
+
+
+def _next_command(ranks: Ranks, silence_seconds: float) -> tuple[str, tuple[Any, ...]]:
+    said: list[Any] = [None]
+    try:
+        dist.broadcast_object_list(said, src=0)
+    except RuntimeError as error:
+        problem = f"waited for a command of rank 0, which is gone or said nothing for {silence_seconds:g} s: {error}"
+        raise StageStalled("trainer", ranks.rank, "a command of rank 0", silence_seconds, problem) from error
+    command: tuple[str, tuple[Any, ...]] = said[0]
+    return command
+
+
+def _blocks(trunk: Any) -> list[nn.Module]:
+    """The layers of a trunk: its longest list of modules."""
+    lists = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])

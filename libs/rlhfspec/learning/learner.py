@@ -1,0 +1,323 @@
+"""The learner: a step's rollouts in, new weights out. Everything is a function of the sorted step and the state.
+
+    targets  = what each token is trained towards (algorithms.prepare)
+    for each epoch, for each mini-batch (samples in id order):
+        for each micro-batch (packing): forward, loss, backward; gradients add up to the mini-batch's
+        clip, optimizer step, schedule step
+
+Old log-probs are those of the trainer's own forward before the first update. With a single update a step, nothing has
+moved when they are needed, so that the update's own forward gives them.
+
+Bits depend on the number of threads, which is fixed when the learner is made.
+
+Example:
+    >>> learner = Learner.from_spec(spec)                     # doctest: +SKIP
+    >>> report = learner.learn(Rollouts.of(samples, scores))  # doctest: +SKIP
+    >>> report.version, report.metrics["policy_loss"]         # doctest: +SKIP
+    (1, -0.0132)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhfspec import job
+from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
+from rlhfspec.learning.aggregation import token_indices
+from rlhfspec.learning.algorithms import (
+    Targets,
+    TokenTerms,
+    needs_policy_log_probs,
+    policy_terms,
+    prepare,
+    scoring_stages,
+    value_terms,
+)
+from rlhfspec.learning.distributed import Ranks
+from rlhfspec.learning.network import Network, State
+from rlhfspec.learning.packing import pack, split_evenly
+from rlhfspec.learning.rollouts import Rollouts
+from rlhfspec.learning.tally import Tally
+from rlhfspec.modeling import lora
+from rlhfspec.modeling.critic import Critic, load_critic
+from rlhfspec.modeling.loading import load_policy
+from rlhfspec.modeling.log_probs import PolicyForward, TorchForward
+from rlhfspec.modeling.packed import Packed, pack_sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnReport:
+    """One trained step. Metrics are Python floats, a function of the step and the state."""
+
+    version: int  # of the weights after it
+    metrics: dict[str, float]
+    advantages: Tensor  # [T] as trained towards
+    log_probs: Tensor  # [T] the trainer's, before the step's first update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """The samples of one optimizer step, and how this rank's forwards share them."""
+
+    samples: range
+    micro_batches: list[list[int]]  # of indices into the step; empty ones keep ranks in step
+
+
+class Learner:
+    def __init__(
+        self,
+        spec: job.Spec,
+        policy: Any,
+        critic: Critic | None = None,
+        *,
+        ranks: Ranks | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """`policy` and `critic` as `load_policy` and `load_critic` make them; they are trained in place."""
+        self.version = 0
+        self._spec = spec
+        self._ranks = ranks or Ranks()
+        self._num_threads = num_threads or torch.get_num_threads()
+        self._policy = policy
+        self._forward = _policy_forward(spec, policy, self._ranks)
+        training = spec.training
+        self._policy_network = Network(policy, training.optimizer, training, field="training.optimizer")
+        self._critic_network: Network | None = None
+        if "critic" in scoring_stages(spec.algorithm):
+            assert critic is not None, "this algorithm trains a critic"
+            self._ranks.shard(critic, critic.trunk)
+            settings = training.critic_optimizer
+            self._critic_network = Network(critic, settings, training, field="training.criticOptimizer")
+
+    @classmethod
+    def from_spec(cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None) -> Learner:
+        policy = load_policy(spec.model, seed=spec.training.seed)
+        critic = load_critic(spec.model) if "critic" in scoring_stages(spec.algorithm) else None
+        return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads)
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def learn(self, rollouts: Rollouts) -> LearnReport:
+        """Train one step. NumericalError leaves the weights as the last good update made them."""
+        torch.set_num_threads(self._num_threads)  # threads of a process do not inherit it from each other
+        algorithm, epochs = self._spec.algorithm, self._spec.training.epochs
+        tally = Tally(rollouts.num_tokens)
+        minis = self._mini_batches(rollouts)
+        if len(minis) * epochs > 1 or needs_policy_log_probs(algorithm) or self._lora_dropout:
+            self._keep_old_log_probs(rollouts, minis, tally)
+        old = tally.share_log_probs(self._ranks) if tally.has_old_log_probs else None
+        targets, metrics = prepare(
+            algorithm, rollouts, policy_log_probs=old, max_tokens=self._spec.generation.max_tokens
+        )
+        for _ in range(epochs):
+            for mini in minis:
+                self._update(rollouts, targets, mini, tally)
+        log_probs = tally.share_log_probs(self._ranks)
+        metrics |= tally.metrics(rollouts, self._ranks, epochs=epochs)
+        metrics["staleness_max"] = float(self.version - int(rollouts.weights_versions.min()))
+        self.version += 1
+        return LearnReport(version=self.version, metrics=metrics, advantages=targets.advantages, log_probs=log_probs)
+
+    def _mini_batches(self, rollouts: Rollouts) -> list[MiniBatch]:
+        prompts = torch.tensor([len(prompt) for prompt in rollouts.prompt_token_ids])
+        lengths: list[int] = (prompts + rollouts.lengths - 1).tolist()  # of rows: the last token is not run
+        training = self._spec.training
+        minis = []
+        for samples in split_evenly(rollouts.num_samples, training.mini_batches):
+            packed = pack(
+                [lengths[sample] for sample in samples],
+                training.tokens_per_micro_batch,
+                multiple_of=self._ranks.num_ranks,
+            )
+            shares = self._ranks.mine(packed)
+            minis.append(MiniBatch(samples=samples, micro_batches=[[samples[i] for i in micro] for micro in shares]))
+        return minis
+
+    @torch.no_grad()
+    def _keep_old_log_probs(self, rollouts: Rollouts, minis: Sequence[MiniBatch], tally: Tally) -> None:
+        """A forward of everything before anything moves, in the packing of the updates."""
+        for mini in minis:
+            for micro in mini.micro_batches:
+                with self._autocast():
+                    out = self._forward(_packed(rollouts, micro or [mini.samples[0]]))
+                if micro:
+                    tally.keep_log_probs(_tokens(rollouts, micro), out.log_probs, out.untempered)
+        tally.share_log_probs(self._ranks)
+
+    def _update(self, rollouts: Rollouts, targets: Targets, mini: MiniBatch, tally: Tally) -> None:
+        """One optimizer step of the policy, then of the critic."""
+        of_mini = targets.mini_batch(self._spec.algorithm, mini.samples, max_tokens=self._spec.generation.max_tokens)
+
+        def targets_of(micro: list[int]) -> Targets:
+            return of_mini.select([sample - mini.samples.start for sample in micro])
+
+        def policy(micro: list[int]) -> TokenTerms:
+            return self._policy_terms(rollouts, micro, targets_of(micro), tally)
+
+        def critic(micro: list[int]) -> TokenTerms:
+            return self._critic_terms(rollouts, micro, targets_of(micro), tally)
+
+        self._step(self._policy_network, "policy", policy, rollouts, mini, tally)
+        self._forward.weights_changed()
+        if self._critic_network is not None:
+            self._step(self._critic_network, "critic", critic, rollouts, mini, tally)
+
+    def _policy_terms(self, rollouts: Rollouts, micro: list[int], targets: Targets, tally: Tally) -> TokenTerms:
+        algorithm = self._spec.algorithm
+        with self._autocast(), self._dropout(micro[0]):
+            out = self._forward(_packed(rollouts, micro), entropy_gradient=algorithm.entropy_coefficient > 0)
+        _watch(tally, rollouts, micro, out.log_probs, "log-probs")
+        tokens = _tokens(rollouts, micro)
+        if not tally.has_old_log_probs:
+            tally.keep_log_probs(tokens, out.log_probs, out.untempered)
+        return policy_terms(algorithm, out.log_probs, tally.old(tokens), targets, out.entropy)
+
+    def _critic_terms(self, rollouts: Rollouts, micro: list[int], targets: Targets, tally: Tally) -> TokenTerms:
+        assert self._critic_network is not None
+        with self._autocast():
+            values = self._critic_network.module(_packed(rollouts, micro))
+        _watch(tally, rollouts, micro, values, "values")
+        return value_terms(self._spec.algorithm, values, targets)
+
+    def _step(
+        self,
+        network: Network,
+        name: str,
+        terms_of: Callable[[list[int]], TokenTerms],
+        rollouts: Rollouts,
+        mini: MiniBatch,
+        tally: Tally,
+    ) -> None:
+        """Gather the mini-batch's gradients, look at them, and only then let the optimizer have them."""
+        for micro in mini.micro_batches:
+            if micro:
+                terms = terms_of(micro)
+                terms.loss.backward()  # type: ignore[no-untyped-call]
+                tally.add(terms)
+            else:  # shares of weights are exchanged in every forward: a rank without work runs one for nothing
+                self._idle(network, rollouts)
+        norm = network.grad_norm()
+        problem = next(filter(None, self._ranks.gathered(tally.problem)), None)
+        if problem is None and not math.isfinite(norm):
+            problem = self._blame(network, terms_of, rollouts, mini)
+        if problem is not None:
+            network.forget_gradients()
+            raise NumericalError(f"step {self.version + 1}: {name}: {problem}; nothing was trained on it")
+        tally.add_update(name, network.update(norm))
+
+    def _idle(self, network: Network, rollouts: Rollouts) -> None:
+        batch = _packed(rollouts, [0])
+        with self._autocast():
+            out = self._forward(batch).log_probs if network is self._policy_network else network.module(batch)
+        (out.sum() * 0).backward()
+
+    def _blame(
+        self, network: Network, terms_of: Callable[[list[int]], TokenTerms], rollouts: Rollouts, mini: MiniBatch
+    ) -> str:
+        """Whose gradient is not finite: tried one by one, where no other rank has to keep in step."""
+        for sample in mini.samples if self._ranks.num_ranks == 1 else ():
+            network.forget_gradients()
+            terms_of([sample]).loss.backward()  # type: ignore[no-untyped-call]
+            if not math.isfinite(network.grad_norm()):
+                return f"the gradient of sample {rollouts.ids[sample]} is not finite"
+        first, last = (rollouts.ids[sample] for sample in (mini.samples[0], mini.samples[-1]))
+        return f"the gradient of samples {first} to {last} together is not finite"
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self._spec.training.autocast == "bfloat16")
+
+    @property
+    def _lora_dropout(self) -> bool:
+        return self._spec.model.lora is not None and self._spec.model.lora.dropout > 0
+
+    @contextmanager
+    def _dropout(self, sample: int) -> Iterator[None]:
+        """The update's own dropout, while it is trained only; drawn from the seed, so that no state has to be kept."""
+        if not self._lora_dropout:
+            yield
+            return
+        with torch.random.fork_rng():
+            drawn = f"{self._spec.training.seed}:{self._policy_network.num_updates}:{sample}"
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(drawn.encode(), digest_size=7).digest(), "little"))
+            lora.set_dropout(self._policy, True)
+            try:
+                yield
+            finally:
+                lora.set_dropout(self._policy, False)
+
+    # -- weights and state ----------------------------------------------------------------------------------
+
+    def policy_state(self) -> dict[str, Tensor]:
+        """The policy under plain Hugging Face names, LoRA merged. Shares memory: copy it to keep it past `learn`."""
+        weights = self._policy_network.weights()
+        update = self._spec.model.lora
+        return weights if update is None else lora.merged_state(weights, update.alpha / update.rank)
+
+    def critic_state(self) -> dict[str, Tensor]:
+        """The critic under the names of `modeling.critic.Critic`. Shares memory likewise."""
+        if self._critic_network is None:
+            raise InvalidRequest("algorithm.name", self._spec.algorithm.name, "trains no critic")
+        return self._critic_network.weights()
+
+    def state(self) -> State:
+        """All that the next step depends on: nested dictionaries of tensors and numbers. Shares memory likewise."""
+        weights = self._policy_network.weights()
+        state: State = {
+            "version": self.version,
+            "policy": weights if self._spec.model.lora is None else lora.adapters(weights),
+            "policy_optimizer": self._policy_network.optimizer_state(),
+        }
+        if self._critic_network is not None:
+            state["critic"] = self._critic_network.weights()
+            state["critic_optimizer"] = self._critic_network.optimizer_state()
+        return state
+
+    def load_state(self, state: State) -> None:
+        """Go on from here: what follows is bit for bit what would have followed."""
+        if ("critic" in state) != (self._critic_network is not None):
+            raise StorageError("checkpoint", "it has a critic and the job none, or the other way round")
+        self.version = int(state["version"])
+        self._policy_network.load_weights(state["policy"])
+        self._policy_network.load_optimizer_state(state["policy_optimizer"])
+        if self._critic_network is not None:
+            self._critic_network.load_weights(state["critic"])
+            self._critic_network.load_optimizer_state(state["critic_optimizer"])
+        self._forward.weights_changed()
+
+
+def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks) -> PolicyForward:
+    temperature = spec.generation.temperature
+    if spec.training.exact_on_policy:
+        if ranks.num_ranks > 1:
+            raise InvalidRequest("training.exactOnPolicy", True, f"runs on one rank, not on {ranks.num_ranks}")
+        from rlhfspec.modeling.exact import ExactForward, check_exact
+
+        check_exact(spec)
+        max_context = spec.dataset.max_prompt_tokens + spec.generation.max_tokens
+        return ExactForward(policy, temperature, max_context=max_context, dtype=spec.generation.dtype)
+    forward = TorchForward(policy, temperature)
+    ranks.shard(forward, policy.base_model)
+    return forward
+
+
+def _packed(rollouts: Rollouts, samples: Sequence[int]) -> Packed:
+    tokens = torch.split(rollouts.token_ids[_tokens(rollouts, samples)], rollouts.lengths[list(samples)].tolist())
+    prompts = [rollouts.prompt_token_ids[sample] for sample in samples]
+    return pack_sequences(prompts, [part.tolist() for part in tokens])
+
+
+def _tokens(rollouts: Rollouts, samples: Sequence[int]) -> Tensor:
+    return token_indices(rollouts.lengths, torch.tensor(list(samples)))
+
+
+def _watch(tally: Tally, rollouts: Rollouts, samples: Sequence[int], numbers: Tensor, what: str) -> None:
+    ids = [rollouts.ids[sample] for sample in samples]
+    tally.watch(ids, rollouts.lengths[list(samples)].tolist(), numbers.detach(), what)

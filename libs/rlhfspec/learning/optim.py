@@ -1,0 +1,117 @@
+"""Optimizers and schedules from a job: any class of torch, or one's own.
+
+Example:
+    >>> parameter = torch.nn.Parameter(torch.zeros(2))
+    >>> settings = job.Optimizer(name="SGD", learningRate=0.5, arguments={"momentum": 0.9})
+    >>> optimizer = make_optimizer([parameter], settings, field="training.optimizer")
+    >>> schedule = make_schedule(optimizer, job.Schedule(name="linear", warmupSteps=1), num_updates=3)
+    >>> rates = []
+    >>> for _ in range(3):
+    ...     rates.append(schedule.get_last_lr()[0])
+    ...     optimizer.step(); schedule.step()
+    >>> rates
+    [0.25, 0.5, 0.25]
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from rlhfspec import job
+from rlhfspec.errors import InvalidRequest
+
+_REFUSED = {
+    "LBFGS": "it evaluates the loss several times a step",
+    "SparseAdam": "no gradient here is sparse",
+    "ReduceLROnPlateau": "it needs a number to watch, and what a step brings is too noisy for it",
+}
+
+
+def make_optimizer(
+    parameters: Iterable[torch.nn.Parameter], settings: job.Optimizer, *, field: str
+) -> torch.optim.Optimizer:
+    """Over the parameters that take gradients; one kernel for all of them where the optimizer has one."""
+    known = _class(settings.name, torch.optim, torch.optim.Optimizer, f"{field}.name")
+    arguments = dict(settings.arguments)
+    if "lr" in arguments:
+        raise InvalidRequest(f"{field}.arguments", settings.arguments, f"lr is given by {field}.learningRate")
+    if settings.name in ("Adam", "AdamW", "SGD", "Adagrad"):
+        arguments = {"fused": not {"fused", "foreach", "differentiable"} & set(arguments)} | arguments
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    try:
+        return known(trained, lr=settings.learning_rate, **arguments)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(f"{field}.arguments", settings.arguments, f"{settings.name} refuses: {error}") from error
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, settings: job.Schedule, *, num_updates: int
+) -> lr_scheduler.LRScheduler:
+    """Stepped once an optimizer step; `num_updates` are all of the job's."""
+    field = "training.schedule"
+    if settings.name in SHAPES:
+        if settings.arguments:
+            raise InvalidRequest(f"{field}.arguments", settings.arguments, f"{settings.name} takes none")
+        return lr_scheduler.LambdaLR(optimizer, _warmed_up(SHAPES[settings.name], settings.warmup_steps, num_updates))
+    known = _class(settings.name, lr_scheduler, lr_scheduler.LRScheduler, f"{field}.name", also=tuple(SHAPES))
+    if settings.warmup_steps:
+        problem = f"only {', '.join(SHAPES)} warm up; give {settings.name} what it needs in arguments"
+        raise InvalidRequest(f"{field}.warmupSteps", settings.warmup_steps, problem)
+    try:
+        return known(optimizer, **settings.arguments)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidRequest(f"{field}.arguments", settings.arguments, f"{settings.name} refuses: {error}") from error
+
+
+def _constant(_: float) -> float:
+    return 1.0
+
+
+def _linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+# What is left of the rate after a share of the updates behind the warm-up; 0 would be reached one update past the end.
+SHAPES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+
+
+def _warmed_up(shape: Callable[[float], float], warmup: int, total: int) -> Callable[[int], float]:
+    """The factor at update 0, 1, ...: up a straight line that starts above 0, then the shape."""
+
+    def factor(update: int) -> float:
+        if update < warmup:
+            return (update + 1) / (warmup + 1)
+        return shape(min(1.0, (update - warmup) / max(1, total - warmup)))
+
+    return factor
+
+
+def _class(name: str, home: Any, kind: type, field: str, also: tuple[str, ...] = ()) -> Any:
+    """A class of torch by its name, or `module:Class`."""
+    if name in _REFUSED:
+        raise InvalidRequest(field, name, f"does not fit: {_REFUSED[name]}")
+    module_name, separator, class_name = name.rpartition(":")
+    if separator:
+        try:
+            home = importlib.import_module(module_name)
+        except ImportError as error:
+            raise InvalidRequest(field, name, f"cannot import {module_name}: {error}") from error
+    found = getattr(home, class_name, None)
+    if inspect.isclass(found) and issubclass(found, kind) and found is not kind:
+        return found
+    names = [each for each, thing in vars(home).items() if inspect.isclass(thing) and issubclass(thing, kind)]
+    nearest = difflib.get_close_matches(class_name, [*names, *also], n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise InvalidRequest(field, name, f"no {kind.__name__} of this name in {home.__name__}{hint}")

@@ -1,0 +1,54 @@
+"""Which samples share a forward: whole sequences, by a rule of their lengths alone.
+
+Example:
+    >>> pack([5, 9, 2, 3, 8], tokens_per_micro_batch=10)
+    [[0, 3], [1], [2, 4]]
+    >>> pack([500, 1], tokens_per_micro_batch=10)  # whole, however long
+    [[0], [1]]
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+
+
+def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: int = 1) -> list[list[int]]:
+    """Micro-batches of indices, each within the budget unless it holds a single longer sequence.
+
+    As few as the rule finds, and balanced: the longest sequence left always joins the emptiest micro-batch; when one
+    does not fit there, one more is tried. Their number is a multiple of `multiple_of` (the ranks that share them);
+    only where there are fewer sequences than that are some empty. Indices and micro-batches are in id order.
+    """
+    budget = tokens_per_micro_batch
+    fewest = max(1, -(-sum(min(length, budget) for length in lengths) // budget))
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    count = -(-fewest // multiple_of) * multiple_of
+    while (bins := _spread(lengths, order, count, budget)) is None:
+        count += multiple_of
+    return sorted((sorted(members) for members in bins), key=lambda members: (not members, members))
+
+
+def _spread(lengths: Sequence[int], order: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
+    """The longest first, each into the emptiest of `count` micro-batches; None when one does not fit."""
+    emptiest = [(0, place) for place in range(count)]
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for index in order:
+        filled, place = emptiest[0]
+        if filled and filled + lengths[index] > budget:
+            return None
+        bins[place].append(index)
+        heapq.heapreplace(emptiest, (filled + lengths[index], place))
+    return bins
+
+
+def split_evenly(count: int, parts: int) -> list[range]:
+    """Runs of 0, 1, ..., count - 1 whose sizes differ by one at most; fewer parts where there is not enough to split.
+
+    >>> split_evenly(7, 3)
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    parts = min(parts, count)
+    edges = [-(-count * part // parts) for part in range(parts + 1)] if parts else []
+    return [range(low, high) for low, high in itertools.pairwise(edges)]

@@ -1,0 +1,87 @@
+"""What a step's forwards said: the log-probs from before its first update, sums for its metrics, and what went wrong.
+
+Example:
+    >>> tally = Tally(num_tokens=3)
+    >>> tally.keep_log_probs(torch.tensor([0, 2]), torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0]))
+    >>> tally.old(torch.tensor([2]))
+    tensor([-2.])
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rlhfspec.learning.algorithms import TokenTerms
+from rlhfspec.learning.distributed import Ranks
+from rlhfspec.learning.network import Update
+from rlhfspec.learning.rollouts import Rollouts
+
+
+class Tally:
+    def __init__(self, num_tokens: int) -> None:
+        self.has_old_log_probs = False  # of all tokens, of all ranks
+        self.problem: str | None = None  # the first number that was not finite, and whose
+        self._num_tokens = num_tokens
+        self._log_probs = torch.zeros(num_tokens)
+        self._untempered = torch.zeros(num_tokens)
+        self._losses: Counter[str] = Counter()
+        self._sums: Counter[str] = Counter()
+        self._updates: dict[str, list[Update]] = {}
+
+    def keep_log_probs(self, tokens: Tensor, log_probs: Tensor, untempered: Tensor) -> None:
+        """Of these tokens, as long as nothing has been updated."""
+        assert not self.has_old_log_probs, "the old log-probs are complete"
+        self._log_probs[tokens] = log_probs.detach().cpu()
+        self._untempered[tokens] = untempered.cpu()
+
+    def share_log_probs(self, ranks: Ranks) -> Tensor:
+        """All [T]: each rank kept those of its own micro-batches."""
+        if not self.has_old_log_probs:
+            self._log_probs = ranks.add(self._log_probs)
+            self._untempered = ranks.add(self._untempered)
+            self.has_old_log_probs = True
+        return self._log_probs
+
+    def old(self, tokens: Tensor) -> Tensor:
+        return self._log_probs[tokens]
+
+    def watch(self, ids: Sequence[str], lengths: Sequence[int], numbers: Tensor, what: str) -> None:
+        """Remember the first sample one of whose numbers is not finite: ids and lengths [n], numbers [t]."""
+        if self.problem is None and not bool(torch.isfinite(numbers).all()):
+            bad = [not bool(torch.isfinite(part).all()) for part in torch.split(numbers, list(lengths))]
+            self.problem = f"{what} of sample {ids[bad.index(True)]} are not finite"
+
+    def add(self, terms: TokenTerms) -> None:
+        self._losses.update(terms.losses)
+        self._sums.update(terms.sums)
+
+    def add_update(self, network: str, update: Update) -> None:
+        self._updates.setdefault(network, []).append(update)
+
+    def metrics(self, rollouts: Rollouts, ranks: Ranks, *, epochs: int) -> dict[str, float]:
+        """Means over the step's updates, and over its tokens."""
+        num_updates = len(next(iter(self._updates.values())))
+        losses, sums = _added(ranks.gathered(self._losses)), _added(ranks.gathered(self._sums))
+        metrics = {name: total / num_updates for name, total in losses.items()}
+        metrics |= {name: total / (self._num_tokens * epochs) for name, total in sums.items()}
+        metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
+        for network, updates in self._updates.items():
+            prefix = "" if network == "policy" else f"{network}_"
+            metrics[f"{prefix}grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
+            metrics[f"{prefix}learning_rate"] = updates[-1].learning_rate
+        difference = (self._untempered.double() - rollouts.log_probs.double()).abs()
+        metrics["log_prob_difference_max"] = float(difference.max())
+        metrics["log_prob_difference_mean"] = float(difference.mean())
+        return metrics
+
+
+def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Summed by name, in the order of the ranks."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)
