@@ -16,12 +16,13 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from rlhfspec.errors import LoopStalled, RLHFSpecError, StageError, StageFailed, StageStalled
-from rlhfspec.loop import BY_NAME
+from rlhfspec.loop import BY_NAME, STAGES
 from rlhfspec.service.base import Service
 from rlhfspec.service.vitals import Vitals, WorkerState
 from rlhfspec.transport.clock import first_of
 
 log = logging.getLogger("rlhfspec.service")
+STAGE_NAMES = {stage.name for stage in STAGES}
 Tasks = dict[asyncio.Task[None], Service]
 
 
@@ -145,9 +146,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _waits(states: Iterable[WorkerState]) -> list[tuple[str, int, str, float]]:
-    """The longest wait first, and with each who could end it."""
-    longest_first = sorted(states, key=lambda state: -state.since_seconds)
-    return [(state.stage, state.worker, _wait(state), state.since_seconds) for state in longest_first]
+    """Stages before those who only look on, the longest wait first, and with each who could end it."""
+    ordered = sorted(states, key=lambda state: (state.stage not in STAGE_NAMES, -state.since_seconds))
+    return [(state.stage, state.worker, _wait(state), state.since_seconds) for state in ordered]
 
 
 def _wait(state: WorkerState) -> str:

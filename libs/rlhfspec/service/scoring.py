@@ -1,0 +1,65 @@
+"""What reference and critic have in common: one sample after the other, a number for each of its tokens."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from rlhfspec.records import Sample, Score, ScoringStage
+from rlhfspec.service.base import Service
+from rlhfspec.service.bus import StageBus
+from rlhfspec.service.vitals import Vitals
+
+PULL_SECONDS = 0.5
+
+
+class TokenScoringService(Service):
+    """Consumes Sample; produces Score; waits for finished samples; unblocked by generator.
+
+    A score is a function of its sample alone: which worker makes it, when and with what else, leaves no trace.
+    """
+
+    def __init__(
+        self, stage: ScoringStage, worker: int, vitals: Vitals, bus: StageBus, *, deadline_seconds: float
+    ) -> None:
+        super().__init__(stage, worker, vitals)
+        self._scoring_stage = stage
+        self._bus = bus
+        self._deadline = deadline_seconds
+
+    @abstractmethod
+    def score(self, sample: Sample) -> Sequence[float]:
+        """A number for each response token; runs in the worker's thread."""
+
+    async def prepare(self, sample: Sample) -> None:
+        """Whatever must be there before this sample can be scored."""
+
+    @property
+    def weights_version(self) -> int:
+        return 0
+
+    async def run(self) -> None:
+        inbox = await self._bus.subscribe(Sample, ack_wait_seconds=self._deadline, max_unacknowledged=64)
+        while not self.stopping.is_set():
+            with self.vitals.waiting("finished samples"):
+                arrived = await inbox.pull(max_records=1, timeout_seconds=PULL_SECONDS)
+            for delivery in arrived:
+                if delivery.record.finish_reason != "error":  # the trainer says what became of it
+                    await self._score(delivery.record)
+                await delivery.ack()
+
+    async def _score(self, sample: Sample) -> None:
+        await self.prepare(sample)
+        with self.vitals.working(f"scoring {sample.id}", deadline_seconds=self._deadline):
+            values = await self.in_thread(self.score, sample)
+        await self._bus.publish(
+            Score(
+                id=f"{sample.id}/{self.stage}",
+                sample_id=sample.id,
+                job=sample.job,
+                step=sample.step,
+                stage=self._scoring_stage,
+                values=tuple(values),
+                weights_version=self.weights_version,
+            )
+        )

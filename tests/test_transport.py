@@ -1,0 +1,587 @@
+"""The transport's promises. `TransportContract` asks nothing of the memory transport that NATS could not keep too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec.errors import InvalidRequest, TransportClosed, TransportFull
+from rlhfspec.transport import dead_letters
+from rlhfspec.transport.base import Consumer, Message, Subscription, Transport
+from rlhfspec.transport.clock import FakeClock, SystemClock, first_of
+from rlhfspec.transport.memory import MemoryTransport
+
+SUBJECT = "rlhf.sums.sample"
+DEAD = "rlhf.sums.dead"
+
+
+class Harness:
+    """A transport and its time. Another transport's harness sleeps in `advance`; waits here are a second or two."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = FakeClock()
+        self.transport: Transport = MemoryTransport(clock=self.clock, **options)
+
+    async def advance(self, seconds: float) -> None:
+        await self.clock.advance(seconds)
+
+    async def meanwhile(self, seconds: float, call: Coroutine[Any, Any, Any]) -> Any:
+        """What the call answers while so much time passes."""
+        task = asyncio.create_task(call)
+        await self.advance(seconds)
+        return await asyncio.wait_for(task, timeout=10)
+
+    async def publish(self, *ids: str) -> list[bool]:
+        return [await self.transport.publish(SUBJECT, id.encode(), id=id) for id in ids]
+
+    async def subscribe(self, name: str, **options: Any) -> Subscription:
+        return await self.transport.subscribe(SUBJECT, Consumer(name=name, **options))
+
+    async def now(self, subscription: Subscription, most: int = 100) -> list[Message]:
+        """All that is there now; a pull may answer with less than it could."""
+        found: list[Message] = []
+        while len(found) < most and (more := await self.meanwhile(0.1, subscription.pull(most - len(found), 0.05))):
+            found += more
+        return found
+
+
+def ids(messages: list[Message]) -> list[str]:
+    return [message.id for message in messages]
+
+
+class TransportContract:
+    """Subclass with a `harness` that opens a fresh transport."""
+
+    def harness(self, *, max_pending: int = 100, publish_timeout_seconds: float = 5.0) -> Harness:
+        raise NotImplementedError
+
+    def test_messages_come_in_order_with_all_they_carry(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            reward = await h.subscribe("reward")
+            assert await h.publish("a", "b", "c") == [True, True, True]
+            messages = await h.now(reward)
+            assert ids(messages) == ["a", "b", "c"]
+            assert [m.data for m in messages] == [b"a", b"b", b"c"]
+            assert {(m.subject, m.num_deliveries) for m in messages} == {(SUBJECT, 1)}
+
+        asyncio.run(main())
+
+    def test_a_pull_waits_for_the_first_message_and_ends_at_its_timeout(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            reward = await h.subscribe("reward")
+            assert await h.meanwhile(1.0, reward.pull(8, 0.5)) == []
+            waiting = asyncio.create_task(reward.pull(8, 30.0))
+            await h.advance(0.5)
+            assert not waiting.done()
+            await h.publish("a")
+            await h.advance(0.5)
+            assert ids(await asyncio.wait_for(waiting, 10)) == ["a"]
+
+        asyncio.run(main())
+
+    def test_a_pull_takes_no_more_than_asked_for(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            reward = await h.subscribe("reward")
+            await h.publish("a", "b", "c")
+            assert ids(await h.now(reward, most=2)) == ["a", "b"]
+            assert ids(await h.now(reward)) == ["c"]
+
+        asyncio.run(main())
+
+    def test_one_name_competes_and_another_sees_everything(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            await h.transport.declare(SUBJECT, ["reward", "critic"])
+            first, second = await h.subscribe("reward"), await h.subscribe("reward")
+            await h.publish("a", "b", "c")
+            shared = [ids(await h.now(first, most=1)), ids(await h.now(second)), ids(await h.now(first))]
+            assert shared == [["a"], ["b", "c"], []]
+            late = await h.subscribe("critic")
+            assert ids(await h.now(late)) == ["a", "b", "c"]
+
+        asyncio.run(main())
+
+    def test_acknowledged_is_for_ever_and_for_this_name_only(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            await h.transport.declare(SUBJECT, ["reward", "critic"])
+            reward, critic = await h.subscribe("reward", ack_wait_seconds=1.0), await h.subscribe("critic")
+            await h.publish("a")
+            for message in await h.now(reward):
+                await message.ack()
+            await h.advance(5.0)
+            assert await h.now(reward) == []
+            assert ids(await h.now(critic)) == ["a"]
+
+        asyncio.run(main())
+
+    def test_what_is_not_acknowledged_comes_again_oldest_first(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            reward = await h.subscribe("reward", ack_wait_seconds=2.0)
+            await h.publish("a", "b")
+            assert ids(await h.now(reward)) == ["a", "b"]
+            await h.publish("c")
+            await h.advance(3.0)
+            again = await h.now(reward)
+            assert [(m.id, m.num_deliveries) for m in again] == [("a", 2), ("b", 2), ("c", 1)]
+
+        asyncio.run(main())
+
+    def test_a_waiting_pull_gets_what_another_worker_left(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            dying = await h.subscribe("reward", ack_wait_seconds=2.0)
+            living = await h.subscribe("reward", ack_wait_seconds=2.0)
+            await h.publish("a")
+            assert ids(await h.now(dying)) == ["a"]
+            again = await h.meanwhile(4.0, living.pull(8, 30.0))
+            assert [(m.id, m.num_deliveries) for m in again] == [("a", 2)]
+
+        asyncio.run(main())
+
+    def test_in_progress_starts_the_deadline_anew(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            reward = await h.subscribe("reward", ack_wait_seconds=2.0)
+            await h.publish("a")
+            [message] = await h.now(reward)
+            for _ in range(3):
+                await h.advance(1.5)
+                await message.in_progress()
+            assert await h.now(reward) == []
+            await h.advance(3.0)
+            assert ids(await h.now(reward)) == ["a"]
+
+        asyncio.run(main())
+
+    def test_nak_delivers_again_after_its_delay(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            reward = await h.subscribe("reward")
+            await h.publish("a", "b")
+            later, at_once = await h.now(reward)
+            await later.nak(2.0)
+            await at_once.nak()
+            assert [(m.id, m.num_deliveries) for m in await h.now(reward)] == [("b", 2)]
+            again = await h.meanwhile(4.0, reward.pull(8, 30.0))
+            assert [(m.id, m.num_deliveries) for m in again] == [("a", 2)]
+
+        asyncio.run(main())
+
+    def test_only_the_first_end_of_a_delivery_counts(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            reward = await h.subscribe("reward")
+            await h.publish("a", "b")
+            acked, naked = await h.now(reward)
+            await acked.ack()
+            await acked.nak()
+            await acked.term("too late")
+            await naked.nak()
+            await naked.ack()
+            await naked.in_progress()
+            assert ids(await h.now(reward)) == ["b"]
+            assert await h.now(await h.transport.subscribe(DEAD, Consumer(name="watch"))) == []
+
+        asyncio.run(main())
+
+    def test_a_late_acknowledgement_counts(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            reward = await h.subscribe("reward", ack_wait_seconds=1.0)
+            await h.publish("a")
+            [message] = await h.now(reward)
+            await h.advance(2.0)
+            await message.ack()
+            await h.advance(2.0)
+            assert await h.now(reward) == []
+
+        asyncio.run(main())
+
+    def test_after_the_last_delivery_it_is_a_dead_letter(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            await h.transport.declare(DEAD, ["watch"])
+            reward = await h.subscribe("reward", ack_wait_seconds=1.0, max_deliveries=2)
+            watch = await h.transport.subscribe(DEAD, Consumer(name="watch"))
+            await h.publish("a", "b")
+            silent, refused = await h.now(reward)
+            await refused.nak()
+            [refused] = await h.now(reward)
+            await refused.nak()
+            await h.advance(2.0)
+            assert ids(await h.now(reward)) == [silent.id]
+            letters = [dead_letters.decode(m.data) for m in await h.meanwhile(3.0, self._all_of(h, watch, 2))]
+            assert [(le.id, le.consumer, le.subject, le.data) for le in letters] == [
+                ("b", "reward", SUBJECT, b"b"),
+                ("a", "reward", SUBJECT, b"a"),
+            ]
+            assert [le.num_deliveries for le in letters] == [2, 2]
+            assert "refused" in letters[0].reason
+            assert "no acknowledgement within 1 s" in letters[1].reason
+            await h.advance(3.0)
+            assert await h.now(reward) == []
+
+        asyncio.run(main())
+
+    @staticmethod
+    async def _all_of(h: Harness, subscription: Subscription, num_messages: int) -> list[Message]:
+        found: list[Message] = []
+        while len(found) < num_messages:
+            found += await subscription.pull(num_messages - len(found), 30.0)
+        return found
+
+    def test_term_goes_to_the_dead_letters_with_its_reason(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            await h.transport.declare(DEAD, ["watch"])
+            reward = await h.subscribe("reward")
+            await h.publish("a")
+            [message] = await h.now(reward)
+            await message.term("not a sample")
+            assert await h.now(reward) == []
+            watch = await h.transport.subscribe(DEAD, Consumer(name="watch"))
+            [letter] = await h.now(watch)
+            assert dead_letters.decode(letter.data).reason == "not a sample"
+
+        asyncio.run(main())
+
+    def test_an_id_is_published_once(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            reward = await h.subscribe("reward")
+            assert await h.publish("a", "a") == [True, False]
+            [message] = await h.now(reward)
+            await message.ack()
+            assert await h.publish("a") == [False]
+            assert await h.transport.publish("rlhf.sums.prompt", b"", id="a"), "ids belong to a subject"
+            assert await h.now(reward) == []
+
+        asyncio.run(main())
+
+    def test_a_consumer_holds_no_more_than_it_may(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            reward = await h.subscribe("reward", max_unacknowledged=2)
+            await h.publish("a", "b", "c")
+            held = await h.now(reward)
+            assert ids(held) == ["a", "b"]
+            waiting = asyncio.create_task(reward.pull(8, 30.0))
+            await h.advance(0.5)
+            assert not waiting.done()
+            await held[0].ack()
+            await h.advance(0.5)
+            assert ids(await asyncio.wait_for(waiting, 10)) == ["c"]
+
+        asyncio.run(main())
+
+    def test_publish_waits_for_room(self) -> None:
+        async def main() -> None:
+            h = self.harness(max_pending=2)
+            await h.transport.declare(SUBJECT, ["reward", "critic"])
+            reward, critic = await h.subscribe("reward"), await h.subscribe("critic")
+            await h.publish("a", "b")
+            waiting = asyncio.create_task(h.publish("c"))
+            for message in await h.now(reward):
+                await message.ack()
+            await h.advance(0.5)
+            assert not waiting.done(), "the critic has yet to acknowledge"
+            await (await h.now(critic))[0].ack()
+            await h.advance(0.5)
+            assert await asyncio.wait_for(waiting, 10) == [True]
+
+        asyncio.run(main())
+
+    def test_publish_names_who_never_makes_room(self) -> None:
+        async def main() -> None:
+            h = self.harness(max_pending=2, publish_timeout_seconds=2.0)
+            await h.transport.declare(SUBJECT, ["reward", "critic"])
+            reward = await h.subscribe("reward")
+            await h.publish("a", "b")
+            for message in await h.now(reward):
+                await message.ack()
+            with pytest.raises(TransportFull, match="no room for 2 s: 2 messages are not yet acknowledged by critic"):
+                await h.meanwhile(4.0, h.publish("c"))
+
+        asyncio.run(main())
+
+    def test_what_is_declared_for_nobody_takes_no_room(self) -> None:
+        async def main() -> None:
+            h = self.harness(max_pending=2)
+            await h.transport.declare(SUBJECT, [])
+            assert await h.publish("a", "b", "c", "a") == [True, True, True, False]
+            assert await h.now(await h.subscribe("view")) == []
+
+        asyncio.run(main())
+
+    def test_closed_is_said(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            one, other = await h.subscribe("reward"), await h.subscribe("critic")
+            await one.close()
+            with pytest.raises(TransportClosed, match=SUBJECT):
+                await one.pull(1, 1.0)
+            waiting = asyncio.create_task(other.pull(1, 30.0))
+            await h.advance(0.1)
+            await h.transport.close()
+            with pytest.raises(TransportClosed):
+                await asyncio.wait_for(waiting, 10)
+            with pytest.raises(TransportClosed):
+                await h.publish("a")
+
+        asyncio.run(main())
+
+
+class TestMemoryTransport(TransportContract):
+    def harness(self, *, max_pending: int = 100, publish_timeout_seconds: float = 5.0) -> Harness:
+        return Harness(max_pending=max_pending, publish_timeout_seconds=publish_timeout_seconds)
+
+
+def test_one_name_has_one_configuration() -> None:
+    async def main() -> None:
+        h = Harness()
+        await h.subscribe("reward", ack_wait_seconds=1.0)
+        with pytest.raises(InvalidRequest, match="is read under this name"):
+            await h.subscribe("reward", ack_wait_seconds=2.0)
+
+    asyncio.run(main())
+
+
+def test_memory_is_bounded() -> None:
+    async def main() -> None:
+        transport = MemoryTransport(clock=FakeClock(), num_remembered_ids=10)
+        reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
+        for number in range(500):
+            await transport.publish(SUBJECT, b"", id=str(number))
+            for message in await reward.pull(1, 1.0):
+                await message.ack()
+        subject = transport._subjects[SUBJECT]
+        assert not subject.stored
+        assert len(subject.ids) <= 20
+        assert not await transport.publish(SUBJECT, b"", id="499")
+        assert len(transport._due) <= 1 or transport._next_due() == float("inf")
+
+    asyncio.run(main())
+
+
+def test_an_id_is_remembered_while_its_message_is_held() -> None:
+    async def main() -> None:
+        transport = MemoryTransport(clock=FakeClock(), num_remembered_ids=2)
+        for name in ("reward", "critic"):
+            await transport.subscribe(SUBJECT, Consumer(name=name))
+        for number in range(50):
+            await transport.publish(SUBJECT, b"", id=str(number))
+        assert not await transport.publish(SUBJECT, b"", id="0")
+
+    asyncio.run(main())
+
+
+def test_dead_letters_keep_the_newest() -> None:
+    async def main() -> None:
+        transport = MemoryTransport(clock=FakeClock(), max_pending=3)
+        reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
+        for number in range(5):
+            await transport.publish(SUBJECT, b"", id=str(number))
+            await (await reward.pull(1, 1.0))[0].term("no")
+        watch = await transport.subscribe(DEAD, Consumer(name="watch"))
+        assert [dead_letters.decode(m.data).id for m in await watch.pull(9, 1.0)] == ["2", "3", "4"]
+
+    asyncio.run(main())
+
+
+def test_waiting_costs_no_turns_of_the_event_loop() -> None:
+    async def main() -> None:
+        transport = MemoryTransport()  # the system's clock
+        reward = await transport.subscribe(SUBJECT, Consumer(name="reward", ack_wait_seconds=0.05))
+        await transport.publish(SUBJECT, b"", id="a")
+        await reward.pull(1, 1.0)
+        loop = asyncio.get_running_loop()
+        turns = 0
+        inner = loop._run_once  # type: ignore[attr-defined]
+
+        def counted() -> None:
+            nonlocal turns
+            turns += 1
+            inner()
+
+        loop._run_once = counted  # type: ignore[attr-defined]
+        assert ids(await reward.pull(1, 10.0)) == ["a"], "redelivered by the clock alone"
+        assert turns < 30
+
+    asyncio.run(main())
+
+
+def test_fake_time_wakes_sleepers_in_order() -> None:
+    async def main() -> list[tuple[str, float]]:
+        clock = FakeClock()
+        woken: list[tuple[str, float]] = []
+
+        async def nap(name: str, *seconds: float) -> None:
+            for each in seconds:
+                await clock.sleep(each)
+                woken.append((name, clock.now()))
+
+        naps = [asyncio.create_task(nap("a", 3.0)), asyncio.create_task(nap("b", 1.0, 1.0))]
+        await clock.advance(10.0)
+        await asyncio.gather(*naps)
+        return woken
+
+    assert asyncio.run(main()) == [("b", 1.0), ("b", 2.0), ("a", 3.0)]
+
+
+def test_first_of_says_whether_any_is_done() -> None:
+    async def main() -> None:
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        assert not await first_of(SystemClock(), [never], 0.0)
+        never.set_result(None)
+        assert await first_of(SystemClock(), [never], 1000.0)
+
+    asyncio.run(main())
+
+
+# --- Random interleavings against a slow model -------------------------------------------------------------------
+
+ACK_WAIT, MAX_DELIVERIES, MAX_HELD = 5.0, 3, 4
+NAMES = ("reward", "critic")
+
+
+@dataclass
+class Model:
+    """What each name must see, kept the obvious way: for every name and message its state, looked through each time."""
+
+    now: float = 0.0
+    published: list[str] = field(default_factory=list)
+    # (name, id) -> ("ready", 0.0) | ("held", deadline) | ("delayed", when) | ("done", 0.0) | ("dead", 0.0)
+    state: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
+    num_deliveries: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def publish(self, id: str) -> bool:
+        if id in self.published:
+            return False
+        self.published.append(id)
+        for name in NAMES:
+            self.state[name, id] = ("ready", 0.0)
+            self.num_deliveries[name, id] = 0
+        return True
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for key, (kind, when) in self.state.items():
+            if kind == "delayed" and when <= self.now:
+                self.state[key] = ("ready", 0.0)
+            if kind == "held" and when <= self.now:
+                self.put_back(key, 0.0)
+
+    def put_back(self, key: tuple[str, str], delay: float) -> None:
+        if self.num_deliveries[key] >= MAX_DELIVERIES:
+            self.state[key] = ("dead", 0.0)
+        else:
+            self.state[key] = ("delayed", self.now + delay) if delay else ("ready", 0.0)
+
+    def pull(self, name: str, most: int) -> list[tuple[str, int]]:
+        num_held = sum(kind == "held" for (owner, _), (kind, _) in self.state.items() if owner == name)
+        room = max(min(most, MAX_HELD - num_held), 0)
+        ready = [id for id in self.published if self.state[name, id][0] == "ready"][:room]
+        for id in ready:
+            self.state[name, id] = ("held", self.now + ACK_WAIT)
+            self.num_deliveries[name, id] += 1
+        return [(id, self.num_deliveries[name, id]) for id in ready]
+
+    def end(self, how: str, name: str, id: str, delivery: int) -> None:
+        """Ack and term count while the message is owed; nak and in_progress only from the delivery that holds it."""
+        key = (name, id)
+        holds = self.state[key][0] == "held" and self.num_deliveries[key] == delivery
+        if how in ("ack", "term") and self.state[key][0] not in ("done", "dead"):
+            self.state[key] = ("done" if how == "ack" else "dead", 0.0)
+        elif how == "nak" and holds:
+            self.put_back(key, 2.0 if delivery % 2 else 0.0)
+        elif how == "in_progress" and holds:
+            self.state[key] = ("held", self.now + ACK_WAIT)
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("publish"), st.integers(0, 9)),
+        st.tuples(st.just("pull"), st.sampled_from(NAMES), st.integers(1, 3)),
+        st.tuples(st.sampled_from(["ack", "nak", "term", "in_progress"]), st.integers(0, 30)),
+        st.tuples(st.just("pass"), st.sampled_from([1.0, 2.0, 5.0])),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150)
+@given(actions)
+def test_no_interleaving_loses_or_doubles_a_message(steps: list[tuple[Any, ...]]) -> None:
+    asyncio.run(follow(steps))
+
+
+async def follow(steps: list[tuple[Any, ...]]) -> None:
+    clock, model = FakeClock(), Model()
+    clock.SETTLING_ROUNDS = 2  # type: ignore[misc]
+    transport = MemoryTransport(clock=clock)
+    await transport.declare(SUBJECT, NAMES)
+    consumers = [
+        Consumer(name=n, ack_wait_seconds=ACK_WAIT, max_deliveries=MAX_DELIVERIES, max_unacknowledged=MAX_HELD)
+        for n in NAMES
+    ]
+    inboxes = {consumer.name: await transport.subscribe(SUBJECT, consumer) for consumer in consumers}
+    deliveries: list[tuple[str, Message]] = []
+    ended: set[int] = set()
+    for step in steps:
+        match step:
+            case ("publish", number):
+                assert await transport.publish(SUBJECT, b"", id=str(number)) == model.publish(str(number))
+            case ("pull", name, most):
+                messages = await inboxes[name].pull(most, 0.0)
+                assert [(m.id, m.num_deliveries) for m in messages] == model.pull(name, most)
+                deliveries += [(name, message) for message in messages]
+            case ("pass", seconds):
+                await clock.advance(seconds)
+                model.pass_time(seconds)
+            case (how, which) if deliveries:
+                index = which % len(deliveries)
+                name, message = deliveries[index]
+                if index in ended:
+                    continue
+                model_delivery = message.num_deliveries
+                if how == "nak":
+                    await message.nak(2.0 if model_delivery % 2 else 0.0)
+                elif how == "term":
+                    await message.term("refused")
+                else:
+                    await getattr(message, how)()
+                ended |= {index} if how != "in_progress" else set()
+                model.end(how, name, message.id, model_delivery)
+    await everything_arrives(transport, clock, model, inboxes)
+
+
+async def everything_arrives(
+    transport: MemoryTransport, clock: FakeClock, model: Model, inboxes: dict[str, Subscription]
+) -> None:
+    """In the end every message was acknowledged by every name, or is in the dead letters, and nothing is left."""
+    for _ in range(60):
+        for name, inbox in inboxes.items():
+            messages = await inbox.pull(100, 0.0)
+            assert [(m.id, m.num_deliveries) for m in messages] == model.pull(name, 100)
+            for message in messages:
+                await message.ack()
+                model.end("ack", name, message.id, message.num_deliveries)
+        await clock.advance(1.0)
+        model.pass_time(1.0)
+    assert {kind for kind, _ in model.state.values()} <= {"done", "dead"}
+    watch = await transport.subscribe(DEAD, Consumer(name="watch"))
+    letters = [dead_letters.decode(m.data) for m in await watch.pull(1000, 0.0)]
+    dead = sorted((letter.consumer, letter.id) for letter in letters)
+    assert dead == sorted(key for key, (kind, _) in model.state.items() if kind == "dead")
+    assert not transport._subjects[SUBJECT].stored
