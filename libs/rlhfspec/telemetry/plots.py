@@ -141,7 +141,7 @@ def _points(axis: Axes, points: Mapping[int, float], colour: str, *, otherwise: 
         _from_zero(axis)
     else:
         axis.text(0.5, 0.5, otherwise, ha="center", va="center", transform=axis.transAxes, color=GREY)
-        axis.set_yticks([])
+        axis.tick_params(left=False, labelleft=False)  # ticks themselves may be shared with a neighbour
 
 
 def _from_zero(axis: Axes) -> None:
@@ -172,9 +172,13 @@ def ends(steps: Steps) -> tuple[float, float]:
     >>> ends([example_step(step=step, reward=step / 10) for step in range(1, 10)])
     (0.1, 0.9)
     """
-    few = min(5, max(1, len(steps) // 10))
+    few = num_of_ends(steps)
     means = [metrics.reward.mean for metrics in steps]
     return sum(means[:few]) / few, sum(means[-few:]) / few
+
+
+def num_of_ends(steps: Steps) -> int:
+    return min(5, max(1, len(steps) // 10))
 
 
 def _change(steps: Steps) -> str:

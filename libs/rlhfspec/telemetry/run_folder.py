@@ -90,6 +90,9 @@ class RunFolder:
         """All samples of one step, at once; `rewards` by sample id."""
         _append(self.samples_file, sample_lines(samples, rewards))
 
+    def write_summary(self, markdown: str) -> None:
+        _write(self.summary_file, markdown)
+
     def finish(self, outcome: Outcome, reason: str = "") -> None:
         self._write_manifest(self.manifest().end(outcome, reason, num_steps=self._last_step))
 

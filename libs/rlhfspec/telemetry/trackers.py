@@ -1,0 +1,167 @@
+"""Where else a step is reported: TensorBoard's event files, Weights & Biases. Both take what a line has, nothing more.
+
+Example:
+    >>> from rlhfspec.telemetry.metrics import example_step
+    >>> numbers = scalars(example_step())
+    >>> numbers["reward/mean"], numbers["training/kl"], numbers["seconds/generation"]
+    (0.5, 0.001, 2.0)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob, Wandb
+from rlhfspec.telemetry.metrics import Lengths, StepMetrics
+from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.telemetry.same_job import as_content
+
+_NOT_PLOTTED = ("step", "started_unix_seconds", "finished_unix_seconds")
+
+
+class Tracker(Protocol):
+    def step(self, metrics: StepMetrics) -> None:
+        """Reported at once; returns soon."""
+
+    def close(self) -> None:
+        """What is on its way is written first."""
+
+
+class Trackers:
+    """Those that the job asks for; steps after `resume_at` replace what an earlier, longer run reported."""
+
+    def __init__(self, job: RLHFJob, folder: RunFolder, *, resume_at: int = 0) -> None:
+        observability = job.spec.observability
+        self._trackers: list[Tracker] = []
+        if observability.tensorboard:
+            self._trackers.append(TensorBoard(folder, resume_at=resume_at))
+        if observability.wandb is not None:
+            self._trackers.append(WeightsAndBiases(observability.wandb, job, folder))
+
+    def step(self, metrics: StepMetrics) -> None:
+        for tracker in self._trackers:
+            tracker.step(metrics)
+
+    def close(self) -> None:
+        with ExitStack() as closing:
+            for tracker in self._trackers:
+                closing.callback(tracker.close)
+        self._trackers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class TensorBoard:
+    """Event files in `events/`, through tensorboard's own writer. `tensorboard --logdir DIR/events` shows them."""
+
+    def __init__(self, folder: RunFolder, *, resume_at: int = 0) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ModuleNotFoundError as error:
+            raise _missing("observability.tensorboard", True, error, "tensorboard") from None
+        self._writer = EventFileWriter(str(folder.events))
+        self._Event = event_pb2.Event
+        if resume_at:  # tells readers to forget later steps of earlier files
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=resume_at + 1, session_log=start))
+
+    def step(self, metrics: StepMetrics) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(metrics).items()]
+        values.append(Summary.Value(tag="response_length/histogram", histo=_histogram(metrics.response_length)))
+        event = self._Event(wall_time=metrics.finished_unix_seconds, step=metrics.step, summary=Summary(value=values))
+        self._writer.add_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One run of theirs for one run folder: going on in the folder goes on there."""
+
+    def __init__(self, wanted: Wandb, job: RLHFJob, folder: RunFolder) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise _missing("observability.wandb", wanted.project, error, "wandb") from None
+        begun = f"{job.metadata.name}:{folder.manifest().started}"
+        try:
+            self._run = wandb.init(
+                project=wanted.project,
+                entity=wanted.entity,
+                name=job.metadata.name,
+                id=hashlib.blake2b(begun.encode(), digest_size=8).hexdigest(),
+                resume="allow",
+                dir=str(folder.path),
+                config=without_secrets(as_content(job)),
+            )
+        except wandb.errors.Error as error:
+            problem = f"wandb does not start ({error}); log in with `wandb login`, or leave the field out"
+            raise InvalidRequest("observability.wandb", wanted.project, problem) from None
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._run.log(scalars(metrics), step=metrics.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def scalars(metrics: StepMetrics) -> dict[str, float]:
+    """Every number of a line by its path; numbers that stand alone are under `training/`."""
+    content = {name: value for name, value in asdict(metrics).items() if name not in _NOT_PLOTTED}
+    return {path if "/" in path else f"training/{path}": value for path, value in _numbers(content, "")}
+
+
+def without_secrets(content: Any) -> Any:
+    """The job without what its HTTP sources send along.
+
+    >>> without_secrets({"sources": [{"url": "https://r", "headers": {"Authorization": "Bearer 1"}}]})
+    {'sources': [{'url': 'https://r', 'headers': {'Authorization': '(hidden)'}}]}
+    """
+    if isinstance(content, list):
+        return [without_secrets(entry) for entry in content]
+    if not isinstance(content, dict):
+        return content
+    return {
+        key: dict.fromkeys(value, "(hidden)") if key == "headers" else without_secrets(value)
+        for key, value in content.items()
+    }
+
+
+def _numbers(content: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{path}{name}/")
+        elif isinstance(value, int | float):
+            yield path + name, float(value)
+
+
+def _histogram(lengths: Lengths) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    return HistogramProto(
+        min=lengths.min,
+        max=lengths.max,
+        num=sum(lengths.histogram),
+        sum=lengths.mean * sum(lengths.histogram),
+        bucket_limit=lengths.edges[1:],
+        bucket=lengths.histogram,
+    )
+
+
+def _missing(field: str, value: object, error: ModuleNotFoundError, package: str) -> InvalidRequest:
+    return InvalidRequest(field, value, f"needs a package: pip install {package} ({error}), or leave the field out")
