@@ -31,7 +31,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.records import Sample, Score
 from rlhfspec.telemetry.manifest import Manifest, Outcome
 from rlhfspec.telemetry.metrics import StepMetrics
-from rlhfspec.telemetry.same_job import as_content, first_difference
+from rlhfspec.telemetry.same_job import as_content, as_yaml, first_difference
 from rlhfspec.telemetry.sample_lines import sample_lines
 
 
@@ -75,7 +75,7 @@ class RunFolder:
             raise InvalidRequest("--out", str(self.path), f"must be empty or hold a run; it holds {min(foreign)}")
         self._take_lock()
         opening = self._drop_after(resume_at, resumed=found)
-        _write(self.job_file, yaml.safe_dump(as_content(job), sort_keys=False, allow_unicode=True))
+        _write(self.job_file, as_yaml(job))
         begun = self.manifest().resume(resume_at) if found and self.manifest_file.exists() else None
         self._write_manifest(begun or Manifest.begin(job.metadata.name))
         return opening

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import yaml
+
 from rlhfspec.job import RLHFJob
 
 # By the law speculation changes when a token appears, never which; the rest is about how much runs and what is kept.
@@ -32,6 +34,25 @@ def as_content(job: RLHFJob) -> dict[str, Any]:
     """The job as plain data, in camelCase: what `job.yaml` holds."""
     content: dict[str, Any] = job.model_dump(by_alias=True, mode="json")
     return content
+
+
+def as_yaml(job: RLHFJob) -> str:
+    return yaml.dump(as_content(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that YAML 1.2, which job files are read as, takes for numbers, and 1.1 does not."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        node = self.represent_str(text)
+        try:
+            float(text)
+        except ValueError:
+            return node
+        return yaml.ScalarNode(node.tag, node.value, style="'")
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:

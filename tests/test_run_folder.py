@@ -1,0 +1,330 @@
+"""The run folder: every line whole, resumable after anything, and never two runs in one place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec.errors import InvalidRequest, NumericalError
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import Sample, Score
+from rlhfspec.telemetry.metrics import CURVE, MEASUREMENTS, Lengths, Spread, StepMetrics, curve, example_step
+from rlhfspec.telemetry.run_folder import RunFolder, example_job
+from rlhfspec.telemetry.same_job import as_content
+from rlhfspec.telemetry.sample_lines import example_sample, sample_line
+
+floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
+
+
+def reward_of(sample: Sample, value: float = 1.0, error: str = "") -> Score:
+    return Score(
+        id=f"{sample.id}/reward", sample_id=sample.id, job=sample.job, step=sample.step, stage="reward",
+        values=() if error else (value,), components=(("exact", value),), error=error,
+    )  # fmt: skip
+
+
+def write_steps(folder: RunFolder, steps: range) -> None:
+    for step in steps:
+        samples = [example_sample(step=step, prompt=prompt) for prompt in (2, 0, 10, 1)]
+        folder.append_samples(samples, {sample.id: reward_of(sample) for sample in samples})
+        folder.append_step(example_step(step=step))
+
+
+def a_run(path: Path, num_steps: int = 5, **training: Any) -> RunFolder:
+    with RunFolder(path) as folder:
+        folder.begin(example_job(**training), resume=False)
+        write_steps(folder, range(1, num_steps + 1))
+    return folder
+
+
+@given(
+    st.lists(floats, min_size=1, max_size=5),
+    floats,
+    st.none() | floats,
+    st.dictionaries(st.text(max_size=5), floats, max_size=3),
+)
+@settings(max_examples=30)
+def test_a_line_keeps_every_bit(rewards: list[float], loss: float, kl: float | None, parts: dict[str, float]) -> None:
+    spread = Spread(mean=rewards[0], std=abs(rewards[0]), min=min(rewards), max=max(rewards))
+    metrics = replace(example_step(), reward=spread, policy_loss=loss, kl=kl, reward_components=parts)
+    line = metrics.to_line()
+    assert line.count("\n") == 1
+    assert line.endswith("\n")
+    assert repr(StepMetrics.from_line(line)) == repr(metrics)
+    assert list(json.loads(line)) == [field.name for field in fields(StepMetrics)]
+
+
+def test_every_field_is_curve_or_measurement() -> None:
+    assert {*CURVE} | MEASUREMENTS == {field.name for field in fields(StepMetrics)}
+    assert not {*CURVE} & MEASUREMENTS
+    slower = replace(example_step(), tokens_per_second=1.0, strategy={"plain": 1}, finished_unix_seconds=9.0)
+    assert curve(slower.to_line()) == curve(example_step().to_line())
+    other = replace(example_step(), grad_norm=0.8 + 1e-16)
+    assert curve(other.to_line()) != curve(example_step().to_line())
+
+
+@given(st.permutations([0.1, 0.7, 1e-9, 123456.5, -3.25, 1 / 3]))
+def test_spread_does_not_know_the_order(values: list[float]) -> None:
+    assert Spread.of(values) == Spread.of(sorted(values))
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(100, 5000))
+def test_every_length_is_in_one_bin(lengths: list[int], max_tokens: int) -> None:
+    told = Lengths.of(lengths, max_tokens=max_tokens)
+    assert sum(told.histogram) == len(lengths)
+    assert len(told.histogram) == len(told.edges) - 1
+    assert told.edges[-1] == max_tokens
+    assert told.min <= told.p50 <= told.p95 <= told.max
+    assert sum(length <= told.p95 for length in lengths) >= 0.95 * len(lengths)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_none_is_refused_by_name(value: float) -> None:
+    metrics = replace(example_step(step=7), reward_components={"exact": value})
+    with pytest.raises(NumericalError, match=r"step 7: reward_components\.exact is (nan|inf)"):
+        metrics.to_line()
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", '{"step": 1}', example_step().to_line().replace('"kl"', '"lk"')])
+def test_a_foreign_line_is_refused(line: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"steps\.jsonl"):
+        StepMetrics.from_line(line)
+
+
+def test_a_folder_holds_what_was_appended(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "deep" / "run", 3)
+    assert folder.steps() == [example_step(step=step) for step in (1, 2, 3)]
+    assert [line["id"] for line in folder.samples()][:4] == [f"sums/1/{prompt}/0" for prompt in (0, 1, 2, 10)]
+    assert folder.job() == example_job()
+    manifest = folder.manifest()
+    assert manifest.outcome == "running"
+    assert manifest.versions["rlhfspec"]
+    assert manifest.machine.num_cores >= 1
+    folder.finish("failed", "reward source exact failed")
+    assert folder.manifest().reason == "reward source exact failed"
+    assert folder.manifest().num_steps == 3
+
+
+def test_sample_lines_do_not_depend_on_arrival_or_drafting() -> None:
+    sample = example_sample()
+    drafted = replace(sample, num_verifications=9, num_drafted=40, num_accepted=20, generator="another")
+    assert sample_line(sample, reward_of(sample)) == sample_line(drafted, reward_of(drafted))
+
+
+def test_a_failed_reward_is_null_and_says_why() -> None:
+    sample = example_sample()
+    told = json.loads(sample_line(sample, reward_of(sample, error="HTTP 500")))
+    assert told["reward"] is None
+    assert told["error"] == "HTTP 500"
+    assert told["components"] == {}
+    assert json.loads(sample_line(sample, None))["reward"] is None
+
+
+@given(st.text() | st.just("half \ud800 a pair"))
+def test_any_text_is_one_line(text: str) -> None:
+    line = sample_line(example_sample(text=text), None)
+    assert line.count("\n") == 1
+    assert json.loads(line.encode())["text"] == text
+
+
+def test_resume_drops_later_steps(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    before = (tmp_path / "steps.jsonl").read_bytes(), (tmp_path / "samples.jsonl").read_bytes()
+    with RunFolder(tmp_path) as folder:
+        opening = folder.begin(example_job(), resume=True, resume_at=3)
+        assert (opening.resumed, opening.num_dropped_steps, opening.num_dropped_samples) == (True, 2, 8)
+        assert opening.missing_steps == ()
+        assert [metrics.step for metrics in folder.steps()] == [1, 2, 3]
+        write_steps(folder, range(4, 6))
+        assert [entry.step for entry in folder.manifest().resumed] == [3]
+    assert (folder.steps_file.read_bytes(), folder.samples_file.read_bytes()) == before
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_resume_after_kill_at_any_byte(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whatever a killed run left of its last step, going on from an earlier checkpoint gives the same two files."""
+    path = tmp_path_factory.mktemp("run")
+    a_run(path, 3)
+    whole = {name: (path / name).read_bytes() for name in ("steps.jsonl", "samples.jsonl")}
+    for name, content in whole.items():
+        num_last = 1 if name == "steps.jsonl" else 4
+        start_of_last = len(b"".join(content.splitlines(True)[:-num_last]))
+        (path / name).write_bytes(content[: data.draw(st.integers(start_of_last, len(content)), name)])
+    with RunFolder(path) as folder:
+        opening = folder.begin(example_job(), resume=True, resume_at=2)
+        assert opening.missing_steps == ()
+        write_steps(folder, range(3, 4))
+    assert {name: (path / name).read_bytes() for name in whole} == whole
+
+
+def test_a_torn_line_is_dropped_and_not_read(tmp_path: Path) -> None:
+    folder = a_run(tmp_path, 2)
+    with folder.steps_file.open("ab") as file:
+        file.write(example_step(step=3).to_line().encode()[:-1])
+    assert len(folder.steps()) == 2
+    with RunFolder(tmp_path) as again:
+        assert again.begin(example_job(), resume=True, resume_at=2).num_dropped_steps == 1
+        again.append_step(example_step(step=3))
+        assert len(again.steps()) == 3
+
+
+def test_lines_that_should_be_there_are_missed(tmp_path: Path) -> None:
+    a_run(tmp_path, 3)
+    with RunFolder(tmp_path) as folder:
+        assert folder.begin(example_job(), resume=True, resume_at=5).missing_steps == (4, 5)
+        folder.append_step(example_step(step=6))
+
+
+def test_a_step_out_of_order_is_a_fault(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        folder.begin(example_job(), resume=False)
+        with pytest.raises(AssertionError, match="step 2 follows step 0"):
+            folder.append_step(example_step(step=2))
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(InvalidRequest, match="--out: holds a run of this job; add --resume"):
+        RunFolder(tmp_path).begin(example_job(), resume=False)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_something_else_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    for resume in (False, True):
+        with pytest.raises(InvalidRequest, match=r"must be empty or hold a run; it holds thesis\.tex"):
+            RunFolder(tmp_path).begin(example_job(), resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InvalidRequest, match="--out: cannot be made"):
+            RunFolder(path).begin(example_job(), resume=False)
+
+
+def test_resume_begins_where_nothing_is(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "new") as folder:
+        assert not folder.begin(example_job(), resume=True).resumed
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        folder.begin(example_job(), resume=False)
+        with pytest.raises(InvalidRequest, match="another run is writing here"):
+            RunFolder(tmp_path).begin(example_job(), resume=True)
+    with RunFolder(tmp_path) as folder:
+        assert folder.begin(example_job(), resume=True).resumed
+
+
+def changed(path: str, value: Any) -> RLHFJob:
+    content = as_content(example_job(steps=5))
+    holder: Any = content
+    *way, last = path.split(".")
+    for key in way:
+        holder = holder[int(key)] if isinstance(holder, list) else holder[key]
+    holder[last] = value
+    return RLHFJob.model_validate(content)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.training.seed", 1),
+        ("spec.algorithm.clipHigh", 0.3),
+        ("spec.model.path", "another"),
+        ("spec.generation.temperature", 0.5),
+        ("spec.rewards.sources.0.weight", 2.0),
+        ("spec.rewards.sources.0.function", "rewards:another"),
+        ("metadata.name", "another"),
+    ],
+)
+def test_another_job_is_refused_by_its_field(tmp_path: Path, path: str, value: Any) -> None:
+    a_run(tmp_path, steps=5)
+    for resume in (True, False):
+        with pytest.raises(InvalidRequest) as refused:
+            RunFolder(tmp_path).begin(changed(path, value), resume=resume, resume_at=2)
+        assert path in str(refused.value)
+        assert repr(value) in str(refused.value)
+    assert len(RunFolder(tmp_path).steps()) == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.training.steps", 50),
+        ("spec.generation.speculation.mode", "off"),
+        ("spec.roles.reward.workers", 2),
+        ("spec.observability.view", "plain"),
+        ("spec.checkpoint.keep", 5),
+        ("spec.rewards.sources.0.retries", 9),
+        ("metadata.labels", {"team": "a"}),
+    ],
+)
+def test_what_cannot_change_the_curve_may_differ(tmp_path: Path, path: str, value: Any) -> None:
+    a_run(tmp_path, steps=5)
+    with RunFolder(tmp_path) as folder:
+        assert folder.begin(changed(path, value), resume=True, resume_at=5).resumed
+    assert folder.job() == changed(path, value)
+
+
+def test_steps_may_not_grow_under_a_schedule_that_counts_them(tmp_path: Path) -> None:
+    a_run(tmp_path, steps=5, schedule={"name": "cosine"})
+    with pytest.raises(InvalidRequest, match=r"spec\.training\.steps was 5 and is 9"):
+        RunFolder(tmp_path).begin(example_job(steps=9, schedule={"name": "cosine"}), resume=True, resume_at=5)
+
+
+@given(
+    st.text(max_size=8)
+    | st.sampled_from(["1e-6", "off", "010", "2024-01-01", "1_000", "~", "", "0x1F", "=", "1:30", "0E0", "1e6", ".5"])
+)
+@settings(max_examples=40)
+def test_the_job_is_read_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    """By the folder and, since it is a job file, by the job reader."""
+    from rlhfspec.job_file.yaml_text import parse
+
+    job = example_job(optimizer={"name": "AdamW", "arguments": {"text": text, "eps": 1e-8, "betas": [0.9, 0.999]}})
+    path = tmp_path_factory.mktemp("run")
+    with RunFolder(path) as folder:
+        folder.begin(job, resume=False)
+        assert folder.job() == job
+        written = folder.job_file.read_text()
+    assert yaml.safe_load(written) == parse(written, source="job.yaml").value == as_content(job)
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    """The limit on file size stands for the disk: the write that does not fit is taken back and raises."""
+    a_run(tmp_path, 2)
+    code = (
+        "import resource, sys; from rlhfspec.telemetry.run_folder import *; from rlhfspec.telemetry.metrics import *\n"
+        "folder = RunFolder(sys.argv[1]); folder.begin(example_job(), resume=True, resume_at=2)\n"
+        "size = folder.steps_file.stat().st_size + 100\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
+        "folder.append_step(example_step(step=3))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "OSError" in ended.stderr
+    content = (tmp_path / "steps.jsonl").read_bytes()
+    assert content.endswith(b"\n")
+    assert content.count(b"\n") == 2
+
+
+def test_telemetry_needs_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import rlhfspec.telemetry.view, rlhfspec.telemetry.summary, rlhfspec.telemetry.trackers, sys\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'tensorboard')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
