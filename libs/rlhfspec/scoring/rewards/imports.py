@@ -16,12 +16,14 @@ from typing import Any
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.scoring.rewards.threads import in_daemon_thread
 
+IMPORT_SECONDS = 120.0  # reward code may import large libraries on a slow disk
 
-def load_function(reference: str, base_folder: Path, *, field: str, timeout_seconds: float) -> Callable[..., Any]:
+
+def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[..., Any]:
     """The function, or an InvalidRequest that says what is missing and what is nearest.
 
     Example:
-        >>> load_function("math:sqtr", Path("."), field="function", timeout_seconds=10.0)
+        >>> load_function("math:sqtr", Path("."), field="function")
         Traceback (most recent call last):
         ...
         rlhfspec.errors.InvalidRequest: function: module 'math' has no 'sqtr'; did you mean sqrt? (got 'math:sqtr')
@@ -29,7 +31,7 @@ def load_function(reference: str, base_folder: Path, *, field: str, timeout_seco
     module_name, colon, name = reference.partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise InvalidRequest(field, reference, "must be module:function")
-    module = _module(module_name, base_folder, reference, field, timeout_seconds)
+    module = _module(module_name, base_folder, reference, field)
     if not hasattr(module, name):
         near = get_close_matches(name, [entry for entry in vars(module) if not entry.startswith("_")], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -40,13 +42,13 @@ def load_function(reference: str, base_folder: Path, *, field: str, timeout_seco
     return function  # type: ignore[no-any-return]
 
 
-def _module(name: str, base_folder: Path, reference: str, field: str, timeout_seconds: float) -> ModuleType:
+def _module(name: str, base_folder: Path, reference: str, field: str) -> ModuleType:
     """Imports run a user's code: in a thread, with a deadline, and whatever they raise becomes one clear error."""
     future = in_daemon_thread(lambda: _import(name, base_folder.absolute()))
     try:
-        outcome = future.result(timeout=timeout_seconds)
+        outcome = future.result(timeout=IMPORT_SECONDS)
     except TimeoutError:
-        problem = f"importing {name!r} took longer than {timeout_seconds:g} s"
+        problem = f"importing {name!r} took longer than {IMPORT_SECONDS:g} s"
         raise InvalidRequest(field, reference, problem) from None
     error = outcome.error
     if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{name}.".startswith(f"{error.name}."):

@@ -147,11 +147,11 @@ def _make(source: AnySource, base_folder: Path, field: str) -> Source:
     match source:
         case FunctionSource():
             field = f"{field}.function"
-            function = load_function(source.function, base_folder, field=field, timeout_seconds=source.timeout_seconds)
+            function = load_function(source.function, base_folder, field=field)
             return FunctionRewards(function, batched=source.batched, field=field)
         case ModelSource():
             return ModelRewards(
-                source.path, label=source.label, chat_template=False, base_folder=base_folder, field=field
+                source.path, label=source.label, chat_template=source.chat_template, base_folder=base_folder, field=field
             )
         case HttpSource():
             return HttpRewards(source.url, source.headers, concurrency=source.concurrency, field=field)

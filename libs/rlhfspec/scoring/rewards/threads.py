@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-PING_SECONDS = 1.0
+PING_SECONDS = 0.1  # part of a call's deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,24 @@ class LoopThread:
     async def _responsive_loop(self) -> asyncio.AbstractEventLoop:
         """The loop there is, unless a call that never awaits has blocked it."""
         if self._loop is not None and self._gave_up and not await _answers(self._loop):
-            self._loop = None
+            await self.close()
         self._gave_up = False
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
+            runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+            self._loop = runner.get_loop()
+            threading.Thread(target=_serve, args=(runner,), name="reward-loop", daemon=True).start()
         return self._loop
 
     async def close(self) -> None:
+        """The loop ends as soon as it may; nobody waits for a call that blocks it."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
+
+
+def _serve(runner: asyncio.Runner) -> None:
+    with runner:  # at its end it cancels what is left and closes the loop
+        runner.get_loop().run_forever()
 
 
 async def _outcome(start: Callable[[], Awaitable[object]]) -> Outcome:

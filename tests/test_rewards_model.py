@@ -1,0 +1,132 @@
+"""Reward models: the raw output of one label, each sample as if alone, and refusals before anything runs."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfspec.errors import InvalidRequest, RewardError
+from rlhfspec.job import Rewards
+from rlhfspec.records import Sample, Score
+from rlhfspec.scoring.rewards import RewardSources
+
+
+def sample(prompt: int = 0, *, text: str = "4") -> Sample:
+    return Sample(
+        id=f"sums/1/{prompt}/0",
+        job="sums",
+        step=1,
+        prompt=prompt,
+        replica=0,
+        prompt_text="2+2=",
+        prompt_token_ids=(50,),
+        columns_json='{"answer": "4"}',
+        text=text,
+        token_ids=(52,),
+        log_probs=(-0.1,),
+        tempered_log_probs=(-0.1,),
+        weights_versions=(0,),
+        finish_reason="stop",
+    )
+
+
+def run(folder: Path, source: dict[str, Any], *samples: Sample) -> list[Score]:
+    """By one reward model."""
+
+    async def go() -> list[Score]:
+        sources = RewardSources(Rewards.model_validate({"sources": [{"type": "model", **source}]}), folder)
+        try:
+            await sources.start()
+            return await sources.score_many(samples)
+        finally:
+            await sources.close()
+
+    return asyncio.run(go())
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with random classifiers: `one` with a single output, `three` with three; and `none` without a head."""
+    from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+    from rlhfspec.tiny.random_models import GROUPED, random_model
+    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+
+    folder = tmp_path_factory.mktemp("judges")
+    tokenizer = hugging_face_tokenizer()
+    torch.manual_seed(0)
+    for name, num_labels in (("three", 3), ("one", 1)):
+        shape = {**GROUPED, "vocab_size": len(tokenizer), "num_labels": num_labels}
+        model = AutoModelForSequenceClassification.from_config(LlamaConfig(**shape))
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    random_model("llama", seed=0, vocab_size=len(tokenizer)).save_pretrained(folder / "none")
+    tokenizer.save_pretrained(folder / "none")
+    return folder
+
+
+def by_hand(folder: Path, text: str, label: int) -> float:
+    from transformers import AutoTokenizer
+
+    return output(folder, AutoTokenizer.from_pretrained(folder)(text)["input_ids"], label)
+
+
+def output(folder: Path, token_ids: list[int], label: int) -> float:
+    from transformers import AutoModelForSequenceClassification
+
+    with torch.inference_mode():
+        logits = AutoModelForSequenceClassification.from_pretrained(folder).eval()(torch.tensor([token_ids])).logits
+    return float(logits[0, label])
+
+
+def test_a_reward_model_gives_the_raw_output_of_its_label(judge: Path) -> None:
+    (one,) = run(judge, {"path": "one"}, sample(text="5"))
+    (three,) = run(judge, {"path": "three", "label": 2}, sample(text="5"))
+    assert one.components == (("one", by_hand(judge / "one", "2+2=5", 0)),)
+    assert three.components == (("three", by_hand(judge / "three", "2+2=5", 2)),)
+    assert one.values != three.values
+
+
+def test_a_reward_model_scores_each_sample_as_if_alone(judge: Path) -> None:
+    samples = [sample(prompt, text="x" * (1 + 7 * prompt)) for prompt in range(6)]
+    together = run(judge, {"path": "one"}, *samples)
+    alone = [run(judge, {"path": "one", "concurrency": 1}, one)[0] for one in samples]
+    assert together == alone
+    assert len({score.values for score in together}) == 6
+
+
+@pytest.mark.parametrize(
+    ("source", "field", "problem"),
+    [
+        ({"path": "three"}, "label", "the model has 3 outputs: say which counts"),
+        ({"path": "three", "label": 3}, "label", "the model has 3 outputs, from 0"),
+        ({"path": "nowhere"}, "path", "is no sequence-classification model with a tokenizer"),
+        ({"path": "none"}, "path", "has no trained classification head: score.weight missing"),
+        ({"path": "one", "chatTemplate": True}, "chatTemplate", "the reward model's tokenizer has no template"),
+    ],
+)
+def test_a_model_that_cannot_judge_is_refused_at_the_start(
+    judge: Path, source: dict[str, Any], field: str, problem: str
+) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        run(judge, source, sample())
+    assert error.value.field == f"spec.rewards.sources.0.{field}"
+    assert problem in error.value.problem
+
+
+def test_a_text_too_long_for_the_model_is_an_error_and_not_cut(judge: Path) -> None:
+    with pytest.raises(RewardError, match="the text has 517 tokens; the reward model takes 1 to 512"):
+        run(judge, {"path": "one"}, sample(text="x" * 512))
+
+
+def test_the_chat_template_of_the_reward_model_is_used_when_asked_for(judge: Path, tmp_path: Path) -> None:
+    shutil.copytree(judge / "one", tmp_path / "chat")
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
+    (score,) = run(tmp_path, {"path": "chat", "chatTemplate": True}, sample())
+    assert score.values == (output(judge / "one", list(b"[user]2+2=[assistant]4"), 0),)
