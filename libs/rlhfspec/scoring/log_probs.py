@@ -1,0 +1,145 @@
+"""Log-probs of a response under a fixed model, each a pure function of the sample: the reference's part in KL.
+
+The sequence runs through the engine's kernels, whose bits depend on the sequence alone. So a score is the same whenever
+it is asked for, whatever was scored before, in chunks of any size, by any worker, with any number of threads; and where
+the trainer is exactly on-policy and still at version 0, it is the trainer's own number to the bit.
+
+Example:
+    >>> from rlhfspec.tiny import random_model
+    >>> scorer = LogProbScorer(random_model("llama", seed=0), temperature=1.0, max_context=64)
+    >>> len(scorer.log_probs((5, 6, 7), (8, 9)))
+    2
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhfspec.drafting.base import IntArray
+from rlhfspec.engine.runner import ModelRunner, RunnerConfig
+from rlhfspec.errors import InvalidRequest, NumericalError
+from rlhfspec.kernels import gumbel
+from rlhfspec.kernels.linear import arithmetic_for
+from rlhfspec.kernels.tree_attention import AttentionMeta
+
+_BLOCK_SIZE = 16
+_CHUNK_TOKENS = 512  # rows of one forward: enough for the kernels' full speed
+_LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32
+
+
+class LogProbScorer:
+    """Scores under one model that never changes. One sequence at a time; calls from several threads wait in line.
+
+    model: a Hugging Face causal LM; it is swapped in place, so hand over a copy. temperature: of the policy that is
+    trained, log_softmax(logits / temperature). dtype and arithmetic: how the engine that generates keeps and adds up
+    weights (EngineConfig). max_context: tokens of prompt and response.
+    """
+
+    def __init__(
+        self, model: Any, *, temperature: float, max_context: int, dtype: str = "float32", arithmetic: str = "auto"
+    ) -> None:
+        self.temperature = temperature
+        self._rows = SequenceRows(model, "reference", max_context=max_context, dtype=dtype, arithmetic=arithmetic)
+
+    def log_probs(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+        """Of every response token. Raises NumericalError when the model gives none."""
+        targets = np.asarray(token_ids, np.int32)
+
+        def of_targets(place: int, logits: torch.Tensor) -> torch.Tensor:
+            return gumbel.token_log_probs(logits, targets[place : place + len(logits)], self.temperature)
+
+        return finite(self._rows.map(prompt_token_ids, token_ids, of_targets), "reference log-prob")
+
+
+def log_probs_reference(
+    model: Any, prompt_token_ids: Sequence[int], token_ids: Sequence[int], temperature: float
+) -> list[float]:
+    """The same, slow and obvious: plain Hugging Face, one sequence a forward, every row's logits at once."""
+    tokens = torch.tensor([[*prompt_token_ids, *token_ids]])
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, use_cache=False).logits[0].float() / temperature
+    rows = logits[len(prompt_token_ids) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+class SequenceRows:
+    """A model on the engine's kernels that gives the output rows which predict a response's tokens."""
+
+    def __init__(self, model: Any, name: str, *, max_context: int, dtype: str, arithmetic: str) -> None:
+        limit = getattr(model.config, "max_position_embeddings", None)
+        if limit is not None and max_context > limit:
+            raise InvalidRequest("max_context", max_context, f"must be <= the model's {limit} positions")
+        kept_as: torch.dtype = getattr(torch, dtype)
+        num_blocks = -(-max_context // _BLOCK_SIZE)
+        self.max_context = max_context
+        self._chunk_tokens = max(1, min(_CHUNK_TOKENS, _LOGITS_AT_A_TIME // int(model.config.vocab_size)))
+        self._lock = threading.Lock()  # one cache
+        self._slot_table = np.arange(num_blocks * _BLOCK_SIZE, dtype=np.int32)[None]
+        self.runner = ModelRunner(
+            model,
+            RunnerConfig(
+                name=name,
+                dtype=kept_as,
+                arithmetic=arithmetic_for(kept_as, arithmetic),
+                device=torch.device("cpu"),
+                max_context=max_context,
+                num_blocks=num_blocks,
+                block_size=_BLOCK_SIZE,
+            ),
+        )
+
+    def load_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
+        with self._lock:
+            self.runner.load_weights(state_dict)
+
+    def map(
+        self, prompt: Sequence[int], response: Sequence[int], read: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """read(place in the response of the first, output rows [n, width]) -> [n], over all of the response: [t]."""
+        tokens = self._checked(prompt, response)
+        first = len(prompt) - 1
+        parts = []
+        with self._lock:
+            for start in range(0, len(tokens), self._chunk_tokens):
+                stop = min(len(tokens), start + self._chunk_tokens)
+                rows = np.arange(max(start, first), stop, dtype=np.int32)
+                output = self._forward(tokens, start, stop, rows - start)
+                if len(rows):
+                    parts.append(read(int(rows[0]) - first, output))
+        return torch.cat(parts)
+
+    def _checked(self, prompt: Sequence[int], response: Sequence[int]) -> IntArray:
+        """The tokens that are run: the last one of the response predicts nothing."""
+        if not prompt or not response:
+            raise InvalidRequest("token_ids", [list(prompt), list(response)], "prompt and response must not be empty")
+        size = len(prompt) + len(response)
+        if size - 1 > self.max_context:
+            raise InvalidRequest("token_ids", size, f"prompt and response must fit into {self.max_context} tokens")
+        tokens = np.asarray((*prompt, *response[:-1]), np.int32)
+        if tokens.min() < 0 or max(int(tokens.max()), response[-1]) >= self.runner.vocab_size:
+            raise InvalidRequest("token_ids", int(tokens.max()), f"must be in [0, {self.runner.vocab_size})")
+        return tokens
+
+    def _forward(self, tokens: IntArray, start: int, stop: int, rows: IntArray) -> torch.Tensor:
+        positions = np.arange(start, stop, dtype=np.int32)
+        meta = AttentionMeta(
+            slots=positions,
+            table_rows=np.zeros(len(positions), np.int32),
+            context_lens=positions + np.int32(1),
+            extra=np.empty((len(positions), 0), np.int32),
+            slot_table=self._slot_table,
+        )
+        return self.runner.forward(tokens[start:stop], positions, meta, rows)
+
+
+def finite(numbers: torch.Tensor, what: str) -> list[float]:
+    """The numbers [t], unless one is none."""
+    wrong = (~numbers.isfinite()).nonzero().flatten().tolist()
+    if wrong:
+        raise NumericalError(f"{what}: {numbers[wrong[0]].item()} at response token {wrong[0]}")
+    return numbers.tolist()
