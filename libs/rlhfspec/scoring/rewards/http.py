@@ -42,6 +42,8 @@ class HttpRewards:
         (sample,) = samples
         try:
             return [_reward(await self._post(_request(sample)))]
+        except httpx.DecodingError as error:
+            raise CallFailed(f"the reply cannot be decoded: {error}", temporary=False, cause=error) from error
         except httpx.TransportError as error:
             detail = str(error) or type(error).__name__
             raise CallFailed(f"the connection failed: {detail}", temporary=True, cause=error) from error

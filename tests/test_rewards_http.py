@@ -1,0 +1,321 @@
+"""Rewards over HTTP, against a real server that answers, fails, hangs, trickles and lies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfspec.errors import InvalidRequest, RewardError
+from rlhfspec.job import Rewards
+from rlhfspec.records import Sample, Score
+from rlhfspec.scoring.rewards import RewardSources
+from rlhfspec.scoring.rewards.attempts import delay_seconds
+
+Behaviour = Callable[["Handler"], None]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Does what the server's script says for this call; the last entry goes on for ever."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with self.server.lock:
+            self.server.requests.append((self.body, dict(self.headers)))
+            script = self.server.script
+            behave = script[min(len(self.server.requests), len(script)) - 1]
+        behave(self)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock = threading.Lock()
+        self.over = threading.Event()
+        self.requests: list[tuple[dict[str, Any], dict[str, str]]] = []
+        self.script: list[Behaviour] = []
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are what is tested."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.over.set()
+        server.shutdown()
+        thread.join()
+
+
+def reply(body: str | bytes, status: int = 200, **headers: str) -> Behaviour:
+    content = body.encode() if isinstance(body, str) else body
+
+    def behave(handler: Handler) -> None:
+        handler.send_response(status)
+        handler.send_header("content-length", str(len(content)))
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    return behave
+
+
+def hang(handler: Handler) -> None:
+    handler.server.over.wait()
+
+
+def trickle(handler: Handler) -> None:
+    """A byte now and then: every single read succeeds, the reply never ends."""
+    handler.send_response(200)
+    handler.send_header("content-length", "1000000")
+    handler.end_headers()
+    while not handler.server.over.wait(0.01):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+
+
+def hang_up(handler: Handler) -> None:
+    handler.close_connection = True
+    handler.connection.close()
+
+
+def sample(replica: int = 0) -> Sample:
+    return Sample(
+        id=f"sums/1/0/{replica}",
+        job="sums",
+        step=1,
+        prompt=0,
+        replica=replica,
+        prompt_text="2+2=",
+        prompt_token_ids=(50,),
+        columns_json='{"answer": "4"}',
+        text="4 \ud83d",  # half an emoji, as byte-level models may end
+        token_ids=(52,),
+        log_probs=(-0.1,),
+        tempered_log_probs=(-0.1,),
+        weights_versions=(0,),
+        finish_reason="stop",
+    )
+
+
+def score(url: str | Server, *samples: Sample, naps: list[float] | None = None, **source: Any) -> list[Score]:
+    if isinstance(url, Server):
+        url = f"http://127.0.0.1:{url.server_port}/score"
+
+    async def nap(seconds: float) -> None:
+        assert naps is not None, "a retry that was not expected"
+        naps.append(seconds)
+
+    async def go() -> list[Score]:
+        given = {"type": "http", "url": url, "name": "judge", "timeoutSeconds": 30.0, **source}
+        sources = RewardSources(Rewards.model_validate({"sources": [given]}), Path(), sleep=nap)
+        try:
+            return await sources.score_many(samples or [sample()])
+        finally:
+            await sources.close()
+
+    return asyncio.run(go())
+
+
+def test_the_endpoint_gets_the_sample_and_its_number_is_the_reward(server: Server) -> None:
+    server.script = [reply('{"reward": 0.25, "why": "close"}')]
+    (scored,) = score(server, headers={"Authorization": "Bearer abc"})
+    assert scored.values == (0.25,)
+    body, headers = server.requests[0]
+    assert body == {
+        "id": "sums/1/0/0",
+        "prompt": "2+2=",
+        "completion": "4 \ud83d",
+        "finish_reason": "stop",
+        "columns": {"answer": "4"},
+    }
+    assert headers["authorization"] == "Bearer abc"
+    assert headers["content-type"] == "application/json"
+
+
+def test_replies_go_to_their_samples_whatever_comes_back_first(server: Server) -> None:
+    second_is_back = threading.Event()
+
+    def first_comes_last(handler: Handler) -> None:
+        replica = int(handler.body["id"].rpartition("/")[2])
+        assert replica == 1 or second_is_back.wait(10)
+        reply(json.dumps({"reward": replica}))(handler)
+        second_is_back.set()
+
+    server.script = [first_comes_last]
+    scores = score(server, sample(0), sample(1), concurrency=2)
+    assert [scored.values for scored in scores] == [(0.0,), (1.0,)]
+
+
+@pytest.mark.parametrize("status", [500, 503, 408, 425, 429])
+def test_a_temporary_failure_is_tried_again(server: Server, status: int) -> None:
+    server.script = [reply("wait", status), reply("wait", status), reply('{"reward": 1}')]
+    naps: list[float] = []
+    assert score(server, naps=naps)[0].values == (1.0,)
+    assert naps == [delay_seconds("judge", "sums/1/0/0", 1), delay_seconds("judge", "sums/1/0/0", 2)]
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 404, 422])
+def test_a_permanent_failure_is_not(server: Server, status: int) -> None:
+    server.script = [reply("no such thing", status)]
+    with pytest.raises(
+        RewardError, match=rf"^reward 'judge' of sample sums/1/0/0: the endpoint answered {status} .*no s"
+    ):
+        score(server)
+    assert len(server.requests) == 1
+
+
+def test_retries_are_used_up(server: Server) -> None:
+    server.script = [reply("busy", 503)]
+    with pytest.raises(RewardError, match=r"answered 503 Service Unavailable: 'busy' \(3 calls\)"):
+        score(server, naps=[])
+    assert len(server.requests) == 3
+
+
+def test_the_server_says_how_long_to_wait(server: Server) -> None:
+    server.script = [reply("", 429, retry_after="7"), reply('{"reward": 1}')]
+    naps: list[float] = []
+    score(server, naps=naps)
+    assert naps == [7.0]
+
+
+def test_a_server_that_wants_too_much_patience_has_failed(server: Server) -> None:
+    server.script = [reply("", 503, retry_after="3600")]
+    with pytest.raises(RewardError, match="it asks to wait 3600 s, more than 60 s"):
+        score(server)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("behave", [hang, trickle], ids=["hangs", "trickles"])
+def test_a_slow_server_meets_the_deadline_of_the_call(server: Server, behave: Behaviour) -> None:
+    server.script = [behave]
+    with pytest.raises(RewardError, match=r"it gave no answer within 0.2 s \(2 calls\)"):
+        score(server, naps=[], timeoutSeconds=0.2, retries=1)
+
+
+def test_a_server_that_recovers_from_hanging_is_heard(server: Server) -> None:
+    server.script = [hang, hang_up, reply('{"reward": 1}')]
+    assert score(server, naps=[], timeoutSeconds=2.0)[0].values == (1.0,)
+
+
+def test_nobody_there() -> None:
+    with Server() as gone:
+        url = f"http://127.0.0.1:{gone.server_port}/"
+    with pytest.raises(RewardError, match=r"the connection failed: .* \(2 calls\)"):
+        score(url, naps=[], retries=1)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ('{"reward": NaN}', 'the reply\'s "reward" is nan, not a finite number'),
+        ('{"reward": 1e999}', 'the reply\'s "reward" is inf, not a finite number'),
+        ('{"reward": null}', 'the reply\'s "reward" is None, not a number'),
+        ('{"reward": "1"}', "'1' (str), not a number"),
+        ('{"reward": [1]}', "a list of length 1, not a number"),
+        ('{"rewards": [1]}', 'the reply has no "reward"'),
+        ("[1]", 'the reply has no "reward"'),
+        ("0.5", 'the reply has no "reward"'),
+        ("", "the reply is not JSON: ''"),
+        ("<html>" + "x" * 1000, "the reply is not JSON: '<html>xxx"),
+        (b"\xff\xfe\x00", "the reply is not JSON"),
+        ("[" * 100_000, "the reply is not JSON"),
+        (b" " * (1 << 20) + b" ", "the reply is longer than 1048576 bytes"),
+    ],
+)
+def test_a_malformed_reply_ends_the_job(server: Server, body: str | bytes, problem: str) -> None:
+    server.script = [reply(body)]
+    with pytest.raises(RewardError) as error:
+        score(server)
+    assert problem in error.value.problem
+    assert len(str(error.value)) < 300
+
+
+def test_a_reply_cut_short_is_a_failed_connection(server: Server) -> None:
+    def cut(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.send_header("content-length", "100")
+        handler.end_headers()
+        handler.wfile.write(b'{"reward": 1}')
+        handler.close_connection = True
+
+    server.script = [cut]
+    with pytest.raises(RewardError, match="the connection failed: peer closed connection"):
+        score(server, retries=0)
+
+
+def test_a_reply_that_cannot_be_unpacked_ends_the_job(server: Server) -> None:
+    server.script = [reply('{"reward": 1}', content_encoding="gzip")]
+    with pytest.raises(RewardError, match="the reply cannot be decoded: "):
+        score(server)
+
+
+def test_a_dropped_sample_leaves_the_others(server: Server) -> None:
+    def only_the_second(handler: Handler) -> None:
+        (reply('{"reward": 1}') if handler.body["id"].endswith("/1") else reply("bad", 400))(handler)
+
+    server.script = [only_the_second]
+    bad, good = score(server, sample(0), sample(1), onError="drop", concurrency=1)
+    assert bad.values == ()
+    assert "answered 400 Bad Request: 'bad'" in bad.error
+    assert good.values == (1.0,)
+
+
+def test_no_more_calls_at_a_time_than_asked_for(server: Server) -> None:
+    running, most, lock = 0, 0, threading.Lock()
+    both = threading.Barrier(2, timeout=10)
+
+    def count(handler: Handler) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        both.wait()
+        with lock:
+            running -= 1
+        reply('{"reward": 1}')(handler)
+
+    server.script = [count]
+    score(server, *(sample(replica) for replica in range(6)), concurrency=2)
+    assert most == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "field"),
+    [
+        ({"url": "http://"}, "url"),
+        ({"url": "http://host:port/"}, "url"),
+        ({"headers": {"x y": "1"}}, "headers"),
+        ({"headers": {"key": "line\nbreak"}}, "headers.key"),
+    ],
+)
+def test_what_can_be_no_request_is_refused_at_the_start(source: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        score(source.pop("url", "http://127.0.0.1:9"), **source)
+    assert error.value.field == f"spec.rewards.sources.0.{field}"
+
+
+def test_secrets_are_in_no_message(server: Server) -> None:
+    server.script = [reply("no", 401)]
+    with pytest.raises(RewardError) as error:
+        score(f"http://me:hidden@127.0.0.1:{server.server_port}/?key=hidden", headers={"key": "hidden"}, name=None)
+    assert "hidden" not in str(error.value)
+    assert "hidden" not in repr(error.value.__cause__)
