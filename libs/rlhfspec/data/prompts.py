@@ -44,7 +44,8 @@ class PromptRow:
 class Prompts:
     """A dataset that a job can draw from. Everything malformed is found here, before the first step.
 
-    seed: of the job; decides the order. num_too_long: rows left out by `maxPromptTokens`.
+    seed: of the job; decides the order. num_too_long: rows left out by `maxPromptTokens`. longest: tokens of the
+    longest prompt that is kept. columns: what rewards get to see of a row.
     """
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, dataset: Dataset, seed: int, prompts_per_step: int) -> None:
@@ -52,7 +53,7 @@ class Prompts:
         self._rows = rows
         self._tokenizer = tokenizer
         self._dataset = dataset
-        self._kept = self._short_enough()
+        self._kept, self.longest = self._short_enough()
         self.num_too_long = len(rows) - len(self._kept)
         self.order = Order(
             num_rows=len(self._kept),
@@ -61,6 +62,12 @@ class Prompts:
             shuffle=dataset.shuffle,
             epochs=dataset.epochs,
         )
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Of every row."""
+        first = self._rows.records[0]
+        return frozenset(first).difference({self._column}).intersection(*map(frozenset, self._rows.records))
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -77,7 +84,7 @@ class Prompts:
         chosen = self.indices(step, round, count)
         return [(place, self[index]) for place, index in zip(self.order.places(round, count), chosen, strict=True)]
 
-    def _short_enough(self) -> list[int]:
+    def _short_enough(self) -> tuple[list[int], int]:
         longest = self._dataset.max_prompt_tokens
         lengths = [len(self._prompt(index).token_ids) for index in range(len(self._rows))]
         kept = [index for index, length in enumerate(lengths) if 0 < length <= longest]
@@ -85,12 +92,17 @@ class Prompts:
             problem = f"every prompt is longer; the shortest of {len(lengths)} has {min(lengths)} tokens"
             field = "spec.dataset.maxPromptTokens"
             raise JobError(self._rows.source, [Problem(field=field, value=longest, problem=problem)])
-        return kept
+        return kept, max(lengths[index] for index in kept)
+
+    @property
+    def _column(self) -> str:
+        column = self._dataset.messages_column or self._dataset.prompt_column
+        assert column is not None, "the job was checked"
+        return column
 
     def _prompt(self, index: int) -> PromptRow:
         row = self._rows.records[index]
-        column = self._dataset.messages_column or self._dataset.prompt_column
-        assert column is not None, "the job was checked"
+        column = self._column
         text = row[column] if self._dataset.messages_column is None else self._from_messages(row[column], index)
         # A template writes its own special tokens; a plain text gets the tokenizer's, as in the engine.
         token_ids = self._tokenizer.encode(text, add_special_tokens=self._dataset.messages_column is None)

@@ -31,7 +31,7 @@ def exact(completion: str, answer: str) -> float:
     """1 for a completion that ends with the row's answer, else 0."""
     return float(completion.strip().endswith(str(answer)))
 '''
-_SOURCES = """    # Where rewards come from: function (module:function, also beside this file), model (path), http (url).
+_SOURCES = """    # Where rewards come from: function (module:function, also beside this file), model (path) or http.
     sources:
       - type: function
         function: rewards:exact

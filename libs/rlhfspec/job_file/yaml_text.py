@@ -135,6 +135,8 @@ class _Reader:
             return self._scalar(node, path)
         if self.num_values > MOST_VALUES:
             return None
+        if node.tag not in _TAGS:
+            self._problem(path, node, f"the tag {node.tag} is not read; remove it")
         if id(node) in self._open:
             self._problem(path, node, "an alias that contains itself; write the value out")
             return None
@@ -165,7 +167,7 @@ class _Reader:
     def _scalar(self, node: yaml.ScalarNode, path: Path_) -> Any:
         if node.tag not in _TAGS:
             self._problem(path, node, f"the tag {node.tag} is not read; remove it")
-            return None
+            return str(node.value)
         try:
             value = self._scalars.construct_object(node)
             if isinstance(value, str):
@@ -179,7 +181,7 @@ class _Reader:
         self.problems.append(Problem(field=dotted(path), problem=problem, where=f"line {node.start_mark.line + 1}"))
 
 
-_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")}
+_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq")}
 
 
 def dotted(path: Path_) -> str:

@@ -1,0 +1,203 @@
+"""Rows from every source, prompts from columns and messages, and an order that is a function of (seed, step)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfspec.data import Order, Prompts, Rows, load_rows, load_tokenizer
+from rlhfspec.data.order import num_steps
+from rlhfspec.errors import DataExhausted, InvalidRequest, JobError
+from rlhfspec.job import Dataset, Model
+from rlhfspec.tiny.tokenizer import BOS, encode, hugging_face_tokenizer
+
+RECORDS = [{"prompt": f"{n}+1=", "answer": n + 1, "tags": ["sum", {"digits": 1}]} for n in range(7)]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def prompts_of(records: list[dict[str, Any]], tokenizer: Any = None, **fields: Any) -> Prompts:
+    dataset = Dataset(path="memory", **fields)
+    rows = Rows(source="memory", records=records)
+    return Prompts(rows, tokenizer or hugging_face_tokenizer(), dataset, seed=3, prompts_per_step=2)
+
+
+def write_json_lines(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n\r\n".join(json.dumps(record).encode() for record in RECORDS))
+    return path
+
+
+def write_parquet(folder: Path) -> Path:
+    path = folder / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record | {"tags": ["sum"]} for record in RECORDS]), path)
+    return path
+
+
+def write_folder(folder: Path) -> Path:
+    path = folder / "saved"
+    rows = datasets.Dataset.from_list([record | {"tags": ["sum"]} for record in RECORDS])
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(2))}).save_to_disk(str(path))
+    return path
+
+
+@pytest.mark.parametrize("write", [write_json_lines, write_parquet, write_folder])
+def test_every_source_gives_the_same_rows(tmp_path: Path, write: Any) -> None:
+    rows = load_rows(Dataset(path=str(write(tmp_path))))
+    assert [(row["prompt"], row["answer"]) for row in rows.records] == [(r["prompt"], r["answer"]) for r in RECORDS]
+
+
+def test_splits(tmp_path: Path) -> None:
+    path = str(write_folder(tmp_path))
+    assert len(load_rows(Dataset(path=path, split="test"))) == 2
+    with pytest.raises(JobError, match=r"spec\.dataset\.split: must be one of train, test"):
+        load_rows(Dataset(path=path, split="tset"))
+
+
+def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(JobError, match="neither a file beside the job nor a hub dataset"):
+        load_rows(Dataset(path="no-such-owner/no-such-data"))
+
+
+def test_a_line_is_counted_with_the_blank_ones(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n\n\n{"prompt": 3}\n')
+    rows = load_rows(Dataset(path="rows.jsonl"), tmp_path)
+    assert rows.where(1) == "line 4"
+
+
+def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("[]\n" * 1000)
+    with pytest.raises(JobError) as caught:
+        load_rows(Dataset(path="rows.jsonl"), tmp_path)
+    assert len(caught.value.problems) == 11
+    assert "990 more" in str(caught.value)
+
+
+def test_a_prompt_is_tokenized_as_the_engine_does() -> None:
+    row = prompts_of(RECORDS)[2]
+    assert row.text == "2+1="
+    assert row.token_ids == (BOS, *encode("2+1=")) == tuple(hugging_face_tokenizer().encode("2+1="))
+    assert json.loads(row.columns_json) == {"answer": 3, "tags": ["sum", {"digits": 1}]}
+
+
+def test_messages_go_through_the_template_without_a_second_start() -> None:
+    tokenizer = hugging_face_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    records = [{"chat": [{"role": "user", "content": "hi"}], "answer": "x"}] * 2
+    row = prompts_of(records, tokenizer, messagesColumn="chat")[0]
+    assert row.text == "<user>hi<a>"
+    assert row.token_ids == tuple(encode("<user>hi<a>"))
+    assert json.loads(row.columns_json) == {"answer": "x"}
+
+
+def test_a_template_that_refuses_is_named_with_its_row() -> None:
+    tokenizer = hugging_face_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('only users') }}"
+    with pytest.raises(JobError, match=r"row 1: spec\.dataset\.messagesColumn: .*only users"):
+        prompts_of([{"chat": [{"role": "user", "content": "hi"}]}], tokenizer, messagesColumn="chat")
+
+
+def test_long_prompts_are_left_out_and_counted() -> None:
+    records = [{"prompt": "x" * length} for length in (1, 9, 3, 10, 8)]
+    prompts = prompts_of(records, maxPromptTokens=9)  # BOS counts
+    assert (len(prompts), prompts.num_too_long) == (3, 2)
+    assert [len(prompts[index].text) for index in range(3)] == [1, 3, 8]
+
+
+def test_take_numbers_places_through_the_rounds() -> None:
+    prompts = prompts_of(RECORDS)
+    assert [place for place, _ in prompts.take(step=1)] == [0, 1]
+    assert [place for place, _ in prompts.take(step=1, round=2, count=1)] == [4]
+    texts = {row.text for round in range(3) for _, row in prompts.take(step=1, round=round)}
+    assert len(texts) == 6
+
+
+def test_the_tokenizer_beside_the_policy(tmp_path: Path) -> None:
+    hugging_face_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(Model(path=str(tmp_path))).encode("a") == [BOS, 97]
+    with pytest.raises(InvalidRequest, match=r"spec\.model\.tokenizer: no tokenizer can be loaded"):
+        load_tokenizer(Model(path=str(tmp_path), tokenizer=str(tmp_path / "none")))
+
+
+orders = st.builds(
+    Order,
+    num_rows=st.integers(1, 40),
+    prompts_per_step=st.integers(1, 12),
+    seed=st.integers(0, 2**63 - 1),
+    shuffle=st.booleans(),
+)
+
+
+@given(orders, st.integers(1, 5))
+def test_an_epoch_takes_every_row_once(order: Order, epoch: int) -> None:
+    taken = [row for step in range(1, 5 + epoch * order.num_rows) for row in order.indices(step)]
+    start = (epoch - 1) * order.num_rows
+    assert sorted(taken[start : start + order.num_rows]) == list(range(order.num_rows))
+
+
+@given(orders, st.permutations([(step, round) for step in (1, 2, 7) for round in (0, 1, 2)]))
+def test_the_order_is_a_function_of_seed_step_and_round(order: Order, asked: list[tuple[int, int]]) -> None:
+    """Whatever was asked before, in whatever order; fewer prompts are the first of more."""
+    for step, round in asked:
+        fresh = Order(
+            num_rows=order.num_rows, prompts_per_step=order.prompts_per_step, seed=order.seed, shuffle=order.shuffle
+        )
+        assert order.indices(step, round) == fresh.indices(step, round)
+        assert order.indices(step, round, 1) == fresh.indices(step, round)[:1]
+
+
+@given(orders, st.integers(1, 9))
+def test_a_step_repeats_no_row_while_there_are_others(order: Order, step: int) -> None:
+    own = order.indices(step)
+    rounds = range(1, 5)
+    demanded = [row for round in rounds for row in order.indices(step, round)]
+    num_others = order.num_rows - len(set(own))
+    others = demanded[:num_others]
+    assert len(set(others)) == len(others)
+    assert not set(others) & set(own)
+
+
+def test_seeds_and_epochs_differ() -> None:
+    def first(seed: int, step: int = 1) -> list[int]:
+        return Order(num_rows=100, prompts_per_step=100, seed=seed).indices(step)
+
+    assert first(1) != first(2)
+    assert first(1) != first(1, step=2)
+    assert Order(num_rows=4, prompts_per_step=3, seed=1, shuffle=False).indices(2) == [3, 0, 1]
+
+
+def test_the_order_is_for_ever() -> None:
+    """A resumed run may meet newer libraries: these numbers never change."""
+    order = Order(num_rows=10, prompts_per_step=4, seed=11)
+    assert order.indices(1) == [1, 5, 6, 9]
+    assert order.indices(3) == [7, 2, 0, 9]
+    assert order.indices(1, round=1, count=3) == [2, 7, 4]
+
+
+def test_a_dataset_that_ends_says_after_which_step() -> None:
+    order = Order(num_rows=10, prompts_per_step=4, seed=0, epochs=1)
+    order.indices(2)
+    order.indices(2, round=3)  # replacements are no part of the epoch
+    with pytest.raises(DataExhausted, match="ended after step 2: 10 prompts, 1 epochs") as caught:
+        order.indices(3)
+    assert caught.value.last_step == order.last_step == num_steps(10, 4, 1) == 2
+
+
+def test_impossible_questions() -> None:
+    order = Order(num_rows=10, prompts_per_step=4, seed=0)
+    for step, round, count in ((0, 0, 1), (1, -1, 1), (1, 0, 5)):
+        with pytest.raises(InvalidRequest):
+            order.indices(step, round, count)
+    with pytest.raises(InvalidRequest, match="fewer than the first step needs"):
+        Order(num_rows=3, prompts_per_step=4, seed=0, epochs=1)
