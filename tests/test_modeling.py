@@ -1,0 +1,277 @@
+"""Packed forwards say what plain Hugging Face says, and what the engine says; critic, LoRA and digests."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfspec import job
+from rlhfspec.engine import SamplingParams
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.modeling import log_probs as log_probs_module
+from rlhfspec.modeling import lora
+from rlhfspec.modeling.critic import Critic, load_critic
+from rlhfspec.modeling.digest import digest
+from rlhfspec.modeling.loading import load_policy, load_reference, prepared
+from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
+from rlhfspec.modeling.packed import Packed, _sdpa, attend, explicit_attention, pack_sequences
+from rlhfspec.tiny import KINDS, random_model
+
+PROMPTS = [(5,), (6, 7, 8), (9, 10, 11, 12, 13), (2, 3)]
+RESPONSES = [
+    tuple(torch.randint(97, (size,), generator=torch.Generator().manual_seed(size)).tolist()) for size in (3, 1, 20, 11)
+]
+
+
+def batch() -> Packed:
+    return pack_sequences(PROMPTS, RESPONSES)
+
+
+def one_by_one(model: Any, temperature: float) -> torch.Tensor:
+    """Plain Hugging Face: every sequence alone, every logit made."""
+    model.set_attn_implementation("eager")
+    found = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        logits = model(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0].float() / temperature
+        rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        found.append(rows.gather(1, torch.tensor(response)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_log_probs_and_gradients_are_those_of_single_sequences(kind: str) -> None:
+    plain = random_model(kind, seed=1).requires_grad_(True)
+    model = prepared(copy.deepcopy(plain))
+    expected = one_by_one(plain, 0.7)
+    found = TorchForward(model, 0.7)(batch())
+    assert torch.allclose(found.log_probs, expected, rtol=1e-6, atol=1e-5)  # log-probs down to -20 round too
+    assert torch.allclose(found.untempered, one_by_one(plain, 1.0), rtol=1e-6, atol=1e-5)
+    factors = torch.linspace(-1, 1, len(expected))
+    (expected * factors).sum().backward()
+    (found.log_probs * factors).sum().backward()
+    theirs = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    largest = max(float(gradient.abs().max()) for gradient in theirs.values() if gradient is not None)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - theirs[name]).abs().max() < 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt-neox", "mistral-window"])
+def test_log_probs_are_the_engines(kind: str) -> None:
+    engine = make_engine(random_model(kind, seed=2), EngineConfig(max_context=64, profile=False, speculation="suffix"))
+    params = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
+    done = engine.generate([list(prompt) for prompt in PROMPTS], params)
+    packed = pack_sequences(PROMPTS, [completion.token_ids for completion in done])
+    found = TorchForward(prepared(random_model(kind, seed=2)), 0.8)(packed)
+    tempered = torch.tensor([number for completion in done for number in completion.tempered_log_probs])
+    untempered = torch.tensor([number for completion in done for number in completion.log_probs])
+    assert (found.log_probs - tempered).abs().max() < 1e-5
+    assert (found.untempered - untempered).abs().max() < 1e-5
+
+
+def test_a_sequence_does_not_see_its_neighbours() -> None:
+    model = prepared(random_model("llama", seed=1))
+    forward = TorchForward(model, 1.0)
+    other = [RESPONSES[0], (50,), *RESPONSES[2:]]
+    before = forward(batch()).log_probs.split([3, 1, 20, 11])
+    after = forward(pack_sequences(PROMPTS, other)).log_probs.split([3, 1, 20, 11])
+    for place in (0, 2, 3):
+        assert torch.equal(before[place], after[place])
+
+
+def test_logits_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(random_model("qwen2", seed=3))
+    forward = TorchForward(model, 0.9)
+
+    def run() -> tuple[TokenLogProbs, torch.Tensor]:
+        model.zero_grad()
+        out = forward(batch(), entropy_gradient=True)
+        (out.log_probs.sum() + out.entropy.square().sum()).backward()
+        return out, model.lm_head.weight.grad.clone()
+
+    at_once, gradient = run()
+    monkeypatch.setattr(log_probs_module, "_LOGITS_AT_A_TIME", 97 * 4)
+    in_parts, gradient_in_parts = run()
+    for field in ("log_probs", "untempered", "entropy"):
+        assert torch.allclose(getattr(at_once, field), getattr(in_parts, field), atol=1e-5)
+    assert torch.allclose(gradient, gradient_in_parts, rtol=1e-4, atol=1e-4)
+
+
+def test_entropy_carries_a_gradient_only_when_asked() -> None:
+    forward = TorchForward(prepared(random_model("llama", seed=1)), 1.0)
+    assert not forward(batch()).entropy.requires_grad
+    assert forward(batch(), entropy_gradient=True).entropy.requires_grad
+    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(entropy_of(logits), torch.distributions.Categorical(logits=logits).entropy())
+
+
+def test_log_probs_are_float32_under_autocast() -> None:
+    forward = TorchForward(prepared(random_model("llama", seed=1)), 1.0)
+    exact = forward(batch()).log_probs
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = forward(batch()).log_probs
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_fused_attention_equals_the_written_out_one(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 9, 8, generator=generator)
+    key, value = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
+    slow = explicit_attention(query, key, value, 0.3, window, 0.0, None)
+    assert torch.allclose(_sdpa(query, key, value, 0.3, window), slow, atol=1e-6)
+
+
+def test_sinks_take_their_share() -> None:
+    value = torch.ones(1, 2, 4, 8)
+    query = key = torch.zeros(1, 2, 4, 8)
+    out = explicit_attention(query, key, value, 1.0, None, 0.0, torch.zeros(2))
+    assert torch.allclose(out[0, 0, :, 0], torch.tensor([1 / 2, 2 / 3, 3 / 4, 4 / 5]))
+
+
+def test_what_attention_does_not_know_is_refused() -> None:
+    tensor = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(UnsupportedModel, match="position_bias"):
+        attend(torch.nn.Identity(), tensor, tensor, tensor, None, position_bias=tensor)
+
+
+def test_a_packed_model_refuses_rows_without_a_layout() -> None:
+    model = prepared(random_model("llama", seed=1))
+    with pytest.raises(AssertionError, match="forward_layout"):
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
+    model = random_model("llama", seed=1)
+
+    def shift(module: Any, given: Any, out: Any) -> None:
+        out.logits += out.logits.cos()
+
+    model.register_forward_hook(shift)
+    with pytest.raises(UnsupportedModel, match="differ"):
+        prepared(model)
+
+
+# -- folders --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    random_model("llama", seed=4).save_pretrained(path)
+    return str(path)
+
+
+def test_policy_and_reference_begin_as_one(folder: str) -> None:
+    policy, reference = load_policy(job.Model(path=folder)), load_reference(job.Model(path=folder))
+    assert digest(policy.state_dict()) == digest(reference.state_dict())
+    assert all(parameter.requires_grad for parameter in policy.parameters())
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert load_policy(job.Model(path=folder, dtype="bfloat16")).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("field", "load"), [("reference", load_reference), ("critic", load_critic)])
+def test_a_missing_folder_is_named_by_its_field(folder: str, field: str, load: Any) -> None:
+    with pytest.raises(InvalidRequest, match=rf"model\.{field}: no such folder"):
+        load(job.Model.model_validate({"path": folder, field: "/nowhere/at/all"}))
+
+
+def test_a_critic_begins_at_zero_and_survives_its_folder(folder: str, tmp_path: Path) -> None:
+    critic = load_critic(job.Model(path=folder))
+    assert torch.equal(critic(batch()), torch.zeros(35))
+    with torch.no_grad():
+        critic.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+    critic.save(tmp_path / "critic")
+    again = load_critic(job.Model(path=folder, critic=str(tmp_path / "critic")))
+    assert digest(again.state_dict()) == digest(critic.state_dict())
+    assert torch.equal(again(batch()), critic(batch()))
+
+
+def test_values_are_of_the_state_before_the_token(folder: str) -> None:
+    critic = load_critic(job.Model(path=folder))
+    with torch.no_grad():
+        critic.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+    values = critic(pack_sequences([(5, 6)], [(7, 8)]))
+    with_other_token = critic(pack_sequences([(5, 6)], [(9, 8)]))
+    assert values[0] == with_other_token[0]
+    assert values[1] != with_other_token[1]
+    longer_prompt = critic(pack_sequences([(5, 6, 7)], [(1,)]))
+    assert torch.allclose(values[1], longer_prompt[0], atol=1e-6)
+
+
+def test_a_damaged_critic_folder_is_named(folder: str, tmp_path: Path) -> None:
+    load_critic(job.Model(path=folder)).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 56, "head_dim": 14}))
+    with pytest.raises(InvalidRequest, match=r"model\.critic: weights do not fit"):
+        load_critic(job.Model(path=folder, critic=str(tmp_path)))
+
+
+# -- LoRA -----------------------------------------------------------------------------------------------------------
+
+
+def test_lora_begins_as_the_base_and_merges_into_plain_names() -> None:
+    plain = prepared(random_model("qwen2", seed=5))
+    names, before = list(plain.state_dict()), TorchForward(plain, 1.0)(batch()).log_probs.detach()
+    lora.add_lora(plain, job.Lora(rank=3, alpha=12.0), seed=7)
+    forward = TorchForward(plain, 1.0)
+    assert torch.equal(forward(batch()).log_probs, before)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+    changed = forward(batch()).log_probs
+    assert (changed - before).abs().max() > 0.1
+    merged = lora.merged_state(plain.state_dict(), 12.0 / 3)
+    assert list(merged) == names
+    fresh = prepared(random_model("qwen2", seed=6))
+    fresh.load_state_dict(merged)
+    assert (TorchForward(fresh, 1.0)(batch()).log_probs - changed).abs().max() < 1e-4
+
+
+def test_lora_trains_the_update_only_and_draws_it_from_the_seed() -> None:
+    first, second, other = (prepared(random_model("llama", seed=5)) for _ in range(3))
+    for model, seed in ((first, 7), (second, 7), (other, 8)):
+        lora.add_lora(model, job.Lora(targetModules=["q_proj", "v_proj"]), seed=seed)
+    trained = [name for name, parameter in first.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
+    assert digest(first.state_dict()) == digest(second.state_dict()) != digest(other.state_dict())
+    assert sorted(lora.adapters(first.state_dict())) == sorted(trained)
+
+
+def test_lora_on_layers_that_are_not_there_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"model\.lora\.targetModules"):
+        lora.add_lora(prepared(random_model("llama", seed=5)), job.Lora(targetModules=["nothing"]), seed=0)
+
+
+# -- digests --------------------------------------------------------------------------------------------------------
+
+
+def test_a_digest_is_of_names_types_shapes_and_bytes() -> None:
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    others: list[dict[str, torch.Tensor]] = [
+        {"a": weights["a"], "c": weights["b"]},
+        {"a": weights["a"].view(3, 2), "b": weights["b"]},
+        {"a": weights["a"], "b": weights["b"].view(torch.int16)},
+        {"a": weights["a"] + 1e-7, "b": weights["b"]},
+        {"a": weights["a"]},
+    ]
+    assert len({digest(weights), *map(digest, others)}) == 6
+    assert digest(weights) == digest({"b": weights["b"], "a": weights["a"].t().contiguous().t()})
+
+
+def test_a_digest_tells_zero_from_minus_zero_and_keeps_scalars() -> None:
+    assert digest({"a": torch.tensor(0.0)}) != digest({"a": torch.tensor(-0.0)})
+
+
+def test_critic_is_a_module_of_named_parts() -> None:
+    critic = Critic(prepared(random_model("llama", seed=1)).base_model)
+    assert {name.split(".")[0] for name in critic.state_dict()} == {"trunk", "score"}

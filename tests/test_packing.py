@@ -1,0 +1,72 @@
+"""Micro-batches: whole, within the budget, balanced, and a function of lengths alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfspec.learning.packing import pack, split_evenly
+
+lengths_lists = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+@given(lengths_lists, st.integers(1, 100), st.integers(1, 4))
+def test_every_sequence_is_in_exactly_one_micro_batch(lengths: list[int], budget: int, ranks: int) -> None:
+    packed = pack(lengths, budget, multiple_of=ranks)
+    assert sorted(index for members in packed for index in members) == list(range(len(lengths)))
+    assert len(packed) % ranks == 0
+
+
+@given(lengths_lists, st.integers(1, 100), st.integers(1, 4))
+def test_a_micro_batch_is_within_the_budget_or_a_single_sequence(lengths: list[int], budget: int, ranks: int) -> None:
+    for members in pack(lengths, budget, multiple_of=ranks):
+        assert sum(lengths[index] for index in members) <= budget or len(members) == 1
+
+
+@given(lengths_lists, st.integers(1, 100), st.integers(1, 4))
+def test_empty_ones_are_last_and_only_where_ranks_outnumber_sequences(
+    lengths: list[int], budget: int, ranks: int
+) -> None:
+    packed = pack(lengths, budget, multiple_of=ranks)
+    num_empty = sum(not members for members in packed)
+    assert num_empty < ranks
+    assert all(packed[: len(packed) - num_empty])
+    assert num_empty == 0 or len(lengths) < len(packed)
+
+
+@given(lengths_lists, st.integers(60, 200))
+def test_micro_batches_are_few_and_even(lengths: list[int], budget: int) -> None:
+    loads = [sum(lengths[index] for index in members) for members in pack(lengths, budget)]
+    assert len(loads) <= 2 * -(-sum(lengths) // budget)
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+@given(lengths_lists, st.integers(1, 100))
+def test_members_and_micro_batches_are_in_id_order(lengths: list[int], budget: int) -> None:
+    packed = pack(lengths, budget)
+    assert all(members == sorted(members) for members in packed)
+    assert packed == sorted(packed)
+
+
+def test_one_micro_batch_when_everything_fits() -> None:
+    assert pack([10, 20, 30], 60) == [[0, 1, 2]]
+    assert len(pack([10, 20, 30], 59)) == 2
+
+
+def test_long_sequences_do_not_ask_for_empty_micro_batches() -> None:
+    assert pack([1000, 1, 1000], 10) == [[0], [1], [2]]
+
+
+@given(st.integers(0, 50), st.integers(1, 10))
+def test_mini_batches_are_runs_of_nearly_one_size(count: int, parts: int) -> None:
+    runs = split_evenly(count, parts)
+    assert [index for run in runs for index in run] == list(range(count))
+    assert len(runs) == min(parts, count)
+    assert not runs or max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+@pytest.mark.parametrize("multiple_of", [1, 3])
+def test_an_even_load_over_ranks(multiple_of: int) -> None:
+    packed = pack([7] * 12, 14, multiple_of=multiple_of)
+    assert [len(members) for members in packed] == [2] * 6
