@@ -103,6 +103,11 @@ class Learner:
         critic = load_critic(spec.model) if "critic" in scoring_stages(spec.algorithm) else None
         return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads)
 
+    @property
+    def policy(self) -> Any:
+        """The model that is trained."""
+        return self._policy
+
     # -- a step ---------------------------------------------------------------------------------------------
 
     def learn(self, rollouts: Rollouts) -> LearnReport:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rlhfspec.cli import bench, demo, job, tiny
+from rlhfspec.cli import bench, demo, job, run, tiny
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our status line says what goes on
 
@@ -22,6 +22,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(tiny.app, name="tiny")
 app.command()(demo.demo)
 job.register(app)
+app.command()(run.run)
 
 
 def _print_version(wanted: bool) -> None:

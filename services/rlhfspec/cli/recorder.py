@@ -1,0 +1,135 @@
+"""Writes down what was trained: the run folder's lines, the trackers, the checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from rlhfspec.checkpoint import CheckpointStore
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import Load, Sample
+from rlhfspec.service.vitals import Vitals
+from rlhfspec.telemetry.metrics import Lengths, LogProbDifference, Seconds, Spread, StepMetrics
+from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.telemetry.trackers import Trackers
+from rlhfspec.trainer.service import Trained
+
+
+class RunRecorder:
+    """Implements rlhfspec.trainer.service.Recorder. `load` is fed by whoever hears the generators."""
+
+    def __init__(
+        self, job: RLHFJob, folder: RunFolder, checkpoints: CheckpointStore, trackers: Trackers, vitals: Vitals
+    ) -> None:
+        self._job = job
+        self._folder = folder
+        self._checkpoints = checkpoints
+        self._trackers = trackers
+        self._stopwatch = Stopwatch(vitals)
+        self._strategies: Counter[str] = Counter()
+
+    def load(self, load: Load) -> None:
+        self._strategies[load.strategy] += 1
+
+    def record(self, trained: Trained) -> str:
+        self._folder.append_samples(trained.chosen.all_samples, trained.chosen.rewards)
+        seconds, began = self._stopwatch.lap()
+        metrics = step_metrics(self._job, trained, seconds, began, dict(self._strategies))
+        self._strategies.clear()
+        self._folder.append_step(metrics)
+        self._trackers.step(metrics)
+        return metrics.to_line()
+
+    def checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        began = time.monotonic()
+        self._checkpoints.save(step, {"learner": state})
+        self._stopwatch.checkpoint_seconds += time.monotonic() - began
+
+
+class Stopwatch:
+    """How long each stage worked since the last lap. A step's checkpoint counts for the next one."""
+
+    def __init__(self, vitals: Vitals) -> None:
+        self.checkpoint_seconds = 0.0
+        self._vitals = vitals
+        self._began, self._began_unix = time.monotonic(), time.time()
+        self._busy = self._busy_seconds()
+
+    def lap(self) -> tuple[Seconds, float]:
+        """The seconds, and when the lap began."""
+        now, now_unix, busy = time.monotonic(), time.time(), self._busy_seconds()
+        passed = now - self._began
+        worked = {stage: busy[stage] - self._busy.get(stage, 0.0) for stage in busy}
+        training = max(worked.get("trainer", 0.0) - self.checkpoint_seconds, 0.0)
+        seconds = Seconds(
+            generation=worked.get("generator", 0.0),
+            reward=worked.get("reward", 0.0),
+            reference=worked.get("reference", 0.0),
+            critic=worked.get("critic", 0.0),
+            training=training,
+            checkpoint=self.checkpoint_seconds,
+            waiting=max(passed - worked.get("trainer", 0.0), 0.0),
+            step=passed,
+        )
+        began = self._began_unix
+        self._began, self._began_unix, self._busy, self.checkpoint_seconds = now, now_unix, busy, 0.0
+        return seconds, began
+
+    def _busy_seconds(self) -> dict[str, float]:
+        busy: defaultdict[str, float] = defaultdict(float)
+        for state in self._vitals.snapshot():
+            busy[state.stage] += state.busy_seconds
+        return busy
+
+
+def step_metrics(
+    job: RLHFJob, trained: Trained, seconds: Seconds, began_unix: float, strategies: dict[str, int]
+) -> StepMetrics:
+    """Pure: a step's line from what was trained and how long it took."""
+    samples, learnt = trained.chosen.samples, trained.report.metrics
+    num_generated = sum(len(sample.token_ids) for sample in trained.chosen.all_samples)
+    oldest = min(min(sample.weights_versions) for sample in samples)
+    return StepMetrics(
+        step=trained.step,
+        weights_version=trained.report.version,
+        weights_digest=trained.weights_digest,
+        num_samples=len(samples),
+        num_dropped=trained.chosen.num_dropped,
+        num_prompts=len({sample.group_id for sample in samples}),
+        reward=Spread.of(trained.rollouts.rewards.tolist()),
+        reward_components={name: float(v.mean()) for name, v in trained.rollouts.reward_components.items()},
+        advantage=Spread.of(trained.report.advantages.tolist()),
+        kl=learnt.get("kl"),
+        policy_loss=learnt["policy_loss"],
+        value_loss=learnt.get("value_loss"),
+        kl_loss=learnt.get("kl_loss"),
+        entropy=learnt["entropy"],
+        clip_fraction=learnt["clip_fraction"],
+        explained_variance=learnt.get("explained_variance"),
+        grad_norm=learnt["grad_norm"],
+        learning_rate=learnt["learning_rate"],
+        response_length=Lengths.of(
+            [len(sample.token_ids) for sample in samples], max_tokens=job.spec.generation.max_tokens
+        ),
+        truncated_fraction=learnt["truncated_fraction"],
+        num_response_tokens=trained.rollouts.num_tokens,
+        tokens_per_second=num_generated / seconds.generation if seconds.generation > 0 else 0.0,
+        accepted_per_verification=_accepted(trained.chosen.all_samples),
+        strategy=strategies,
+        log_prob_difference=LogProbDifference(
+            max=learnt["log_prob_difference_max"], mean=learnt["log_prob_difference_mean"]
+        ),
+        staleness_max=trained.step - 1 - oldest,
+        seconds=seconds,
+        started_unix_seconds=began_unix,
+        finished_unix_seconds=began_unix + seconds.step,
+    )
+
+
+def _accepted(samples: Sequence[Sample]) -> float | None:
+    verifications = sum(sample.num_verifications for sample in samples)
+    if not verifications or not any(sample.num_drafted for sample in samples):
+        return None
+    return sum(sample.num_accepted for sample in samples) / verifications

@@ -1,0 +1,97 @@
+"""`rlhfspec run JOB`: trains, watched, into one folder; goes on with --resume."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhfspec.cli.problems import exit_on_problems
+from rlhfspec.cli.progress import StatusLine, wide_console
+from rlhfspec.errors import DataExhausted, RLHFSpecError
+from rlhfspec.job_file import read_job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlhfspec.cli.local import Run
+    from rlhfspec.job import RLHFJob
+    from rlhfspec.telemetry.manifest import Outcome
+
+STOPPED = 130  # as a shell says of Ctrl-C
+FAILED = 1
+
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (rlhfspec init writes one).", show_default=False)]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change a field of spec, such as training.steps=3. Repeatable."),
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="The run's folder.  [default: out/NAME-OF-THE-JOB]")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")]
+
+
+def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False) -> None:
+    """Train: every stage in this process. Ctrl-C ends the step, writes a checkpoint and stops."""
+    console = wide_console()
+    try:
+        with exit_on_problems():
+            checked = read_job(job, overrides or [])
+            outcome = _run(checked, job, out or Path("out") / checked.metadata.name, resume, console)
+    except KeyboardInterrupt:
+        console.print("stopped before the first step")
+        raise typer.Exit(STOPPED) from None
+    if outcome != "completed":
+        raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
+
+
+def _run(job: RLHFJob, job_path: Path, out: Path, resume: bool, console: Console) -> Outcome:
+    with StatusLine() as status:
+        status("importing torch")
+        from rlhfspec.cli.local import Run, make_parts
+        from rlhfspec.cli.tiny_paths import with_tiny_paths
+        from rlhfspec.telemetry.run_folder import RunFolder
+        from rlhfspec.telemetry.view import View
+
+        view = View(job, console)
+        parts = make_parts(with_tiny_paths(job, status), job_path.absolute().parent, status)
+    with closing(Run(parts, RunFolder(out), view)) as run:
+        for line in run.begin(job, resume=resume):
+            console.print(line, highlight=False)
+        outcome, reason = _outcome_of(run, console)
+        command = f"rlhfspec run {job_path} --out {out} --resume"
+        run.finish(outcome, reason, resume_command=command, console=console)
+        return outcome
+
+
+def _outcome_of(run: Run, console: Console) -> tuple[Outcome, str]:
+    """Runs the stages; how they ended."""
+    try:
+        asyncio.run(_stages(run, console))
+    except DataExhausted as ended:
+        return "completed", str(ended)
+    except RLHFSpecError as error:
+        return "failed", str(error)
+    return ("stopped", "Ctrl-C") if run.is_unfinished else ("completed", "")
+
+
+async def _stages(run: Run, console: Console) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _stop, run, console)
+    await run.stages()
+
+
+def _stop(run: Run, console: Console) -> None:
+    """The first time: an orderly end. The second time: now; the last checkpoint stands."""
+    if run.stop.is_set():
+        console.print("stopped at once; the last checkpoint stands", highlight=False)
+        os._exit(STOPPED)
+    run.stop.set()
+    run.say("stopping: what is being learnt is finished and saved; Ctrl-C once more leaves at once")

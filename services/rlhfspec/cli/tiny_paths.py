@@ -1,0 +1,30 @@
+"""Where a job says `tiny:NAME`, the folder or file that is made on this machine for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.job_file.files import MODEL_FIELDS
+from rlhfspec.job_file.paths import MADE_HERE
+
+
+def with_tiny_paths(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
+    """The same job with local paths in their place; what is not there yet is made, which takes a minute once."""
+    model, dataset = job.spec.model, job.spec.dataset
+    paths = {name: _made(path, report) for name in MODEL_FIELDS if (path := getattr(model, name)) is not None}
+    spec = job.spec.model_copy(
+        update={
+            "model": model.model_copy(update=paths),
+            "dataset": dataset.model_copy(update={"path": _made(dataset.path, report)}),
+        }
+    )
+    return job.model_copy(update={"spec": spec})
+
+
+def _made(path: str, report: Callable[[str], None]) -> str:
+    if not path.startswith(MADE_HERE):
+        return path
+    from rlhfspec.tiny import resolve
+
+    return resolve(path, report)

@@ -1,0 +1,1 @@
+"""What the critic expects of a response, token by token."""

@@ -1,0 +1,55 @@
+"""The critic stage: values of the states before each token, under the critic that goes with the sample's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import Sample, Weights
+from rlhfspec.scoring.values import ValueScorer
+from rlhfspec.service.bus import Inbox, StageBus
+from rlhfspec.service.scoring import TokenScoringService
+from rlhfspec.service.vitals import Vitals
+from rlhfspec.weights import WeightStore
+
+WEIGHTS_PULL_SECONDS = 0.5
+
+
+class CriticService(TokenScoringService):
+    """Consumes Sample, Weights; produces Score; waits for finished samples, and the critic's weights; unblocked by
+    generator, trainer."""
+
+    def __init__(
+        self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, scorer: ValueScorer, weights: WeightStore
+    ) -> None:
+        super().__init__("critic", worker, vitals, bus, deadline_seconds=job.spec.roles.critic.deadline_seconds)
+        self._staleness = job.spec.training.max_staleness
+        self._scorer = scorer
+        self._weights = weights
+        self._inbox: Inbox[Weights] | None = None
+
+    @property
+    def weights_version(self) -> int:
+        return self._scorer.version
+
+    async def prepare(self, sample: Sample) -> None:
+        """The trainer publishes a version's critic before its policy, so what sampled is never ahead of what scores."""
+        self._inbox = self._inbox or await self._bus.subscribe(Weights)
+        wanted = sample.step - 1 - self._staleness
+        while True:
+            late = self.weights_version < wanted
+            with self.vitals.waiting(f"the critic's weights, version {wanted}"):
+                arrived = await self._inbox.pull(max_records=8, timeout_seconds=WEIGHTS_PULL_SECONDS if late else 0.0)
+            for delivery in arrived:
+                if delivery.record.role == "critic" and delivery.record.version > self.weights_version:
+                    await self._load(delivery.record)
+                await delivery.ack()
+            if not arrived and self.weights_version >= wanted:
+                return
+
+    async def _load(self, record: Weights) -> None:
+        with self.vitals.working(f"loading weights version {record.version}", deadline_seconds=self._deadline):
+            await self.in_thread(lambda: self._scorer.load_weights(self._weights.get(record), version=record.version))
+
+    def score(self, sample: Sample) -> Sequence[float]:
+        return self._scorer.values(sample.prompt_token_ids, sample.token_ids)

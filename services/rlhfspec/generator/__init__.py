@@ -1,0 +1,1 @@
+"""Samples every prompt, on the engine."""

@@ -1,0 +1,1 @@
+"""How likely the policy as it began finds what the policy now says."""

@@ -1,0 +1,23 @@
+"""The reference stage: log-probs under the policy as it began, for the KL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import Sample
+from rlhfspec.scoring.log_probs import LogProbScorer
+from rlhfspec.service.bus import StageBus
+from rlhfspec.service.scoring import TokenScoringService
+from rlhfspec.service.vitals import Vitals
+
+
+class ReferenceService(TokenScoringService):
+    """Consumes Sample; produces Score; waits for finished samples; unblocked by generator."""
+
+    def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, scorer: LogProbScorer) -> None:
+        super().__init__("reference", worker, vitals, bus, deadline_seconds=job.spec.roles.reference.deadline_seconds)
+        self._scorer = scorer
+
+    def score(self, sample: Sample) -> Sequence[float]:
+        return self._scorer.log_probs(sample.prompt_token_ids, sample.token_ids)
