@@ -13,7 +13,7 @@ from rich.text import Text
 from rlhfspec.records import Load, Sample
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.progress import Progress, StageState
-from rlhfspec.telemetry.text import bar, duration, histogram, number, sparkline, visible
+from rlhfspec.telemetry.text import bar, duration, histogram, number, signed, sparkline, visible
 
 WIDEST = 110
 _LABEL_WIDTH = 10
@@ -84,7 +84,7 @@ def _reward(progress: Progress, room: int) -> Text:
     rewards = [metrics.reward.mean for metrics in progress.steps]
     first = rewards[0]
     return _curve(
-        rewards[-1], rewards, room, "green", f"{rewards[-1] - first:+.3g} since step {progress.steps[0].step}"
+        rewards[-1], rewards, room, "green", f"{signed(rewards[-1] - first)} since step {progress.steps[0].step}"
     )
 
 

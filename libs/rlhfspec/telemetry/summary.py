@@ -21,7 +21,7 @@ from rlhfspec.telemetry.manifest import Manifest, Outcome
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.plots import STAGE_COLOURS, ends, num_of_ends
 from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.telemetry.text import duration, number, visible
+from rlhfspec.telemetry.text import duration, number, signed, visible
 from rlhfspec.telemetry.view import print_line
 
 _SAID: dict[Outcome, str] = {
@@ -55,7 +55,7 @@ class Summary:
         return f"{self.manifest.job}: {_SAID[self.manifest.outcome]} after {count}{reason}"
 
     def markdown(self) -> str:
-        lines = [f"# {visible(self.title)}", ""]
+        lines = [f"# {visible(' '.join(self.title.split()))}", ""]
         if self.steps:
             lines += ["| | |", "|---|---|", *(f"| {label} | {value} |" for label, value in facts(self.steps)), ""]
             lines += ["| stage | seconds | of what passed |", "|---|---:|---:|"]
@@ -63,7 +63,7 @@ class Summary:
             lines += [""]
         if self.after:
             lines += ["## The same prompts, before and after", "", *self._responses_in_markdown()]
-        lines += ["## Where it is", "", *(f"- {label}: `{value}`" for label, value in self.places)]
+        lines += ["## Where it is", "", *(f"- {label}: `{visible(value)}`" for label, value in self.places)]
         return "\n".join(lines) + "\n"
 
     def print(self, console: Console) -> None:
@@ -128,7 +128,7 @@ def facts(steps: Sequence[StepMetrics]) -> list[Row]:
     rows = [
         (
             "reward",
-            f"{number(first)} -> {number(last)} ({last - first:+.3f}), mean of the first and of the last {ends_of}",
+            f"{number(first)} -> {number(last)} ({signed(last - first)}), mean of the first and of the last {ends_of}",
         )
     ]
     kls = [metrics.kl for metrics in steps if metrics.kl is not None]

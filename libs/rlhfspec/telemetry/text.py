@@ -80,6 +80,14 @@ def number(value: float | None) -> str:
     return f"{value:.1e}" if abs(value) < 1e-4 else f"{value:#.3g}".rstrip(".")
 
 
+def signed(value: float) -> str:
+    """
+    >>> signed(0.3), signed(-0.25), signed(0.0)
+    ('+0.300', '-0.250', '+0')
+    """
+    return ("-" if value < 0 else "+") + number(abs(value))
+
+
 def _columns(values: Sequence[float], width: int) -> list[float]:
     num_columns = min(width, len(values))
     bounds = [place * len(values) // num_columns for place in range(num_columns + 1)] if num_columns > 0 else []

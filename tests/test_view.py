@@ -1,0 +1,364 @@
+"""The live picture and the plain lines: what they say, that they fit, and that no model can command the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import time
+import unicodedata
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import Load
+from rlhfspec.service.vitals import Vitals, WorkerState
+from rlhfspec.telemetry.metrics import StepMetrics, example_step
+from rlhfspec.telemetry.panel import panel
+from rlhfspec.telemetry.progress import Progress
+from rlhfspec.telemetry.run_folder import RunFolder, example_job
+from rlhfspec.telemetry.same_job import as_content
+from rlhfspec.telemetry.sample_lines import example_sample
+from rlhfspec.telemetry.summary import ResponseText, summarize
+from rlhfspec.telemetry.text import histogram, sparkline, visible
+from rlhfspec.telemetry.view import View, print_line, step_line
+from rlhfspec.transport.clock import FakeClock
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \x00 \x08\x08 \r \u202e \u2028 [red]not markup[/red] :smile: \ud800"
+
+
+class Hand:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def terminal(width: int = 80, height: int = 24, *, encoding: str = "utf-8") -> Console:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
+    return Console(file=file, width=width, height=height, force_terminal=True, color_system=None, _environ={})
+
+
+def written(console: Console) -> str:
+    console.file.flush()
+    return console.file.buffer.getvalue().decode(console.encoding)  # type: ignore[attr-defined,no-any-return]
+
+
+def a_view(console: Console, *, view: str = "auto", steps: int = 60) -> tuple[View, Hand]:
+    content = as_content(example_job(steps=steps))
+    content["spec"]["observability"]["view"] = view
+    hand = Hand()
+    return View(RLHFJob.model_validate(content), console, now=hand), hand
+
+
+def state(stage: str, doing: str, what: str, *, worker: int = 0, busy: float = 0.0) -> WorkerState:
+    return WorkerState(
+        stage=stage, worker=worker, doing=doing, what=what, since_seconds=1.5, overdue_seconds=-1.0, busy_seconds=busy,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def load(generator: str = "g0", speed: float = 1834.2, strategy: str = "suffix 1x4") -> Load:
+    return Load(
+        id="l", job="sums", generator=generator, step=13, num_running=40, num_waiting=3, num_finished=9, num_tokens=99,
+        tokens_per_second=speed, accepted_per_verification=2.31, strategy=strategy,
+    )  # fmt: skip
+
+
+def a_full_view(console: Console, *, texts: str = "12+34\n=46", strategy: str = "suffix 1x4") -> View:
+    view, hand = a_view(console)
+    stages = ["prompts", "generator", "reward", "reference", "critic", "trainer"]
+    for step in range(1, 13):
+        hand.seconds += 4.2
+        view.step(replace(example_step(step=step, reward=step / 20), value_loss=0.5))
+        view.vitals([state(name, "working", f"{texts} of {name}", busy=step * 2.0) for name in stages])
+    view.load(load(strategy=strategy))
+    view.sample(replace(example_sample(step=13, text=texts * 9), prompt_text=texts))
+    return view
+
+
+def picture(view: View, console: Console) -> list[str]:
+    with console.capture() as capture:
+        console.print(panel(view.progress, console.size))
+    return capture.get().splitlines()
+
+
+def test_the_picture_says_everything() -> None:
+    console = terminal()
+    text = "\n".join(picture(a_full_view(console), console))
+    for said in (
+        "sums", "grpo", "step 13/60", "1/128 samples", "ETA 3m02s", "0.600", "+0.550 since step 1", "0.0120", "27.5",
+        "p95 60", "0.500", "entropy 1.50", "1,834", "2.31 accepted per verification", "suffix 1x4", "3.1e-07",
+        "generator", "48%", "12+34 =46 of reference", "sums/13/0/0", "Ctrl-C",
+    ):  # fmt: skip
+        assert said in text, said
+    assert sparkline([step / 20 for step in range(1, 13)], 32) in text
+    assert histogram(example_step().response_length.histogram) in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+@pytest.mark.parametrize("texts", ["12+34", "漢字" * 60, HOSTILE, "x" * 500, ""])
+def test_the_picture_fits(width: int, texts: str) -> None:
+    console = terminal(width)
+    lines = picture(a_full_view(console, texts=texts, strategy=texts), console)
+    assert len(lines) < console.height, "the cursor needs a line of its own"
+    assert {cell_len(line) for line in lines} == {min(width, 110)}
+
+
+def test_the_picture_begins_empty_and_small() -> None:
+    console = terminal()
+    view, _ = a_view(console)
+    text = "\n".join(picture(view, console))
+    assert "step 1/60" in text
+    assert "after the first step" in text
+
+
+@given(st.text() | st.text(alphabet=st.characters(max_codepoint=0x9F)))
+@example(HOSTILE)
+def test_no_character_commands_the_terminal(text: str) -> None:
+    safe = visible(text)
+    assert all(character == "\n" or unicodedata.category(character)[0] != "C" for character in safe)
+    assert safe.count("\n") == text.count("\n")
+    safe.encode()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_hostile_text_is_harmless_in_every_way_out(encoding: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    console = terminal(encoding=encoding)
+    print_line(console, HOSTILE)
+    view, _ = a_view(console, view="plain")
+    with view:
+        view.say(HOSTILE)
+    with RunFolder(tmp_path_factory.mktemp("run")) as folder:
+        folder.begin(example_job(), resume=False)
+        hostile = [ResponseText(prompt=HOSTILE, text=HOSTILE)]
+        summarize(folder, resume_command=HOSTILE, before=hostile, after=hostile).print(console)
+    text = written(console)
+    assert "[red]not markup[/red] :smile:" in text
+    assert not set(text) & set("\x1b\x9b\x07\x00\x08\r\u202e\u2028")
+
+
+def test_hostile_text_is_harmless_in_the_picture() -> None:
+    console = terminal()
+    text = "".join(picture(a_full_view(console, texts=HOSTILE, strategy=HOSTILE), console))
+    assert not set(text) & set("\x1b\x9b\x07\x00\x08\r\u202e\u2028\ud800")
+    assert "[red]" in text
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    view, hand = a_view(console, steps=3)
+    with view:
+        for step in (1, 2, 3):
+            hand.seconds += 3.8
+            view.sample(example_sample(step=step))
+            view.step(example_step(step=step))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 4, "one for the job, one a step, none folded"
+    assert all(len(line) < 160 for line in lines)
+    assert all("generator/trainer log-prob difference max 3.1e-07" in line for line in lines[1:])
+    assert "ETA 7.6s" in lines[1]
+    assert "ETA" not in lines[3]
+
+
+def test_numbers_that_do_not_apply_are_not_shown() -> None:
+    metrics = replace(example_step(), kl=None, accepted_per_verification=None)
+    line = step_line(metrics, Progress(example_job(), Hand()))
+    assert "KL" not in line
+    assert "accepted - " in line
+    console = terminal()
+    view, _ = a_view(console)
+    view.step(metrics)
+    assert not any("KL" in line for line in picture(view, console))
+
+
+def test_the_mode_follows_the_terminal() -> None:
+    assert a_view(terminal())[0].mode == "live"
+    assert a_view(terminal(encoding="ascii"))[0].mode == "plain"
+    assert a_view(Console(file=io.StringIO()))[0].mode == "plain"
+    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    assert a_view(dumb)[0].mode == "plain"
+    assert a_view(terminal(), view="plain")[0].mode == "plain"
+    with pytest.raises(InvalidRequest, match=r"observability\.view"):
+        a_view(terminal(encoding="ascii"), view="live")
+
+
+def test_off_says_nothing() -> None:
+    console = terminal()
+    view, _ = a_view(console, view="off")
+    with view:
+        view.step(example_step())
+        view.say("hello")
+    assert written(console) == ""
+
+
+def test_the_live_picture_comes_and_stays() -> None:
+    console = terminal()
+    view, _ = a_view(console)
+    with view:
+        view.step(example_step(step=1))
+        view.say("a checkpoint was written")
+    text = written(console)
+    assert "a checkpoint was written" in text
+    assert text.count("Ctrl-C") >= 2
+    assert "since step 1" in text.split("Ctrl-C")[-2], "the last picture is the newest"
+    assert text.endswith("\x1b[?25h"), "the cursor is given back"
+
+
+def test_the_cursor_comes_back_after_an_error() -> None:
+    console = terminal()
+    view, _ = a_view(console)
+    with pytest.raises(KeyboardInterrupt), view:
+        raise KeyboardInterrupt
+    assert written(console).endswith("\x1b[?25h")
+
+
+def test_a_sample_counts_once_and_in_its_step() -> None:
+    view, _ = a_view(terminal())
+    for prompt in (0, 1, 1, 0, 2):
+        view.sample(example_sample(step=1, prompt=prompt))
+    assert view.progress.num_samples_done == 3
+    view.step(example_step(step=1))
+    assert view.progress.num_samples_done == 0
+    view.sample(example_sample(step=2))
+    assert view.progress.num_samples_done == 1
+
+
+def test_speeds_of_generators_add_up() -> None:
+    console = terminal()
+    view, _ = a_view(console)
+    view.load(load("g0", 100.0))
+    view.load(load("g1", 150.0))
+    view.load(load("g1", 200.0))
+    assert any("300" in line for line in picture(view, console))
+
+
+def test_eta_counts_down_within_a_step_and_never_below_the_next() -> None:
+    view, hand = a_view(terminal(), steps=11)
+    assert view.progress.eta_seconds is None
+    view.step(example_step(step=1))
+    assert view.progress.eta_seconds == pytest.approx(38.0)
+    hand.seconds += 2.0
+    assert view.progress.eta_seconds == pytest.approx(36.0)
+    hand.seconds += 1000.0
+    assert view.progress.eta_seconds == pytest.approx(34.2)
+
+
+def test_history_goes_on() -> None:
+    console = terminal()
+    view, _ = a_view(console, steps=9)
+    view.history([example_step(step=step, reward=0.1) for step in (1, 2, 3)])
+    view.step(example_step(step=4, reward=0.4))
+    text = "\n".join(picture(view, console))
+    assert "step 5/9" in text
+    assert "+0.300 since step 1" in text
+
+
+def test_utilisation_is_of_the_last_seconds() -> None:
+    """From real vitals: a stage idle for long that now works is busy, not half busy."""
+    clock = FakeClock()
+    vitals = Vitals(clock)
+    view = View(example_job(), terminal(), now=clock.now)
+    worker = vitals.worker("reward", 0)
+
+    async def pass_seconds(num_seconds: int) -> None:
+        for _ in range(num_seconds):
+            await clock.advance(1.0)
+            view.vitals(vitals.snapshot())
+
+    asyncio.run(pass_seconds(100))
+    assert view.progress.stages[0].utilisation == 0.0
+    with worker.working("reward of sums/1/0/0", deadline_seconds=60.0):
+        asyncio.run(pass_seconds(10))
+    (stage,) = view.progress.stages
+    assert stage.working
+    assert stage.utilisation == pytest.approx(1.0)
+    assert stage.what == "reward of sums/1/0/0"
+
+
+def test_a_stage_tells_of_the_worker_that_works() -> None:
+    view, hand = a_view(terminal())
+    hand.seconds += 10.0
+    view.vitals(
+        [
+            state("reward", "waiting", "samples"),
+            state("reward", "working", "sums/1/0/0", worker=1, busy=5.0),
+            state("trainer", "stopped", "finished"),
+        ]
+    )
+    reward, trainer = view.progress.stages
+    assert (reward.num_workers, reward.working, reward.what) == (2, True, "sums/1/0/0")
+    assert reward.utilisation == pytest.approx(0.25)
+    assert (trainer.working, trainer.what) == (False, "stopped: finished")
+
+
+@given(st.lists(st.floats(-1e9, 1e9), max_size=200), st.integers(1, 60))
+@settings(max_examples=40)
+def test_a_sparkline_is_never_wider_than_its_place(values: list[float], width: int) -> None:
+    drawn = sparkline(values, width)
+    assert len(drawn) == min(width, len(values))
+    assert re.fullmatch("[▁▂▃▄▅▆▇█]*", drawn)
+
+
+def test_what_is_reported_costs_next_to_nothing() -> None:
+    """Of a run's own time: a sample, a load and a snapshot must not be felt. Generous, for a busy machine."""
+    view, _ = a_view(terminal())
+    snapshot = [state(name, "working", "x") for name in ("prompts", "generator", "reward", "trainer")]
+    samples = [example_sample(step=1, prompt=prompt) for prompt in range(2000)]
+    began = time.process_time()
+    for sample in samples:
+        view.sample(sample)
+    view.load(load())
+    view.vitals(snapshot)
+    assert time.process_time() - began < 0.2
+    assert view.progress.num_samples_done == 2000
+
+
+def finished(folder: RunFolder, steps: list[StepMetrics], outcome: str = "completed", reason: str = "") -> None:
+    folder.begin(example_job(), resume=False)
+    for metrics in steps:
+        folder.append_step(metrics)
+    folder.finish(outcome, reason)  # type: ignore[arg-type]
+
+
+def test_the_summary_says_what_came_out(tmp_path_factory: pytest.TempPathFactory) -> None:
+    console = terminal(100)
+    with RunFolder(tmp_path_factory.mktemp("run")) as folder:
+        finished(folder, [example_step(step=step, reward=step / 40) for step in range(1, 31)])
+        (folder.plots).mkdir()
+        (folder.plots / "training.png").touch()
+        summary = summarize(
+            folder,
+            resume_command="rlhfspec run job.yaml --resume",
+            before=[ResponseText(prompt="2+2=", text="5", reward=0.0)],
+            after=[ResponseText(prompt="2+2=", text="```\n4\n````", reward=1.0)],
+        )
+        summary.print(console)
+        markdown = folder.summary_file.read_text()
+    text = written(console)
+    for said in (
+        "completed after 30 steps", "0.0500 -> 0.725 (+0.675)", "generator/trainer log-prob difference max 3.1e-07",
+        "generation", "53%", "rlhfspec run job.yaml --resume", str(folder.plots), "train longer",
+    ):  # fmt: skip
+        assert said in text, said
+        assert said in markdown, said
+    assert "exported" not in text
+    assert text.index("before (reward 0)") < text.index("after (reward 1.00)")
+    assert "`````text\n```\n4\n````\n`````" in markdown, "the text cannot close its fence"
+
+
+def test_a_run_that_failed_early_is_summarized_too(tmp_path_factory: pytest.TempPathFactory) -> None:
+    console = terminal()
+    with RunFolder(tmp_path_factory.mktemp("run")) as folder:
+        finished(folder, [], "failed", "reward: TypeError")
+        summarize(folder, resume_command="again").print(console)
+    assert "sums: failed after 0 steps: reward: TypeError" in written(console)
+    assert "go on" in written(console)
