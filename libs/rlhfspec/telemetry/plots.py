@@ -29,6 +29,16 @@ _MOST_BESIDE = 3
 
 def overview(steps: Steps, path: Path, *, title: str) -> None:
     """Everything of one run at a glance: did it learn, how far did it drift, how long, how fast, where time went."""
+    _save(overview_figure(steps, title=title), path)
+
+
+def compare(runs: Mapping[str, Steps], path: Path) -> None:
+    """Reward, and below it the KL where there is one, of runs by their names; every row has one scale."""
+    _save(comparison_figure(runs), path)
+
+
+def overview_figure(steps: Steps, *, title: str) -> Figure:
+    assert steps, "a picture needs a step"
     figure = _figure(14.0, 7.0)
     figure.suptitle(_plain(title), fontsize=14, fontweight="bold")
     grid = figure.add_gridspec(2, 4)
@@ -39,11 +49,12 @@ def overview(steps: Steps, path: Path, *, title: str) -> None:
     _speed(figure.add_subplot(grid[1, 1]), steps)
     _accepted(figure.add_subplot(grid[1, 2]), steps)
     _seconds(figure.add_subplot(grid[1, 3]), steps)
-    _save(figure, path)
+    return figure
 
 
-def compare(runs: Mapping[str, Steps], path: Path) -> None:
-    """Reward, and below it the KL where there is one, of runs by their names; every row has one scale."""
+def comparison_figure(runs: Mapping[str, Steps]) -> Figure:
+    assert runs
+    assert all(runs.values()), "a picture needs a step"
     rows = [_reward, _kl] if any(metrics.kl is not None for steps in runs.values() for metrics in steps) else [_reward]
     num_columns = min(len(runs), _MOST_BESIDE)
     num_blocks = -(-len(runs) // num_columns)
@@ -60,7 +71,7 @@ def compare(runs: Mapping[str, Steps], path: Path) -> None:
             if row == 0:
                 axis.set_title(_plain(f"{name}: {_change(steps)}"), loc="left", fontweight="bold")
                 axis.set_ylabel("reward")
-    _save(figure, path)
+    return figure
 
 
 def _reward(axis: Axes, steps: Steps) -> None:

@@ -1,0 +1,157 @@
+"""TensorBoard's own reader finds what was reported; wandb gets the same numbers and no secrets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.telemetry.metrics import MEASUREMENTS, example_step
+from rlhfspec.telemetry.run_folder import RunFolder, example_job
+from rlhfspec.telemetry.same_job import as_content
+from rlhfspec.telemetry.trackers import Trackers, scalars
+
+
+def a_job(**observability: Any) -> RLHFJob:
+    content = as_content(example_job(steps=9))
+    content["spec"]["observability"] |= observability
+    content["spec"]["rewards"]["sources"] = [
+        {"type": "http", "url": "https://rewards.example", "headers": {"Authorization": "Bearer secret"}}
+    ]
+    return RLHFJob.model_validate(content)
+
+
+def a_folder(path: Path, job: RLHFJob, *, resume_at: int = 0) -> RunFolder:
+    folder = RunFolder(path)
+    folder.begin(job, resume=resume_at > 0, resume_at=resume_at)
+    return folder
+
+
+def read(folder: RunFolder) -> EventAccumulator:
+    return EventAccumulator(str(folder.events), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+
+
+def test_scalars_are_all_numbers_of_a_line() -> None:
+    numbers = scalars(example_step())
+    assert {"training/kl", "training/policy_loss", "reward_components/exact", "strategy/plain"} <= set(numbers)
+    assert "training/value_loss" not in numbers, "null is not a number"
+    assert not any("unix" in name or "digest" in name or "edges" in name for name in numbers)
+    measured = {name for name in MEASUREMENTS if "unix" not in name}
+    assert all(any(name in path for path in numbers) for name in measured)
+
+
+def test_tensorboard_reads_what_was_reported(tmp_path: Path) -> None:
+    job = a_job(tensorboard=True)
+    with a_folder(tmp_path, job) as folder, Trackers(job, folder) as trackers:
+        for step in (1, 2, 3):
+            trackers.step(example_step(step=step, reward=step / 4))
+            assert [point.step for point in read(folder).Scalars("reward/mean")] == list(range(1, step + 1)), "at once"
+    events = read(folder)
+    assert [(point.step, point.value) for point in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert set(events.Tags()["scalars"]) == set(scalars(example_step()))
+    (*_, last) = events.Histograms("response_length/histogram")
+    assert sum(last.histogram_value.bucket) == 4
+    assert events.Scalars("training/kl")[0].wall_time == example_step(step=1).finished_unix_seconds
+
+
+def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Path) -> None:
+    job = a_job(tensorboard=True)
+    with a_folder(tmp_path, job) as folder, Trackers(job, folder) as trackers:
+        for step in (1, 2, 3, 4):
+            folder.append_step(example_step(step=step))
+            trackers.step(example_step(step=step))
+    with a_folder(tmp_path, job, resume_at=2) as folder, Trackers(job, folder, resume_at=2) as trackers:
+        trackers.step(example_step(step=3, reward=0.75))
+    points = [(point.step, point.value) for point in read(folder).Scalars("reward/mean")]
+    assert points == [(1, 0.5), (2, 0.5), (3, 0.75)]
+
+
+def test_nothing_is_reported_unasked(tmp_path: Path) -> None:
+    with a_folder(tmp_path, a_job()) as folder, Trackers(a_job(), folder) as trackers:
+        trackers.step(example_step())
+    assert not folder.events.exists()
+
+
+@pytest.mark.parametrize(
+    ("observability", "package", "field"),
+    [
+        ({"wandb": {"project": "sums"}}, "wandb", r"observability\.wandb.*pip install wandb"),
+        ({"tensorboard": True}, "tensorboard", r"observability\.tensorboard.*pip install tensorboard"),
+    ],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observability: dict[str, Any], package: str, field: str
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_Without(package), *sys.meta_path])
+    job = a_job(**observability)
+    with a_folder(tmp_path, job) as folder, pytest.raises(InvalidRequest, match=field):
+        Trackers(job, folder)
+
+
+class _Without:
+    """Finds no package of this name, as on a machine that lacks it."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name.split(".")[0] == self.package:
+            raise ModuleNotFoundError(f"No module named {self.package!r}", name=self.package)
+
+
+class _Wandb(ModuleType):
+    """The three calls that are made of wandb, remembered."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        super().__init__("wandb")
+        self.errors = SimpleNamespace(Error=type("Error", (Exception,), {}))
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.num_finished = 0
+        self.refuses = refuses
+
+    def init(self, **given: Any) -> _Wandb:
+        if self.refuses:
+            raise self.errors.Error("api_key not configured")
+        self.begun.append(given)
+        return self
+
+    def log(self, numbers: dict[str, float], *, step: int) -> None:
+        self.logged.append((step, numbers))
+
+    def finish(self) -> None:
+        self.num_finished += 1
+
+
+def test_wandb_gets_the_numbers_and_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = _Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    job = a_job(wandb={"project": "sums"})
+    with a_folder(tmp_path, job) as folder, Trackers(job, folder) as trackers:
+        trackers.step(example_step(step=1))
+    with a_folder(tmp_path, job, resume_at=1) as folder, Trackers(job, folder, resume_at=1):
+        pass
+    first, second = wandb.begun
+    assert first["project"] == "sums"
+    assert first["id"] == second["id"], "a resumed run goes on in the same run of theirs"
+    assert "secret" not in str(first)
+    assert wandb.logged == [(1, scalars(example_step(step=1)))]
+    assert wandb.num_finished == 2
+
+
+def test_wandb_that_refuses_is_a_named_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", _Wandb(refuses=True))
+    job = a_job(wandb={"project": "sums"})
+    with (
+        a_folder(tmp_path, job) as folder,
+        pytest.raises(InvalidRequest, match=r"observability\.wandb: .*api_key not configured.*wandb login"),
+    ):
+        Trackers(job, folder)
