@@ -1,0 +1,383 @@
+"""Exactly on-policy: the trainer's log-probs are the generator's to the bit, and the gradients are torch's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from rlhfspec import job
+from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.kernels import gumbel
+from rlhfspec.kernels.cpu import build
+from rlhfspec.modeling import log_probs, packed
+from rlhfspec.modeling.exact import ExactForward, _Scratch, check_exact
+from rlhfspec.modeling.exact_functions import exact_gated_mlp, exact_linear, stored
+from rlhfspec.modeling.loading import prepared
+from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward
+from rlhfspec.modeling.lora import add_lora, merged_state
+from rlhfspec.modeling.packed import Packed, pack_sequences
+from rlhfspec.tiny import KINDS, random_model
+
+pytestmark = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
+
+PROMPTS = [[1, 2, 3, 4, 5], [7] * 33, [9, 8]]
+CONTEXT = 96
+
+
+def make_generator(model: Any, **options: Any) -> Engine:
+    chosen = {"max_sequences": 4, "max_context": CONTEXT, "profile": False, "num_threads": 1} | options
+    return make_engine(copy.deepcopy(model), EngineConfig(**chosen))
+
+
+def make_forward(model: Any, temperature: float = 1.0, **options: Any) -> ExactForward:
+    return ExactForward(prepared(copy.deepcopy(model)), temperature, max_context=CONTEXT, **options)
+
+
+def generate(engine: Engine, seed: int, **params: Any) -> tuple[Packed, torch.Tensor, torch.Tensor]:
+    """Sampled sequences, packed, with the generator's untempered and tempered log-probs."""
+    chosen = SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | params))
+    done = engine.generate(PROMPTS, chosen, seeds=[seed, seed + 1, seed + 2])
+    untempered = torch.tensor([number for one in done for number in one.log_probs])
+    tempered = torch.tensor([number for one in done for number in one.tempered_log_probs])
+    return pack_sequences(PROMPTS, [one.token_ids for one in done]), untempered, tempered
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.detach() - theirs).abs().max())
+
+
+# ---- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trainers_log_probs_are_the_generators_at_every_step(kind: str, dtype: str) -> None:
+    model, temperature = random_model(kind, seed=3), 0.7
+    speculation = "adaptive" if dtype == "float32" else "suffix"
+    engine = make_generator(model, dtype=dtype, speculation=speculation)
+    forward = make_forward(model, temperature, dtype=dtype)
+    optimizer = torch.optim.AdamW(forward.model.parameters(), lr=3e-3)
+    for step in range(3):
+        if step:
+            engine.load_weights(forward.model.state_dict(), version=step)
+        batch, untempered, tempered = generate(engine, 5 * step, temperature=temperature)
+        found = forward(batch)
+        worst = max(difference(found.log_probs, tempered), difference(found.untempered, untempered))
+        print(f"{kind} {dtype} step {step}: largest difference {worst}")
+        assert worst == 0.0
+        (-found.log_probs.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_low_rank_updates_are_exact_too(dtype: str) -> None:
+    model = random_model("qwen2", seed=4)
+    policy = prepared(copy.deepcopy(model))
+    add_lora(policy, job.Lora(rank=2), seed=0)
+    engine, forward = make_generator(model, dtype=dtype), ExactForward(policy, 1.0, max_context=CONTEXT, dtype=dtype)
+    optimizer = torch.optim.SGD([tensor for tensor in policy.parameters() if tensor.requires_grad], lr=0.05)
+    seen = []
+    for step in range(3):
+        if step:
+            engine.load_weights(merged_state(policy.state_dict(), scaling=8.0), version=step)
+        batch, untempered, _ = generate(engine, step)
+        found = forward(batch)
+        assert difference(found.log_probs, untempered) == 0.0
+        seen.append(found.log_probs.detach())
+        (-found.log_probs.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_masked_sampling_is_compared_without_its_masks() -> None:
+    model = random_model("llama", seed=6)
+    batch, untempered, tempered = generate(make_generator(model), 1, temperature=0.8, top_k=5, top_p=0.9)
+    found = make_forward(model, 0.8)(batch)
+    assert difference(found.untempered, untempered) == 0.0
+    assert difference(found.log_probs, tempered) > 1e-3
+
+
+@functools.cache
+def one_by_one(kind: str) -> tuple[ExactForward, list[tuple[list[int], list[int]]], list[torch.Tensor]]:
+    """A forward, ragged samples, and each sample's log-probs when it is alone."""
+    forward = make_forward(random_model(kind, seed=8), 0.9)
+    draw = np.random.default_rng(0)
+    sizes = [(1, 1), (1, 30), (17, 2), (33, 33), (5, 16), (16, 40)]
+    samples = [(draw.integers(3, 90, a).tolist(), draw.integers(3, 90, b).tolist()) for a, b in sizes]
+    with torch.no_grad():
+        return forward, samples, [forward(pack_sequences([p], [r])).log_probs for p, r in samples]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt-neox"])
+@settings(max_examples=12)
+@given(order=st.permutations(range(6)), count=st.integers(1, 6), num_threads=st.sampled_from([1, 2]))
+def test_packing_changes_no_bit(kind: str, order: list[int], count: int, num_threads: int) -> None:
+    forward, samples, alone = one_by_one(kind)
+    chosen = order[:count]
+    build.set_num_threads(num_threads)
+    try:
+        with torch.no_grad():
+            together = forward(pack_sequences(*zip(*(samples[place] for place in chosen), strict=True)))
+    finally:
+        build.set_num_threads(None)
+    assert torch.equal(together.log_probs, torch.cat([alone[place] for place in chosen]))
+
+
+@pytest.mark.parametrize("layer", ["o_proj", "mlp", "input_layernorm"])
+def test_a_layer_on_torch_would_be_noticed(layer: str) -> None:
+    """The comparison can fail: one layer of many on torch's own arithmetic is enough."""
+    model = wider_model()
+    batch, untempered, _ = generate(make_generator(model), 1)
+    forward = make_forward(model)
+    assert difference(forward(batch).untempered, untempered) == 0.0
+    del forward.model.get_submodule(f"model.layers.0.{'self_attn.' if layer == 'o_proj' else ''}{layer}").forward
+    assert 0.0 < difference(forward(batch).untempered, untempered) < 1e-4
+
+
+def wider_model() -> Any:
+    """Wide enough for torch to sum in another order than the kernels; sums of 48 numbers may agree."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=320, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, initializer_range=0.1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_weights_are_packed_again_whenever_they_change() -> None:
+    model = random_model("llama", seed=3)
+    forward, batch = make_forward(model), pack_sequences([(5, 6)], [(7, 8, 9)])
+    before = forward(batch).untempered
+    weight = forward.model.lm_head.weight
+    with torch.no_grad():
+        weight.mul_(1.5)  # counted by torch
+    counted = forward(batch).untempered
+    weight.data.mul_(1.5)  # not counted: this must be said
+    forward.weights_changed()
+    assert not torch.equal(before, counted)
+    assert not torch.equal(counted, forward(batch).untempered)
+
+
+# ---- torch's gradients -----------------------------------------------------------------------------------------------
+
+
+def assert_same_gradients(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
+    found = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        assert (parameter.grad is None) == (found[name].grad is None), name
+        if parameter.grad is not None:
+            error = (found[name].grad - parameter.grad).abs().max() / parameter.grad.abs().max().clamp_min(1e-6)
+            assert error < tolerance, (name, float(error))
+
+
+def weighted(found: TokenLogProbs) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, len(found.log_probs))
+    return (found.log_probs * weights).sum() - 0.1 * found.entropy.sum()
+
+
+def some_batch() -> Packed:
+    draw = np.random.default_rng(1)
+    return pack_sequences(PROMPTS, [draw.integers(3, 90, size).tolist() for size in (12, 1, 30)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_every_parameter_are_torchs(kind: str) -> None:
+    model = random_model(kind, seed=5)
+    exact, plain = make_forward(model, 0.8), TorchForward(prepared(copy.deepcopy(model)), 0.8)
+    for forward in (exact, plain):
+        weighted(forward(some_batch(), entropy_gradient=True)).backward()
+    assert_same_gradients(exact.model, plain.model)
+
+
+def test_gradients_of_low_rank_updates_are_torchs() -> None:
+    model = random_model("qwen3", seed=5)
+    policies = [prepared(copy.deepcopy(model)) for _ in range(2)]
+    for policy in policies:
+        add_lora(policy, job.Lora(rank=2), seed=1)
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:  # zero at first, and then A has no gradient
+                parameter.data.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).reshape(parameter.shape))
+    exact, plain = ExactForward(policies[0], 1.0, max_context=CONTEXT), TorchForward(policies[1], 1.0)
+    for forward in (exact, plain):
+        weighted(forward(some_batch(), entropy_gradient=True)).backward()
+    assert_same_gradients(exact.model, plain.model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi", "gemma"])
+def test_bfloat16_gradients_go_straight_through_to_the_float32_parameters(kind: str) -> None:
+    """The same as a torch model whose parameters hold the rounded values."""
+    model = random_model(kind, seed=5)
+    exact = make_forward(model, dtype="bfloat16", arithmetic="fma")
+    exact._scratch = _Scratch(torch.float32)  # rounded keys differ where torch's are hardly different before
+    rounded = prepared(copy.deepcopy(model))
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+    plain = TorchForward(rounded, 1.0)
+    for forward in (exact, plain):
+        weighted(forward(some_batch(), entropy_gradient=True)).backward()
+    assert_same_gradients(exact.model, plain.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "softcap", "with_sinks"), [(None, 0.0, False), (5, 0.0, False), (4, 3.0, True)])
+def test_attention_has_the_gradient_of_its_twin(
+    dtype: torch.dtype, window: int | None, softcap: float, with_sinks: bool
+) -> None:
+    forward, lengths = make_forward(random_model("llama", seed=0)), (9, 1, 20)
+    forward._scratch = _Scratch(dtype)
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, sum(lengths), 16, requires_grad=True) for heads in (4, 2, 2)]
+    sinks = torch.randn(4, requires_grad=True) if with_sinks else None
+    with forward._laid_out(lengths):
+        ours = forward.attention(None, *inputs, 0.25, window, softcap, sinks)
+    query, key, value = inputs
+    with packed.forward_layout(lengths):
+        theirs, _ = packed.attend(
+            None, query, stored(key, dtype), stored(value, dtype), None, scaling=0.25, sliding_window=window,
+            softcap=softcap, s_aux=sinks,
+        )  # fmt: skip
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    leaves = inputs if sinks is None else [*inputs, sinks]
+    slope = torch.randn(ours.shape)
+    for one, other in zip(*(torch.autograd.grad(out, leaves, slope) for out in (ours, theirs)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_have_the_gradients_of_their_twins(dtype: torch.dtype, bias: bool) -> None:
+    from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear, gated_mlp_twin, linear_twin
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(a, b, bias=bias) for a, b in ((9, 21), (9, 21), (21, 7))]
+    weights, biases = [layer.weight for layer in layers], tuple(layer.bias for layer in layers)
+    linear = PackedLinear.from_linear(layers[0], dtype=dtype, arithmetic="fma")
+    mlp = PackedGatedMLP.from_linears(*layers, activation="silu", dtype=dtype, arithmetic="fma")
+    x = torch.randn(2, 5, 9, requires_grad=True)
+    exact_linear(x, weights[0], biases[0], linear).square().sum().backward()
+    if not bias:
+        exact_gated_mlp(x, (weights[0], weights[1], weights[2]), biases, mlp).square().sum().backward()
+    ours = [tensor.grad.clone() for tensor in (x, *weights) if tensor.grad is not None]
+    for tensor in (x, *weights, *(one for one in biases if one is not None)):
+        tensor.grad = None
+    kept = [stored(weight, dtype) for weight in weights]
+    linear_twin(x, kept[0], biases[0], "fma").square().sum().backward()
+    if not bias:
+        gated_mlp_twin(x, kept[0], kept[1], kept[2], "silu", "fma").square().sum().backward()
+    theirs = [tensor.grad for tensor in (x, *weights) if tensor.grad is not None]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_vocabulary_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("llama", seed=5)
+    whole, parts = make_forward(model), make_forward(model)
+    weighted(whole(some_batch(), entropy_gradient=True)).backward()
+    monkeypatch.setattr(log_probs, "_LOGITS_AT_A_TIME", 97 * 5)
+    found = parts(some_batch(), entropy_gradient=True)
+    weighted(found).backward()
+    assert torch.equal(found.log_probs, whole(some_batch()).log_probs)
+    assert_same_gradients(parts.model, whole.model)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.9])
+@pytest.mark.parametrize("vocab_size", [1, 2, 97, 4099])
+def test_a_given_tokens_log_prob_has_the_bits_of_sampling_it(vocab_size: int, temperature: float) -> None:
+    rows = 17
+    logits = 4 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0))
+    logits[3] = torch.nan
+    drawn = gumbel.sample(
+        logits, np.arange(rows), np.zeros(rows, np.int32), np.full(rows, temperature, np.float32),
+        np.zeros(rows, np.int32), np.ones(rows, np.float32),
+    )  # fmt: skip
+    tempered = gumbel.token_log_probs(logits, drawn.tokens, temperature)
+    torch.testing.assert_close(tempered, drawn.tempered_log_probs, rtol=0, atol=0, equal_nan=True)
+    untempered = gumbel.token_log_probs(logits, drawn.tokens, 1.0)
+    torch.testing.assert_close(untempered, drawn.log_probs, rtol=0, atol=0, equal_nan=True)
+    twin = gumbel.token_log_probs_reference(logits, drawn.tokens, torch.full((rows,), temperature))
+    torch.testing.assert_close(tempered, twin, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize(("tokens", "temperature"), [([0, 5], 1.0), ([-1, 0], 1.0), ([0, 0], 0.0), ([0], 1.0)])
+def test_impossible_tokens_and_temperatures_are_refused(tokens: list[int], temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"tokens|temperature"):
+        gumbel.token_log_probs(torch.zeros(2, 5), np.array(tokens, np.int32), temperature)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def spec(training: dict[str, Any], model: dict[str, Any]) -> job.Spec:
+    source = {"type": "function", "function": "rewards:exact"}
+    return job.Spec.model_validate(
+        {
+            "model": {"path": "m"} | model,
+            "dataset": {"path": "d.jsonl"},
+            "rewards": {"sources": [source]},
+            "training": {"exactOnPolicy": True} | training,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("training", "model", "field"),
+    [
+        ({"autocast": "bfloat16"}, {}, "training.autocast"),
+        ({}, {"lora": {"dropout": 0.1}}, "model.lora.dropout"),
+        ({}, {"dtype": "bfloat16"}, "model.dtype"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_by_name(training: Any, model: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: .*with training.exactOnPolicy"):
+        check_exact(spec(training, model))
+    check_exact(spec(training | {"exactOnPolicy": False}, model))
+    check_exact(spec({}, {}))
+
+
+def test_dropout_of_an_update_is_refused_where_it_is_found() -> None:
+    policy = prepared(random_model("llama", seed=0))
+    add_lora(policy, job.Lora(rank=2, dropout=0.1), seed=0)
+    with pytest.raises(InvalidRequest, match=r"^model\.lora\.dropout"):
+        ExactForward(policy, 1.0, max_context=CONTEXT)
+
+
+def test_autocast_around_the_forward_is_refused() -> None:
+    forward = make_forward(random_model("llama", seed=0))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InvalidRequest, match=r"^training\.autocast"):
+        forward(some_batch())
+
+
+def test_parameters_in_bfloat16_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"^model\.dtype"):
+        ExactForward(prepared(random_model("llama", seed=0), dtype="bfloat16"), 1.0, max_context=CONTEXT)
+
+
+def test_a_layer_without_a_kernel_is_refused_by_name() -> None:
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2)
+    model = GPT2LMHeadModel(config).eval()
+    with pytest.raises(UnsupportedModel, match=r"exactOnPolicy is not possible .*Conv1D"):
+        ExactForward(prepared(model), 1.0, max_context=64)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    build.set_num_threads(1)
+    yield
+    build.set_num_threads(None)
