@@ -140,7 +140,7 @@ def test_importance_weights_equal_verl(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases("verl.aggregate"))
 def test_aggregation_equals_verl(case: Case) -> None:
-    weights = token_weights(tensor(case, "lengths").long(), OF_VERL[case["parameters"]["mode"]], MAX_TOKENS)  # type: ignore[arg-type]
+    weights = token_weights(tensor(case, "lengths").long(), OF_VERL[case["parameters"]["mode"]], MAX_TOKENS)
     assert_close((weights * tensor(case, "values")).sum(), output(case, "loss"))
 
 
@@ -217,7 +217,7 @@ def test_k1_and_k3_average_to_the_kl() -> None:
     policy, reference = torch.log_softmax(torch.randn(2, 6, dtype=torch.float64, generator=generator), -1)
     exact = (policy.exp() * (policy - reference)).sum()
     for estimator in ("k1", "k3"):
-        assert_close((policy.exp() * kl_estimate(policy, reference, estimator)).sum(), exact)  # type: ignore[arg-type]
+        assert_close((policy.exp() * kl_estimate(policy, reference, estimator)).sum(), exact)
 
 
 @pytest.mark.parametrize("aggregation", sorted(OF_VERL.values()))

@@ -251,7 +251,8 @@ def trl_loss_cases(data: Padded) -> Iterator[Case]:
     choices = [
         ("grpo", "token", 0.0, None, 0.0), ("grpo", "token", 0.04, None, 0.0), ("bnpo", "token", 0.04, 1.5, 0.0),
         ("dapo", "token", 0.0, None, 0.1), ("dr_grpo", "token", 0.04, None, 0.0), ("dr_grpo", "token", 0.0, 1.5, 0.0),
-        ("grpo", "sequence", 0.0, None, 0.0), ("dapo", "sequence", 0.04, None, 0.0), ("grpo", "sequence", 0.0, 1.5, 0.0),
+        ("grpo", "sequence", 0.0, None, 0.0), ("dapo", "sequence", 0.04, None, 0.0),
+        ("grpo", "sequence", 0.0, 1.5, 0.0),
     ]  # fmt: skip
     for loss_type, level, beta, cap, entropy in choices:
         parameters = {"loss_type": loss_type, "level": level, "beta": beta, "cap": cap, "entropy": entropy}

@@ -122,6 +122,7 @@ def prepare(
 
     `policy_log_probs` [T] are the trainer's before the first update, at the temperature of sampling.
     """
+    assert rollouts.num_samples > 0, "a step without samples"
     _check_scores(algorithm, rollouts)
     rewards, metrics = shaped_rewards(algorithm, rollouts, max_tokens=max_tokens)
     kl = _kl_of_reward(algorithm, rollouts, policy_log_probs)

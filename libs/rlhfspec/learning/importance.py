@@ -40,4 +40,4 @@ def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, lengths: Tensor) ->
     detached = (log_probs - old_log_probs).detach()
     mean = sample_sums(detached, lengths) / lengths  # [n]
     bounded = torch.clamp(mean, -LOG_RATIO_BOUND, LOG_RATIO_BOUND).to(log_probs.dtype)
-    return torch.exp(per_token(bounded, lengths) + log_probs - log_probs.detach())
+    return torch.exp(per_token(bounded, lengths) + (log_probs - log_probs.detach()))  # the bracket is exactly 0
