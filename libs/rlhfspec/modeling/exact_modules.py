@@ -42,7 +42,7 @@ class ExactModules:
         self._loaders = _loaders_of(fused, swapped)
         for name, kernel in swapped.items():
             module = model.get_submodule(name)
-            module.forward = _forward(module, kernel)
+            module.forward = _forward(module, kernel, dtype)
         self.num_swapped = fused.swapped
         for module in _left_over(model, swapped):
             _check_row_invariant(module)
@@ -84,14 +84,14 @@ def _loaders_of(fused: FusedModel, swapped: dict[str, nn.Module]) -> list[Loader
     return [(names, load) for names, load in fused.loaders if names[0].startswith(prefixes)]
 
 
-def _forward(module: Any, kernel: nn.Module) -> Callable[..., Any]:
+def _forward(module: Any, kernel: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
     match kernel:
         case PackedLinear():
             return _linear_forward(module, kernel)
         case PackedGatedMLP():
             return _gated_mlp_forward(module, kernel)
         case FusedRMSNorm():
-            return _norm_forward(module, kernel)
+            return _norm_forward(module, kernel, dtype)
         case RowInvariantActivation():
             return lambda x: exact(kernel, lambda tensor: activation_twin(tensor, kernel.name), x)
     assert isinstance(kernel, RotaryTable)
@@ -112,9 +112,9 @@ def _gated_mlp_forward(module: Any, packed: PackedGatedMLP) -> Callable[..., Any
     return forward
 
 
-def _norm_forward(module: Any, norm: FusedRMSNorm) -> Callable[..., Any]:
+def _norm_forward(module: Any, norm: FusedRMSNorm, dtype: torch.dtype) -> Callable[..., Any]:
     def twin(x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm_twin(x, weight, norm.eps, add_one=norm.add_one)
+        return rms_norm_twin(x, stored(weight, dtype), norm.eps, add_one=norm.add_one)
 
     return lambda x: exact(lambda rows, _: norm(rows), twin, x, module.weight)
 
