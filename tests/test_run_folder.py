@@ -328,3 +328,23 @@ def test_telemetry_needs_neither_torch_nor_matplotlib() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'tensorboard')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_document_lists_every_field_and_its_kind() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "run-folder.md").read_text()
+    listed = [
+        tuple(row.split(" | ")[:2]) for row in text.splitlines() if row.count(" | ") == 2 and row.startswith("| `")
+    ]
+    kinds = [
+        (f"| `{field.name}`", "measurement" if field.name in MEASUREMENTS else "curve") for field in fields(StepMetrics)
+    ]
+    assert listed == kinds
+    sample = json.loads(sample_line(example_sample(), None))
+    section = text.split("## samples.jsonl")[1].split("## ")[0]
+    named = [
+        name.strip(" `")
+        for row in section.splitlines()
+        if row.startswith("| `")
+        for name in row.split("|")[1].split(",")
+    ]
+    assert named == list(sample)

@@ -112,6 +112,7 @@ class _Wandb(ModuleType):
 
     def __init__(self, *, refuses: bool = False) -> None:
         super().__init__("wandb")
+        self.Settings = dict
         self.errors = SimpleNamespace(Error=type("Error", (Exception,), {}))
         self.begun: list[dict[str, Any]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []

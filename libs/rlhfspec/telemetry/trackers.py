@@ -108,6 +108,7 @@ class WeightsAndBiases:
                 resume="allow",
                 dir=str(folder.path),
                 config=without_secrets(as_content(job)),
+                settings=wandb.Settings(console="off"),  # the terminal is the live view's
             )
         except wandb.errors.Error as error:
             problem = f"wandb does not start ({error}); log in with `wandb login`, or leave the field out"
