@@ -61,7 +61,10 @@ class CheckpointStore:
             raise StorageError(self._folder, problem) from error
         finally:
             shutil.rmtree(writing, ignore_errors=True)
-        self._retire()
+        try:
+            self._retire()
+        except OSError as error:
+            raise StorageError(self._folder, f"earlier checkpoints could not be removed: {error}") from error
         return self._path(step)
 
     def steps(self) -> list[int]:

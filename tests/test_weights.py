@@ -1,0 +1,129 @@
+"""Weights in memory and in files: what was put is what is got, the newest stay, and what is not right is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhfspec.errors import StorageError, WeightsVersionError
+from rlhfspec.modeling.digest import digest
+from rlhfspec.modeling.tensor_files import read_tensors, write_tensors
+from rlhfspec.weights import FileWeightStore, MemoryWeightStore, WeightStore
+
+Make = Callable[[int], WeightStore]
+
+
+@pytest.fixture(params=["memory", "file"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    if request.param == "memory":
+        return lambda keep: MemoryWeightStore(keep=keep)
+    return lambda keep: FileWeightStore(tmp_path / "weights", keep=keep)
+
+
+def state(version: int) -> dict[str, torch.Tensor]:
+    """Tied, transposed, half precision, empty and without shape: all that models have."""
+    weight = torch.arange(6.0).reshape(2, 3) + version
+    return {
+        "embedding": weight,
+        "head": weight,
+        "transposed": weight.T,
+        "row": weight[1],
+        "half": torch.full((3,), 1 / 3 + version, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(version),
+    }
+
+
+def test_what_was_put_is_what_is_got(make: Make) -> None:
+    store = make(2)
+    given = state(1)
+    record = store.put("sums", "policy", 1, given)
+    assert (record.id, record.version, record.role) == ("sums/weights/policy/1", 1, "policy")
+    assert record.digest == digest(given)
+    got = store.get(record)
+    assert got.keys() == given.keys()
+    for name, tensor in given.items():
+        assert torch.equal(got[name], tensor)
+        assert got[name].dtype == tensor.dtype
+    assert got["head"].data_ptr() == got["embedding"].data_ptr()
+
+
+def test_training_on_in_place_changes_nothing_that_was_put(make: Make) -> None:
+    store = make(2)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    record = store.put("sums", "policy", 1, {"weight": weight})
+    with torch.no_grad():
+        weight.add_(1.0)
+    got = store.get(record)["weight"]
+    assert torch.equal(got, torch.zeros(3))
+    assert not got.requires_grad
+
+
+def test_the_newest_stay_a_role_of_a_job_each(make: Make) -> None:
+    store = make(2)
+    critic = store.put("sums", "critic", 1, state(1))
+    other = store.put("sums-policy", "policy", 1, state(1))
+    records = [store.put("sums", "policy", version, state(version)) for version in range(1, 5)]
+    for record in (critic, other, *records[2:]):
+        assert digest(store.get(record)) == record.digest
+    for record in records[:2]:
+        with pytest.raises(WeightsVersionError, match=rf"is not kept \(wanted {record.version}, have 4\)"):
+            store.get(record)
+
+
+def test_going_back_forgets_what_came_later(make: Make) -> None:
+    """A resumed run trains the steps again: what an earlier run left must neither be served nor push out the new."""
+    store = make(2)
+    old = [store.put("sums", "policy", version, state(version)) for version in (5, 6)]
+    again = store.put("sums", "policy", 5, state(50))
+    assert torch.equal(store.get(again)["head"], state(50)["head"])
+    with pytest.raises(StorageError, match="digest"):
+        store.get(old[0])
+    with pytest.raises(WeightsVersionError):
+        store.get(old[1])
+
+
+def test_other_weights_than_announced_are_refused(make: Make) -> None:
+    store = make(2)
+    record = store.put("sums", "policy", 1, state(1))
+    with pytest.raises(StorageError, match=f"holds weights of digest {record.digest}, not 0000"):
+        store.get(replace(record, digest="0000"))
+
+
+def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+    record = FileWeightStore(tmp_path, keep=1).put("sums", "policy", 1, state(1))
+    path = Path(record.uri.removeprefix("file:"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StorageError, match="holds weights of digest"):
+        FileWeightStore(tmp_path, keep=1).get(record)
+    path.write_bytes(content[:-5])
+    with pytest.raises(StorageError, match="cannot be read"):
+        FileWeightStore(tmp_path, keep=1).get(record)
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileWeightStore(tmp_path, keep=2)
+    first = store.put("sums", "policy", 1, state(1))
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rlhfspec.modeling.tensor_files.sync", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        store.put("sums", "policy", 2, state(2))
+    assert digest(store.get(first)) == first.digest
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
+    weight = torch.zeros(100_000)
+    write_tensors(tmp_path / "tied", {"a": weight, "b": weight})
+    assert (tmp_path / "tied").stat().st_size < 410_000
+    read = read_tensors(tmp_path / "tied")
+    assert read["a"] is read["b"]
