@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -340,3 +341,12 @@ def test_how_far_the_step_moved_is_measured_from_the_old_policy() -> None:
     terms = policy_terms(algorithm, log_probs, old, targets_of(1, algorithm), None)
     log_ratio = (log_probs - old).double()
     assert terms.sums["approximate_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_page_of_an_algorithm_shows_its_defaults(name: str) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "algorithms" / f"{name}.md").read_text()
+    shown = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])["algorithm"]
+    assert shown.keys() >= {"name", "samplesPerPrompt", "clipLow", "clipHigh", "lossAggregation", "klCoefficient"}
+    resolved = Algorithm.model_validate({"name": name}).model_dump(by_alias=True)
+    assert shown == {field: resolved[field] for field in shown}
