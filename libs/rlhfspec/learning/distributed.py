@@ -34,6 +34,8 @@ class Ranks:
 
     rank: int = 0
     num_ranks: int = 1
+    silence_seconds: float = 0.0  # how long rank 0 may say nothing
+    commands: Any = None  # the process group that commands travel in, for its longer patience
 
     def mine(self, micro_batches: list[list[int]]) -> list[list[int]]:
         """This rank's share of micro-batches whose number is a multiple of the ranks'."""
@@ -68,15 +70,20 @@ class Ranks:
 
 
 @contextmanager
-def joined(*, timeout_seconds: float) -> Iterator[Ranks]:
-    """The ranks that torchrun started, or this process alone. The timeout is of one exchange between ranks."""
+def joined(*, timeout_seconds: float, silence_seconds: float) -> Iterator[Ranks]:
+    """The ranks that torchrun started, or this process alone.
+
+    `timeout_seconds` are for one exchange while all work; `silence_seconds` for rank 0 to say something at all: it is
+    busy with the other stages for most of a step.
+    """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1:
         yield Ranks()
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
     try:
-        yield Ranks(rank=dist.get_rank(), num_ranks=num_ranks)
+        commands = dist.new_group(timeout=timedelta(seconds=silence_seconds))
+        yield Ranks(rank=dist.get_rank(), num_ranks=num_ranks, silence_seconds=silence_seconds, commands=commands)
     finally:
         dist.destroy_process_group()
 
@@ -127,29 +134,27 @@ class Leader:
 
     def _command(self, name: str, *arguments: Any) -> None:
         if self._ranks.num_ranks > 1:
-            dist.broadcast_object_list([(name, arguments)], src=0)
+            dist.broadcast_object_list([(name, arguments)], src=0, group=self._ranks.commands)
 
 
-def follow(learner: Follows, ranks: Ranks, *, silence_seconds: float) -> None:
-    """Ranks other than 0: do what rank 0 does until it says stop.
-
-    Rank 0 is busy with the other stages for most of a step, so it may be silent for as long as a step takes.
-    """
+def follow(learner: Follows, ranks: Ranks) -> None:
+    """Ranks other than 0: do what rank 0 does until it says stop. StageStalled when it says nothing for too long."""
     assert ranks.rank > 0, "rank 0 leads"
     while True:
-        name, arguments = _next_command(ranks, silence_seconds)
+        name, arguments = _next_command(ranks)
         if name == "stop":
             return
         getattr(learner, name)(*arguments)
 
 
-def _next_command(ranks: Ranks, silence_seconds: float) -> tuple[str, tuple[Any, ...]]:
+def _next_command(ranks: Ranks) -> tuple[str, tuple[Any, ...]]:
     said: list[Any] = [None]
     try:
-        dist.broadcast_object_list(said, src=0)
+        dist.broadcast_object_list(said, src=0, group=ranks.commands)
     except RuntimeError as error:
-        problem = f"waited for a command of rank 0, which is gone or said nothing for {silence_seconds:g} s: {error}"
-        raise StageStalled("trainer", ranks.rank, "a command of rank 0", silence_seconds, problem) from error
+        patience = ranks.silence_seconds
+        problem = f"waited for a command of rank 0, which is gone or said nothing for {patience:g} s: {error}"
+        raise StageStalled("trainer", ranks.rank, "a command of rank 0", patience, problem) from error
     command: tuple[str, tuple[Any, ...]] = said[0]
     return command
 

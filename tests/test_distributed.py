@@ -1,0 +1,81 @@
+"""Two ranks over gloo train what one rank trains; nobody waits for ever."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfspec.learning.distributed import Leader, Ranks, joined
+from rlhfspec.learning.learner import Learner
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks left what they found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(TESTS / "two_ranks.py"), str(folder)]
+    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def helpers() -> ModuleType:
+    """Models and rollouts as test_learner.py makes them."""
+    found = importlib.util.spec_from_file_location("learner_helpers", TESTS / "test_learner.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def alone() -> tuple[list[Any], Learner]:
+    make = helpers()
+    settings = make.spec("ppo", tokensPerMicroBatch=40, epochs=2)
+    learner = Learner(settings, make.policy(), make.critic(), num_threads=1)
+    steps = [make.rollouts(0), make.rollouts(1), make.rollouts(2).select([0])]
+    return [learner.learn(step) for step in steps], learner
+
+
+def test_two_ranks_train_what_one_trains(found: Path) -> None:
+    theirs = torch.load(found / "found.pt", weights_only=True)
+    reports, learner = alone()
+    for place, report in enumerate(reports):
+        assert torch.allclose(theirs["log_probs"][place], report.log_probs, atol=1e-4)
+        assert theirs["metrics"][place].keys() == report.metrics.keys()
+        for name, value in report.metrics.items():
+            assert math.isclose(theirs["metrics"][place][name], value, rel_tol=1e-4, abs_tol=1e-4), (place, name)
+    for name, state in (("policy", learner.policy_state()), ("critic", learner.critic_state())):
+        assert theirs[name].keys() == state.keys()
+        for weight, tensor in state.items():
+            assert (theirs[name][weight] - tensor).abs().max() < 1e-6, weight
+
+
+def test_both_ranks_refuse_what_is_not_finite(found: Path) -> None:
+    for rank in (0, 1):
+        assert "not finite; nothing was trained on it" in (found / f"error-{rank}").read_text()
+
+
+def test_a_follower_says_what_it_waited_for(found: Path) -> None:
+    assert "trainer 1: waited for a command of rank 0" in (found / "error-1").read_text()
+
+
+def test_alone_a_leader_is_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined(timeout_seconds=1.0, silence_seconds=1.0) as ranks:
+        assert ranks == Ranks()
+        make = helpers()
+        leader = Leader(Learner(make.spec(), make.policy(), num_threads=1), ranks)
+        assert leader.learn(make.rollouts()).version == leader.version == 1
+        leader.close()

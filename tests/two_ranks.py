@@ -1,0 +1,73 @@
+"""Run by test_distributed.py, once a rank: trains what test_learner.py trains, shared by ranks. argv: a folder for what they find."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from test_learner import critic, policy, rollouts, spec
+
+from rlhfspec.errors import NumericalError, StageStalled
+from rlhfspec.learning.distributed import Leader, Ranks, follow, joined
+from rlhfspec.learning.learner import Learner
+from rlhfspec.modeling.digest import digest
+
+
+def new_learner(name: str, ranks: Ranks) -> Learner:
+    settings = spec(name, tokensPerMicroBatch=40, epochs=2)
+    return Learner(settings, policy(), critic() if name == "ppo" else None, ranks=ranks, num_threads=1)
+
+
+def lead(leader: Leader, folder: Path) -> None:
+    """Two steps, the second once more from the state after the first, and one with fewer samples than ranks."""
+    reports = [leader.learn(rollouts(0))]
+    leader.load_state(leader.state())
+    state = {name: value.clone() for name, value in leader.state()["policy"].items()}
+    whole_state = leader.state()
+    torch.save(whole_state, folder / "state.pt")
+    reports.append(leader.learn(rollouts(1)))
+    first = digest(leader.policy_state())
+    leader.load_state(torch.load(folder / "state.pt", weights_only=True))
+    assert digest(leader.policy_state()) == digest(state)
+    leader.learn(rollouts(1))
+    assert digest(leader.policy_state()) == first, "a resumed step differs"
+    reports.append(leader.learn(rollouts(2).select([0])))
+    torch.save({"metrics": [report.metrics for report in reports], "log_probs": [r.log_probs for r in reports],
+                "policy": leader.policy_state(), "critic": leader.critic_state()}, folder / "found.pt")  # fmt: skip
+    leader.close()
+
+
+def overflow(learner: Learner, ranks: Ranks, folder: Path) -> None:
+    step = rollouts(0)
+    step.rewards[6] = 1e300
+    try:
+        learner.learn(step)
+    except NumericalError as error:
+        (folder / f"error-{ranks.rank}").write_text(str(error))
+
+
+def silence(learner: Learner, ranks: Ranks, folder: Path) -> None:
+    """Rank 0 leaves without a word."""
+    if ranks.rank > 0:
+        try:
+            follow(learner, ranks)
+        except StageStalled as error:
+            (folder / "error-1").write_text(str(error))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
+        assert ranks.num_ranks == 2
+        learner = new_learner("ppo", ranks)
+        if ranks.rank == 0:
+            lead(Leader(learner, ranks), folder)
+        else:
+            follow(learner, ranks)
+        overflow(new_learner("dr-grpo", ranks), ranks, folder)
+        silence(learner, ranks, folder)
+
+
+if __name__ == "__main__":
+    main()
