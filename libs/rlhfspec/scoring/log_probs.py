@@ -120,10 +120,11 @@ class SequenceRows:
         size = len(prompt) + len(response)
         if size - 1 > self.max_context:
             raise InvalidRequest("token_ids", size, f"prompt and response must fit into {self.max_context} tokens")
-        tokens = np.asarray((*prompt, *response[:-1]), np.int32)
-        if tokens.min() < 0 or max(int(tokens.max()), response[-1]) >= self.runner.vocab_size:
-            raise InvalidRequest("token_ids", int(tokens.max()), f"must be in [0, {self.runner.vocab_size})")
-        return tokens
+        tokens = np.asarray((*prompt, *response), np.int32)
+        wrong = tokens[(tokens < 0) | (tokens >= self.runner.vocab_size)]
+        if len(wrong):
+            raise InvalidRequest("token_ids", int(wrong[0]), f"must be in [0, {self.runner.vocab_size})")
+        return tokens[:-1]
 
     def _forward(self, tokens: IntArray, start: int, stop: int, rows: IntArray) -> torch.Tensor:
         positions = np.arange(start, stop, dtype=np.int32)
