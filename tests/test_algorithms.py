@@ -219,7 +219,7 @@ def test_without_a_coefficient_no_reference_is_needed_nor_used() -> None:
     terms = policy_terms(algorithm, log_probs, log_probs, targets, None)
     assert "kl" not in terms.sums
     assert "entropy" not in terms.sums
-    assert metrics["reward_exact"] == 1.5
+    assert metrics["reward_source_exact"] == 1.5
 
 
 @pytest.mark.parametrize(("name", "stage"), [("grpo", "reference"), ("ppo", "critic")])

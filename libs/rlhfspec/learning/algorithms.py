@@ -267,7 +267,7 @@ def _step_metrics(rollouts: Rollouts, advantages: Tensor, returns: Tensor | None
         "response_tokens_max": float(lengths.max()),
         "advantage_abs_mean": float(advantages.abs().mean()),
     }
-    metrics |= {f"reward_{name}": float(values.mean()) for name, values in rollouts.reward_components.items()}
+    metrics |= {f"reward_source_{name}": float(values.mean()) for name, values in rollouts.reward_components.items()}
     if kl is not None:
         metrics["kl_in_reward"] = float(kl.mean())
     if returns is not None and rollouts.values is not None:
