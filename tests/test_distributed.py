@@ -64,11 +64,11 @@ def test_two_ranks_train_what_one_trains(found: Path) -> None:
 
 def test_both_ranks_refuse_what_is_not_finite(found: Path) -> None:
     for rank in (0, 1):
-        assert "not finite; nothing was trained on it" in (found / f"error-{rank}").read_text()
+        assert "not finite; nothing was trained on it" in (found / f"overflow-{rank}").read_text()
 
 
 def test_a_follower_says_what_it_waited_for(found: Path) -> None:
-    assert "trainer 1: waited for a command of rank 0" in (found / "error-1").read_text()
+    assert "trainer 1: waited for a command of rank 0" in (found / "silence").read_text()
 
 
 def test_alone_a_leader_is_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py, once a rank: trains what test_learner.py trains, shared by ranks. argv: a folder for what they find."""
+"""Run by test_distributed.py, once a rank: trains what test_learner.py trains. argv: a folder for what is found."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def overflow(learner: Learner, ranks: Ranks, folder: Path) -> None:
     try:
         learner.learn(step)
     except NumericalError as error:
-        (folder / f"error-{ranks.rank}").write_text(str(error))
+        (folder / f"overflow-{ranks.rank}").write_text(str(error))
 
 
 def silence(learner: Learner, ranks: Ranks, folder: Path) -> None:
@@ -53,7 +53,7 @@ def silence(learner: Learner, ranks: Ranks, folder: Path) -> None:
         try:
             follow(learner, ranks)
         except StageStalled as error:
-            (folder / "error-1").write_text(str(error))
+            (folder / "silence").write_text(str(error))
 
 
 def main() -> None:
