@@ -31,7 +31,7 @@ from rlhfspec.transport.clock import FakeClock
 from rlhfspec.transport.memory import MemoryTransport
 from rlhfspec.wire.codec import encode
 
-ALL = {"prompts": 1, "generator": 2, "reward": 2, "reference": 1, "trainer": 1, "folder": 1}
+ALL = {"prompts": 1, "generator": 2, "reward": 2, "reference": 1, "trainer": 1, "view": 1}
 SAMPLE = Sample(
     id="sums/1/0/0", job="sums", step=1, prompt=0, replica=0, prompt_text="2+2=", prompt_token_ids=(1,),
     columns_json="{}", text="4", token_ids=(2,), log_probs=(-0.5,), tempered_log_probs=(-0.5,), weights_versions=(0,),
@@ -69,7 +69,7 @@ def test_workers_compete_for_samples_and_each_gets_the_weights() -> None:
 
 def test_a_record_goes_when_all_who_run_have_it() -> None:
     async def check(bus: Bus, clock: FakeClock) -> None:
-        assert bus.consumer_names(Sample) == ["reward", "reference", "trainer", "folder"], "no critic runs"
+        assert bus.consumer_names(Sample) == ["reward", "reference", "trainer", "view"], "no critic runs"
         await bus.of("generator").publish(SAMPLE)
         for name in bus.consumer_names(Sample):
             inbox = await bus.of(name).subscribe(Sample)
@@ -87,8 +87,8 @@ def test_nobody_speaks_or_hears_but_by_the_map() -> None:
             await bus.of("reward").publish(SAMPLE)
         with pytest.raises(InvalidRequest, match="reward does not consume it"):
             await bus.of("reward").subscribe(Demand)
-        with pytest.raises(InvalidRequest, match="folder does not produce it"):
-            await bus.of("folder").publish(SCORE)
+        with pytest.raises(InvalidRequest, match="view does not produce it"):
+            await bus.of("view").publish(SCORE)
         with pytest.raises(InvalidRequest, match="stage: this job runs 0 workers of it"):
             bus.of("critic")
         with pytest.raises(InvalidRequest, match="stage: this job runs 2 workers of it"):
@@ -103,7 +103,7 @@ def test_an_observer_misses_nothing() -> None:
     async def check(bus: Bus, clock: FakeClock) -> None:
         report = StepReport(id="sums/1", job="sums", step=1, weights_version=1, weights_digest="00", metrics_json="{}")
         await bus.of("trainer").publish(report)
-        inbox = await bus.of("folder").subscribe(StepReport)
+        inbox = await bus.of("view").subscribe(StepReport)
         assert [d.record for d in await inbox.pull(max_records=9, timeout_seconds=0)] == [report]
 
     with_bus(check)
@@ -417,12 +417,12 @@ def test_work_past_its_deadline_is_named() -> None:
 
 def test_a_deadlock_is_named_wait_by_wait() -> None:
     with pytest.raises(LoopStalled) as caught:
-        supervised(("folder", hang), ("generator", None), ("trainer", hang), seconds=70.0)
+        supervised(("view", hang), ("generator", None), ("trainer", hang), seconds=70.0)
     assert str(caught.value).splitlines() == [
         "generator 0: stalled: nobody has worked for 61 s",
         "  generator 0 waits for prompts, from prompts or trainer (61 s)",
         "  trainer 0 waits for what never comes, from generator or reward or reference or critic (61 s)",
-        "  folder 0 waits for what never comes, from trainer (61 s)",
+        "  view 0 waits for what never comes, from generator or trainer (61 s)",
     ]
 
 
@@ -504,8 +504,8 @@ def test_a_failure_while_stopping_is_not_lost() -> None:
         await service.stopping.wait()
         raise OSError("disk full")
 
-    with pytest.raises(StageFailed, match="folder 0: failed: OSError: disk full"):
-        supervised(("folder", fail_at_the_end), ("trainer", finish))
+    with pytest.raises(StageFailed, match="view 0: failed: OSError: disk full"):
+        supervised(("view", fail_at_the_end), ("trainer", finish))
 
 
 def test_a_failure_while_cancelled_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -516,12 +516,12 @@ def test_a_failure_while_cancelled_is_logged(caplog: pytest.LogCaptureFixture) -
             raise OSError("disk full")
 
     with caplog.at_level(logging.ERROR), pytest.raises(StageFailed, match="reward 0"):
-        supervised(("folder", fail_when_cancelled), ("reward", fail))
-    assert "folder 0 failed while it was cancelled" in caplog.text
+        supervised(("view", fail_when_cancelled), ("reward", fail))
+    assert "view 0 failed while it was cancelled" in caplog.text
     assert "disk full" in caplog.text
 
 
-def test_a_stop_that_fails_or_hangs_ends_too() -> None:
+def test_a_stop_that_fails_is_named() -> None:
     class Stubborn(Scripted):
         async def stop(self) -> None:
             raise OSError("no such socket")
@@ -531,6 +531,20 @@ def test_a_stop_that_fails_or_hangs_ends_too() -> None:
         vitals = Vitals(clock)
         with pytest.raises(StageFailed, match="view 0: failed: OSError: no such socket"):
             await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
+
+    asyncio.run(main())
+
+
+def test_a_stop_that_hangs_ends_with_the_grace() -> None:
+    class Stubborn(Scripted):
+        async def stop(self) -> None:
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        clock = FakeClock()
+        vitals = Vitals(clock)
+        await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
+        assert len(asyncio.all_tasks()) == 1, "a task outlives the run"
 
     asyncio.run(main())
 

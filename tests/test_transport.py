@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlhfspec.errors import InvalidRequest, TransportClosed, TransportFull
 from rlhfspec.transport import dead_letters
@@ -198,11 +195,15 @@ class TransportContract:
     def test_a_late_acknowledgement_counts(self) -> None:
         async def main() -> None:
             h = self.harness()
+            await h.transport.declare(SUBJECT, ["reward", "critic"])
             reward = await h.subscribe("reward", ack_wait_seconds=1.0)
-            await h.publish("a")
-            [message] = await h.now(reward)
+            await h.publish("a", "b")
+            late, again = await h.now(reward)
             await h.advance(2.0)
-            await message.ack()
+            await late.ack()
+            [redelivered] = await h.now(reward)
+            await again.ack()
+            await redelivered.nak()
             await h.advance(2.0)
             assert await h.now(reward) == []
 
@@ -240,6 +241,22 @@ class TransportContract:
         while len(found) < num_messages:
             found += await subscription.pull(num_messages - len(found), 30.0)
         return found
+
+    def test_dead_letters_come_by_themselves(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            await h.transport.declare(DEAD, ["watch"])
+            watch = await h.transport.subscribe(DEAD, Consumer(name="watch"))
+            watching = asyncio.create_task(watch.pull(1, 30.0))
+            await h.advance(0.1)
+            reward = await h.subscribe("reward", ack_wait_seconds=1.0, max_deliveries=1)
+            await h.publish("a")
+            assert ids(await h.now(reward)) == ["a"]
+            await h.advance(2.0)  # and nobody pulls for reward
+            [letter] = await asyncio.wait_for(watching, 10)
+            assert dead_letters.decode(letter.data).id == "a"
+
+        asyncio.run(main())
 
     def test_term_goes_to_the_dead_letters_with_its_reason(self) -> None:
         async def main() -> None:
@@ -377,11 +394,14 @@ def test_memory_is_bounded() -> None:
 def test_an_id_is_remembered_while_its_message_is_held() -> None:
     async def main() -> None:
         transport = MemoryTransport(clock=FakeClock(), num_remembered_ids=2)
-        for name in ("reward", "critic"):
-            await transport.subscribe(SUBJECT, Consumer(name=name))
+        reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
         for number in range(50):
             await transport.publish(SUBJECT, b"", id=str(number))
+            for message in await reward.pull(1, 0.0):
+                if number > 0:
+                    await message.ack()
         assert not await transport.publish(SUBJECT, b"", id="0")
+        assert await transport.publish(SUBJECT, b"", id="1")
 
     asyncio.run(main())
 
@@ -447,141 +467,3 @@ def test_first_of_says_whether_any_is_done() -> None:
         assert await first_of(SystemClock(), [never], 1000.0)
 
     asyncio.run(main())
-
-
-# --- Random interleavings against a slow model -------------------------------------------------------------------
-
-ACK_WAIT, MAX_DELIVERIES, MAX_HELD = 5.0, 3, 4
-NAMES = ("reward", "critic")
-
-
-@dataclass
-class Model:
-    """What each name must see, kept the obvious way: for every name and message its state, looked through each time."""
-
-    now: float = 0.0
-    published: list[str] = field(default_factory=list)
-    # (name, id) -> ("ready", 0.0) | ("held", deadline) | ("delayed", when) | ("done", 0.0) | ("dead", 0.0)
-    state: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
-    num_deliveries: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def publish(self, id: str) -> bool:
-        if id in self.published:
-            return False
-        self.published.append(id)
-        for name in NAMES:
-            self.state[name, id] = ("ready", 0.0)
-            self.num_deliveries[name, id] = 0
-        return True
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        for key, (kind, when) in self.state.items():
-            if kind == "delayed" and when <= self.now:
-                self.state[key] = ("ready", 0.0)
-            if kind == "held" and when <= self.now:
-                self.put_back(key, 0.0)
-
-    def put_back(self, key: tuple[str, str], delay: float) -> None:
-        if self.num_deliveries[key] >= MAX_DELIVERIES:
-            self.state[key] = ("dead", 0.0)
-        else:
-            self.state[key] = ("delayed", self.now + delay) if delay else ("ready", 0.0)
-
-    def pull(self, name: str, most: int) -> list[tuple[str, int]]:
-        num_held = sum(kind == "held" for (owner, _), (kind, _) in self.state.items() if owner == name)
-        room = max(min(most, MAX_HELD - num_held), 0)
-        ready = [id for id in self.published if self.state[name, id][0] == "ready"][:room]
-        for id in ready:
-            self.state[name, id] = ("held", self.now + ACK_WAIT)
-            self.num_deliveries[name, id] += 1
-        return [(id, self.num_deliveries[name, id]) for id in ready]
-
-    def end(self, how: str, name: str, id: str, delivery: int) -> None:
-        """Ack and term count while the message is owed; nak and in_progress only from the delivery that holds it."""
-        key = (name, id)
-        holds = self.state[key][0] == "held" and self.num_deliveries[key] == delivery
-        if how in ("ack", "term") and self.state[key][0] not in ("done", "dead"):
-            self.state[key] = ("done" if how == "ack" else "dead", 0.0)
-        elif how == "nak" and holds:
-            self.put_back(key, 2.0 if delivery % 2 else 0.0)
-        elif how == "in_progress" and holds:
-            self.state[key] = ("held", self.now + ACK_WAIT)
-
-
-actions = st.lists(
-    st.one_of(
-        st.tuples(st.just("publish"), st.integers(0, 9)),
-        st.tuples(st.just("pull"), st.sampled_from(NAMES), st.integers(1, 3)),
-        st.tuples(st.sampled_from(["ack", "nak", "term", "in_progress"]), st.integers(0, 30)),
-        st.tuples(st.just("pass"), st.sampled_from([1.0, 2.0, 5.0])),
-    ),
-    max_size=60,
-)
-
-
-@settings(max_examples=150)
-@given(actions)
-def test_no_interleaving_loses_or_doubles_a_message(steps: list[tuple[Any, ...]]) -> None:
-    asyncio.run(follow(steps))
-
-
-async def follow(steps: list[tuple[Any, ...]]) -> None:
-    clock, model = FakeClock(), Model()
-    clock.SETTLING_ROUNDS = 2  # type: ignore[misc]
-    transport = MemoryTransport(clock=clock)
-    await transport.declare(SUBJECT, NAMES)
-    consumers = [
-        Consumer(name=n, ack_wait_seconds=ACK_WAIT, max_deliveries=MAX_DELIVERIES, max_unacknowledged=MAX_HELD)
-        for n in NAMES
-    ]
-    inboxes = {consumer.name: await transport.subscribe(SUBJECT, consumer) for consumer in consumers}
-    deliveries: list[tuple[str, Message]] = []
-    ended: set[int] = set()
-    for step in steps:
-        match step:
-            case ("publish", number):
-                assert await transport.publish(SUBJECT, b"", id=str(number)) == model.publish(str(number))
-            case ("pull", name, most):
-                messages = await inboxes[name].pull(most, 0.0)
-                assert [(m.id, m.num_deliveries) for m in messages] == model.pull(name, most)
-                deliveries += [(name, message) for message in messages]
-            case ("pass", seconds):
-                await clock.advance(seconds)
-                model.pass_time(seconds)
-            case (how, which) if deliveries:
-                index = which % len(deliveries)
-                name, message = deliveries[index]
-                if index in ended:
-                    continue
-                model_delivery = message.num_deliveries
-                if how == "nak":
-                    await message.nak(2.0 if model_delivery % 2 else 0.0)
-                elif how == "term":
-                    await message.term("refused")
-                else:
-                    await getattr(message, how)()
-                ended |= {index} if how != "in_progress" else set()
-                model.end(how, name, message.id, model_delivery)
-    await everything_arrives(transport, clock, model, inboxes)
-
-
-async def everything_arrives(
-    transport: MemoryTransport, clock: FakeClock, model: Model, inboxes: dict[str, Subscription]
-) -> None:
-    """In the end every message was acknowledged by every name, or is in the dead letters, and nothing is left."""
-    for _ in range(60):
-        for name, inbox in inboxes.items():
-            messages = await inbox.pull(100, 0.0)
-            assert [(m.id, m.num_deliveries) for m in messages] == model.pull(name, 100)
-            for message in messages:
-                await message.ack()
-                model.end("ack", name, message.id, message.num_deliveries)
-        await clock.advance(1.0)
-        model.pass_time(1.0)
-    assert {kind for kind, _ in model.state.values()} <= {"done", "dead"}
-    watch = await transport.subscribe(DEAD, Consumer(name="watch"))
-    letters = [dead_letters.decode(m.data) for m in await watch.pull(1000, 0.0)]
-    dead = sorted((letter.consumer, letter.id) for letter in letters)
-    assert dead == sorted(key for key, (kind, _) in model.state.items() if kind == "dead")
-    assert not transport._subjects[SUBJECT].stored

@@ -3,7 +3,8 @@
 How it decides what `base` leaves open:
 - Memory is bounded: a subject holds at most `max_pending` messages (of dead letters the newest, for they never wait).
 - Ids are remembered for de-duplication while their message is held, and the last `num_remembered_ids` of a subject.
-- Deadlines are looked at where somebody pulls or publishes: each call first does what has fallen due, on all subjects.
+- Deadlines are looked at where somebody calls: each call first does what has fallen due, on all subjects, and a pull
+  that waits wakes for the next deadline of anybody.
 - It belongs to one event loop.
 
 Example:
@@ -321,7 +322,7 @@ class _MemoryMessage:
         return self._stored.data
 
     async def ack(self) -> None:
-        if self._ends() and self._queue.is_owed(self._stored.number):
+        if self._ends() and self._is_owed():
             self._queue.subject.settle(self._queue, self._stored.number)
 
     async def nak(self, delay_seconds: float = 0.0) -> None:
@@ -330,11 +331,11 @@ class _MemoryMessage:
             self._transport._put_back(self._queue, self._stored.number, delay_seconds, reason)
 
     async def in_progress(self) -> None:
-        if self._is_held() and not self._ended:
+        if self._is_held():
             self._transport._hold(self._queue, self._stored.number)
 
     async def term(self, reason: str) -> None:
-        if self._ends() and self._queue.is_owed(self._stored.number):
+        if self._ends() and self._is_owed():
             self._transport._bury(self._queue, self._stored, reason)
 
     def _ends(self) -> bool:
@@ -342,8 +343,13 @@ class _MemoryMessage:
         before, self._ended = self._ended, True
         return not before
 
+    def _is_owed(self) -> bool:
+        self._transport._do_what_is_due()
+        return self._queue.is_owed(self._stored.number)
+
     def _is_held(self) -> bool:
         """Whether this very delivery is the one that holds the message, no later one."""
+        self._transport._do_what_is_due()
         number = self._stored.number
         return number in self._queue.held and self._stored.owed[self._queue.consumer.name] == self.num_deliveries
 
