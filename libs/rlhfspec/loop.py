@@ -74,17 +74,10 @@ STAGES: tuple[Stage, ...] = (
 OBSERVERS: tuple[Stage, ...] = (
     Stage(
         name="view",
-        consumes=(Sample, Score, Load, StepReport),
+        consumes=(Sample, Load, StepReport),
         produces=(),
         waits_for="something to show",
         unblocked_by=("generator", "trainer"),
-    ),
-    Stage(
-        name="folder",
-        consumes=(Sample, Score, StepReport),
-        produces=(),
-        waits_for="a line to write",
-        unblocked_by=("trainer",),
     ),
 )
 BY_NAME = {stage.name: stage for stage in (*STAGES, *OBSERVERS)}

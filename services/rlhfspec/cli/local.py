@@ -39,6 +39,7 @@ from rlhfspec.scoring.rewards.sources import RewardSources
 from rlhfspec.scoring.values import ValueScorer
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
+from rlhfspec.service.dead_letters import DeadLetterWatch
 from rlhfspec.service.supervisor import Supervisor
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.manifest import Outcome
@@ -212,7 +213,7 @@ class Run:
             recorder = RunRecorder(job, self.folder, self._checkpoints, trackers, self.vitals)
             transport = MemoryTransport(max_pending=MOST_PENDING)
             bus = await Bus.open(transport, job.metadata.name, workers=self._workers(), clock=self.vitals.clock)
-            services = [*self._services(bus, recorder), self._watch(bus, recorder)]
+            services = [*self._services(bus, recorder), self._watch(bus, recorder), DeadLetterWatch(bus, self.vitals)]
             supervisor = Supervisor(self.vitals, stall_seconds=STALL_SECONDS, grace_seconds=GRACE_SECONDS)
             try:
                 await supervisor.run(services, self.stop)

@@ -18,12 +18,15 @@ def group() -> None:
 
 @app.command()
 def make(
-    names: Annotated[list[str] | None, typer.Argument(help="target, draft, wide; all when none is named")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="target, draft, wide, sums, sums-draft; all when none is named")
+    ] = None,
 ) -> None:
-    """Train and widen what is missing, then print the folders. About two minutes the first time."""
+    """Train and widen what is missing, then print the folders. About three minutes the first time."""
     import torch
 
-    from rlhfspec.tiny.models import RECIPES, ensure
+    from rlhfspec.tiny.models import ensure
+    from rlhfspec.tiny.recipe import RECIPES
 
     wanted = names or list(RECIPES)
     unknown = [name for name in wanted if name not in RECIPES]
@@ -33,4 +36,4 @@ def make(
     with StatusLine() as status:
         models = ensure(*wanted, report=status)
     for name in wanted:
-        typer.echo(f"{name:8}{getattr(models, name)}")
+        typer.echo(f"{name:12}{getattr(models, name.replace('-', '_'))}")

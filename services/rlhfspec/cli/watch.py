@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from rlhfspec.loop import STAGES
 from rlhfspec.records import Load, Sample, StepReport
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import StageBus
@@ -13,6 +14,7 @@ from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.view import View
 
 LOOK_SECONDS = 0.1
+STAGE_NAMES = {stage.name for stage in STAGES}  # not the observers
 
 
 class WatchService(Service):
@@ -42,7 +44,7 @@ class WatchService(Service):
             for report in await reports.pull(max_records=64, timeout_seconds=0.0):
                 self._view.step(StepMetrics.from_line(report.record.metrics_json))
                 await report.ack()
-            self._view.vitals([state for state in self._all.snapshot() if state.stage != self.stage])
+            self._view.vitals([state for state in self._all.snapshot() if state.stage in STAGE_NAMES])
             if last:
                 return
             with self.vitals.waiting("something to show"):
