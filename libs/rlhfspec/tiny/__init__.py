@@ -1,13 +1,14 @@
 """Small models to test, measure and demonstrate with; made on this machine, kept in its cache.
 
-`ensure()` gives folders of a trained pair and a 77M twin; `random_model(kind)` gives untrained ones of many families.
+`ensure()` gives folders of trained ones; `random_model(kind)` gives untrained ones of many families; `resolve(path)`
+makes what a job calls `tiny:NAME`; `sums` is a task to train on.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["KINDS", "TinyModels", "ensure", "perturbed", "random_model", "widened"]
+__all__ = ["KINDS", "TinyModels", "check", "ensure", "perturbed", "random_model", "resolve", "widened"]
 
 
 def __getattr__(name: str) -> Any:  # corpus and tokenizer are used without torch, so nothing is imported here
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:  # corpus and tokenizer are used without torc
         from rlhfspec.tiny import random_models
 
         return getattr(random_models, name)
+    if name in ("check", "resolve"):
+        from rlhfspec.tiny import paths
+
+        return getattr(paths, name)
     raise AttributeError(name)

@@ -3,6 +3,8 @@
     target   4 x 256, 3.3M parameters, trained for a minute
     draft    1 x 128, .3M parameters, trained likewise
     wide     the target widened to 77M: the same function with the memory traffic of a larger model
+    sums     2 x 128, .5M parameters: solves sums now and then, the start of the demo's training
+    sums-draft  1 x 64, a draft for it
 
 A folder appears by renaming, so it is whole or absent; a lock keeps two processes from making the same one.
 
@@ -27,13 +29,12 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from rlhfspec.tiny.recipe import DRAFT, TARGET, WIDE, Recipe, cache_folder
+from rlhfspec.tiny.recipe import RECIPES, TARGET, Recipe, cache_folder
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.tiny.train import build, train
 
 Report = Callable[[str], None]
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT, WIDE)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +44,15 @@ class TinyModels:
     target: Path
     draft: Path
     wide: Path
+    sums: Path
+    sums_draft: Path
 
 
 def ensure(*names: str, report: Report = print) -> TinyModels:
     """Make what is missing of the named models (all when none is named) and say where everything lies."""
     for name in names or tuple(RECIPES):
         ensure_recipe(RECIPES[name], report)
-    folders = {name: cache_folder() / recipe.folder_name for name, recipe in RECIPES.items()}
+    folders = {name.replace("-", "_"): cache_folder() / recipe.folder_name for name, recipe in RECIPES.items()}
     return TinyModels(**folders)
 
 

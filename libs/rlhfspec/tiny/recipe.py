@@ -15,7 +15,9 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
+from rlhfspec.tiny import sums
 from rlhfspec.tiny.corpus import documents
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
@@ -27,6 +29,7 @@ class Recipe:
     batch_shapes: (sequences, tokens a sequence), taken in turn. Short windows teach the language; a long one now
     and then makes the model hold up over the contexts that generation reaches.
     widened_from_intermediate: when set, the model is not trained but widened from a trained one of that FFN width.
+    task: english learns the corpus; sums learns the lessons of `rlhfspec.tiny.sums`, whose batches come as they are.
     """
 
     name: str
@@ -41,11 +44,15 @@ class Recipe:
     seed: int = 1
     vocab_size: int = VOCAB_SIZE
     widened_from_intermediate: int | None = None
+    task: Literal["english", "sums"] = "english"
 
     @property
     def folder_name(self) -> str:
         """Changes with any field and with the text that the corpus gives, so a cached model is never a stale one."""
-        content = json.dumps([asdict(self), documents(64, seed=self.seed)])
+        fields = asdict(self)
+        fields.pop("task")  # its text says it
+        texts = documents(64, seed=self.seed) if self.task == "english" else sums.lesson_texts(64, seed=self.seed)
+        content = json.dumps([fields, texts])
         return f"{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
@@ -75,6 +82,27 @@ WIDE = Recipe(
     num_steps=TARGET.num_steps,
     widened_from_intermediate=TARGET.intermediate_size,
 )
+SUMS = Recipe(
+    name="sums",
+    num_layers=2,
+    hidden_size=128,
+    intermediate_size=384,
+    num_heads=4,
+    num_steps=700,
+    learning_rate=1.2e-2,
+    task="sums",
+)
+SUMS_DRAFT = Recipe(
+    name="sums-draft",
+    num_layers=1,
+    hidden_size=64,
+    intermediate_size=160,
+    num_heads=2,
+    num_steps=300,
+    learning_rate=1.5e-2,
+    task="sums",
+)
+RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT, WIDE, SUMS, SUMS_DRAFT)}
 
 
 def cache_folder() -> Path:

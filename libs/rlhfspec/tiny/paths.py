@@ -1,0 +1,59 @@
+"""`tiny:NAME` in a job: models and data made on this machine. Torch is imported only when a model has to be made.
+
+    tiny:sums, tiny:sums-draft, tiny:target, ...   folders of models
+    tiny:sums.jsonl                                data, with the columns prompt and answer
+
+Example:
+    >>> check("tiny:sums")
+    >>> check("tiny:sum")
+    Traceback (most recent call last):
+    ...
+    rlhfspec.errors.InvalidRequest: path: must be tiny: and one of draft, sums, ..., wide (got 'tiny:sum')
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.tiny import sums
+from rlhfspec.tiny.recipe import RECIPES, cache_folder
+
+PREFIX = "tiny:"
+DATA = {"sums.jsonl": (2000, 11)}  # rows and seed
+
+
+def check(path: str) -> None:
+    """Raises InvalidRequest when nothing of that name can be made."""
+    known = sorted([*RECIPES, *DATA])
+    if path.removeprefix(PREFIX) not in known or not path.startswith(PREFIX):
+        raise InvalidRequest("path", path, f"must be {PREFIX} and one of {', '.join(known)}")
+
+
+def resolve(path: str, report: Callable[[str], None] = print) -> str:
+    """Where it lies; made first if it is not there yet."""
+    check(path)
+    name = path.removeprefix(PREFIX)
+    return str(_data(name) if name in DATA else _model(name, report))
+
+
+def _model(name: str, report: Callable[[str], None]) -> Path:
+    folder = cache_folder() / RECIPES[name].folder_name
+    if not folder.exists():
+        from rlhfspec.tiny.models import ensure_recipe
+
+        ensure_recipe(RECIPES[name], report)
+    return folder
+
+
+def _data(name: str) -> Path:
+    """Written again each time, by renaming: small, always of this version, and never seen half."""
+    count, seed = DATA[name]
+    file = cache_folder().parent / "data" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(f".{os.getpid()}")
+    scratch.write_text(sums.jsonl(count, seed=seed))
+    scratch.replace(file)
+    return file

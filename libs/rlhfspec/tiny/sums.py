@@ -1,0 +1,110 @@
+"""The task of the demo: addition with worked steps, which a person can check by eye. Torch-free.
+
+A row of the data is a prompt and its answer. A response works from the ones to the left, or just guesses:
+
+    prompt     48+75=
+    worked     8+5=13 carry 1, 4+7+1=12 carry 1, answer 123
+    guessed    answer 113
+
+The texts that the start is trained on guess half of the time and slip now and then, so the start knows how it is done
+without doing it reliably. Numbers have one to five digits: lengths vary and have a tail.
+
+Example:
+    >>> worked("48", "75")
+    '8+5=13 carry 1, 4+7+1=12 carry 1, answer 123'
+    >>> correct("8+5=13 carry 1, 4+7+1=12 carry 1, answer 123", "123"), correct("answer 113", "123")
+    (1.0, 0.0)
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from itertools import islice
+
+NUM_DIGITS = (1, 2, 3, 4, 5)
+TASK_WEIGHTS = (10, 30, 30, 20, 10)  # how often the data's numbers have so many digits
+LESSON_WEIGHTS = (8, 18, 22, 26, 26)  # and those of the start's lessons: long sums are harder to learn
+GUESSED_SHARE = 0.5  # of the lessons
+SLIP_RATE = 0.04  # of the steps of a lesson
+_LESSON_SIZE = 84  # of a batch: so many digits and their answers
+_ANSWER = re.compile(r"answer (\d+)$")
+
+
+def worked(left: str, right: str, slips: random.Random | None = None) -> str:
+    """All steps and the answer; with `slips`, a step may be off by one, and what follows builds on it.
+
+    >>> worked("5", "7")
+    '5+7=12 carry 1, answer 12'
+    """
+    carry, digits, parts = 0, "", []
+    for one, other in zip(reversed(left), reversed(right), strict=True):
+        total = int(one) + int(other) + carry
+        if slips is not None and slips.random() < SLIP_RATE:
+            total = max(0, total + slips.choice((-1, 1)))
+        addends = f"{one}+{other}+1" if carry else f"{one}+{other}"
+        carry, digit = divmod(total, 10)
+        digits = f"{digit}{digits}"
+        parts.append(f"{addends}={total} carry {carry}")
+    return ", ".join([*parts, f"answer {'1' if carry else ''}{digits}"])
+
+
+def answer(left: str, right: str) -> str:
+    """What follows "answer ": as many digits as the numbers have, and a 1 before them if there is a carry.
+
+    >>> answer("48", "75"), answer("02", "03")
+    ('123', '05')
+    """
+    return str(int(left) + int(right)).zfill(len(left))
+
+
+def rows(count: int, *, seed: int) -> list[dict[str, str]]:
+    """Data of the task: `prompt` and `answer`.
+
+    >>> rows(2, seed=1) == rows(2, seed=1)
+    True
+    """
+    rng = random.Random(seed)
+    pairs = [_pair(rng, rng.choices(NUM_DIGITS, TASK_WEIGHTS)[0]) for _ in range(count)]
+    return [{"prompt": f"{left}+{right}=", "answer": answer(left, right)} for left, right in pairs]
+
+
+def jsonl(count: int, *, seed: int) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows(count, seed=seed))
+
+
+def lessons(*, seed: int) -> Iterator[list[tuple[str, str]]]:
+    """Endless batches of (prompt, response) for the start; the numbers of a batch have equally many digits."""
+    rng = random.Random(seed)
+    while True:
+        num_digits = rng.choices(NUM_DIGITS, LESSON_WEIGHTS)[0]
+        yield [_lesson(rng, num_digits) for _ in range(_LESSON_SIZE // (num_digits + 1))]
+
+
+def lesson_texts(count: int, *, seed: int) -> list[str]:
+    """The texts of so many batches."""
+    batches = islice(lessons(seed=seed), count)
+    return [prompt + response for batch in batches for prompt, response in batch]
+
+
+def _pair(rng: random.Random, num_digits: int) -> tuple[str, str]:
+    left, right = (str(rng.randrange(10**num_digits)).zfill(num_digits) for _ in range(2))
+    return left, right
+
+
+def _lesson(rng: random.Random, num_digits: int) -> tuple[str, str]:
+    left, right = _pair(rng, num_digits)
+    guessed = rng.random() < GUESSED_SHARE  # a guess that is right is still one: without work the start rarely hits it
+    response = f"answer {answer(left, right)}" if guessed else worked(left, right, rng)
+    return f"{left}+{right}=", response
+
+
+# -- rewards: functions of the completion and of the data's column `answer` alone ----------------------------------
+
+
+def correct(completion: str, answer: str) -> float:
+    """1 for the right answer at the very end, else 0."""
+    found = _ANSWER.search(completion)
+    return float(found is not None and found[1] == answer)
