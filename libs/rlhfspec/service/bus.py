@@ -184,12 +184,12 @@ def _known(name: str) -> loop.Stage:
 async def kept_in_progress(
     deliveries: Sequence[Delivery[Any]], *, every_seconds: float, clock: Clock
 ) -> AsyncIterator[None]:
-    """While the block runs, none of these is delivered to anybody else, however long it takes."""
+    """While the block runs, none of these is delivered again, however long it takes; they may change meanwhile."""
 
     async def keep() -> None:
         while True:
             await clock.sleep(every_seconds)
-            for delivery in deliveries:
+            for delivery in tuple(deliveries):
                 await delivery.in_progress()
 
     keeping = asyncio.create_task(keep())
