@@ -75,10 +75,13 @@ class ModelRewards:
             return self._loaded
 
     def _read(self) -> tuple[Any, Any]:
+        import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         try:
-            model, report = AutoModelForSequenceClassification.from_pretrained(self._path, output_loading_info=True)
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                self._path, dtype=torch.float32, output_loading_info=True
+            )
             tokenizer = AutoTokenizer.from_pretrained(self._path)
         except (OSError, ValueError, KeyError) as error:
             problem = f"is no sequence-classification model with a tokenizer: {error}"

@@ -32,11 +32,15 @@ class RewardSources:
     says. It never counts as zero.
 
     Example:
-        >>> rewards = Rewards.model_validate({"sources": [{"type": "function", "function": "math:fsum"}]})
-        >>> RewardSources(rewards, Path(".")).names
-        Traceback (most recent call last):
-        ...
-        rlhfspec.errors.InvalidRequest: spec.rewards.sources.0.function: arguments are given by name; ...
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "judges.py").write_text("def exact(completion, answer): return completion == answer")
+        >>> rewards = Rewards.model_validate({"sources": [{"type": "function", "function": "judges:exact"}]})
+        >>> sources = RewardSources(rewards, folder)
+        >>> sources.names, sources.grouping
+        (['exact'], 'sample')
+        >>> asyncio.run(sources.score(sample)).values    # doctest: +SKIP
+        (1.0,)
     """
 
     def __init__(self, rewards: Rewards, base_folder: Path, *, sleep: Sleep = asyncio.sleep) -> None:
@@ -151,7 +155,11 @@ def _make(source: AnySource, base_folder: Path, field: str) -> Source:
             return FunctionRewards(function, batched=source.batched, field=field)
         case ModelSource():
             return ModelRewards(
-                source.path, label=source.label, chat_template=source.chat_template, base_folder=base_folder, field=field
+                source.path,
+                label=source.label,
+                chat_template=source.chat_template,
+                base_folder=base_folder,
+                field=field,
             )
         case HttpSource():
             return HttpRewards(source.url, source.headers, concurrency=source.concurrency, field=field)
