@@ -92,6 +92,16 @@ def test_init_refuses(tmp_path: Path, arguments: tuple[str, ...], fix: str) -> N
     assert fix in output
 
 
+def test_what_init_writes_by_itself_is_valid(tmp_path: Path) -> None:
+    assert rlhfspec("init", tmp_path / "job.yaml")[0] == 0
+    code, output = rlhfspec("validate", tmp_path / "job.yaml")
+    assert code == 0, output
+    assert "tiny:sums.jsonl (not read" in output
+    code, output = rlhfspec("validate", tmp_path / "job.yaml", "--set", "model.drafter=tiny:sum")
+    assert code == 2
+    assert "spec.model.drafter: must be tiny: and one of" in output
+
+
 def test_init_makes_a_name_of_the_file(folder: Path) -> None:
     odd = folder / "My Run_2.yaml"
     assert rlhfspec("init", odd, "--model", "./model", "--data", "./train.jsonl")[0] == 0
@@ -124,5 +134,5 @@ def test_no_command_imports_torch(folder: Path) -> None:
         "    assert CliRunner().invoke(app, words.split()).exit_code == 0, words\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    commands = [f"validate {job}", f"init {job} --force", "schema", "schema --crd"]
+    commands = [f"validate {job}", f"init {job} --force", f"validate {job}", "schema", "schema --crd"]
     subprocess.run([sys.executable, "-c", code, *commands], check=True, timeout=60)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
+from rlhfspec.errors import JobError
+from rlhfspec.job import RLHFJob
+from rlhfspec.job_file import read_job
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 REMOVED = object()
@@ -63,7 +70,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"training.autocast": "bf16"}, "spec.training.autocast", "must be one of off, bfloat16"),
     ({"training.exactOnPolicy": True, "training.autocast": "bfloat16"}, "spec.training.autocast", "must be off"),
     ({"training.exactOnPolicy": True, "model.lora": {"dropout": 0.1}}, "spec.model.lora.dropout", "must be 0"),
-    ({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.generation.dtype", "must be bfloat16"),
+    ({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.model.dtype", "must be float32"),
     ({"model": REMOVED}, "spec.model", "is required"),
     ({"model.path": REMOVED}, "spec.model.path", "Hugging Face folder or hub id"),
     ({"model.path": ""}, "spec.model.path", "must not be empty"),
@@ -164,6 +171,14 @@ DATA: dict[str, tuple[bytes, dict[str, Any], str, str]] = {
     "too-few": (ROW, {"dataset.epochs": 1}, "spec.training.promptsPerStep", "fewer than the first step needs"),
     "no-tokenizer": (ROW, {"model.tokenizer": "./config-only"}, "spec.model.tokenizer", "no tokenizer"),
 }  # fmt: skip
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every path in a job that can be changed, blocks too."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in items:
+        yield f"{path}{key}", child
+        yield from leaves(child, f"{path}{key}.")
 
 
 def edited(edits: dict[str, Any]) -> dict[str, Any]:
@@ -285,6 +300,41 @@ def test_every_problem_is_said_at_once(folder: Path) -> None:
     for field in ("metadata.name", "training.steps", "clipHigh", "dataset.path", "model.pth", "speculation.mode"):
         assert f"{field}: " in output, output
     assert "6 problems" in output
+
+
+def test_nothing_is_concluded_from_a_wrong_field(folder: Path) -> None:
+    file = folder / "one.yaml"
+    file.write_text(yaml.safe_dump(edited({"algorithm.name": "reinforce+", "algorithm.samplesPerPrompt": 1})))
+    output = CliRunner().invoke(app, ["validate", str(file)]).output
+    assert "algorithm.name" in output
+    assert "samplesPerPrompt" not in output, "reinforce++ was meant, and needs no group"
+
+
+FULL = RLHFJob.model_validate(JOB).model_dump(mode="json", by_alias=True)
+PLACES = ["apiVersion", "kind", "metadata", "spec", *(path for path, _ in leaves(FULL))]
+ODD = st.sampled_from([None, True, -1, 0, 3, 1e300, float("nan"), "", "x", "a:b", "../x\0", [], [None], {}, {"a": {}}])
+
+
+@given(st.lists(st.tuples(st.sampled_from(PLACES), ODD), min_size=1, max_size=3))
+def test_whatever_stands_there_is_a_job_or_a_problem(folder: Path, changes: list[tuple[str, Any]]) -> None:
+    job = copy.deepcopy(FULL)
+    for path, value in changes:
+        *keys, last = path.split(".")
+        holder: Any = job
+        for key in keys:
+            holder = (
+                holder.get(key)
+                if isinstance(holder, dict)
+                else holder[0]
+                if isinstance(holder, list) and holder
+                else None
+            )
+        if isinstance(holder, dict):
+            holder[last] = value
+    file = folder / "odd.yaml"
+    file.write_text(yaml.safe_dump(job))
+    with suppress(JobError):
+        read_job(file)
 
 
 @pytest.mark.parametrize("content", [b"spec: [", b"\xff\xfe", HEAD.encode() + b"spec: {trainig: {}}\n"])

@@ -4,8 +4,8 @@ Example:
     >>> from rlhfspec.data.rows import Rows
     >>> from rlhfspec.tiny.tokenizer import encode
     >>> class Bytes:
-    ...     def encode(self, text, add_special_tokens=True):
-    ...         return encode(text)
+    ...     def __call__(self, texts, add_special_tokens=True):
+    ...         return {"input_ids": [encode(text) for text in texts]}
     >>> rows = Rows(source="sums", records=[{"prompt": "1+1=", "answer": 2}, {"prompt": "9" * 99, "answer": 9}])
     >>> prompts = Prompts(rows, Bytes(), Dataset(path="sums.jsonl", maxPromptTokens=64), seed=0, prompts_per_step=1)
     >>> prompts.take(step=1)
@@ -27,11 +27,13 @@ from rlhfspec.data.shape import check_rows
 from rlhfspec.errors import InvalidRequest, JobError, Problem
 from rlhfspec.job import Dataset, Model
 
+_BATCH = 1000  # texts a call: fast tokenizers work on them in parallel
+
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that prompts need; messages need `apply_chat_template` too."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def __call__(self, texts: list[str], *, add_special_tokens: bool = ...) -> Mapping[str, list[list[int]]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,10 @@ class Prompts:
 
     def _short_enough(self) -> tuple[list[int], int]:
         longest = self._dataset.max_prompt_tokens
-        lengths = [len(self._prompt(index).token_ids) for index in range(len(self._rows))]
+        lengths: list[int] = []
+        for start in range(0, len(self._rows), _BATCH):
+            texts = [self._text(index) for index in range(start, min(start + _BATCH, len(self._rows)))]
+            lengths += map(len, self._encode(texts))
         kept = [index for index, length in enumerate(lengths) if 0 < length <= longest]
         if not kept:
             problem = f"every prompt is longer; the shortest of {len(lengths)} has {min(lengths)} tokens"
@@ -101,16 +106,20 @@ class Prompts:
         return column
 
     def _prompt(self, index: int) -> PromptRow:
-        row = self._rows.records[index]
-        column = self._column
-        text = row[column] if self._dataset.messages_column is None else self._from_messages(row[column], index)
-        # A template writes its own special tokens; a plain text gets the tokenizer's, as in the engine.
-        token_ids = self._tokenizer.encode(text, add_special_tokens=self._dataset.messages_column is None)
-        others = {name: value for name, value in row.items() if name != column}
-        return PromptRow(text, tuple(token_ids), json.dumps(others, ensure_ascii=False, allow_nan=False))
+        text = self._text(index)
+        others = {name: value for name, value in self._rows.records[index].items() if name != self._column}
+        columns_json = json.dumps(others, ensure_ascii=False, allow_nan=False)
+        return PromptRow(text, tuple(self._encode([text])[0]), columns_json)
 
-    def _from_messages(self, messages: list[Mapping[str, Any]], index: int) -> str:
-        return render(self._tokenizer, messages, self._rows, index)
+    def _text(self, index: int) -> str:
+        value = self._rows.records[index][self._column]
+        return (
+            str(value) if self._dataset.messages_column is None else render(self._tokenizer, value, self._rows, index)
+        )
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        """A template writes its own special tokens; a plain text gets the tokenizer's, as in the engine."""
+        return self._tokenizer(texts, add_special_tokens=self._dataset.messages_column is None)["input_ids"]
 
 
 def render(tokenizer: Any, messages: list[Mapping[str, Any]], rows: Rows, index: int) -> str:

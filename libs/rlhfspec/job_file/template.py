@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 
 from rlhfspec.job import ALGORITHM_DEFAULTS, API_VERSION, Block, Lora, Spec, Wandb
 
-DEFAULT_MODEL = DEFAULT_DATA = "tiny:sums"  # runs as it is
+DEFAULT_MODEL, DEFAULT_DATA = "tiny:sums", "tiny:sums.jsonl"  # made on this machine: the job runs as it is
 REWARD_MODULE = '''\
 """Rewards of the job beside this file. A function gets what it names: prompt, completion, columns of the data."""
 

@@ -10,8 +10,10 @@ from typing import Annotated, get_args
 import typer
 
 from rlhfspec.cli.problems import exit_on_problems, refuse
+from rlhfspec.errors import InvalidRequest, JobError, Problem
 from rlhfspec.job import AlgorithmName, RLHFJob
 from rlhfspec.job_file import read_job
+from rlhfspec.job_file.files import MODEL_FIELDS
 from rlhfspec.job_file.paths import MADE_HERE
 from rlhfspec.job_file.remarks import remarks
 from rlhfspec.job_file.schema import json_schema, structural_schema
@@ -32,7 +34,7 @@ def validate(
     """Check a job and its data, and say in short what it would do."""
     with exit_on_problems():
         checked = read_job(job, overrides or [])
-        _check_made_here(checked)
+        check_made_here(checked, job)
         lines = [*_summary(checked), *_data_lines(checked, prompts)]
     typer.echo(f"{job}: valid")
     for line in lines:
@@ -79,14 +81,21 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def _check_made_here(job: RLHFJob) -> None:
-    """Names of models and data that are made on this machine are looked up; nothing is made yet."""
-    model = job.spec.model
-    for path in (model.path, model.tokenizer, model.drafter, model.reference, model.critic, job.spec.dataset.path):
+def check_made_here(job: RLHFJob, source: Path) -> None:
+    """Names of models and data that are made on this machine (`tiny:`) are looked up; nothing is made yet."""
+    fields = {f"spec.model.{name}": getattr(job.spec.model, name) for name in MODEL_FIELDS}
+    fields["spec.dataset.path"] = job.spec.dataset.path
+    problems = []
+    for field, path in fields.items():
         if path is not None and path.startswith(MADE_HERE):
             from rlhfspec.tiny import check
 
-            check(path)
+            try:
+                check(path)
+            except InvalidRequest as error:
+                problems.append(Problem(field=field, value=path, problem=error.problem))
+    if problems:
+        raise JobError(str(source), problems)
 
 
 def _summary(job: RLHFJob) -> list[str]:
