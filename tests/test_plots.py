@@ -47,11 +47,13 @@ def test_every_panel_shows_its_numbers() -> None:
 
 def test_seconds_are_stacked() -> None:
     axis = panel(overview_figure(a_run(3), title="sums"), "seconds")
+    bottoms = {patch.get_label(): patch.get_data().baseline for patch in patches(axis) if patch.get_label() != "passed"}
     tops = {patch.get_label(): patch.get_data().values[0] for patch in patches(axis)}
     assert list(tops) == ["generation", "reward", "reference", "training", "checkpoint", "passed"], "no critic ran"
     assert tops == pytest.approx(
         {"generation": 2.0, "reward": 2.1, "reference": 2.5, "training": 4.0, "checkpoint": 4.2, "passed": 3.8}
     )
+    assert [float(bottom[0]) for bottom in bottoms.values()] == pytest.approx([0.0, 2.0, 2.1, 2.5, 4.0])
 
 
 def test_histograms_are_of_the_first_and_last_step() -> None:

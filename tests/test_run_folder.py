@@ -178,6 +178,17 @@ def test_a_torn_line_is_dropped_and_not_read(tmp_path: Path) -> None:
         assert len(again.steps()) == 3
 
 
+def test_a_line_that_lacks_only_its_end_is_torn(tmp_path: Path) -> None:
+    """Kept, it would run into the next one."""
+    folder = a_run(tmp_path, 2)
+    folder.steps_file.write_bytes(folder.steps_file.read_bytes()[:-1])
+    with RunFolder(tmp_path) as again:
+        opening = again.begin(example_job(), resume=True, resume_at=2)
+        assert (opening.num_dropped_steps, opening.missing_steps) == (1, (2,))
+        again.append_step(example_step(step=3))
+        assert [metrics.step for metrics in again.steps()] == [1, 3]
+
+
 def test_lines_that_should_be_there_are_missed(tmp_path: Path) -> None:
     a_run(tmp_path, 3)
     with RunFolder(tmp_path) as folder:

@@ -30,7 +30,7 @@ from rlhfspec.telemetry.text import histogram, sparkline, visible
 from rlhfspec.telemetry.view import View, print_line, step_line
 from rlhfspec.transport.clock import FakeClock
 
-HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \x00 \x08\x08 \r \u202e \u2028 [red]not markup[/red] :smile: \ud800"
+HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \x00 \x08\x08 \r \u202e \u2028 \u2029 [red]not markup[/red] :smile: \ud800"
 
 
 class Hand:
@@ -97,7 +97,7 @@ def test_the_picture_says_everything() -> None:
     for said in (
         "sums", "grpo", "step 13/60", "1/128 samples", "ETA 3m02s", "0.600", "+0.550 since step 1", "0.0120", "27.5",
         "p95 60", "0.500", "entropy 1.50", "1,834", "2.31 accepted per verification", "suffix 1x4", "3.1e-07",
-        "generator", "48%", "12+34 =46 of reference", "sums/13/0/0", "Ctrl-C",
+        "generator", "48%", "12+34 ↵ =46 of reference", "sums/13/0/0", "Ctrl-C",
     ):  # fmt: skip
         assert said in text, said
     assert sparkline([step / 20 for step in range(1, 13)], 32) in text
@@ -105,12 +105,20 @@ def test_the_picture_says_everything() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
-@pytest.mark.parametrize("texts", ["12+34", "漢字" * 60, HOSTILE, "x" * 500, ""])
+@pytest.mark.parametrize("texts", ["12+34", "漢字" * 60, HOSTILE, "x" * 500, "line\n" * 50, ""])
 def test_the_picture_fits(width: int, texts: str) -> None:
     console = terminal(width)
     lines = picture(a_full_view(console, texts=texts, strategy=texts), console)
     assert len(lines) < console.height, "the cursor needs a line of its own"
     assert {cell_len(line) for line in lines} == {min(width, 110)}
+
+
+@pytest.mark.parametrize("filler", ["x", "漢"])
+def test_of_a_long_prompt_the_end_is_shown(filler: str) -> None:
+    console = terminal()
+    view, _ = a_view(console)
+    view.sample(replace(example_sample(), prompt_text=filler * 200 + " 12+34=?"))
+    assert any(line.startswith("│ …") and line.rstrip(" │").endswith(" 12+34=?") for line in picture(view, console))
 
 
 def test_the_picture_begins_empty_and_small() -> None:
@@ -143,13 +151,13 @@ def test_hostile_text_is_harmless_in_every_way_out(encoding: str, tmp_path_facto
         summarize(folder, resume_command=HOSTILE, before=hostile, after=hostile).print(console)
     text = written(console)
     assert "[red]not markup[/red] :smile:" in text
-    assert not set(text) & set("\x1b\x9b\x07\x00\x08\r\u202e\u2028")
+    assert not set(text) & set("\x1b\x9b\x07\x00\x08\r\u202e\u2028\u2029")
 
 
 def test_hostile_text_is_harmless_in_the_picture() -> None:
     console = terminal()
     text = "".join(picture(a_full_view(console, texts=HOSTILE, strategy=HOSTILE), console))
-    assert not set(text) & set("\x1b\x9b\x07\x00\x08\r\u202e\u2028\ud800")
+    assert not set(text) & set("\x1b\x9b\x07\x00\x08\r\u202e\u2028\u2029\ud800")
     assert "[red]" in text
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from rlhfspec.records import Load, Sample
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.progress import Progress, StageState
-from rlhfspec.telemetry.text import bar, duration, histogram, number, signed, sparkline, visible
+from rlhfspec.telemetry.text import bar, duration, histogram, number, one_line, signed, sparkline, visible
 
 WIDEST = 110
 _LABEL_WIDTH = 10
@@ -130,7 +130,7 @@ def _speed_of_step(last: StepMetrics) -> Text:
 def _speed(tokens_per_second: float, accepted: float | None, strategy: str) -> Text:
     text = Text(f"{number(tokens_per_second):<9}").append("tok/s  ", "dim")
     text.append(number(accepted), "bold").append(" accepted per verification  ", "dim")
-    return text.append(visible(strategy), "blue")
+    return text.append(one_line(strategy), "blue")
 
 
 def _agreement(last: StepMetrics) -> Text:
@@ -146,14 +146,14 @@ def _stage(state: StageState) -> Text:
     row.append(f"{state.stage:<{_LABEL_WIDTH}}", bold)
     row.append(bar(state.utilisation, _BAR_WIDTH), "green" if state.working else "dim")
     row.append(f"{state.utilisation:>5.0%}{duration(state.since_seconds):>7}  ")
-    return row.append(visible(said).replace("\n", " "), "" if state.working else "dim")
+    return row.append(one_line(said), "" if state.working else "dim")
 
 
 def _sample(sample: Sample, width: int, num_lines: int) -> Iterator[Text]:
     """The end of the prompt and the beginning of the response."""
     heading = Text("last sample  ", "dim", no_wrap=True, overflow="ellipsis")
     yield heading.append(f"{sample.id}, {len(sample.token_ids)} tokens, {sample.finish_reason}", "dim")
-    yield Text(_end(visible(sample.prompt_text).strip("\n").replace("\n", " ↵ "), width), "dim", no_wrap=True)
+    yield Text(_end(one_line(sample.prompt_text), width), "dim", no_wrap=True)
     for line in visible(sample.error or sample.text).splitlines()[:num_lines]:
         yield Text(line, no_wrap=True, overflow="ellipsis")
 

@@ -21,6 +21,14 @@ def visible(text: str) -> str:
     return "".join(character if _is_safe(character) else _picture(character) for character in text)
 
 
+def one_line(text: str) -> str:
+    """
+    >>> one_line("You add.\\n2+2=\\n")
+    'You add. ↵ 2+2='
+    """
+    return visible(text).strip("\n").replace("\n", " ↵ ")
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """The values from the first to the last, each column the mean of its share; a flat line is drawn low.
 
