@@ -129,6 +129,7 @@ class StepMetrics:
     explained_variance: float | None  # of the returns, by the critic
     grad_norm: float  # before clipping
     learning_rate: float
+    learning: Mapping[str, float]  # what else the learner says, by its names
     response_length: Lengths
     truncated_fraction: float  # of responses that reached maxTokens
     num_response_tokens: int
@@ -176,12 +177,35 @@ MEASUREMENTS = frozenset(
     }
 )
 CURVE = tuple(field.name for field in fields(StepMetrics) if field.name not in MEASUREMENTS)
+_ALWAYS_SAID = ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate", "truncated_fraction")
+_SAID_WHERE_IT_APPLIES = ("kl", "value_loss", "kl_loss", "explained_variance")
 
 
 def curve(line: str) -> dict[str, Any]:
     """The fields of a line that two runs of one job share bit for bit."""
     content = json.loads(line)
     return {name: content[name] for name in CURVE}
+
+
+def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of a StepMetrics that the learner's report fills; what has no field of its own goes to `learning`.
+
+    Rewards and lengths are left out: `Spread.of` and `Lengths.of` say more of them.
+
+    >>> said = {name: 0.5 for name in ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate")}
+    >>> said |= {"truncated_fraction": 0.0, "log_prob_difference_max": 3e-7, "log_prob_difference_mean": 4e-8}
+    >>> fields = learner_fields(said | {"staleness_max": 1.0, "approximate_kl": 0.25, "reward_mean": 0.5})
+    >>> fields["kl"], fields["staleness_max"], fields["learning"]
+    (None, 1, {'approximate_kl': 0.25})
+    """
+    rest = {name: value for name, value in said.items() if not name.startswith(("reward_", "response_"))}
+    found: dict[str, Any] = {name: rest.pop(name) for name in _ALWAYS_SAID}
+    found |= {name: rest.pop(name, None) for name in _SAID_WHERE_IT_APPLIES}
+    found["staleness_max"] = int(rest.pop("staleness_max"))
+    found["log_prob_difference"] = LogProbDifference(
+        max=rest.pop("log_prob_difference_max"), mean=rest.pop("log_prob_difference_mean")
+    )
+    return found | {"learning": dict(sorted(rest.items()))}
 
 
 def length_edges(max_tokens: int) -> tuple[int, ...]:
@@ -232,6 +256,7 @@ def example_step(*, step: int = 1, reward: float = 0.5) -> StepMetrics:
         explained_variance=None,
         grad_norm=0.8,
         learning_rate=3e-5,
+        learning={"approximate_kl": 0.0001},
         response_length=Lengths.of([10, 20, 20, 60], max_tokens=64),
         truncated_fraction=0.0,
         num_response_tokens=110,
