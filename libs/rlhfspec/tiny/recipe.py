@@ -86,9 +86,9 @@ SUMS = Recipe(
     name="sums",
     num_layers=2,
     hidden_size=128,
-    intermediate_size=384,
+    intermediate_size=256,
     num_heads=4,
-    num_steps=700,
+    num_steps=850,
     learning_rate=1.2e-2,
     task="sums",
 )

@@ -29,7 +29,7 @@ TASK_WEIGHTS = (10, 30, 30, 20, 10)  # how often the data's numbers have so many
 LESSON_WEIGHTS = (8, 18, 22, 26, 26)  # and those of the start's lessons: long sums are harder to learn
 GUESSED_SHARE = 0.5  # of the lessons
 SLIP_RATE = 0.04  # of the steps of a lesson
-_LESSON_SIZE = 84  # of a batch: so many digits and their answers
+_LESSON_SIZE = 54  # of a batch: so many digits and their answers
 _ANSWER = re.compile(r"answer (\d+)$")
 
 

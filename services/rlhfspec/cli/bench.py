@@ -23,6 +23,8 @@ QUICK: dict[str, Any] = {
     "num_tokens": 64,
     "budget_seconds": 140.0,
 }  # fmt: skip
+# A whole step, small: says whether it works and roughly how it compares.
+QUICK_STEP: dict[str, Any] = {"num_tokens": 128, "steps": 2, "repeats": 1}
 
 Model = Annotated[str | None, typer.Option(help="Folder of the target; without it, the tiny 77M model.")]
 Draft = Annotated[str | None, typer.Option(help="Folder of the draft model; without it, the tiny draft.")]
@@ -83,6 +85,58 @@ def generate(
     if plot_file is not None:
         plot(results, plot_file)
         typer.echo(f"plot: {plot_file}")
+
+
+@app.command()
+def step(
+    model: Model = None,
+    draft: Draft = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small model and few tokens; done in minutes.")] = False,
+    modes: Annotated[str, typer.Option(help="Among trl, plain, adaptive.")] = "trl,plain,adaptive",
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts a step.")] = None,
+    samples: Annotated[int | None, typer.Option(min=2, help="Samples a prompt.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, max=512, help="Tokens of every response.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Measured steps of a repetition.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Repetitions of every mode, interleaved.")] = None,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for mixed precision on both sides.")] = "float32",
+    trl_python: Annotated[
+        str | None, typer.Option(help="Python of an environment with TRL.", envvar="RLHFSPEC_TRL_PYTHON")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+) -> None:
+    """Compare a whole GRPO step, plain and adaptive, with TRL's: same model, prompts, lengths and threads, one run."""
+    from rlhfspec.bench.step import StepBenchmark, StepSettings, UnequalWork
+    from rlhfspec.bench.step_report import render
+
+    given = {
+        "prompts_per_step": prompts,
+        "samples_per_prompt": samples,
+        "num_tokens": tokens,
+        "steps": steps,
+        "repeats": repeats,
+    }
+    chosen = (QUICK_STEP if quick else {}) | {name: value for name, value in given.items() if value is not None}
+    with StatusLine() as status:
+        target_path, draft_path = _models(model, draft, status, tiny_target="target" if quick else "wide")
+        settings = _checked(
+            StepSettings,
+            model=target_path,
+            draft=draft_path,
+            modes=tuple(modes.split(",")),
+            trl_python=trl_python,
+            num_threads=threads,
+            dtype=dtype,
+            **chosen,
+        )
+        try:
+            results = _checked(StepBenchmark(settings, report=status).run)
+        except UnequalWork as difference:
+            typer.echo(str(difference), err=True)
+            raise typer.Exit(1) from difference
+    wide_console().print(render(results))
+    if json_file is not None:
+        json_file.write_text(results.to_json())
 
 
 @app.command()

@@ -1,0 +1,146 @@
+"""The benchmark of a whole step: what is compared, what is refused, and that our side runs for real."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from rlhfspec.bench import step as bench_step
+from rlhfspec.bench.rivals.trl_worker import Stopwatch, _step, variety
+from rlhfspec.bench.step import Measure, Step, StepBenchmark, StepSettings, UnequalWork
+from rlhfspec.bench.step_report import render
+from rlhfspec.bench.worker import WorkerFailed
+from rlhfspec.cli import bench
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
+
+SETTINGS = StepSettings(model="m/target-1", draft="m/draft-1", steps=2, repeats=3, num_tokens=8)
+
+
+def scripted(seconds: float, *, num_tokens: int = 128) -> Measure:
+    """A mode whose first step is slow, as first steps are, and whose others take `seconds`."""
+    warm_up = Step(seconds=50.0, by_stage={"generation": 50.0}, num_tokens=num_tokens)
+    step = Step(seconds=seconds, by_stage={"generation": seconds / 2, "training": seconds / 2}, num_tokens=num_tokens)
+    return lambda settings: [warm_up] + [step] * settings.steps
+
+
+def failing(_: StepSettings) -> list[Step]:
+    raise WorkerFailed("no TRL here\nand a long story")
+
+
+def ran(**measures: Measure) -> Any:
+    messages: list[str] = []
+    results = StepBenchmark(replace(SETTINGS, modes=tuple(measures)), messages.append, measures=measures).run()
+    return results, messages
+
+
+def test_rows_are_medians_without_the_warm_up_and_ratios_are_against_trl(capsys: pytest.CaptureFixture[str]) -> None:
+    results, messages = ran(trl=scripted(6.0), plain=scripted(2.0), adaptive=scripted(1.5))
+    assert [(row.mode, row.seconds_per_step, len(row.steps)) for row in results.rows] == [
+        ("trl", 6.0, 6),
+        ("plain", 2.0, 6),
+        ("adaptive", 1.5, 6),
+    ]
+    assert results.row("plain").by_stage == {"generation": 1.0, "training": 1.0}
+    turns = [message.split(": ")[1] for message in messages if "took" not in message]
+    assert turns == ["trl", "plain", "adaptive", "plain", "adaptive", "trl", "adaptive", "trl", "plain"]  # interleaved
+    written = json.loads(results.to_json())
+    assert written["times_as_fast_as_trl"] == {"plain": 3.0, "adaptive": 4.0}
+    assert {"mode", "seconds_per_step", "by_stage"} <= written["rows"][0].keys()
+    assert written["settings"]["model"] == "target-1"  # no path of the machine
+    Console(width=150).print(render(results))
+    shown = capsys.readouterr().out
+    assert "adaptive >= 2x TRL: 4.00 (holds)" in shown
+
+
+def test_a_missing_rival_is_named_once_and_ours_go_on() -> None:
+    results, messages = ran(trl=failing, plain=scripted(2.0))
+    assert results.skipped == ("trl: no TRL here",)
+    assert [row.mode for row in results.rows] == ["plain"]
+    assert results.times_as_fast("plain") is None
+    assert messages.count("trl is left out: no TRL here") == 1
+    with pytest.raises(WorkerFailed):  # ours must work
+        ran(plain=failing)
+
+
+def test_unequal_lengths_are_refused() -> None:
+    ran(trl=scripted(6.0, num_tokens=128), plain=scripted(2.0, num_tokens=130))
+    with pytest.raises(UnequalWork, match=r"trl 128, plain 132"):
+        ran(trl=scripted(6.0, num_tokens=128), plain=scripted(2.0, num_tokens=132))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("modes", ("verl",)), ("samples_per_prompt", 1), ("steps", 0), ("num_threads", 0)]
+)
+def test_impossible_settings_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        replace(SETTINGS, **{field: value})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_job_is_valid_and_says_what_trl_is_told(dtype: str) -> None:
+    settings = replace(SETTINGS, dtype=dtype, kl_coefficient=0.1, learning_rate=2e-6)
+    job = RLHFJob.model_validate(bench_step.job_of(settings, "adaptive"))
+    told = bench_step._trl_arguments(settings, "folder")
+    assert job.spec.generation.ignore_eos
+    assert job.spec.algorithm.kl_coefficient == told["beta"]
+    assert job.spec.training.optimizer.learning_rate == told["learning_rate"]
+    assert job.spec.training.steps == told["steps"] == 3
+    assert len(told["prompts"]) == len(set(told["prompts"])) == 3 * settings.prompts_per_step
+    assert (job.spec.training.autocast == "bfloat16") == (dtype == "bfloat16")
+
+
+def test_trl_stages_add_up_to_the_step() -> None:
+    calls = {"_generate": 3.0, "_calculate_rewards": 0.5, "_generate_and_score_completions": 5.0}
+    step = _step({"seconds": 9.0, "calls": calls, "num_tokens": 16})
+    assert step["by_stage"] == {"generation": 3.0, "reward": 0.5, "reference": 1.5, "training": 4.0}
+
+
+def test_stopwatch_adds_up_and_forgets() -> None:
+    watch = Stopwatch()
+    twice = watch.around("twice", lambda value, *, plus: 2 * value + plus)
+    assert [twice(1, plus=1), twice(2, plus=0)] == [3, 4]
+    assert watch.read().keys() == {"twice"}
+    assert watch.read() == {}
+
+
+def test_a_python_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bench_step.find_trl_python(None) is None
+    assert bench_step.find_trl_python(sys.executable) == Path(sys.executable)
+    answer = CliRunner().invoke(bench.app, ["step", "--model", "nowhere", "--draft", "nowhere"])
+    assert answer.exit_code == 2
+    with pytest.raises(InvalidRequest, match="trl_python"):
+        bench_step.find_trl_python("/no/such/python")
+
+
+def test_our_side_runs_a_job_and_generates_every_token_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    random_model("llama", seed=0, vocab_size=VOCAB_SIZE).save_pretrained(folder)
+    hugging_face_tokenizer().save_pretrained(folder)
+    settings = StepSettings(
+        model=str(folder), draft=str(folder), num_tokens=8, steps=1, prompts_per_step=2, samples_per_prompt=2
+    )
+    warm_up, step = bench_step.measure_plain(replace(settings, num_threads=1))
+    assert warm_up.num_tokens == step.num_tokens == 2 * 2 * 8
+    assert 0 < step.seconds < warm_up.seconds + 60
+    assert {"generation", "reference", "training"} <= {name for name, spent in step.by_stage.items() if spent > 0}
+
+
+def test_our_side_says_why_a_run_failed(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, model=str(tmp_path / "missing"), draft=str(tmp_path / "missing"))
+    with pytest.raises(WorkerFailed, match="exit code 2"):
+        bench_step.measure_plain(settings)
+
+
+def test_variety_tells_samples_apart() -> None:
+    assert variety("abab") < variety("abcd")
