@@ -21,6 +21,8 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.cpu import build
+from rlhfspec.learning.learner import Learner
+from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.modeling import log_probs, packed
 from rlhfspec.modeling.exact import ExactForward, _Scratch, check_exact
 from rlhfspec.modeling.exact_functions import exact_gated_mlp, exact_linear, stored
@@ -101,6 +103,45 @@ def test_low_rank_updates_are_exact_too(dtype: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert not torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_learner_reports_a_difference_of_zero_and_learns_like_the_plain_one(dtype: str) -> None:
+    model = random_model("llama", seed=3)
+    learners = {
+        exact: Learner(spec({"exactOnPolicy": exact}, {}, dtype=dtype), prepared(copy.deepcopy(model)), num_threads=1)
+        for exact in (True, False)
+    }
+    engine, norms = make_generator(model, dtype=dtype), {}
+    for step in range(3):
+        if step:
+            engine.load_weights(learners[True].policy_state(), version=step)
+        rollouts = make_rollouts(*generate(engine, 3 * step, temperature=0.9), version=step)
+        for exact, learner in learners.items():
+            metrics = learner.learn(rollouts).metrics
+            norms[exact] = metrics["grad_norm"]
+            assert (metrics["log_prob_difference_max"] == 0.0) is exact
+    if dtype == "float32":
+        assert norms[True] == pytest.approx(norms[False], rel=1e-3)
+
+
+def make_rollouts(batch: Packed, untempered: torch.Tensor, tempered: torch.Tensor, *, version: int) -> Rollouts:
+    lengths = torch.tensor([20, 20, 20])
+    return Rollouts(
+        ids=("j/1/0/0", "j/1/0/1", "j/1/0/2"),
+        group_index=torch.zeros(3, dtype=torch.int64),
+        lengths=lengths,
+        prompt_token_ids=tuple(tuple(prompt) for prompt in PROMPTS),
+        token_ids=batch.targets,
+        generator_log_probs=tempered,
+        log_probs=untempered,
+        weights_versions=torch.full((60,), version),
+        rewards=torch.tensor([1.0, 0.0, -0.5], dtype=torch.float64),
+        reward_components={},
+        reference_log_probs=tempered - 0.01,
+        values=None,
+        truncated=torch.ones(3, dtype=torch.bool),
+    )
 
 
 def test_masked_sampling_is_compared_without_its_masks() -> None:
@@ -324,14 +365,15 @@ def test_impossible_tokens_and_temperatures_are_refused(tokens: list[int], tempe
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def spec(training: dict[str, Any], model: dict[str, Any]) -> job.Spec:
+def spec(training: dict[str, Any], model: dict[str, Any], *, dtype: str = "float32") -> job.Spec:
     source = {"type": "function", "function": "rewards:exact"}
     return job.Spec.model_validate(
         {
             "model": {"path": "m"} | model,
-            "dataset": {"path": "d.jsonl"},
+            "dataset": {"path": "d.jsonl", "maxPromptTokens": 40},
+            "generation": {"maxTokens": 20, "temperature": 0.9, "dtype": dtype},
             "rewards": {"sources": [source]},
-            "training": {"exactOnPolicy": True} | training,
+            "training": {"exactOnPolicy": True, "optimizer": {"learningRate": 1e-3}} | training,
         }
     )
 
