@@ -70,6 +70,7 @@ def test_workers_compete_for_samples_and_each_gets_the_weights() -> None:
 def test_a_record_goes_when_all_who_run_have_it() -> None:
     async def check(bus: Bus, clock: FakeClock) -> None:
         assert bus.consumer_names(Sample) == ["reward", "reference", "trainer", "view"], "no critic runs"
+        assert bus.consumer_names(Weights) == ["prompts-0", "generator-0", "generator-1"]
         await bus.of("generator").publish(SAMPLE)
         for name in bus.consumer_names(Sample):
             inbox = await bus.of(name).subscribe(Sample)

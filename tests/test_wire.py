@@ -108,6 +108,11 @@ def test_round_trip_changes_nothing(record_type: type[Record]) -> None:
     changes_nothing()
 
 
+def test_a_record_of_nothing_but_zeros_and_empty_strings_is_one_too() -> None:
+    nothing = Demand(id="", job="", step=0, round=0, num_prompts=0)
+    assert decode(encode(nothing)) == nothing
+
+
 @given(st.floats(width=32), st.floats())
 def test_float32_and_float64_arrive_bit_for_bit(single: float, double: float) -> None:
     sample = dataclasses.replace(SAMPLE, log_probs=(single, -0.0), tempered_log_probs=(double, 5e-324))

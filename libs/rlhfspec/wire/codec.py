@@ -54,7 +54,6 @@ def encode(record: Record) -> bytes:
         raise InvalidRequest(*problem)
     envelope = Envelope()
     message = getattr(envelope, ENVELOPE_FIELDS[type(record)])
-    message.SetInParent()  # a record of nothing but zeros and empty strings is one too
     for name in _FIELDS[type(record)]:
         value = getattr(record, name)
         try:
