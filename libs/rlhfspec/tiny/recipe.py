@@ -88,7 +88,7 @@ SUMS = Recipe(
     hidden_size=128,
     intermediate_size=256,
     num_heads=4,
-    num_steps=850,
+    num_steps=500,
     learning_rate=1.2e-2,
     task="sums",
 )
