@@ -13,7 +13,7 @@ VLLM_VERSION := 0.32.0
 WORKERS ?= 2
 TESTS ?= tests
 
-.PHONY: help setup setup-vllm check test bench demo clean
+.PHONY: help setup setup-vllm setup-trl check test bench protos demo clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test: $(INSTALLED)  ## All tests (TESTS=tests/test_x.py for some, WORKERS=n)
 
 bench: $(INSTALLED)  ## The benchmark, quick: at most 3 minutes (all of it: rlhfspec bench generate)
 	$(BIN)/rlhfspec bench generate --quick
+
+protos: $(INSTALLED)  ## Generate the wire format's Python from protos/
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=libs --pyi_out=libs protos/rlhfspec/wire/records.proto
 
 demo: $(INSTALLED)  ## Plain against adaptive on a tiny pair, live; ends with a picture
 	$(BIN)/rlhfspec demo

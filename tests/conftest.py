@@ -12,8 +12,30 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not Path("/dev/nvidia0").exists():  # without a GPU, Triton kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import pytest
 from hypothesis import settings
+from runs import write_data, write_job
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("default")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy, and a drafter that agrees with it often enough: the policy itself."""
+    from rlhfspec.tiny import random_model
+    from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
+
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("policy", "drafter"):
+        model = random_model("llama", seed=0, vocab_size=VOCAB_SIZE)
+        model.save_pretrained(folder / name)
+        hugging_face_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, models: Path) -> Path:
+    write_data(tmp_path)
+    return write_job(tmp_path, models)

@@ -7,7 +7,6 @@ import json
 import logging
 import subprocess
 import sys
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from rlhfspec.errors import InvalidRequest, RewardError
 from rlhfspec.job import Rewards
 from rlhfspec.records import Sample, Score
-from rlhfspec.scoring.rewards import Groups, RewardSources
+from rlhfspec.scoring.rewards import RewardSources
 from rlhfspec.scoring.rewards.attempts import delay_seconds
 from rlhfspec.scoring.rewards.base import CallFailed, number, numbers_of
 from rlhfspec.scoring.rewards.combine import combine
@@ -161,26 +160,6 @@ def test_a_function_cannot_change_what_another_one_sees(desk: Desk) -> None:
     desk.write("def taint(answer):\n    answer.append(1)\n    return 0\ndef clean(answer): return len(answer)")
     sources = desk.sources({"function": "rewards:taint"}, {"function": "rewards:clean"})
     assert run(sources, sample(columns={"answer": []}))[0].values == (0.0,)
-
-
-@given(st.permutations([(prompt, replica) for prompt in range(3) for replica in range(3)] + [(1, 1), (2, 0)]))
-@settings(max_examples=20)
-def test_groups_are_handed_over_once_they_are_complete(arrivals: list[tuple[int, int]]) -> None:
-    groups = Groups(samples_per_prompt=3)
-    seen: set[tuple[int, int]] = set()
-    for prompt, replica in arrivals:  # two of them twice, as after a redelivery
-        seen.add((prompt, replica))
-        handed = groups.add(sample(prompt, replica))
-        complete = {(prompt, each) for each in range(3)} <= seen
-        assert [member.sort_key for member in handed] == ([(1, prompt, each) for each in range(3)] if complete else [])
-    assert groups.waiting() == []
-
-
-def test_groups_of_steps_long_past_are_forgotten() -> None:
-    groups = Groups(samples_per_prompt=2)
-    for step in (1, 2, 3):
-        groups.add(replace(sample(), id=f"sums/{step}/0/0", step=step))
-    assert groups.waiting() == ["sums/2/0", "sums/3/0"]
 
 
 # What counts as a number

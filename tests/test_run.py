@@ -5,83 +5,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from typer.testing import CliRunner, Result
+from runs import curve_of, invoke, lines_of, train, write_job
 
-from rlhfspec.cli.main import app
-from rlhfspec.telemetry.metrics import curve
-from rlhfspec.tiny import random_model
-from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 from rlhfspec.transport.base import Consumer, Message, Subscription
 from rlhfspec.transport.memory import MemoryTransport
-
-REWARDS = """
-def letters(completion):
-    return sum(character.isascii() and character.isalpha() for character in completion) / 8
-
-def group(prompts, completions):
-    return [len(set(completion)) / 8 for completion in completions]
-"""
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy, and a drafter that agrees with it often enough: the policy itself."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("policy", "drafter"):
-        model = random_model("llama", seed=0, vocab_size=VOCAB_SIZE)
-        model.save_pretrained(folder / name)
-        hugging_face_tokenizer().save_pretrained(folder / name)
-    return folder
-
-
-@pytest.fixture
-def job_file(tmp_path: Path, models: Path) -> Path:
-    rows = [{"prompt": f"{first}+{second}=", "answer": first + second} for first in range(6) for second in range(4)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    return write_job(tmp_path, models)
-
-
-def write_job(folder: Path, models: Path, **algorithm: Any) -> Path:
-    job = {
-        "apiVersion": "rlhfspec.io/v1alpha1",
-        "kind": "RLHFJob",
-        "metadata": {"name": "letters"},
-        "spec": {
-            "model": {"path": str(models / "policy"), "drafter": str(models / "drafter")},
-            "dataset": {"path": "data.jsonl"},
-            "algorithm": {"name": "grpo", "samplesPerPrompt": 3} | algorithm,
-            "generation": {"maxTokens": 10},
-            "rewards": {"sources": [{"type": "function", "function": "rewards:letters"}]},
-            "training": {"steps": 3, "promptsPerStep": 3, "optimizer": {"learningRate": 1e-2}},
-            "checkpoint": {"everySteps": 1, "export": False},
-            "observability": {"view": "plain", "sampleTexts": 0},
-        },
-    }
-    (folder / "job.yaml").write_text(yaml.safe_dump(job))
-    return folder / "job.yaml"
-
-
-def invoke(job_file: Path, out: str, *overrides: str, resume: bool = False) -> Result:
-    sets = [argument for override in overrides for argument in ("--set", override)]
-    resuming = ["--resume"] if resume else []
-    return CliRunner().invoke(app, ["run", str(job_file), "--out", str(job_file.parent / out), *sets, *resuming])
-
-
-def lines_of(job_file: Path, out: str) -> list[str]:
-    return (job_file.parent / out / "steps.jsonl").read_text().splitlines()
-
-
-def train(job_file: Path, out: str, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
-    """The run's curve; by default without drafting."""
-    given = overrides if any("speculation" in o for o in overrides) else ("generation.speculation.mode=off", *overrides)
-    result = invoke(job_file, out, *given, resume=resume)
-    assert result.exit_code == 0, result.output
-    return [curve(line) for line in lines_of(job_file, out)]
 
 
 def test_speculation_changes_nothing(job_file: Path) -> None:
@@ -100,7 +29,7 @@ def test_resuming_at_every_step_continues_the_same_curve(job_file: Path, models:
     whole = train(job_file, "whole")
     for step in (1, 2, 3):
         train(job_file, "parts", f"training.steps={step}", resume=step > 1)
-    assert [curve(line) for line in lines_of(job_file, "parts")] == whole
+    assert curve_of(job_file, "parts") == whole
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -151,7 +151,7 @@ def test_kept_in_progress_is_delivered_to_nobody_else() -> None:
         inbox = await bus.of("reward").subscribe(Sample, ack_wait_seconds=3.0)
         await bus.of("generator").publish(SAMPLE)
         deliveries = await inbox.pull(max_records=9, timeout_seconds=0)
-        async with kept_in_progress(deliveries, every_seconds=1.0, clock=clock):
+        async with kept_in_progress(lambda: deliveries, every_seconds=1.0, clock=clock):
             await clock.advance(20.0)
             assert await inbox.pull(max_records=9, timeout_seconds=0) == []
         await clock.advance(4.0)

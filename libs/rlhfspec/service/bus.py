@@ -17,7 +17,7 @@ Example:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar, get_args
 
@@ -96,6 +96,7 @@ class StageBus:
         self._bus = bus
         self.stage = stage
         self.worker = worker
+        self.clock = bus.clock
 
     async def publish(self, record: Record) -> bool:
         """False: this id was published before, and nothing changed. Waits for room (`TransportFull` after long)."""
@@ -182,14 +183,14 @@ def _known(name: str) -> loop.Stage:
 
 @asynccontextmanager
 async def kept_in_progress(
-    deliveries: Sequence[Delivery[Any]], *, every_seconds: float, clock: Clock
+    held: Callable[[], Iterable[Delivery[Any]]], *, every_seconds: float, clock: Clock
 ) -> AsyncIterator[None]:
-    """While the block runs, none of these is delivered again, however long it takes; they may change meanwhile."""
+    """While the block runs, nothing of what is held at the time is delivered to anybody else, however long it takes."""
 
     async def keep() -> None:
         while True:
             await clock.sleep(every_seconds)
-            for delivery in tuple(deliveries):
+            for delivery in list(held()):
                 await delivery.in_progress()
 
     keeping = asyncio.create_task(keep())

@@ -11,7 +11,7 @@ from rlhfspec.checkpoint import CheckpointStore
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Load, Sample
 from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.metrics import Lengths, LogProbDifference, Seconds, Spread, StepMetrics
+from rlhfspec.telemetry.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.trackers import Trackers
 from rlhfspec.trainer.service import Trained
@@ -88,9 +88,9 @@ def step_metrics(
     job: RLHFJob, trained: Trained, seconds: Seconds, began_unix: float, strategies: dict[str, int]
 ) -> StepMetrics:
     """Pure: a step's line from what was trained and how long it took."""
-    samples, learnt = trained.chosen.samples, trained.report.metrics
+    samples = trained.chosen.samples
     num_generated = sum(len(sample.token_ids) for sample in trained.chosen.all_samples)
-    oldest = min(min(sample.weights_versions) for sample in samples)
+    lengths = [len(sample.token_ids) for sample in samples]
     return StepMetrics(
         step=trained.step,
         weights_version=trained.report.version,
@@ -101,30 +101,15 @@ def step_metrics(
         reward=Spread.of(trained.rollouts.rewards.tolist()),
         reward_components={name: float(v.mean()) for name, v in trained.rollouts.reward_components.items()},
         advantage=Spread.of(trained.report.advantages.tolist()),
-        kl=learnt.get("kl"),
-        policy_loss=learnt["policy_loss"],
-        value_loss=learnt.get("value_loss"),
-        kl_loss=learnt.get("kl_loss"),
-        entropy=learnt["entropy"],
-        clip_fraction=learnt["clip_fraction"],
-        explained_variance=learnt.get("explained_variance"),
-        grad_norm=learnt["grad_norm"],
-        learning_rate=learnt["learning_rate"],
-        response_length=Lengths.of(
-            [len(sample.token_ids) for sample in samples], max_tokens=job.spec.generation.max_tokens
-        ),
-        truncated_fraction=learnt["truncated_fraction"],
+        response_length=Lengths.of(lengths, max_tokens=job.spec.generation.max_tokens),
         num_response_tokens=trained.rollouts.num_tokens,
         tokens_per_second=num_generated / seconds.generation if seconds.generation > 0 else 0.0,
         accepted_per_verification=_accepted(trained.chosen.all_samples),
         strategy=strategies,
-        log_prob_difference=LogProbDifference(
-            max=learnt["log_prob_difference_max"], mean=learnt["log_prob_difference_mean"]
-        ),
-        staleness_max=trained.step - 1 - oldest,
         seconds=seconds,
         started_unix_seconds=began_unix,
         finished_unix_seconds=began_unix + seconds.step,
+        **learner_fields(trained.report.metrics),
     )
 
 

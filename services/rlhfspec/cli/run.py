@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import closing
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlhfspec.cli.job import check_made_here
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
+from rlhfspec.cli.start import STOPPED
 from rlhfspec.errors import DataExhausted, RLHFSpecError
 from rlhfspec.job_file import read_job
 
@@ -23,7 +28,6 @@ if TYPE_CHECKING:
     from rlhfspec.job import RLHFJob
     from rlhfspec.telemetry.manifest import Outcome
 
-STOPPED = 130  # as a shell says of Ctrl-C
 FAILED = 1
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (rlhfspec init writes one).", show_default=False)]
@@ -40,13 +44,10 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the folder's 
 def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False) -> None:
     """Train: every stage in this process. Ctrl-C ends the step, writes a checkpoint and stops."""
     console = wide_console()
-    try:
-        with exit_on_problems():
-            checked = read_job(job, overrides or [])
-            outcome = _run(checked, job, out or Path("out") / checked.metadata.name, resume, console)
-    except KeyboardInterrupt:
-        console.print("stopped before the first step")
-        raise typer.Exit(STOPPED) from None
+    with exit_on_problems(), _leaving_at_once_on_ctrl_c():
+        checked = read_job(job, overrides or [])
+        check_made_here(checked, job)
+        outcome = _run(checked, job, out or Path("out") / checked.metadata.name, resume, console)
     if outcome != "completed":
         raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
 
@@ -54,11 +55,14 @@ def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False
 def _run(job: RLHFJob, job_path: Path, out: Path, resume: bool, console: Console) -> Outcome:
     with StatusLine() as status:
         status("importing torch")
+        from transformers.utils.logging import disable_progress_bar
+
         from rlhfspec.cli.local import Run, make_parts
         from rlhfspec.cli.tiny_paths import with_tiny_paths
         from rlhfspec.telemetry.run_folder import RunFolder
         from rlhfspec.telemetry.view import View
 
+        disable_progress_bar()  # type: ignore[no-untyped-call]
         view = View(job, console)
         parts = make_parts(with_tiny_paths(job, status), job_path.absolute().parent, status)
     with closing(Run(parts, RunFolder(out), view)) as run:
@@ -70,6 +74,24 @@ def _run(job: RLHFJob, job_path: Path, out: Path, resume: bool, console: Console
         return outcome
 
 
+@contextmanager
+def _leaving_at_once_on_ctrl_c() -> Iterator[None]:
+    """While parts are made and the summary is written; the stages listen for themselves. Where a signal may arrive in
+    the middle of an import or a compiled library, raising would end in whatever that makes of it."""
+
+    def leave(*_: object) -> None:
+        sys.stderr.write("\nstopped\n")
+        sys.stderr.flush()
+        os._exit(STOPPED)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _outcome_of(run: Run, console: Console) -> tuple[Outcome, str]:
     """Runs the stages; how they ended."""
     try:
@@ -77,7 +99,9 @@ def _outcome_of(run: Run, console: Console) -> tuple[Outcome, str]:
     except DataExhausted as ended:
         return "completed", str(ended)
     except RLHFSpecError as error:
-        return "failed", str(error)
+        failure = run.folder.path / "failure.txt"
+        failure.write_text("".join(traceback.format_exception(error)))
+        return "failed", f"{error}; the whole traceback is in {failure}"
     return ("stopped", "Ctrl-C") if run.is_unfinished else ("completed", "")
 
 

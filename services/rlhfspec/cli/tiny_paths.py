@@ -25,6 +25,6 @@ def with_tiny_paths(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
 def _made(path: str, report: Callable[[str], None]) -> str:
     if not path.startswith(MADE_HERE):
         return path
-    from rlhfspec.tiny import resolve
+    from rlhfspec.tiny.paths import resolve
 
     return resolve(path, report)

@@ -13,7 +13,7 @@ from rlhfspec.generator.load import Meter
 from rlhfspec.job import Generation, RLHFJob
 from rlhfspec.records import Prompt, Sample, Weights
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Delivery, Inbox, StageBus
+from rlhfspec.service.bus import Delivery, Inbox, StageBus, kept_in_progress
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.weights import WeightStore
 
@@ -40,17 +40,20 @@ class GeneratorService(Service):
         self._running: dict[str, Delivery[Prompt]] = {}
         self._histories = Histories(keep=job.spec.algorithm.samples_per_prompt)
         self._meter = Meter(job.metadata.name, f"generator-{worker}", engine)
-        self._kept_alive = time.monotonic()
 
     async def run(self) -> None:
         prompts = await self._bus.subscribe(Prompt, ack_wait_seconds=ACK_WAIT_SECONDS, max_unacknowledged=1 << 16)
         weights = await self._bus.subscribe(Weights)
-        while not self.stopping.is_set():
-            await self._take_weights(weights)
-            await self._take_prompts(prompts)
-            if self._engine.has_work:
-                await self._generate()
-            await self._keep_alive()
+        async with kept_in_progress(self._held, every_seconds=ACK_WAIT_SECONDS / 4, clock=self._bus.clock):
+            while not self.stopping.is_set():
+                await self._take_weights(weights)
+                await self._take_prompts(prompts)
+                if self._engine.has_work:
+                    await self._generate()
+
+    def _held(self) -> list[Delivery[Prompt]]:
+        """Prompts that stay ours until their samples are out."""
+        return [*self._running.values(), *self._early]
 
     async def _take_weights(self, inbox: Inbox[Weights]) -> None:
         """Between two steps of the engine. What runs goes on under the new version, and says so token by token."""
@@ -112,13 +115,6 @@ class GeneratorService(Service):
             self._meter.stepped(report)
             finished.extend(report.finished)
         return finished
-
-    async def _keep_alive(self) -> None:
-        """The prompts that are held stay ours."""
-        if time.monotonic() - self._kept_alive > ACK_WAIT_SECONDS / 4:
-            self._kept_alive = time.monotonic()
-            for delivery in [*self._running.values(), *self._early]:
-                await delivery.in_progress()
 
 
 def sampling_params(generation: Generation) -> SamplingParams:

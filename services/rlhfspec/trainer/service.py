@@ -12,13 +12,14 @@ from rlhfspec.learning.learner import LearnReport
 from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.records import Sample, Score, StepReport, Weights
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Delivery, Inbox, StageBus
+from rlhfspec.service.bus import Delivery, Inbox, StageBus, kept_in_progress
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.trainer.collector import Chosen, Collector, StepShape
 from rlhfspec.weights import WeightStore
 
 PULL_SECONDS = 0.5
-MOST_HELD = 1 << 20  # a step's records are acknowledged when it is trained
+ACK_WAIT_SECONDS = 60.0
+MOST_HELD = 1 << 20  # records of the steps that are collected
 
 
 class Learns(Protocol):
@@ -83,17 +84,22 @@ class TrainerService(Service):
         self._saved_at = learner.version  # what was begun from needs no checkpoint
 
     async def run(self) -> None:
-        samples = await self._bus.subscribe(Sample, ack_wait_seconds=self._deadline, max_unacknowledged=MOST_HELD)
-        scores = await self._bus.subscribe(Score, ack_wait_seconds=self._deadline, max_unacknowledged=MOST_HELD)
+        samples = await self._bus.subscribe(Sample, ack_wait_seconds=ACK_WAIT_SECONDS, max_unacknowledged=MOST_HELD)
+        scores = await self._bus.subscribe(Score, ack_wait_seconds=ACK_WAIT_SECONDS, max_unacknowledged=MOST_HELD)
         await self._publish_weights(await self._work("weights to begin with", self._put_weights))
-        while self._learner.version < self._last_step:
-            step = self._learner.version + 1
-            chosen = await self._collect(step, samples, scores)
-            if chosen is None:  # asked to stop
-                break
-            await self._train(step, chosen)
+        async with kept_in_progress(self._all_held, every_seconds=ACK_WAIT_SECONDS / 4, clock=self._bus.clock):
+            while self._learner.version < self._last_step:
+                step = self._learner.version + 1
+                chosen = await self._collect(step, samples, scores)
+                if chosen is None:  # asked to stop
+                    break
+                await self._train(step, chosen)
         if self._learner.version > self._saved_at:
             await self._save()
+
+    def _all_held(self) -> list[Delivery[Sample] | Delivery[Score]]:
+        """Acknowledged when their step is trained, which may be hours from now."""
+        return [delivery for deliveries in self._held.values() for delivery in deliveries]
 
     async def _collect(self, step: int, samples: Inbox[Sample], scores: Inbox[Score]) -> Chosen | None:
         """Everything the step needs, however long its demands take; None when the run is to stop."""

@@ -1,0 +1,69 @@
+"""What tests of whole runs share: a small job, and ways to run it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typer.testing import CliRunner, Result
+
+from rlhfspec.cli.main import app
+from rlhfspec.telemetry.metrics import curve
+
+REWARDS = """
+def letters(completion):
+    return sum(character.isascii() and character.isalpha() for character in completion) / 8
+
+def group(prompts, completions):
+    return [len(set(completion)) / 8 for completion in completions]
+"""
+
+
+def write_data(folder: Path) -> None:
+    rows = [{"prompt": f"{first}+{second}=", "answer": first + second} for first in range(6) for second in range(4)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARDS)
+
+
+def write_job(folder: Path, models: Path, **algorithm: Any) -> Path:
+    job = {
+        "apiVersion": "rlhfspec.io/v1alpha1",
+        "kind": "RLHFJob",
+        "metadata": {"name": "letters"},
+        "spec": {
+            "model": {"path": str(models / "policy"), "drafter": str(models / "drafter")},
+            "dataset": {"path": "data.jsonl"},
+            "algorithm": {"name": "grpo", "samplesPerPrompt": 3} | algorithm,
+            "generation": {"maxTokens": 10},
+            "rewards": {"sources": [{"type": "function", "function": "rewards:letters"}]},
+            "training": {"steps": 3, "promptsPerStep": 3, "optimizer": {"learningRate": 1e-2}},
+            "checkpoint": {"everySteps": 1, "export": False},
+            "observability": {"view": "plain", "sampleTexts": 0},
+        },
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    return folder / "job.yaml"
+
+
+def invoke(job_file: Path, out: str, *overrides: str, resume: bool = False) -> Result:
+    sets = [argument for override in overrides for argument in ("--set", override)]
+    resuming = ["--resume"] if resume else []
+    return CliRunner().invoke(app, ["run", str(job_file), "--out", str(job_file.parent / out), *sets, *resuming])
+
+
+def lines_of(job_file: Path, out: str) -> list[str]:
+    return (job_file.parent / out / "steps.jsonl").read_text().splitlines()
+
+
+def train(job_file: Path, out: str, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
+    """The run's curve; by default without drafting."""
+    given = overrides if any("speculation" in o for o in overrides) else ("generation.speculation.mode=off", *overrides)
+    result = invoke(job_file, out, *given, resume=resume)
+    assert result.exit_code == 0, result.output
+    return curve_of(job_file, out)
+
+
+def curve_of(job_file: Path, out: str) -> list[dict[str, Any]]:
+    return [curve(line) for line in lines_of(job_file, out)]

@@ -1,0 +1,197 @@
+"""Ctrl-C, kill -9, a failing reward, a full disk, data that ends: nothing is lost, and the curve goes on as if nothing
+had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import curve_of, invoke, lines_of, train
+
+PATIENCE_SECONDS = 150.0
+OFF = "generation.speculation.mode=off"
+
+
+def start(job_file: Path, out: str, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
+    sets = [argument for override in (OFF, *overrides) for argument in ("--set", override)]
+    command = [sys.executable, "-m", "rlhfspec.cli.start", "run", str(job_file), "--out", str(job_file.parent / out)]
+    return subprocess.Popen(
+        [*command, *sets, *(["--resume"] if resume else [])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], job_file: Path, out: str, step: int) -> None:
+    """Until the step's line is there; the process must not end before."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    path = job_file.parent / out / "steps.jsonl"
+    while not (path.exists() and path.read_text().count("\n") >= step):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, f"step {step} took too long"
+        time.sleep(0.01)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert "Traceback" not in output, output
+    return process.returncode, output
+
+
+STEPS = "training.steps=5"
+
+
+@pytest.fixture
+def whole(job_file: Path) -> list[dict[str, Any]]:
+    return train(job_file, "whole", STEPS)
+
+
+def test_ctrl_c_ends_cleanly_and_a_resume_continues_the_curve(
+    job_file: Path,
+    whole: list[dict[str, Any]],
+) -> None:
+    process = start(job_file, "stopped", STEPS, "checkpoint.everySteps=100")
+    wait_for_step(process, job_file, "stopped", 1)
+    process.send_signal(signal.SIGINT)
+    code, output = ended(process)
+    assert code == 130
+    assert "stopping" in output
+    assert "--resume" in output, "says how to go on"
+    done = len(lines_of(job_file, "stopped"))
+    assert 1 <= done < 5
+    manifest = json.loads((job_file.parent / "stopped" / "manifest.json").read_text())
+    assert (manifest["outcome"], manifest["num_steps"]) == ("stopped", done)
+    assert train(job_file, "stopped", STEPS, "checkpoint.everySteps=100", resume=True) == whole
+
+
+def test_kill_at_any_moment_and_a_resume_continues_from_the_last_checkpoint(
+    job_file: Path,
+    whole: list[dict[str, Any]],
+) -> None:
+    draw = random.Random(7)
+    for attempt in range(3):
+        process = start(job_file, "killed", STEPS, resume=attempt > 0)
+        wait_for_step(process, job_file, "killed", attempt + 1)
+        time.sleep(draw.random() * 0.3)
+        process.kill()
+        process.communicate()
+    assert train(job_file, "killed", STEPS, resume=True) == whole
+    ids = [json.loads(line)["id"] for line in (job_file.parent / "killed" / "samples.jsonl").read_text().splitlines()]
+    assert len(ids) == len(set(ids)) == 5 * 9
+
+
+def test_ctrl_c_before_the_first_step_is_quiet(job_file: Path) -> None:
+    process = start(job_file, "early")
+    assert process.stdout is not None
+    assert "importing torch" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    code, output = ended(process)
+    assert code == 130
+    assert "stopped" in output
+    assert not (job_file.parent / "early").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("    raise ValueError('no digits')", "no digits"),
+        ("    return float('nan')", "not a finite number"),
+        ("    return 'good'", "not a number"),
+        ("    import time; time.sleep(60)", "0.2 s"),
+    ],
+)
+def test_a_failing_reward_ends_the_run_with_its_name(
+    job_file: Path,
+    function: str,
+    said: str,
+) -> None:
+    (job_file.parent / "failing.py").write_text(f"def reward(completion):\n{function}\n")
+    job = yaml.safe_load(job_file.read_text())
+    source = {"type": "function", "function": "failing:reward", "timeoutSeconds": 0.2, "retries": 0}
+    job["spec"]["rewards"]["sources"] = [source]
+    job_file.write_text(yaml.safe_dump(job))
+    result = invoke(job_file, "failing", OFF)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "failed" in result.output
+    assert "reward" in result.output
+    assert said in result.output
+    assert "letters/1/" in result.output, "names the sample"
+    manifest = json.loads((job_file.parent / "failing" / "manifest.json").read_text())
+    assert manifest["outcome"] == "failed"
+    assert said in manifest["reason"]
+
+
+def test_a_dropped_sample_is_counted_and_never_a_zero(job_file: Path) -> None:
+    (job_file.parent / "picky.py").write_text(
+        "def reward(prompt, completion):\n    return len(completion) if '1+' not in prompt else None\n"
+    )
+    job = yaml.safe_load(job_file.read_text())
+    source = {"type": "function", "function": "picky:reward", "retries": 0, "onError": "drop"}
+    job["spec"]["rewards"]["sources"] = [source]
+    job_file.write_text(yaml.safe_dump(job))
+    result = invoke(job_file, "picky", OFF, "dataset.shuffle=false", "training.promptsPerStep=5", "training.steps=1")
+    assert result.exit_code == 0, result.output
+    [line] = map(json.loads, lines_of(job_file, "picky"))
+    assert line["num_dropped"] == 3, "the one prompt with 1+, three samples of it"
+    assert line["reward"]["min"] > 0
+
+
+def test_data_that_ends_ends_the_run_well(job_file: Path) -> None:
+    result = invoke(job_file, "ends", OFF, "dataset.epochs=1", "training.steps=50", "training.promptsPerStep=12")
+    assert result.exit_code == 0, result.output
+    assert "the data ended after step 2" in result.output
+    assert len(lines_of(job_file, "ends")) == 2
+
+
+def test_a_full_disk_loses_nothing(
+    job_file: Path,
+    whole: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The third checkpoint finds no room; the second stands, and with room again the curve is the same."""
+    from rlhfspec.checkpoint import folders
+
+    write = folders.write_checkpoint
+
+    def full(folder: Path, step: int, state: Any) -> None:
+        if step == 3:
+            raise OSError(28, "No space left on device")
+        write(folder, step, state)
+
+    monkeypatch.setattr("rlhfspec.checkpoint.store.write_checkpoint", full)
+    result = invoke(job_file, "full", OFF, STEPS)
+    assert result.exit_code == 1
+    assert "No space left on device" in result.output
+    assert "earlier ones are untouched" in result.output
+    monkeypatch.undo()
+    assert train(job_file, "full", STEPS, resume=True) == whole
+
+
+def test_one_folder_holds_one_run(job_file: Path) -> None:
+    train(job_file, "run", "training.steps=1")
+    again = invoke(job_file, "run", OFF, "training.steps=1")
+    assert again.exit_code == 2
+    assert "--resume" in again.output
+    other = invoke(job_file, "run", OFF, "training.seed=8", resume=True)
+    assert other.exit_code == 2
+    assert "spec.training.seed was 0 and is 8 now" in other.output
+    assert [line["step"] for line in curve_of(job_file, "run")] == [1]
+
+
+def test_bad_jobs_are_refused_before_anything_is_written(job_file: Path) -> None:
+    result = invoke(job_file, "never", "training.stpes=3")
+    assert result.exit_code == 2
+    assert "did you mean steps" in result.output
+    assert not (job_file.parent / "never").exists()
