@@ -30,7 +30,7 @@ def spec(name: str = "grpo", *, algorithm: Any = None, model: Any = None, **trai
     return job.Spec.model_validate(
         {
             "model": {"path": "m", **(model or {})},
-            "dataset": {"path": "d", "maxPromptTokens": 16},
+            "dataset": {"path": "d"},
             "algorithm": {"name": name, **(algorithm or {})},
             "generation": {"maxTokens": 24, "temperature": 0.9},
             "rewards": {"sources": [{"type": "function", "function": "a:b"}]},

@@ -307,6 +307,7 @@ def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks) -> PolicyForward:
 
         check_exact(spec)
         max_context = spec.dataset.max_prompt_tokens + spec.generation.max_tokens
+        max_context = min(max_context, getattr(policy.config, "max_position_embeddings", None) or max_context)
         return ExactForward(policy, temperature, max_context=max_context, dtype=spec.generation.dtype)
     forward = TorchForward(policy, temperature)
     ranks.shard(forward, policy.base_model)
