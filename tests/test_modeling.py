@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhfspec import job
 from rlhfspec.engine import SamplingParams
@@ -60,6 +61,16 @@ def test_packed_log_probs_and_gradients_are_those_of_single_sequences(kind: str)
     largest = max(float(gradient.abs().max()) for gradient in theirs.values() if gradient is not None)
     for name, parameter in model.named_parameters():
         assert (parameter.grad - theirs[name]).abs().max() < 1e-5 * largest, name
+
+
+def test_learned_positions_start_anew_in_every_sequence() -> None:
+    """Rotary positions are relative, so that only absolute ones tell a place in the row from one in the sequence."""
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=64)).eval()
+    with torch.no_grad():
+        plain.transformer.wpe.weight.normal_()
+    expected = one_by_one(plain, 1.0)
+    assert torch.allclose(TorchForward(prepared(plain), 1.0)(batch()).log_probs, expected, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt-neox", "mistral-window"])
