@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_VERSION := 0.32.0
+TRL_VENV := .venv-trl
+TRL_VERSION := 1.16.0
 WORKERS ?= 2
 TESTS ?= tests
 
@@ -40,6 +42,14 @@ $(VLLM_VENV)/.installed: bench/vllm_requirements.py
 	$(VLLM_VENV)/bin/python -m pip install --quiet -r $(VLLM_VENV)/requirements.txt
 	@touch $@
 
+setup-trl: $(TRL_VENV)/.installed  ## Make .venv-trl, the rival of `rlhfspec bench step` (5 GB)
+
+$(TRL_VENV)/.installed:
+	@test -x $(TRL_VENV)/bin/python || "$(PYTHON)" -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(TRL_VENV)/bin/python -m pip install --quiet trl==$(TRL_VERSION)
+	@touch $@
+
 check: $(INSTALLED)  ## Lint, types and import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,9 +65,12 @@ bench: $(INSTALLED)  ## The benchmark, quick: at most 3 minutes (all of it: rlhf
 protos: $(INSTALLED)  ## Generate the wire format's Python from protos/
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=libs --pyi_out=libs protos/rlhfspec/wire/records.proto
 
-demo: $(INSTALLED)  ## Plain against adaptive on a tiny pair, live; ends with a picture
-	$(BIN)/rlhfspec demo
+demo: $(INSTALLED)  ## Train a tiny model to add, with GRPO and with PPO, watched; ends with a picture
+	@rm -rf out/demo
+	$(BIN)/rlhfspec run examples/grpo.yaml --out out/demo/grpo
+	$(BIN)/rlhfspec run examples/ppo.yaml --out out/demo/ppo
+	$(BIN)/rlhfspec compare out/demo/grpo out/demo/ppo --plot out/demo/rewards.png
 
 clean:  ## Remove environments, caches and outputs
-	rm -rf $(VENV) $(VLLM_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -457,7 +457,7 @@ def test_demo_draws_its_picture(
 ) -> None:
     monkeypatch.setattr(tiny_models, "ensure", lambda *_, **__: untrained_pair)
     picture = tmp_path / "pictures" / "demo.png"
-    arguments = ["demo", "--output", str(picture), "--tokens", "8", "--threads", "1", "--dtype", "float32"]
+    arguments = ["bench", "drain", "--output", str(picture), "--tokens", "8", "--threads", "1", "--dtype", "float32"]
     outcome = CliRunner().invoke(cli.app, arguments)
     assert outcome.exit_code == 0, outcome.output
     assert "64 of 64 sequences" in outcome.output
@@ -470,7 +470,7 @@ def test_demo_stops_cleanly(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tiny_models, "ensure", interrupted)
-    outcome = CliRunner().invoke(cli.app, ["demo"])
+    outcome = CliRunner().invoke(cli.app, ["bench", "drain"])
     assert outcome.exit_code == 130
     assert "Traceback" not in outcome.output
 
@@ -479,4 +479,4 @@ def test_version_and_help() -> None:
     runner = CliRunner()
     assert runner.invoke(cli.app, ["--version"]).output.startswith("rlhfspec 0.")
     help_text = runner.invoke(cli.app, ["--help"]).output
-    assert all(name in help_text for name in ("demo", "bench", "tiny"))
+    assert all(name in help_text for name in ("run", "bench", "tiny"))

@@ -8,10 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhfspec.cli import drain
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.errors import InvalidRequest
 
 app = typer.Typer(help="How fast the engine generates, against what, and why.", no_args_is_help=True)
+app.command()(drain.drain)
 
 # At most three minutes: the strategies that tell most, two batches and the long tail, one thread count.
 QUICK: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`rlhfspec demo`: plain against adaptive on a draining batch, live, ending with a picture."""
+"""`rlhfspec bench drain`: plain against adaptive on a draining batch, live, ending with a picture."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _REFRESH_SECONDS = 0.1
 _LINE_SECONDS = 2.0  # between two lines where there is no terminal
 
 
-def demo(
-    output: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/demo.png"),
+def drain(
+    output: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/drain.png"),
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     tokens: Annotated[int, typer.Option(min=8, max=512, help="Responses are lognormal around 3/4 of this.")] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
@@ -33,13 +33,13 @@ def demo(
     """Plain against adaptive on a draining batch: the same tokens, sooner. Makes its tiny models the first time."""
     console = wide_console()
     try:
-        _demo(console, output, threads, tokens, dtype)
+        _drain(console, output, threads, tokens, dtype)
     except KeyboardInterrupt:
         console.print("stopped")
         raise typer.Exit(130) from None
 
 
-def _demo(console: Console, output: Path, threads: int, tokens: int, dtype: str) -> None:
+def _drain(console: Console, output: Path, threads: int, tokens: int, dtype: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     from rlhfspec.bench.draining import Trace
     from rlhfspec.bench.draining_plot import draw
