@@ -165,11 +165,11 @@ def test_avx2_and_avx512_give_the_same_bits(dtype: torch.dtype, monkeypatch: pyt
     for isa in ("avx2", "avx512"):
         monkeypatch.setenv("RLHFSPEC_ISA", isa)
         kernels._native.cache_clear()
-        kernels._matmul_kernel.cache_clear()
+        kernels.matmul_kernel.cache_clear()
         activations = [RowInvariantActivation(name)(x * 5) for name in ACTIVATIONS]  # type: ignore[arg-type]
         results.append([layer(wide), mlp(x), norm(x), *activations])
     kernels._native.cache_clear()
-    kernels._matmul_kernel.cache_clear()
+    kernels.matmul_kernel.cache_clear()
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 

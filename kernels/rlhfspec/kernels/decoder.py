@@ -19,10 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from rlhfspec.kernels import linear as linear_kernels
-from rlhfspec.kernels import tree_attention as attention_kernels
 from rlhfspec.kernels.cpu import build
-from rlhfspec.kernels.linear import ACTIVATIONS, FusedRMSNorm, PackedGatedMLP, PackedLinear
+from rlhfspec.kernels.linear import ACTIVATIONS, FusedRMSNorm, PackedGatedMLP, PackedLinear, matmul_kernel
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -61,7 +59,6 @@ class _DecoderStruct(ctypes.Structure):
 
     _fields_ = [
         ("linear", _POINTER), ("head_linear", _POINTER), ("gated_mlp", _POINTER),
-        ("norm", _POINTER), ("attention", _POINTER),
         ("layers", _POINTER), ("embedding", _POINTER), ("cosine", _POINTER), ("sine", _POINTER),
         ("final_norm", _Norm), ("head", _Linear), ("kv", _POINTER),
         ("num_layers", _LONG), ("hidden", _LONG), ("num_heads", _LONG), ("num_kv_heads", _LONG), ("head_dim", _LONG),
@@ -140,14 +137,13 @@ class NativeDecoder:
         self._struct = _DecoderStruct(
             _kernel("linear", first.self_attn.q_proj), _kernel("linear", self.parts.head),
             _kernel("gated_mlp", first.mlp),
-            _address_of(linear_kernels._native("rms_norm")), _address_of(attention_kernels._kernels().attend),
             ctypes.addressof(self._layers), inner.embed_tokens.weight.data_ptr(),
             self.rotary[0].data_ptr(), self.rotary[1].data_ptr(),
             _norm(inner.norm), _linear(self.parts.head), self.kv.data_ptr(),
             num_layers, inner.embed_tokens.embedding_dim, self.num_heads, num_kv_heads, head_dim,
             block_size, self.kv.dtype == torch.bfloat16, self.parts.scale,
         )  # fmt: skip
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
 
     def forward(
         self,
@@ -162,7 +158,7 @@ class NativeDecoder:
             raise ValueError(f"meta: slot {batch.highest_slot} is outside the cache's {self.num_slots}")
         logits = torch.empty((len(wanted), self.vocab_size))
         self._forward(
-            self._address, batch.address, tokens.ctypes.data, positions.ctypes.data, len(tokens),
+            self.address, batch.address, tokens.ctypes.data, positions.ctypes.data, len(tokens),
             wanted.ctypes.data, len(wanted), logits.data_ptr(), build.num_threads(),
         )  # fmt: skip
         return logits
@@ -180,7 +176,7 @@ def _layer(layer: Any, sliding_window: int) -> _Layer:
         _norm(layer.post_attention_layernorm),
         _linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.v_proj), _linear(attention.o_proj),
         _GatedMlp(
-            mlp._gate_up.data_ptr(), _data(mlp._gate_bias), _data(mlp._up_bias), down.packed, down.bias,
+            mlp.gate_up.data_ptr(), _data(mlp.gate_bias), _data(mlp.up_bias), down.packed, down.bias,
             mlp.hidden_features, mlp.intermediate_features, mlp.out_features, ACTIVATIONS[mlp.activation],
         ),
         sliding_window,
@@ -188,7 +184,7 @@ def _layer(layer: Any, sliding_window: int) -> _Layer:
 
 
 def _linear(layer: PackedLinear) -> _Linear:
-    return _Linear(layer._packed.data_ptr(), _data(layer.bias), layer.in_features, layer.out_features)
+    return _Linear(layer.packed.data_ptr(), _data(layer.bias), layer.in_features, layer.out_features)
 
 
 def _norm(norm: FusedRMSNorm) -> _Norm:
@@ -196,7 +192,7 @@ def _norm(norm: FusedRMSNorm) -> _Norm:
 
 
 def _kernel(name: str, layer: PackedLinear | PackedGatedMLP) -> int | None:
-    return _address_of(linear_kernels._matmul_kernel(name, layer.arithmetic, layer.dtype))
+    return _address_of(matmul_kernel(name, layer.arithmetic, layer.dtype))
 
 
 def _data(tensor: torch.Tensor | None) -> int | None:

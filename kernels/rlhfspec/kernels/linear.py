@@ -95,7 +95,7 @@ def _native(name: str, suffix: str = "", isa: str | None = None) -> Any:
 
 
 @functools.cache
-def _matmul_kernel(name: str, arithmetic: str, dtype: torch.dtype) -> Any:
+def matmul_kernel(name: str, arithmetic: str, dtype: torch.dtype) -> Any:
     """`linear` or `gated_mlp` for an arithmetic."""
     if arithmetic == "fma":
         return _native(name, f"_{STORED[dtype]}")
@@ -143,10 +143,10 @@ class PackedLinear(nn.Module):
         self.dtype = dtype
         self.arithmetic = arithmetic_for(dtype, arithmetic)
         # Plain attributes, not buffers: a packed layout must not be cast or saved as if it were a weight.
-        self._packed: Tensor
+        self.packed: Tensor
         self.bias: Tensor | None = None
         if self.arithmetic != "torch":
-            self._packed = empty_packed(out_features, in_features, self.arithmetic, dtype)
+            self.packed = empty_packed(out_features, in_features, self.arithmetic, dtype)
 
     @classmethod
     def from_linear(
@@ -164,25 +164,25 @@ class PackedLinear(nn.Module):
             raise ValueError(f"weight: must have shape {wanted} (got {tuple(weight.shape)})")
         self.bias = None if bias is None else bias.detach().float().clone()
         if self.arithmetic == "torch":
-            self._packed = weight.detach().to(self.dtype).float().clone()  # [N, K], fp32 holding stored values
+            self.packed = weight.detach().to(self.dtype).float().clone()  # [N, K], fp32 holding stored values
         else:
-            pack(weight, self._packed, self.arithmetic)
+            pack(weight, self.packed, self.arithmetic)
 
     def unpacked_weight(self) -> Tensor:
         """[N, K] in the stored dtype."""
         if self.arithmetic == "torch":
-            return self._packed.to(self.dtype)
-        return unpack(self._packed, self.in_features, self.arithmetic)[: self.out_features].contiguous()
+            return self.packed.to(self.dtype)
+        return unpack(self.packed, self.in_features, self.arithmetic)[: self.out_features].contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] fp32 -> [..., N] fp32"""
         x = _checked(x, self.in_features)
         if self.arithmetic == "torch":
-            return linear_twin(x, self._packed, self.bias, self.arithmetic)
+            return linear_twin(x, self.packed, self.bias, self.arithmetic)
         out = torch.empty((*x.shape[:-1], self.out_features))
-        _matmul_kernel("linear", self.arithmetic, self.dtype)(
+        matmul_kernel("linear", self.arithmetic, self.dtype)(
             x.data_ptr(),
-            self._packed.data_ptr(),
+            self.packed.data_ptr(),
             _address(self.bias),
             out.data_ptr(),
             x.numel() // self.in_features,
@@ -280,13 +280,13 @@ class PackedGatedMLP(nn.Module):
         self.activation = activation
         self.dtype = dtype
         self.arithmetic = arithmetic_for(dtype, arithmetic)
-        self._gate_up: Tensor  # 16 outputs of gate, 16 of up, in turn
-        self._gate_bias: Tensor | None = None
-        self._up_bias: Tensor | None = None
+        self.gate_up: Tensor  # 16 outputs of gate, 16 of up, in turn
+        self.gate_bias: Tensor | None = None
+        self.up_bias: Tensor | None = None
         self.down = PackedLinear(intermediate_features, out_features, dtype=dtype, arithmetic=self.arithmetic)
         if self.arithmetic != "torch":
             num_outputs = 2 * round_up(intermediate_features, PAD_OUTPUTS)
-            self._gate_up = empty_packed(num_outputs, hidden_features, self.arithmetic, dtype)
+            self.gate_up = empty_packed(num_outputs, hidden_features, self.arithmetic, dtype)
 
     @classmethod
     def from_linears(
@@ -327,21 +327,21 @@ class PackedGatedMLP(nn.Module):
                 raise ValueError(f"{name}: must have shape {wanted} (got {tuple(weight.shape)})")
         if (gate_bias is None) != (up_bias is None):
             raise ValueError("gate_bias, up_bias: must both be given, or neither")
-        self._gate_bias = None if gate_bias is None else gate_bias.detach().float().clone()
-        self._up_bias = None if up_bias is None else up_bias.detach().float().clone()
+        self.gate_bias = None if gate_bias is None else gate_bias.detach().float().clone()
+        self.up_bias = None if up_bias is None else up_bias.detach().float().clone()
         self.down.load_weight(down, down_bias)
         if self.arithmetic == "torch":
-            self._gate_up = torch.stack((gate.detach(), up.detach())).to(self.dtype).float()  # [2, I, H]
+            self.gate_up = torch.stack((gate.detach(), up.detach())).to(self.dtype).float()  # [2, I, H]
             return
-        pack(gate, self._gate_up, self.arithmetic, every=2, offset=0)
-        pack(up, self._gate_up, self.arithmetic, every=2, offset=1)
+        pack(gate, self.gate_up, self.arithmetic, every=2, offset=0)
+        pack(up, self.gate_up, self.arithmetic, every=2, offset=1)
 
     def unpacked_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """gate, up [I, H] and down [N, I] in the stored dtype."""
         down = self.down.unpacked_weight()
         if self.arithmetic == "torch":
-            return self._gate_up[0].to(self.dtype), self._gate_up[1].to(self.dtype), down
-        both = unpack(self._gate_up, self.hidden_features, self.arithmetic)
+            return self.gate_up[0].to(self.dtype), self.gate_up[1].to(self.dtype), down
+        both = unpack(self.gate_up, self.hidden_features, self.arithmetic)
         groups = both.reshape(-1, 2, 16, self.hidden_features)
         gate, up = (groups[:, i].reshape(-1, self.hidden_features)[: self.intermediate_features] for i in (0, 1))
         return gate.contiguous(), up.contiguous(), down
@@ -350,16 +350,16 @@ class PackedGatedMLP(nn.Module):
         """[..., H] fp32 -> [..., N] fp32"""
         x = _checked(x, self.hidden_features)
         if self.arithmetic == "torch":
-            gate = linear_twin(x, self._gate_up[0], self._gate_bias, self.arithmetic)
-            up = linear_twin(x, self._gate_up[1], self._up_bias, self.arithmetic)
+            gate = linear_twin(x, self.gate_up[0], self.gate_bias, self.arithmetic)
+            up = linear_twin(x, self.gate_up[1], self.up_bias, self.arithmetic)
             return self.down(activation_twin(gate, self.activation) * up)  # type: ignore[no-any-return]
         out = torch.empty((*x.shape[:-1], self.out_features))
-        _matmul_kernel("gated_mlp", self.arithmetic, self.dtype)(
+        matmul_kernel("gated_mlp", self.arithmetic, self.dtype)(
             x.data_ptr(),
-            self._gate_up.data_ptr(),
-            _address(self._gate_bias),
-            _address(self._up_bias),
-            self.down._packed.data_ptr(),
+            self.gate_up.data_ptr(),
+            _address(self.gate_bias),
+            _address(self.up_bias),
+            self.down.packed.data_ptr(),
             _address(self.down.bias),
             out.data_ptr(),
             x.numel() // self.hidden_features,

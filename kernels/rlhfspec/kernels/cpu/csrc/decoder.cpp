@@ -3,31 +3,16 @@
 // It knows one shape of layer: norm, q/k/v, (norm of q and k), rotary by halves, attention, o, residual, norm, gated MLP,
 // residual. Python recognises the shape and compares the bits with the layers' own before using it. The arithmetic
 // (fma, amx, ...) comes in as function pointers.
-#include "simd.h"
+#include "decoder.h"
+
+#include "norm.h"
+#include "scratch.h"
 
 namespace {
 
 using LinearFn = void (*)(const float*, const void*, const float*, float*, long, long, long, int);
 using GatedMlpFn = void (*)(const float*, const void*, const float*, const float*, const void*, const float*, float*, long,
                             long, long, long, int, int);
-using NormFn = void (*)(const float*, const float*, float*, long, long, float, int, int);
-struct Strided {
-    const float* data;
-    int64_t row, head;
-};
-
-// Mirrors struct Layer of attention.cpp.
-struct AttentionCall {
-    const void* batch;
-    Strided query, key, value;
-    void* kv;
-    int64_t kv_is_bf16, block_stride, plane_stride, block_size, num_heads, num_kv_heads, dim, window;
-    const float* sinks;
-    float* out;
-    int64_t threads;
-    float scale, softcap;
-};
-using AttentionFn = void (*)(const AttentionCall*);
 
 struct Linear {
     const void* packed;
@@ -60,8 +45,6 @@ struct Layer {
 struct Decoder {
     LinearFn linear, head_linear;
     GatedMlpFn gated_mlp;
-    NormFn norm;
-    AttentionFn attention;
     const Layer* layers;
     const float* embedding;      // [V, hidden]
     const float *cosine, *sine;  // [positions, head_dim]
@@ -70,22 +53,6 @@ struct Decoder {
     char* kv;
     long num_layers, hidden, num_heads, num_kv_heads, head_dim, block_size, kv_is_bf16;
     float scale;
-};
-
-// Grows to the largest batch and stays: one per thread that calls.
-struct Scratch {
-    float* data = nullptr;
-    size_t size = 0;
-    ~Scratch() { _mm_free(data); }
-    float* get(size_t wanted) {
-        if (wanted > size) {
-            _mm_free(data);
-            size = wanted + wanted / 4;
-            data = (float*)_mm_malloc(size * sizeof(float), 64);
-            if (data == nullptr) __builtin_trap();
-        }
-        return data;
-    }
 };
 
 void copy_row(const float* from, float* to, long width) {
@@ -115,22 +82,22 @@ void apply(const Decoder& d, const Linear& layer, const float* x, float* out, lo
     d.linear(x, layer.packed, layer.bias, out, rows, layer.inputs, layer.outputs, threads);
 }
 
-void apply(const Decoder& d, const Norm& norm, const float* x, float* out, long rows, long width, int threads) {
-    d.norm(x, norm.weight, out, rows, width, norm.eps, norm.add_one, threads);
+void apply(const Norm& norm, const float* x, float* out, long rows, long width, int threads) {
+    RS_NAME(rms_norm)(x, norm.weight, out, rows, width, norm.eps, norm.add_one, threads);
 }
 
 struct Activations {
     float *hidden, *normed, *query, *key, *value, *attended, *update;
 };
 
-void attend(const Decoder& d, const Layer& layer, long number, const void* batch, const long* positions,
+void attend(const Decoder& d, const Layer& layer, long number, const Batch* batch, const long* positions,
             const Activations& a, long rows, int threads) {
     const long dim = d.head_dim, query_width = d.num_heads * dim, key_width = d.num_kv_heads * dim;
     apply(d, layer.query, a.normed, a.query, rows, threads);
     apply(d, layer.key, a.normed, a.key, rows, threads);
     apply(d, layer.value, a.normed, a.value, rows, threads);
-    if (layer.query_norm.weight) apply(d, layer.query_norm, a.query, a.query, rows * d.num_heads, dim, threads);
-    if (layer.key_norm.weight) apply(d, layer.key_norm, a.key, a.key, rows * d.num_kv_heads, dim, threads);
+    if (layer.query_norm.weight) apply(layer.query_norm, a.query, a.query, rows * d.num_heads, dim, threads);
+    if (layer.key_norm.weight) apply(layer.key_norm, a.key, a.key, rows * d.num_kv_heads, dim, threads);
     for (long r = 0; r < rows; r++) {
         const float *cosine = d.cosine + positions[r] * dim, *sine = d.sine + positions[r] * dim;
         rotate(a.query + r * query_width, d.num_heads, dim, cosine, sine);
@@ -141,20 +108,19 @@ void attend(const Decoder& d, const Layer& layer, long number, const void* batch
     AttentionCall call{batch, {a.query, query_width, dim}, {a.key, key_width, dim}, {a.value, key_width, dim}, kv,
                        d.kv_is_bf16, d.num_layers * 2 * plane, plane, d.block_size, d.num_heads, d.num_kv_heads, dim,
                        layer.sliding_window, nullptr, a.attended, threads, d.scale, 0.0f};
-    d.attention(&call);
+    RS_NAME(tree_attention)(&call);
     apply(d, layer.output, a.attended, a.update, rows, threads);
 }
 
 }  // namespace
 
-// tokens, positions [rows]; wanted [num_wanted] rows whose logits are written to `logits` [num_wanted, vocab].
-RS_EXPORT void RS_NAME(decoder_forward)(const void* decoder, const void* batch, const long* tokens,
+RS_EXPORT void RS_NAME(decoder_forward)(const void* decoder, const Batch* batch, const long* tokens,
                                         const long* positions, long rows, const long* wanted, long num_wanted,
                                         float* logits, int threads) {
     const Decoder& d = *(const Decoder*)decoder;
     const long query_width = d.num_heads * d.head_dim, key_width = d.num_kv_heads * d.head_dim, width = d.hidden;
     static thread_local Scratch scratch;
-    float* next = scratch.get((size_t)rows * (3 * width + 2 * query_width + 2 * key_width) + 7 * kLanes);
+    float* next = scratch.get<float>(rows * (3 * width + 2 * query_width + 2 * key_width) + 7 * kLanes);
     auto take = [&](long per_row) {
         float* start = next;
         next += (rows * per_row + kLanes - 1) / kLanes * kLanes;
@@ -165,16 +131,16 @@ RS_EXPORT void RS_NAME(decoder_forward)(const void* decoder, const void* batch, 
     for (long r = 0; r < rows; r++) copy_row(d.embedding + tokens[r] * width, a.hidden + r * width, width);
     for (long number = 0; number < d.num_layers; number++) {
         const Layer& layer = d.layers[number];
-        apply(d, layer.input_norm, a.hidden, a.normed, rows, width, threads);
+        apply(layer.input_norm, a.hidden, a.normed, rows, width, threads);
         attend(d, layer, number, batch, positions, a, rows, threads);
         add_to(a.hidden, a.update, rows * width);
-        apply(d, layer.mlp_norm, a.hidden, a.normed, rows, width, threads);
+        apply(layer.mlp_norm, a.hidden, a.normed, rows, width, threads);
         const GatedMlp& m = layer.mlp;
         d.gated_mlp(a.normed, m.gate_up, m.gate_bias, m.up_bias, m.down, m.down_bias, a.update, rows, m.hidden,
                     m.intermediate, m.outputs, (int)m.activation, threads);
         add_to(a.hidden, a.update, rows * width);
     }
     for (long i = 0; i < num_wanted; i++) copy_row(a.hidden + wanted[i] * width, a.update + i * width, width);
-    apply(d, d.final_norm, a.update, a.normed, num_wanted, width, threads);
+    apply(d.final_norm, a.update, a.normed, num_wanted, width, threads);
     d.head_linear(a.normed, d.head.packed, d.head.bias, logits, num_wanted, d.head.inputs, d.head.outputs, threads);
 }

@@ -8,6 +8,8 @@
 // float64 by the definition. So the answer is the definition's, on every instruction set.
 //
 // Sums of exponentials are float64 over 16 lanes and one tree: their order depends on the row alone.
+#include "gumbel.h"
+
 #include "law_lanes.h"
 #include "pool.h"
 
@@ -333,7 +335,7 @@ int refused(long rows, const float* temperatures, const int32_t* top_k, const fl
 
 }  // namespace
 
-// Both return what `refused` says, and do nothing unless it is 0.
+// All return what `refused` says, and do nothing unless it is 0.
 
 // logits [rows, vocab_size] at `stride`.
 RS_EXPORT int RS_NAME(gumbel_sample)(const float* logits, long stride, long rows, long vocab_size, const uint64_t* seeds,
@@ -382,7 +384,6 @@ RS_EXPORT int RS_NAME(gumbel_log_probs)(const float* logits, long stride, long r
     return 0;
 }
 
-// tokens, scores [rows, k], the best first.
 RS_EXPORT int RS_NAME(gumbel_candidates)(const float* logits, long stride, long rows, long vocab_size, long k,
                                           const uint64_t* seeds, const int32_t* positions, const float* temperatures,
                                           int32_t* tokens, float* scores, int num_threads) {

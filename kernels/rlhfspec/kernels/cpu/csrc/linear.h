@@ -21,10 +21,9 @@
 // to a multiple of 64.
 #pragma once
 
-#include <stdlib.h>
-
 #include "activation.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace {
 
@@ -47,23 +46,6 @@ RS_INLINE long num_segments(long k) { return (k + segment_length(k) - 1) / segme
 RS_INLINE int useful_threads(long rows, long num_weights, int num_threads) {
     return num_weights < (1 << 17) && rows * num_weights < (1 << 21) ? 1 : num_threads;
 }
-
-// Memory that a thread keeps from call to call.
-struct Scratch {
-    void* data = nullptr;
-    size_t size = 0;
-    ~Scratch() { free(data); }
-    template <class T>
-    T* get(long count) {
-        size_t wanted = (size_t)count * sizeof(T) + 64;
-        if (wanted > size) {
-            free(data);
-            if (posix_memalign(&data, 4096, wanted) != 0) abort();
-            size = wanted;
-        }
-        return (T*)data;
-    }
-};
 
 // Weights needed next, fetched into the cache a few lines at a time while the present ones are multiplied.
 struct Prefetch {

@@ -1,6 +1,7 @@
 // Root-mean-square normalisation of rows.
+#include "norm.h"
+
 #include "pool.h"
-#include "simd.h"
 
 namespace {
 
@@ -26,7 +27,6 @@ RS_INLINE f32x16 scaled(f32x16 x, f32x16 scale, f32x16 weight, bool add_one) {
 
 }  // namespace
 
-// out[r, :] = x[r, :] / sqrt(mean(x[r, :]^2) + eps) * (weight + add_one)
 RS_EXPORT void RS_NAME(rms_norm)(const float* x, const float* weight, float* out, long num_rows, long width, float eps,
                                  int add_one, int num_threads) {
     if (num_rows * width < 65536) num_threads = 1;  // waking a thread costs more than this much work
