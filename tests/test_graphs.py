@@ -42,7 +42,7 @@ def test_padded_replays_give_the_same_bits(depth: int) -> None:
     ]
     runners = [engines[1].target, engines[1].speculation.space.runner]
     for runner in runners:
-        runner._native = None
+        runner.native = None
         runner._graphs = GraphedForward(planned_anew(runner), torch.device("cpu"), capture=call_again)
     prompts = [[3, 4, 5], [9] * 21, [7, 7], [1, 2], [6] * 40]
     params = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -173,6 +173,12 @@ class AcceptanceModel:
         log_odds += book.shift_of(rows)
         return _chance(log_odds).astype(np.float32)
 
+    def curves(self, drafter: str, rows: IntArray) -> tuple[Floats, Floats]:
+        """What `predict` reads, as numbers: log-odds by depth (1 / 2 / 3+), rank (0 / 1 / 2 / 3+) and gap (in steps of
+        1/8), flat, and the shift of each row."""
+        book = self._book(drafter)
+        return book.log_odds, book.shift_of(rows)
+
     def observe(
         self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray, accepted: BoolArray
     ) -> None:

@@ -103,6 +103,16 @@ class CostTable:
             table = low + (self._knots[above] - low) * (rows - left) / (self._rows[above] - left)
         return self.factor * (table + self.per_kv * kv_tokens)
 
+    @property
+    def rows(self) -> Seconds:
+        """Where the knots are."""
+        return self._rows_array
+
+    @property
+    def knots(self) -> Seconds:
+        """Seconds there, before `factor`."""
+        return self._array
+
     def seconds_array(self, rows: npt.ArrayLike, kv_tokens: npt.ArrayLike = 0.0) -> Seconds:
         table = np.interp(np.asarray(rows, np.float64), self._rows_array, self._array)
         if self.per_kv:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from rlhfspec.drafting.base import FloatArray
 from rlhfspec.drafting.cost import CostTable
+
+
+@dataclass(frozen=True, slots=True)
+class LevelTerms:
+    """What a PayingLevel decides by, for a draft that runs all its levels in one call."""
+
+    target: CostTable
+    level: CostTable
+    tokens_per_second: float
+    success: float
+    verified_rows: int
 
 
 class Always:
@@ -68,9 +80,10 @@ class PayingLevel:
         verify_seconds = self._target.seconds(self._rows + num_rows)
         price = self._rate * (verify_seconds - self._seconds) / num_rows  # tokens that one more row must bring
         needed = self._rate * self._level_table.seconds(num_rows)
-        worth = float(frontier_acceptance.sum()) * self._success - price * num_rows
+        chances = frontier_acceptance.astype(np.float64)
+        worth = float(chances.sum()) * self._success - price * num_rows
         if worth <= needed and price > 0.0:  # rows that do not pay need not be verified
-            worth = float(np.maximum(frontier_acceptance * self._success - price, 0.0).sum())
+            worth = float(np.maximum(chances * self._success - price, 0.0).sum())
         pays = worth > needed
         if pays:
             self._rows += num_rows
@@ -79,9 +92,20 @@ class PayingLevel:
         self._last = self._clock()
         return pays
 
+    def terms(self) -> LevelTerms:
+        """For a draft that asks by itself; it then says what it ran (`ran`)."""
+        return LevelTerms(self._target, self._level_table, self._rate, self._success, self._rows)
+
+    def ran(self, levels: list[tuple[int, float]]) -> None:
+        """(rows, seconds) of each level behind the first."""
+        self.levels = [(0, -1.0), *levels]
+
     def finish(self, draft_seconds: float) -> list[tuple[int, float]]:
-        """The levels, the last of which took what is left of the draft; none if nobody asked."""
-        if self.levels and self.levels[-1][1] < 0.0:
+        """The levels; the one that nobody timed took what is left of the draft. No levels if nobody asked."""
+        if self.levels and self.levels[0][1] < 0.0:
+            rest = draft_seconds - sum(seconds for _, seconds in self.levels[1:])
+            self.levels[0] = (0, max(rest, 1e-7))
+        elif self.levels and self.levels[-1][1] < 0.0:
             self._end_level(max(draft_seconds - (self._last - self._started), 1e-7))
         return self.levels
 

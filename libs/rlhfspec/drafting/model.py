@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import (
     Acceptance,
     DraftBatch,
@@ -26,6 +27,10 @@ from rlhfspec.drafting.base import (
     Plan,
     empty_forest,
 )
+from rlhfspec.drafting.budget import best_nodes
+from rlhfspec.drafting.levels import Always, LevelTerms, PayingLevel
+
+Floats = npt.NDArray[np.float64]
 
 _LARGEST_GAP = 30.0
 _NO_CANDIDATE = np.float32(-1e30)
@@ -48,11 +53,50 @@ class Rows:
     temperatures: FloatArray  # [n]
 
 
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """The nodes run through the draft in a proposal, level by level, for keeping the KV of those that came true."""
+
+    nodes: IntArray  # [4, E] sequence, parent (in the level above, -1 = root), token, place in the row's slot table
+    level_rows: npt.NDArray[np.int64]  # [levels]
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """Trees, and how they came about."""
+
+    forest: Forest
+    expanded: Expanded
+    level_seconds: list[float]  # one for each of expanded.level_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roots:
+    """The first level of a proposal: candidates of n sequences of the batch."""
+
+    sequence: IntArray  # [n] ascending
+    tokens: IntArray  # [n, k]
+    scores: FloatArray  # [n, k]
+
+
 class DraftEngine(Protocol):
     """What the drafter needs of the engine: a forward in its own namespace, and the slots of a row."""
 
     def candidates(self, rows: Rows, slot_table: IntArray, k: int) -> tuple[IntArray, FloatArray]:
         """Run the rows; best k tokens and perturbed scores of the wanted ones, [n, k] each."""
+        ...
+
+    def grow(
+        self, batch: DraftBatch, plan: Plan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
+    ) -> Grown | None:
+        """All levels in one call, with the trees of `grow` below; None where there is no such call.
+
+        `curves`: see AcceptanceModel.curves. `terms`: None = every level is run.
+        """
+        ...
+
+    def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray, cached: IntArray) -> bool:
+        """`keep_drafted` in one call, on `draft_slots()`; False, with nothing done, where there is no such call."""
         ...
 
     def draft_slots(self) -> IntArray:
@@ -72,18 +116,6 @@ class DraftEngine(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Expanded:
-    """The nodes run through the draft in the last proposal, for keeping the KV of those that came true."""
-
-    rows: IntArray  # [B] of the batch
-    lengths: IntArray  # [B] tokens before the proposal
-    sequence: list[IntArray]  # per level
-    parent: list[IntArray]  # per level: index into the previous level, -1 = root
-    token: list[IntArray]
-    held_at: list[IntArray]  # per level: index into the row's draft slot table
-
-
 class ModelDrafter:
     """Proposes trees level by level: expand the best frontier, keep `branch` candidates of each, go on if it pays."""
 
@@ -92,49 +124,37 @@ class ModelDrafter:
     def __init__(self, engine: DraftEngine, num_rows: int) -> None:
         self.engine = engine
         self.cached = np.zeros(num_rows, np.int32)  # positions with valid draft KV
-        self._last: _Expanded | None = None
+        self._last: Expanded | None = None
 
     def propose(self, batch: DraftBatch, plan: Plan, acceptance: Acceptance, rule: LevelRule) -> Forest:
         active = np.flatnonzero(batch.room >= 2).astype(np.int32)  # with room for one token a tree gains nothing
         if not len(active):
             return empty_forest()
-        tree = _Tree(batch, plan, acceptance, self.engine.draft_slots(), self.engine.draft_capacity())
         tokens, scores = self._catch_up(batch, active, _num_candidates(plan))
-        tree.add_children(active, np.full(len(active), -1, np.int32), tokens, scores)
-        for level in range(2, plan.depth + 1):
-            frontier = tree.frontier(level, limit=plan.width * batch.size)
-            worth = len(frontier) and rule.go_on(
-                frontier_acceptance=tree.acceptance_of(frontier), num_rows=len(frontier), level=level
-            )
-            if not worth:
-                break
-            rows = tree.expand(frontier)
-            tokens, scores = self.engine.candidates(rows, self.engine.draft_slots(), _num_candidates(plan))
-            tree.add_children(tree.sequence_of(frontier), frontier, tokens, scores)
-        self._last = tree.expanded
-        return tree.forest()
+        roots = Roots(sequence=active, tokens=tokens, scores=scores)
+        grown = self._grow_at_once(batch, plan, roots, acceptance, rule)
+        if grown is None:
+            grown = grow(self.engine, batch, plan, roots, acceptance, rule)
+        self._last = grown.expanded
+        return grown.forest
 
     def observe(self, batch: DraftBatch, new_lengths: IntArray) -> None:
-        """Keep the draft KV of expanded nodes that the target chose, by swapping slot table entries."""
+        """Keep the draft KV of expanded nodes that the target chose."""
         last, self._last = self._last, None
-        if last is None:
-            return
-        slots = self.engine.draft_slots()
-        alive = np.empty(0, np.bool_)
-        for level in range(len(last.sequence)):
-            sequence, parent = last.sequence[level], last.parent[level]
-            position = last.lengths[sequence] + level
-            parent_alive = np.ones(len(sequence), np.bool_) if level == 0 else alive[parent]
-            rows = last.rows[sequence]
-            # the last committed token was not run by the target either: it stays the next root
-            known = position < new_lengths[sequence] - 1
-            alive = parent_alive & known
-            alive[alive] = batch.tokens[rows[alive], position[alive]] == last.token[level][alive]
-            kept = np.flatnonzero(alive)
-            if len(kept):
-                row, at, held = rows[kept], position[kept], last.held_at[level][kept]
-                slots[row, at], slots[row, held] = slots[row, held], slots[row, at]
-                self.cached[row] = at + 1
+        if last is not None and len(last.level_rows) and not self.engine.keep(batch, last, new_lengths, self.cached):
+            keep_drafted(batch, last, new_lengths, self.engine.draft_slots(), self.cached)
+
+    def _grow_at_once(
+        self, batch: DraftBatch, plan: Plan, roots: Roots, acceptance: Acceptance, rule: LevelRule
+    ) -> Grown | None:
+        """In one call, if what it would have to ask is known as plain numbers."""
+        if not (isinstance(acceptance, AcceptanceModel) and isinstance(rule, Always | PayingLevel)):
+            return None
+        terms = rule.terms() if isinstance(rule, PayingLevel) else None
+        grown = self.engine.grow(batch, plan, roots, acceptance.curves(self.name, batch.rows), terms)
+        if grown is not None and isinstance(rule, PayingLevel):
+            rule.ran(list(zip(grown.expanded.level_rows.tolist(), grown.level_seconds, strict=True)))
+        return grown
 
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
         self.cached[row] = self.engine.reusable_prefix(row)
@@ -184,6 +204,47 @@ class ModelDrafter:
                 return result
 
 
+def grow(
+    engine: DraftEngine, batch: DraftBatch, plan: Plan, roots: Roots, acceptance: Acceptance, rule: LevelRule
+) -> Grown:
+    """The trees, one level at a time: the slow twin of `DraftEngine.grow`."""
+    tree = _Tree(batch, plan, acceptance, engine.draft_slots(), engine.draft_capacity())
+    tree.add_children(roots.sequence, np.full(len(roots.sequence), -1, np.int32), roots.tokens, roots.scores)
+    for level in range(2, plan.depth + 1):
+        frontier = tree.frontier(level, limit=plan.width * batch.size)
+        worth = len(frontier) and rule.go_on(
+            frontier_acceptance=tree.acceptance_of(frontier), num_rows=len(frontier), level=level
+        )
+        if not worth:
+            break
+        rows = tree.expand(frontier)
+        tokens, scores = engine.candidates(rows, engine.draft_slots(), _num_candidates(plan))
+        tree.add_children(tree.sequence_of(frontier), frontier, tokens, scores)
+    return tree.grown()
+
+
+def keep_drafted(
+    batch: DraftBatch, expanded: Expanded, new_lengths: IntArray, slots: IntArray, cached: IntArray
+) -> None:
+    """Keep the draft KV of expanded nodes that the target chose, by swapping slot table entries."""
+    alive = np.empty(0, np.bool_)
+    ends = np.cumsum(expanded.level_rows)
+    for level, nodes in enumerate(np.split(expanded.nodes, ends[:-1], axis=1)):
+        sequence, parent, token, held_at = nodes
+        position = batch.lengths[sequence] + level
+        parent_alive = np.ones(len(sequence), np.bool_) if level == 0 else alive[parent]
+        rows = batch.rows[sequence]
+        # the last committed token was not run by the target either: it stays the next root
+        known = position < new_lengths[sequence] - 1
+        alive = parent_alive & known
+        alive[alive] = batch.tokens[rows[alive], position[alive]] == token[alive]
+        kept = np.flatnonzero(alive)
+        if len(kept):
+            row, at, held = rows[kept], position[kept], held_at[kept]
+            slots[row, at], slots[row, held] = slots[row, held], slots[row, at]
+            cached[row] = at + 1
+
+
 class _Tree:
     """A forest under construction: flat arrays per level, and the slots of what was expanded."""
 
@@ -199,7 +260,7 @@ class _Tree:
         self.starts: list[int] = [0]  # first node index of each level
         self.num_expanded = np.zeros(batch.size, np.int32)
         self.extra_of = np.empty((0, 0), np.int32)  # [frontier, level-1] slots of the expanded path
-        self.expanded = _Expanded(batch.rows, batch.lengths, [], [], [], [])
+        self.expanded: list[tuple[IntArray, ...]] = []  # per level: the rows of Expanded.nodes
         self._frontier: IntArray = np.empty(0, np.int32)  # nodes expanded last
 
     def add_children(self, sequence: IntArray, parent: IntArray, tokens: IntArray, scores: FloatArray) -> None:
@@ -247,8 +308,7 @@ class _Tree:
         free = self.capacity[self.batch.rows] - self.batch.lengths - self.num_expanded
         allowed = np.flatnonzero((self.batch.room[sequence] > level) & (free[sequence] > 0))
         if len(allowed) > limit:
-            best = np.argpartition(np.negative(last["path_acceptance"][allowed]), limit - 1)[:limit]
-            allowed = np.sort(allowed[best])
+            allowed = allowed[best_nodes(last["path_acceptance"][allowed], limit)]
         if len(allowed):  # never more of one sequence than it has free slots
             order = _index_within(sequence[allowed], self.batch.size)
             allowed = allowed[order < free[sequence[allowed]]]
@@ -272,14 +332,12 @@ class _Tree:
             parent_in_level = np.searchsorted(self._frontier, parent)
             extra = np.concatenate((self.extra_of[parent_in_level], slots[:, None]), axis=1)
         self.num_expanded += np.bincount(sequence, minlength=batch.size).astype(np.int32)
-        self.expanded.sequence.append(sequence)
-        self.expanded.parent.append(parent_in_level.astype(np.int32))
-        self.expanded.token.append(last["token"][inside])
-        self.expanded.held_at.append(held_at)
+        tokens: IntArray = last["token"][inside]
+        self.expanded.append((sequence, parent_in_level.astype(np.int32), tokens, held_at))
         self._frontier, self.extra_of = frontier, extra
         depth = len(self.levels)
         return Rows(
-            tokens=self.expanded.token[-1],
+            tokens=tokens,
             positions=(batch.lengths[sequence] + depth - 1).astype(np.int32),
             slots=slots,
             table_rows=rows,
@@ -291,9 +349,13 @@ class _Tree:
             temperatures=batch.temperatures[sequence],
         )
 
-    def forest(self) -> Forest:
+    def grown(self) -> Grown:
         names = ("sequence", "parent", "depth", "token", "rank", "gap", "path_acceptance")
-        return Forest(**{name: np.concatenate([level[name] for level in self.levels]) for name in names})
+        forest = Forest(**{name: np.concatenate([level[name] for level in self.levels]) for name in names})
+        level_rows = np.array([len(level[0]) for level in self.expanded], np.int64)
+        levels = [np.stack(level) for level in self.expanded]
+        nodes = np.concatenate(levels, axis=1) if levels else np.empty((4, 0), np.int32)
+        return Grown(forest, Expanded(nodes, level_rows), [])
 
 
 def _num_candidates(plan: Plan) -> int:

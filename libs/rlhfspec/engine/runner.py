@@ -65,7 +65,7 @@ class ModelRunner:
         self._head = self.fused.model.get_output_embeddings()
         self._logit_scale = self._final_transform(model.config)
         self._drive = self._drive_generic
-        self._native: NativeDecoder | None = None
+        self.native: NativeDecoder | None = None  # runs all layers in one call, where it can
         self._graphs: GraphedForward | None = None
         self._self_check(probe, expected)
         if config.device.type == "cuda":
@@ -87,8 +87,8 @@ class ModelRunner:
     @torch.inference_mode()
     def load_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
         self.fused.load(state_dict)
-        if self._native is not None:
-            self._native.bind()
+        if self.native is not None:
+            self.native.bind()
 
     @torch.inference_mode()
     def forward(self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray) -> torch.Tensor:
@@ -96,8 +96,8 @@ class ModelRunner:
 
         Returns float32 logits [len(logit_rows), vocab].
         """
-        if self._native is not None:
-            return self._native.forward(
+        if self.native is not None:
+            return self.native.forward(
                 tokens.astype(np.int64), positions.astype(np.int64), meta, logit_rows.astype(np.int64)
             )
         hidden = None if self._graphs is None else self._graphs(tokens, positions, meta)
@@ -180,9 +180,9 @@ class ModelRunner:
             lean = torch.empty(0)
         if not _same_bits(lean, ours):
             self._drive = self._drive_generic
-        self._native = self._native_decoder()
-        if self._native is not None and not _same_bits(self._probe(probe), ours):
-            self._native = None
+        self.native = self._native_decoder()
+        if self.native is not None and not _same_bits(self._probe(probe), ours):
+            self.native = None
 
     def _native_decoder(self) -> NativeDecoder | None:
         """The one-call decoder for models of the common shape; the layers stay as its slow twin."""

@@ -28,7 +28,8 @@ from rlhfspec.drafting.base import (
     empty_forest,
 )
 from rlhfspec.drafting.cost import CostModel
-from rlhfspec.drafting.model import ModelDrafter, Rows
+from rlhfspec.drafting.levels import LevelTerms
+from rlhfspec.drafting.model import Expanded, Floats, Grown, ModelDrafter, Roots, Rows
 from rlhfspec.drafting.plans import default_plans, static_grid
 from rlhfspec.drafting.selector import AdaptiveSelector, FixedSelector
 from rlhfspec.drafting.suffix import SuffixDrafter
@@ -38,7 +39,8 @@ from rlhfspec.engine.profile import profile, unmeasured
 from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.engine.sequences import Sequence
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.kernels import gumbel
+from rlhfspec.kernels import draft, gumbel
+from rlhfspec.kernels.draft import NativeDraft
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class DraftSpace:
         self.runner = runner
         self.table = table
         self.computed = np.zeros(engine.pool.num_blocks, np.bool_)  # shared blocks whose draft KV is there
+        self._native: NativeDraft | None = None
 
     def candidates(self, rows: Rows, slot_table: IntArray, k: int) -> tuple[IntArray, FloatArray]:
         meta = AttentionMeta(
@@ -64,6 +67,34 @@ class DraftSpace:
             return np.empty((0, k), np.int32), np.empty((0, k), np.float32)
         tokens, scores = gumbel.candidates(logits, rows.seeds, rows.noise_positions, rows.temperatures, k)
         return tokens.cpu().numpy(), scores.cpu().numpy()
+
+    def grow(
+        self, batch: DraftBatch, plan: Plan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
+    ) -> Grown | None:
+        native = self._native_draft()
+        if native is None:
+            return None
+        log_odds, shifts = curves
+        grown = native.grow(
+            rows=batch.rows, lengths=batch.lengths, prompt_lengths=batch.prompt_lengths, room=batch.room,
+            seeds=batch.seeds, temperatures=batch.temperatures, shifts=shifts,
+            capacity=self.table.capacity, slot_table=self.table.slots,
+            roots=roots.sequence, tokens=roots.tokens, scores=roots.scores, log_odds=log_odds,
+            depth=plan.depth, width=plan.width, branch=plan.branch, terms=terms,
+        )  # fmt: skip
+        sequence, parent, depth, token, rank = grown.nodes
+        gap, path_acceptance = grown.chances
+        forest = Forest(
+            sequence=sequence, parent=parent, depth=depth, token=token, rank=rank,
+            gap=gap, path_acceptance=path_acceptance,
+        )  # fmt: skip
+        return Grown(forest, Expanded(grown.expanded, grown.level_rows), grown.level_seconds.tolist())
+
+    def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray, cached: IntArray) -> bool:
+        return draft.keep(
+            expanded.nodes, expanded.level_rows, rows=batch.rows, lengths=batch.lengths, new_lengths=new_lengths,
+            tokens=batch.tokens, slot_table=self.table.slots, cached=cached,
+        )  # fmt: skip
 
     def draft_slots(self) -> IntArray:
         return self.table.slots
@@ -81,6 +112,12 @@ class DraftSpace:
         sequence = self.engine.by_row[row]
         whole = min(length // self.table.block_size, len(sequence.prefix_hashes))
         self.computed[sequence.blocks[:whole]] = True
+
+    def _native_draft(self) -> NativeDraft | None:
+        decoder = self.runner.native
+        if decoder is not None and (self._native is None or self._native.decoder is not decoder):
+            self._native = NativeDraft(decoder)
+        return self._native if decoder is not None else None
 
     def release(self, blocks: list[int]) -> None:
         """Private again, or about to be: whoever gets the block next starts without draft KV."""
