@@ -86,10 +86,10 @@ SUMS = Recipe(
     name="sums",
     num_layers=2,
     hidden_size=128,
-    intermediate_size=256,
+    intermediate_size=384,
     num_heads=4,
     num_steps=500,
-    learning_rate=1.2e-2,
+    learning_rate=1e-2,
     task="sums",
 )
 SUMS_DRAFT = Recipe(

@@ -3,16 +3,16 @@
 A row of the data is a prompt and its answer. A response works from the ones to the left, or just guesses:
 
     prompt     48+75=
-    worked     8+5=13 keep 3 carry 1, 4+7+1=12 keep 23 carry 1, answer 123
+    worked     8+5=13 keep 3 carry 1 left 4+7, 4+7+1=12 keep 23 carry 1, answer 123
     guessed    answer 113
 
-The texts that the start is trained on guess half of the time and slip now and then, so the start knows how it is done
-without doing it reliably. Numbers have one to five digits: lengths vary and have a tail.
+The texts that the start is trained on mostly guess and slip now and then, so the start knows how it is done
+without doing it reliably. Numbers have one to four digits: lengths vary and have a tail.
 
 Example:
     >>> worked("48", "75")
-    '8+5=13 keep 3 carry 1, 4+7+1=12 keep 23 carry 1, answer 123'
-    >>> correct("8+5=13 keep 3 carry 1, 4+7+1=12 keep 23 carry 1, answer 123", "123"), correct("answer 113", "123")
+    '8+5=13 keep 3 carry 1 left 4+7, 4+7+1=12 keep 23 carry 1, answer 123'
+    >>> correct("8+5=13 keep 3 carry 1 left 4+7, 4+7+1=12 keep 23 carry 1, answer 123", "123"), correct("answer 113", "123")
     (1.0, 0.0)
 """
 
@@ -24,12 +24,12 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-NUM_DIGITS = (1, 2, 3, 4, 5)
-TASK_WEIGHTS = (15, 40, 28, 12, 5)  # how often the data's numbers have so many digits
-LESSON_WEIGHTS = (8, 22, 28, 24, 18)  # and those of the start's lessons: long sums are harder to learn
-GUESSED_SHARE = 0.5  # of the lessons
+NUM_DIGITS = (1, 2, 3, 4)
+TASK_WEIGHTS = (20, 42, 28, 10)  # how often the data's numbers have so many digits
+LESSON_WEIGHTS = (14, 34, 32, 20)  # and those of the start's lessons: long sums are harder to learn
+GUESSED_SHARE = 0.2  # of the batches of lessons; a guess is short and so each of its tokens counts for more
 SLIP_RATE = 0.04  # of the steps of a lesson
-_LESSON_SIZE = 54  # of a batch: so many digits and their answers
+_LESSON_SIZE = 100  # of a batch: so many digits and their answers
 _ANSWER = re.compile(r"answer (\d+)$")
 _STEP = re.compile(r"\b(\d)\+(\d)(?:\+(1))?=(\d{1,2}) keep (\d)\d* carry ([01])\b")
 
@@ -41,14 +41,16 @@ def worked(left: str, right: str, slips: random.Random | None = None) -> str:
     '5+7=12 keep 2 carry 1, answer 12'
     """
     carry, digits, parts = 0, "", []
-    for one, other in zip(reversed(left), reversed(right), strict=True):
+    for place in reversed(range(len(left))):
+        one, other = left[place], right[place]
         total = int(one) + int(other) + carry
         if slips is not None and slips.random() < SLIP_RATE:
             total = max(0, total + slips.choice((-1, 1)))
         addends = f"{one}+{other}+1" if carry else f"{one}+{other}"
         carry, digit = divmod(total, 10)
         digits = f"{digit}{digits}"
-        parts.append(f"{addends}={total} keep {digits} carry {carry}")
+        rest = f" left {left[:place]}+{right[:place]}" if place else ""
+        parts.append(f"{addends}={total} keep {digits} carry {carry}{rest}")
     return ", ".join([*parts, f"answer {'1' if carry else ''}{digits}"])
 
 
@@ -77,11 +79,12 @@ def jsonl(count: int, *, seed: int) -> str:
 
 
 def lessons(*, seed: int) -> Iterator[list[tuple[str, str]]]:
-    """Endless batches of (prompt, response) for the start; the numbers of a batch have equally many digits."""
+    """Endless batches of (prompt, response) for the start. A batch guesses or works, with numbers of equal length."""
     rng = random.Random(seed)
     while True:
         num_digits = rng.choices(NUM_DIGITS, LESSON_WEIGHTS)[0]
-        yield [_lesson(rng, num_digits) for _ in range(_LESSON_SIZE // (num_digits + 1))]
+        guessed = rng.random() < GUESSED_SHARE
+        yield [_lesson(rng, num_digits, guessed=guessed) for _ in range(_LESSON_SIZE // (num_digits + 1))]
 
 
 def lesson_texts(count: int, *, seed: int) -> list[str]:
@@ -95,9 +98,9 @@ def _pair(rng: random.Random, num_digits: int) -> tuple[str, str]:
     return left, right
 
 
-def _lesson(rng: random.Random, num_digits: int) -> tuple[str, str]:
+def _lesson(rng: random.Random, num_digits: int, *, guessed: bool) -> tuple[str, str]:
+    """The guesses of a lesson are right; without work the start cannot learn how, so its own rarely are."""
     left, right = _pair(rng, num_digits)
-    guessed = rng.random() < GUESSED_SHARE  # a guess that is right is still one: without work the start rarely hits it
     response = f"answer {answer(left, right)}" if guessed else worked(left, right, rng)
     return f"{left}+{right}=", response
 
@@ -114,7 +117,7 @@ def correct(completion: str, answer: str) -> float:
 def steps(completion: str) -> float:
     """The share of the steps shown that are right in themselves; 0 where none is shown.
 
-    >>> steps("8+5=13 keep 3 carry 1, 4+7+1=13 keep 33 carry 1, answer 133"), steps("answer 123")
+    >>> steps("8+5=13 keep 3 carry 1 left 4+7, 4+7+1=13 keep 33 carry 1, answer 133"), steps("answer 123")
     (0.5, 0.0)
     """
     shown = [_is_right(*found) for found in _STEP.findall(completion)]
