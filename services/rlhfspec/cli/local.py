@@ -28,6 +28,7 @@ from rlhfspec.errors import DataExhausted
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
 from rlhfspec.learning.algorithms import scoring_stages
+from rlhfspec.learning.distributed import Leader, Ranks
 from rlhfspec.learning.learner import Learner
 from rlhfspec.modeling.critic import load_critic
 from rlhfspec.modeling.loading import load_reference
@@ -67,7 +68,8 @@ class Parts:
     tokenizer: Any
     prompts: Prompts
     sources: RewardSources
-    learner: Learner
+    policy: Any  # the model that is trained
+    learner: Learner | Leader
     engines: list[Engine]
     references: list[LogProbScorer]
     critics: list[ValueScorer]
@@ -79,17 +81,16 @@ class Parts:
         return min(steps, self.prompts.order.last_step or steps)
 
     def export(self, folder: Path) -> None:
-        policy = self.learner.policy
         export_hf(
             folder,
             self.learner.policy_state(),
-            policy.config,
+            self.policy.config,
             tokenizer=self.tokenizer,
-            generation_config=policy.generation_config,
+            generation_config=self.policy.generation_config,
         )
 
 
-def make_parts(job: RLHFJob, base_folder: Path, say: Say) -> Parts:
+def make_parts(job: RLHFJob, base_folder: Path, say: Say, ranks: Ranks) -> Parts:
     """Loads data, rewards and models. Raises InvalidRequest for whatever a user can mend."""
     spec = job.spec
     say("reading the data")
@@ -100,7 +101,7 @@ def make_parts(job: RLHFJob, base_folder: Path, say: Say) -> Parts:
     sources.check_columns(prompts.columns)
     max_context = prompts.longest + spec.generation.max_tokens
     say("loading the policy")
-    learner = Learner.from_spec(spec)
+    learner = Learner.from_spec(spec, ranks=ranks)
     stages = scoring_stages(spec.algorithm)
     references = []
     if "reference" in stages:
@@ -108,7 +109,7 @@ def make_parts(job: RLHFJob, base_folder: Path, say: Say) -> Parts:
         references = [_reference(job, max_context) for _ in range(spec.roles.reference.workers)]
     critics = []
     if "critic" in stages:
-        critics = [_critic(job, learner, max_context) for _ in range(spec.roles.critic.workers)]
+        critics = [_critic(job, max_context) for _ in range(spec.roles.critic.workers)]
     say("making the engine ready, and measuring what a step costs")
     engines = [_engine(job, tokenizer, max_context) for _ in range(spec.roles.generator.workers)]
     return Parts(
@@ -116,7 +117,8 @@ def make_parts(job: RLHFJob, base_folder: Path, say: Say) -> Parts:
         tokenizer=tokenizer,
         prompts=prompts,
         sources=sources,
-        learner=learner,
+        policy=learner.policy,
+        learner=Leader(learner, ranks) if ranks.num_ranks > 1 else learner,
         engines=engines,
         references=references,
         critics=critics,
@@ -139,7 +141,7 @@ def _engine(job: RLHFJob, tokenizer: Any, max_context: int) -> Engine:
     return make_engine(target, config, draft=draft, tokenizer=tokenizer)
 
 
-def _critic(job: RLHFJob, learner: Learner, max_context: int) -> ValueScorer:
+def _critic(job: RLHFJob, max_context: int) -> ValueScorer:
     """A copy of the learner's critic; its weights come with the first version that is handed out."""
     return ValueScorer(load_critic(job.spec.model), max_context=max_context)
 
@@ -201,6 +203,8 @@ class Run:
 
     def close(self) -> None:
         """Others may write the folder again."""
+        if isinstance(self.parts.learner, Leader):
+            self.parts.learner.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
         self.folder.close()

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,30 +42,38 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the folder's 
 
 
 def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False) -> None:
-    """Train: every stage in this process. Ctrl-C ends the step, writes a checkpoint and stops."""
+    """Train: every stage in this process. Ctrl-C ends the step, writes a checkpoint and stops.
+
+    Launched by torchrun, rank 0 runs the stages and all ranks share the training (docs/training.md).
+    """
     console = wide_console()
     with exit_on_problems(), _leaving_at_once_on_ctrl_c():
         checked = read_job(job, overrides or [])
         check_made_here(checked, job)
+        if int(os.environ.get("RANK", "0")) > 0:
+            return _follow(checked)
         outcome = _run(checked, job, out or Path("out") / checked.metadata.name, resume, console)
     if outcome != "completed":
         raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
 
 
 def _run(job: RLHFJob, job_path: Path, out: Path, resume: bool, console: Console) -> Outcome:
-    with StatusLine() as status:
-        status("importing torch")
-        from transformers.utils.logging import disable_progress_bar
+    with ExitStack() as leaving:
+        with StatusLine() as status:
+            status("importing torch")
+            from transformers.utils.logging import disable_progress_bar
 
-        from rlhfspec.cli.local import Run, make_parts
-        from rlhfspec.cli.tiny_paths import with_tiny_paths
-        from rlhfspec.telemetry.run_folder import RunFolder
-        from rlhfspec.telemetry.view import View
+            from rlhfspec.cli.local import Run, make_parts
+            from rlhfspec.cli.tiny_paths import with_tiny_paths
+            from rlhfspec.learning.distributed import joined
+            from rlhfspec.telemetry.run_folder import RunFolder
+            from rlhfspec.telemetry.view import View
 
-        disable_progress_bar()  # type: ignore[no-untyped-call]
-        view = View(job, console)
-        parts = make_parts(with_tiny_paths(job, status), job_path.absolute().parent, status)
-    with closing(Run(parts, RunFolder(out), view)) as run:
+            disable_progress_bar()  # type: ignore[no-untyped-call]
+            view = View(job, console)
+            ranks = leaving.enter_context(joined(**_patience(job)))
+            parts = make_parts(with_tiny_paths(job, status), job_path.absolute().parent, status, ranks)
+        run = leaving.enter_context(closing(Run(parts, RunFolder(out), view)))
         for line in run.begin(job, resume=resume):
             console.print(line, highlight=False)
         outcome, reason = _outcome_of(run, console)
@@ -90,6 +98,24 @@ def _leaving_at_once_on_ctrl_c() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _follow(job: RLHFJob) -> None:
+    """Ranks other than 0 train along until rank 0 says stop; signals are rank 0's business."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    from rlhfspec.cli.tiny_paths import with_tiny_paths
+    from rlhfspec.learning.distributed import follow, joined
+    from rlhfspec.learning.learner import Learner
+
+    with joined(**_patience(job)) as ranks:
+        follow(Learner.from_spec(with_tiny_paths(job, lambda _: None).spec, ranks=ranks), ranks)
+
+
+def _patience(job: RLHFJob) -> dict[str, float]:
+    """Rank 0 is silent for as long as the other stages take for a step."""
+    deadline = job.spec.roles.trainer.deadline_seconds
+    return {"timeout_seconds": deadline, "silence_seconds": deadline + job.spec.roles.generator.deadline_seconds}
 
 
 def _outcome_of(run: Run, console: Console) -> tuple[Outcome, str]:
