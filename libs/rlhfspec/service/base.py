@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 from rlhfspec.service.threads import ComputeThread
 from rlhfspec.service.vitals import Vitals
@@ -45,6 +45,16 @@ class Service(ABC):
     async def stop(self) -> None:
         """Asks `run` to return soon. By default sets `self.stopping`, which `run` looks at."""
         self.stopping.set()
+
+    async def unless_stopped(self, wait: Coroutine[Any, Any, list[R]]) -> list[R]:
+        """What the wait brings; nothing, and the wait is cancelled, as soon as the worker is asked to stop."""
+        waiting, stop = asyncio.create_task(wait), asyncio.create_task(self.stopping.wait())
+        try:
+            await asyncio.wait([waiting, stop], return_when=asyncio.FIRST_COMPLETED)
+            return waiting.result() if waiting.done() else []
+        finally:
+            waiting.cancel()
+            stop.cancel()
 
     async def in_thread(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Computes in this worker's own thread (`ComputeThread`)."""

@@ -26,7 +26,7 @@ class DeadLetterWatch(Service):
         letters = await self._bus.dead_letters()
         while not self.stopping.is_set():
             with self.vitals.waiting("records that nobody could handle"):
-                messages = await letters.pull(1, LOOK_EVERY_SECONDS)
+                messages = await self.unless_stopped(letters.pull(1, LOOK_EVERY_SECONDS))
             for message in messages:
                 await message.ack()
                 raise _undeliverable(decode(message.data))

@@ -31,8 +31,9 @@ class TokenScoringService(Service):
     def score(self, sample: Sample) -> Sequence[float]:
         """A number for each response token; runs in the worker's thread."""
 
-    async def prepare(self, sample: Sample) -> None:
-        """Whatever must be there before this sample can be scored."""
+    async def prepare(self, sample: Sample) -> bool:
+        """Waits for whatever must be there before this sample can be scored; False: asked to stop before it was."""
+        return True
 
     @property
     def weights_version(self) -> int:
@@ -42,14 +43,15 @@ class TokenScoringService(Service):
         inbox = await self._bus.subscribe(Sample, ack_wait_seconds=self._deadline, max_unacknowledged=64)
         while not self.stopping.is_set():
             with self.vitals.waiting("finished samples"):
-                arrived = await inbox.pull(max_records=1, timeout_seconds=PULL_SECONDS)
+                arrived = await self.unless_stopped(inbox.pull(max_records=1, timeout_seconds=PULL_SECONDS))
             for delivery in arrived:
                 if delivery.record.finish_reason != "error":  # the trainer says what became of it
+                    if not await self.prepare(delivery.record):
+                        return
                     await self._score(delivery.record)
                 await delivery.ack()
 
     async def _score(self, sample: Sample) -> None:
-        await self.prepare(sample)
         with self.vitals.working(f"scoring {sample.id}", deadline_seconds=self._deadline):
             values = await self.in_thread(self.score, sample)
         await self._bus.publish(

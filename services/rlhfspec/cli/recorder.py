@@ -29,13 +29,17 @@ class RunRecorder:
         self._trackers = trackers
         self._stopwatch = Stopwatch(vitals)
         self._strategies: Counter[str] = Counter()
+        self._lap = self._stopwatch.lap()
 
     def load(self, load: Load) -> None:
         self._strategies[load.strategy] += 1
 
+    def learnt(self) -> None:
+        self._lap = self._stopwatch.lap()
+
     def record(self, trained: Trained) -> str:
         self._folder.append_samples(trained.chosen.all_samples, trained.chosen.rewards)
-        seconds, began = self._stopwatch.lap()
+        seconds, began = self._lap
         metrics = step_metrics(self._job, trained, seconds, began, dict(self._strategies))
         self._strategies.clear()
         self._folder.append_step(metrics)
@@ -49,7 +53,7 @@ class RunRecorder:
 
 
 class Stopwatch:
-    """How long each stage worked since the last lap. A step's checkpoint counts for the next one."""
+    """How long each stage worked since the last lap. Writing a step down, checkpoint and all, counts for the next."""
 
     def __init__(self, vitals: Vitals) -> None:
         self.checkpoint_seconds = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from rlhfspec.loop import STAGES
 from rlhfspec.records import Load, Sample, StepReport
@@ -47,5 +48,5 @@ class WatchService(Service):
             self._view.vitals([state for state in self._all.snapshot() if state.stage in STAGE_NAMES])
             if last:
                 return
-            with self.vitals.waiting("something to show"):
-                await asyncio.sleep(LOOK_SECONDS)
+            with self.vitals.waiting("something to show"), suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), LOOK_SECONDS)

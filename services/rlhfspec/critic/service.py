@@ -32,20 +32,22 @@ class CriticService(TokenScoringService):
     def weights_version(self) -> int:
         return self._scorer.version
 
-    async def prepare(self, sample: Sample) -> None:
+    async def prepare(self, sample: Sample) -> bool:
         """The trainer publishes a version's critic before its policy, so what sampled is never ahead of what scores."""
         self._inbox = self._inbox or await self._bus.subscribe(Weights)
         wanted = sample.step - 1 - self._staleness
-        while True:
+        while not self.stopping.is_set():
             late = self.weights_version < wanted
             with self.vitals.waiting(f"the critic's weights, version {wanted}"):
-                arrived = await self._inbox.pull(max_records=8, timeout_seconds=WEIGHTS_PULL_SECONDS if late else 0.0)
+                pulling = self._inbox.pull(max_records=8, timeout_seconds=WEIGHTS_PULL_SECONDS if late else 0.0)
+                arrived = await self.unless_stopped(pulling)
             for delivery in arrived:
                 if delivery.record.role == "critic" and delivery.record.version > self.weights_version:
                     await self._load(delivery.record)
                 await delivery.ack()
             if not arrived and self.weights_version >= wanted:
-                return
+                return True
+        return False
 
     async def _load(self, record: Weights) -> None:
         with self.vitals.working(f"loading weights version {record.version}", deadline_seconds=self._deadline):

@@ -59,7 +59,7 @@ class GeneratorService(Service):
         """Between two steps of the engine. What runs goes on under the new version, and says so token by token."""
         timeout = IDLE_SECONDS if self._early and not self._running else 0.0
         with self.vitals.waiting(f"weights newer than version {self._engine.weights_version}"):
-            arrived = await inbox.pull(max_records=8, timeout_seconds=timeout)
+            arrived = await self.unless_stopped(inbox.pull(max_records=8, timeout_seconds=timeout))
         newest = max((d.record for d in arrived if d.record.role == "policy"), key=lambda r: r.version, default=None)
         if newest is not None and newest.version > self._engine.weights_version:
             with self.vitals.working(f"loading weights version {newest.version}", deadline_seconds=self._deadline):
@@ -73,7 +73,8 @@ class GeneratorService(Service):
     async def _take_prompts(self, inbox: Inbox[Prompt]) -> None:
         idle = not (self._running or self._early)
         with self.vitals.waiting("prompts"):
-            arrived = await inbox.pull(max_records=1024, timeout_seconds=IDLE_SECONDS if idle else 0.0)
+            pulling = inbox.pull(max_records=1024, timeout_seconds=IDLE_SECONDS if idle else 0.0)
+            arrived = await self.unless_stopped(pulling)
         self._early.extend(arrived)
         ready = [d for d in self._early if d.record.weights_version <= self._engine.weights_version]
         self._early = deque(d for d in self._early if d.record.weights_version > self._engine.weights_version)

@@ -6,7 +6,8 @@ from rlhfspec.data import Prompts
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Demand, Prompt, Weights, sample_id, sample_seed
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import StageBus
+from rlhfspec.service.bus import Inbox, StageBus
+from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
 
 PULL_SECONDS = 0.5
@@ -29,18 +30,25 @@ class PromptsService(Service):
     async def run(self) -> None:
         weights = await self._bus.subscribe(Weights)
         demands = await self._bus.subscribe(Demand)
+        await together(self._follow(weights), self._answer(demands))
+
+    async def _follow(self, weights: Inbox[Weights]) -> None:
         while not self.stopping.is_set():
-            with self.vitals.waiting(f"weights for step {self._published + 1}, or a demand"):
-                changed = await weights.pull(max_records=8, timeout_seconds=PULL_SECONDS)
-                asked = await demands.pull(max_records=8, timeout_seconds=0.0 if changed else PULL_SECONDS)
-            for new in changed:
-                if new.record.role == "policy":
-                    await self._publish_steps(new.record.version)
-                await new.ack()
-            for demand in asked:
-                record = demand.record
-                await self._publish(record.step, record.round, record.num_prompts)
-                await demand.ack()
+            with self.vitals.waiting(f"weights for step {self._published + 1}"):
+                arrived = await self.unless_stopped(weights.pull(max_records=8, timeout_seconds=PULL_SECONDS))
+            for delivery in arrived:
+                if delivery.record.role == "policy":
+                    await self._publish_steps(delivery.record.version)
+                await delivery.ack()
+
+    async def _answer(self, demands: Inbox[Demand]) -> None:
+        while not self.stopping.is_set():
+            with self.vitals.waiting("a demand"):
+                arrived = await self.unless_stopped(demands.pull(max_records=8, timeout_seconds=PULL_SECONDS))
+            for delivery in arrived:
+                demand = delivery.record
+                await self._publish(demand.step, demand.round, demand.num_prompts)
+                await delivery.ack()
 
     async def _publish_steps(self, version: int) -> None:
         """Every step that version may sample: the next one, and as many more as staleness allows."""

@@ -42,7 +42,8 @@ class RewardService(Service):
             async with kept_in_progress(self._held.values, every_seconds=ACK_WAIT_SECONDS / 4, clock=self._bus.clock):
                 while not self.stopping.is_set():
                     with self.vitals.waiting("finished samples"):
-                        for delivery in await inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS):
+                        pulling = inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS)
+                        for delivery in await self.unless_stopped(pulling):
                             self._collect(delivery)
                     self._raise_failure()
         finally:
@@ -51,7 +52,10 @@ class RewardService(Service):
 
     def _collect(self, delivery: Delivery[Sample]) -> None:
         sample = delivery.record
+        again = sample.id in self._held
         self._held[sample.id] = delivery
+        if again:
+            return  # delivered anew while it is held here: acknowledged once its score is out
         group = self._groups[sample.group_id if self._group_size > 1 else sample.id]
         group.add(sample.id)
         if len(group) == self._group_size:

@@ -54,6 +54,7 @@ class Collector:
         self.shape = shape
         self._samples: dict[str, Sample] = {}
         self._scores: dict[tuple[str, ScoringStage], Score] = {}
+        self._num_scores: Counter[ScoringStage] = Counter()
         self._num_prompts = shape.num_prompts
         self._round = 0
 
@@ -64,7 +65,9 @@ class Collector:
         self._samples[sample.id] = sample
 
     def add_score(self, score: Score) -> None:
-        self._scores[score.sample_id, score.stage] = score
+        key = (score.sample_id, score.stage)
+        self._num_scores[score.stage] += key not in self._scores
+        self._scores[key] = score
 
     @property
     def num_expected(self) -> int:
@@ -115,10 +118,9 @@ class Collector:
         return sorted(self._samples.values(), key=lambda sample: sample.sort_key)
 
     def _missing(self) -> Counter[str]:
-        by_stage = Counter(stage for _, stage in self._scores)
         expected = self.num_expected
         wanted = {"sample": expected - len(self._samples)}
-        wanted |= {f"{stage} score": expected - by_stage[stage] for stage in self.shape.stages}
+        wanted |= {f"{stage} score": expected - self._num_scores[stage] for stage in self.shape.stages}
         return Counter({what: count for what, count in wanted.items() if count > 0})
 
     def _usable_groups(self) -> dict[str, list[Sample]]:

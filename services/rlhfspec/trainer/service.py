@@ -47,6 +47,10 @@ class Trained:
 class Recorder(Protocol):
     """Where a step's results and checkpoints go. Called from the trainer's thread, in the order of the steps."""
 
+    def learnt(self) -> None:
+        """The step is learnt and nobody samples under its weights yet: what is measured from now on is the next's."""
+        ...
+
     def record(self, trained: Trained) -> str:
         """Writes the step's lines; returns that of `steps.jsonl`."""
         ...
@@ -111,18 +115,25 @@ class TrainerService(Service):
                     return collector.chosen()
                 await self._bus.publish(demand)
             with self.vitals.waiting(collector.waits_for()):
-                new_scores = await scores.pull(max_records=1024, timeout_seconds=PULL_SECONDS)
+                pulling = scores.pull(max_records=1024, timeout_seconds=PULL_SECONDS)
+                new_scores = await self.unless_stopped(pulling)
                 new_samples = await samples.pull(max_records=1024, timeout_seconds=0.0)
             for sample in new_samples:
-                self._collector(sample.record.step).add_sample(sample.record)
-                self._hold(sample)
+                if await self._is_wanted(sample):
+                    self._collector(sample.record.step).add_sample(sample.record)
             for score in new_scores:
-                self._collector(score.record.step).add_score(score.record)
-                self._hold(score)
+                if await self._is_wanted(score):
+                    self._collector(score.record.step).add_score(score.record)
         return None
 
-    def _hold(self, delivery: Delivery[Sample] | Delivery[Score]) -> None:
-        self._held.setdefault(delivery.record.step, []).append(delivery)
+    async def _is_wanted(self, delivery: Delivery[Sample] | Delivery[Score]) -> bool:
+        """Held until its step is trained. What comes again after that is only acknowledged."""
+        step = delivery.record.step
+        if step <= self._learner.version:
+            await delivery.ack()
+            return False
+        self._held.setdefault(step, []).append(delivery)
+        return True
 
     def _collector(self, step: int) -> Collector:
         if step not in self._collectors:
@@ -142,6 +153,7 @@ class TrainerService(Service):
         rollouts = Rollouts.of(chosen.samples, chosen.scores)
         report = await self._work(f"learning from step {step}", self._learner.learn, rollouts)
         weights = await self._work(f"handing out weights version {step}", self._put_weights)
+        self._recorder.learnt()
         await self._publish_weights(weights)  # generators go on while the step is written down
         trained = Trained(step=step, chosen=chosen, rollouts=rollouts, report=report, weights_digest=weights[-1].digest)
         line = await self._work(f"writing down step {step}", self._recorder.record, trained)
