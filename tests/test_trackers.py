@@ -15,7 +15,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.telemetry.metrics import MEASUREMENTS, example_step
 from rlhfspec.telemetry.run_folder import RunFolder, example_job
 from rlhfspec.telemetry.same_job import as_content
-from rlhfspec.telemetry.trackers import Trackers, scalars
+from rlhfspec.telemetry.trackers import Trackers, check_packages, scalars
 
 
 def a_job(**observability: Any) -> RLHFJob:
@@ -85,26 +85,15 @@ def test_nothing_is_reported_unasked(tmp_path: Path) -> None:
         ({"tensorboard": True}, "tensorboard", r"observability\.tensorboard.*pip install tensorboard"),
     ],
 )
-def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observability: dict[str, Any], package: str, field: str
+def test_a_missing_package_is_named_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, observability: dict[str, Any], package: str, field: str
 ) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [_Without(package), *sys.meta_path])
-    job = a_job(**observability)
-    with a_folder(tmp_path, job) as folder, pytest.raises(InvalidRequest, match=field):
-        Trackers(job, folder)
+    def find(name: str) -> object:
+        return None if name == package else object()
 
-
-class _Without:
-    """Finds no package of this name, as on a machine that lacks it."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-
-    def find_spec(self, name: str, *_: object) -> None:
-        if name.split(".")[0] == self.package:
-            raise ModuleNotFoundError(f"No module named {self.package!r}", name=self.package)
+    monkeypatch.setattr("rlhfspec.telemetry.trackers.find_spec", find)
+    with pytest.raises(InvalidRequest, match=field):
+        check_packages(a_job(**observability))
 
 
 class _Wandb(ModuleType):

@@ -76,16 +76,16 @@ def duration(seconds: float) -> str:
 def number(value: float | None) -> str:
     """Three digits that tell something, so that numbers below each other line up; "-" where there is no number.
 
-    >>> number(0.4), number(1234.5), number(3.1e-7), number(0.0), number(250.0), number(None)
-    ('0.400', '1,234', '3.1e-07', '0', '250', '-')
+    >>> number(0.4), number(1234.5), number(3.1e-7), number(0.0), number(2e30), number(None)
+    ('0.400', '1,234', '3.1e-07', '0', '2.0e+30', '-')
     """
     if value is None:
         return "-"
     if value == 0:
         return "0"
-    if abs(value) >= 999.5:
+    if 999.5 <= abs(value) < 1e9:
         return f"{value:,.0f}"
-    return f"{value:.1e}" if abs(value) < 1e-4 else f"{value:#.3g}".rstrip(".")
+    return f"{value:.1e}" if not 1e-4 <= abs(value) < 1e9 else f"{value:#.3g}".rstrip(".")
 
 
 def signed(value: float) -> str:

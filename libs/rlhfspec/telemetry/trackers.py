@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -62,15 +63,22 @@ class Trackers:
         self.close()
 
 
+def check_packages(job: RLHFJob) -> None:
+    """Said before anything is loaded or written, not when the tracker begins."""
+    observability = job.spec.observability
+    if observability.tensorboard and find_spec("tensorboard") is None:
+        raise _missing("spec.observability.tensorboard", True, "tensorboard")
+    if observability.wandb is not None and find_spec("wandb") is None:
+        raise _missing("spec.observability.wandb", observability.wandb.project, "wandb")
+
+
 class TensorBoard:
     """Event files in `events/`, through tensorboard's own writer. `tensorboard --logdir DIR/events` shows them."""
 
     def __init__(self, folder: RunFolder, *, resume_at: int = 0) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ModuleNotFoundError as error:
-            raise _missing("observability.tensorboard", True, error, "tensorboard") from None
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self._writer = EventFileWriter(str(folder.events))
         self._Event = event_pb2.Event
         if resume_at:  # tells readers to forget later steps of earlier files
@@ -94,10 +102,8 @@ class WeightsAndBiases:
     """One run of theirs for one run folder: going on in the folder goes on there."""
 
     def __init__(self, wanted: Wandb, job: RLHFJob, folder: RunFolder) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise _missing("observability.wandb", wanted.project, error, "wandb") from None
+        import wandb
+
         begun = f"{job.metadata.name}:{folder.manifest().started}"
         try:
             self._run = wandb.init(
@@ -112,7 +118,7 @@ class WeightsAndBiases:
             )
         except wandb.errors.Error as error:
             problem = f"wandb does not start ({error}); log in with `wandb login`, or leave the field out"
-            raise InvalidRequest("observability.wandb", wanted.project, problem) from None
+            raise InvalidRequest("spec.observability.wandb", wanted.project, problem) from None
 
     def step(self, metrics: StepMetrics) -> None:
         self._run.log(scalars(metrics), step=metrics.step)
@@ -164,5 +170,5 @@ def _histogram(lengths: Lengths) -> Any:
     )
 
 
-def _missing(field: str, value: object, error: ModuleNotFoundError, package: str) -> InvalidRequest:
-    return InvalidRequest(field, value, f"needs a package: pip install {package} ({error}), or leave the field out")
+def _missing(field: str, value: object, package: str) -> InvalidRequest:
+    return InvalidRequest(field, value, f"needs a package: pip install {package}, or leave the field out")

@@ -119,7 +119,7 @@ def _mode(wanted: Literal["auto", "live", "plain", "off"], console: Console) -> 
     able = console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
     if wanted == "live" and not able:
         problem = "needs a terminal that moves its cursor and shows UTF-8; take auto or plain"
-        raise InvalidRequest("observability.view", wanted, problem)
+        raise InvalidRequest("spec.observability.view", wanted, problem)
     if wanted != "auto":
         return wanted
     return "live" if able else "plain"

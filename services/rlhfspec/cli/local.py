@@ -24,7 +24,7 @@ from rlhfspec.engine import model_support
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.errors import DataExhausted
+from rlhfspec.errors import DataExhausted, InvalidRequest
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
 from rlhfspec.learning.algorithms import scoring_stages
@@ -47,7 +47,7 @@ from rlhfspec.telemetry.manifest import Outcome
 from rlhfspec.telemetry.plots import overview
 from rlhfspec.telemetry.run_folder import Opening, RunFolder
 from rlhfspec.telemetry.summary import summarize
-from rlhfspec.telemetry.trackers import Trackers
+from rlhfspec.telemetry.trackers import Trackers, check_packages
 from rlhfspec.telemetry.view import View
 from rlhfspec.trainer.service import TrainerService
 from rlhfspec.transport.memory import MemoryTransport
@@ -99,9 +99,10 @@ def make_parts(job: RLHFJob, base_folder: Path, say: Say, ranks: Ranks) -> Parts
     prompts = Prompts(rows, tokenizer, spec.dataset, spec.training.seed, spec.training.prompts_per_step)
     sources = RewardSources(spec.rewards, base_folder)
     sources.check_columns(prompts.columns)
-    max_context = prompts.longest + spec.generation.max_tokens
+    check_packages(job)
     say("loading the policy")
     learner = Learner.from_spec(spec, ranks=ranks)
+    max_context = _max_context(job, prompts.longest, learner.policy.config)
     stages = scoring_stages(spec.algorithm)
     references = []
     if "reference" in stages:
@@ -123,6 +124,19 @@ def make_parts(job: RLHFJob, base_folder: Path, say: Say, ranks: Ranks) -> Parts
         references=references,
         critics=critics,
     )
+
+
+def _max_context(job: RLHFJob, longest: int, config: Any) -> int:
+    """Tokens of the longest prompt and the longest response together."""
+    wanted = job.spec.generation.max_tokens
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or longest + wanted <= limit:
+        return longest + wanted
+    room = limit - longest
+    said = f"the longest prompt has {longest} tokens, and the model {limit} positions"
+    if room < 1:
+        raise InvalidRequest("spec.dataset.maxPromptTokens", job.spec.dataset.max_prompt_tokens, f"{said}: lower it")
+    raise InvalidRequest("spec.generation.maxTokens", wanted, f"{said}: must be <= {room}")
 
 
 def _engine(job: RLHFJob, tokenizer: Any, max_context: int) -> Engine:

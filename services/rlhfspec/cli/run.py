@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rlhfspec.telemetry.manifest import Outcome
 
 FAILED = 1
+SHOW_CURSOR = b"\x1b[?25h"
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (rlhfspec init writes one).", show_default=False)]
 Set = Annotated[
@@ -76,7 +77,7 @@ def _run(job: RLHFJob, job_path: Path, out: Path, resume: bool, console: Console
         run = leaving.enter_context(closing(Run(parts, RunFolder(out), view)))
         for line in run.begin(job, resume=resume):
             console.print(line, highlight=False)
-        outcome, reason = _outcome_of(run, console)
+        outcome, reason = _outcome_of(run)
         command = f"rlhfspec run {job_path} --out {out} --resume"
         run.finish(outcome, reason, resume_command=command, console=console)
         return outcome
@@ -88,9 +89,7 @@ def _leaving_at_once_on_ctrl_c() -> Iterator[None]:
     the middle of an import or a compiled library, raising would end in whatever that makes of it."""
 
     def leave(*_: object) -> None:
-        sys.stderr.write("\nstopped\n")
-        sys.stderr.flush()
-        os._exit(STOPPED)
+        _leave_at_once("stopped")
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -118,10 +117,10 @@ def _patience(job: RLHFJob) -> dict[str, float]:
     return {"timeout_seconds": deadline, "silence_seconds": deadline + job.spec.roles.generator.deadline_seconds}
 
 
-def _outcome_of(run: Run, console: Console) -> tuple[Outcome, str]:
+def _outcome_of(run: Run) -> tuple[Outcome, str]:
     """Runs the stages; how they ended."""
     try:
-        asyncio.run(_stages(run, console))
+        asyncio.run(_stages(run))
     except DataExhausted as ended:
         return "completed", str(ended)
     except RLHFSpecError as error:
@@ -131,17 +130,24 @@ def _outcome_of(run: Run, console: Console) -> tuple[Outcome, str]:
     return ("stopped", "Ctrl-C") if run.is_unfinished else ("completed", "")
 
 
-async def _stages(run: Run, console: Console) -> None:
+async def _stages(run: Run) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _stop, run, console)
+        loop.add_signal_handler(number, _stop, run)
     await run.stages()
 
 
-def _stop(run: Run, console: Console) -> None:
+def _leave_at_once(message: str) -> NoReturn:
+    """Nothing is unwound, so the terminal gets back here what the live view took."""
+    if os.isatty(sys.stderr.fileno()):
+        os.write(sys.stderr.fileno(), SHOW_CURSOR)
+    os.write(sys.stderr.fileno(), f"\n{message}\n".encode())
+    os._exit(STOPPED)
+
+
+def _stop(run: Run) -> None:
     """The first time: an orderly end. The second time: now; the last checkpoint stands."""
     if run.stop.is_set():
-        console.print("stopped at once; the last checkpoint stands", highlight=False)
-        os._exit(STOPPED)
+        _leave_at_once("stopped at once; the last checkpoint stands")
     run.stop.set()
     run.say("stopping: what is being learnt is finished and saved; Ctrl-C once more leaves at once")

@@ -104,7 +104,7 @@ class Collector:
         wanted = self._informative() or list(groups) if self.shape.max_demands else list(groups)
         samples = [sample for name in wanted[: self.shape.num_prompts] for sample in groups[name]]
         if not samples:
-            raise RolloutError(f"{self.shape.job}/{self.shape.step}/*", "every sample of the step was dropped")
+            raise RolloutError(f"{self.shape.job}/{self.shape.step}/*", f"all were dropped; {self._first_error()}")
         every = tuple(self._ordered())
         return Chosen(
             samples=tuple(samples),
@@ -113,6 +113,10 @@ class Collector:
             all_samples=every,
             rewards={sample.id: self._scores[sample.id, "reward"] for sample in every},
         )
+
+    def _first_error(self) -> str:
+        failed = (self._scores[sample.id, stage] for sample in self._ordered() for stage in self.shape.stages)
+        return next((f"the first, {score.sample_id}: {score.error}" for score in failed if score.error), "none failed")
 
     def _ordered(self) -> list[Sample]:
         return sorted(self._samples.values(), key=lambda sample: sample.sort_key)
