@@ -83,11 +83,11 @@ def taught_acceptance(rng: np.random.Generator) -> AcceptanceModel:
 def rule_for(rng: np.random.Generator, kind: str) -> Always | PayingLevel:
     if kind == "always":
         return Always()
-    knots = (1, 4, 9, 30)
-    target = CostTable(knots, np.cumsum(rng.exponential(1e-3, 4)))
-    target.correct(5, 0, 4e-3)
-    level = CostTable(knots, np.cumsum(rng.exponential(3e-4, 4)))
-    rate, success = float(rng.choice([10.0, 1000.0, 4000.0])), float(rng.random())
+    knots = (1, 6, 8, 12, 16, 30)
+    target = CostTable(knots, np.cumsum(rng.choice([1e-5, 4e-3], 6)))  # in steps, as of tiles
+    target.correct(9, 0, 4e-3)
+    level = CostTable(knots, np.cumsum(rng.exponential(1e-5, 6)))
+    rate, success = float(np.exp(rng.uniform(np.log(100.0), np.log(4000.0)))), float(rng.uniform(0.5, 1.0))
     return PayingLevel(target, level, rows=5, tokens_per_second=rate, success=success, clock=lambda: 0.0)
 
 
@@ -144,6 +144,18 @@ def test_the_trees_of_one_call_are_those_of_the_loop(
     native, twin = both(space, batch, plan, rng, kind)
     assert_same(native, twin)
     keep_both(space, batch, native, rng)
+
+
+def test_drafts_stop_where_the_rule_of_the_loop_stops_them() -> None:
+    space, plan, depths = space_for(61, "float32"), Plan(drafter="model", depth=6, width=1, branch=2), set()
+    for seed in range(80):
+        rng = np.random.default_rng(seed)
+        batch = batch_of(space, rng, 1.0)
+        batch.room[:], space.table.capacity[:] = 30, MAX_CONTEXT
+        native, twin = both(space, batch, plan, rng, "paying")
+        assert_same(native, twin)
+        depths.add(len(native.level_seconds))
+    assert depths >= {0, 1, 2, 5}, "they stop at once, in the middle, and at the end"
 
 
 def keep_both(space: Space, batch: DraftBatch, grown: Grown, rng: np.random.Generator) -> None:

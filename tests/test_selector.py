@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import PLAIN, BatchState, Forest, Outcome, Plan, empty_forest
-from rlhfspec.drafting.budget import best_nodes, best_nodes_of_each, budgets
+from rlhfspec.drafting.budget import best_nodes, best_nodes_of_each, budgets, worth_by_room
 from rlhfspec.drafting.cost import TARGET, CostModel, CostTable
 from rlhfspec.drafting.forecast import DraftProfile, Forecast
+from rlhfspec.drafting.levels import PayingLevel
 from rlhfspec.drafting.plans import default_plans, static_grid
 from rlhfspec.drafting.selector import AdaptiveConfig, AdaptiveSelector, FixedSelector, optimum
-from rlhfspec.drafting.simulation import EVERY_ROW_COSTS, FLAT_TO_16, Machine, Run, World
+from rlhfspec.drafting.simulation import CHEAP_LEVELS, EVERY_ROW_COSTS, FLAT_TO_16, Machine, Run, World
 
 MACHINES = {"flat-to-16": FLAT_TO_16, "every-row-costs": EVERY_ROW_COSTS}
 
@@ -145,6 +146,14 @@ def test_the_budget_keeps_its_usual_size_where_little_is_to_be_gained() -> None:
     assert len(selector.budget(plan, state_of(1), chain, 0.0).keep) < 20
 
 
+def test_the_budget_cares_for_sequences_that_have_far_to_go() -> None:
+    forest = forest_of([-1, -1, 0, 1], [0.9, 0.9, 0.8, 0.8], num_sequences=2)
+    even, uneven = worth_by_room(forest, np.array([50, 50])), worth_by_room(forest, np.array([10, 90]))
+    assert np.array_equal(even, forest.path_acceptance)
+    assert best_nodes(even, 3).tolist() == [0, 1, 2]
+    assert best_nodes(uneven, 2).tolist() == [1, 3], "a forest still, and the second sequence's"
+
+
 # --- the level rule -------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +170,15 @@ def test_another_level_is_drafted_only_while_it_pays() -> None:
         path = np.full(num_sequences, frontier, np.float32)
         assert rule.go_on(frontier_acceptance=path, num_rows=num_sequences, level=2) is expected
         assert selector.plan(state_of(0)) == PLAIN
+
+
+def test_a_step_in_the_costs_is_taken_if_what_lies_behind_it_pays() -> None:
+    """The next rows fill a tile: they cost much, those after them nothing."""
+    target, level = CostTable([1, 8, 9, 64], [0.01, 0.01, 0.02, 0.02]), CostTable([1, 64], [1e-4, 1e-4])
+    for frontier, expected in ((0.95, True), (0.2, False)):
+        rule = PayingLevel(target, level, rows=8, tokens_per_second=400.0, success=0.95, clock=lambda: 0.0)
+        path = np.full(4, frontier, np.float32)
+        assert rule.go_on(frontier_acceptance=path, num_rows=4, level=2) is expected
 
 
 # --- the forecast ---------------------------------------------------------------------------------------------------
@@ -216,6 +234,26 @@ def test_adaptive_is_as_good_as_the_best_static_strategy(machine: str, batch: in
     explained = selector.explain()
     assert explained.realised_of_optimum > 0.85
     assert explained.mape["step"] < 0.1
+
+
+def drained(plan: Plan | None, batch: int) -> float:
+    """Tokens/s over whole batches, from the first step of the first to the last of the last; None: adaptive."""
+    tokens, seconds = 0, 0.0
+    for seed in range(3):
+        world, selector, acceptance = adaptive_in(CHEAP_LEVELS, {"model": 2.2}, seed=seed)
+        chosen = selector if plan is None else FixedSelector(plan, acceptance=acceptance)
+        for _ in range(max(4, 8 // batch)):
+            run = world.drain(chosen, acceptance, num_sequences=batch, num_tokens=128)
+            tokens, seconds = tokens + run.num_tokens, seconds + run.seconds
+    return tokens / seconds
+
+
+@pytest.mark.parametrize(("batch", "least"), [(1, 1.3), (4, 1.05), (16, 0.98), (32, 0.98)])
+def test_adaptive_drains_a_batch_as_fast_as_the_best_static_strategy(batch: int, least: float) -> None:
+    plans = [Plan(drafter="model", depth=depth) for depth in (4, 6, 8)]
+    speeds = {plan.name: drained(plan, batch) for plan in plans}
+    adaptive = drained(None, batch)
+    assert adaptive >= least * max(speeds.values()), (adaptive, speeds)
 
 
 def test_a_useless_drafter_is_left_alone() -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rlhfspec.drafting.base import FloatArray, Forest, IntArray
 
 _EVERY_BUDGET_UP_TO = 48
+_MOST_WEIGHT = 2.0  # of a sequence that has much more room than the others
 _NUM_BUDGETS = 40  # looked at beyond that; the curve between them is smooth
 
 
@@ -61,6 +62,23 @@ class Budgets:
         sums = ranked.cumsum().take(self.counts - 1)
         sums[0] = 0.0
         return sums
+
+
+def worth_by_room(forest: Forest, room: IntArray) -> FloatArray:
+    """What each node's acceptance is worth: more where much is still to be generated.
+
+    The surest sequences would otherwise run ahead and leave the others to small batches, whose steps cost about as much
+    as those of large ones. One weight a sequence, so a child is still never worth more than its parent.
+
+    >>> from rlhfspec.drafting.base import empty_forest
+    >>> worth_by_room(empty_forest(), np.array([10, 40], np.int32)).tolist()
+    []
+    """
+    mean = room.mean() if len(room) else 0.0
+    if mean <= 0.0 or (room == room[0]).all():
+        return forest.path_acceptance
+    weight = np.sqrt(room / mean).clip(1.0 / _MOST_WEIGHT, _MOST_WEIGHT).astype(np.float32)
+    return forest.path_acceptance * weight[forest.sequence]
 
 
 def descending(path_acceptance: FloatArray) -> FloatArray:

@@ -6,9 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from rlhfspec.drafting.base import FloatArray
 from rlhfspec.drafting.cost import CostTable
+
+Floats = npt.NDArray[np.float64]
+
+LEVELS_AHEAD = (1, 2, 4)  # looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,6 @@ class PayingLevel:
         "_level_table",
         "_rate",
         "_rows",
-        "_seconds",
         "_started",
         "_success",
         "_target",
@@ -70,27 +74,34 @@ class PayingLevel:
         self._rate = tokens_per_second
         self._success = success
         self._rows = rows
-        self._seconds = target.seconds(rows)
         self._clock = clock
         self.levels: list[tuple[int, float]] = []  # (rows, seconds) of each level so far; rows 0: the first
         self._started = self._last = clock()
 
     def go_on(self, *, frontier_acceptance: FloatArray, num_rows: int, level: int) -> bool:
         self._end_level(self._clock() - self._last)
-        verify_seconds = self._target.seconds(self._rows + num_rows)
-        price = self._rate * (verify_seconds - self._seconds) / num_rows  # tokens that one more row must bring
-        needed = self._rate * self._level_table.seconds(num_rows)
-        chances = frontier_acceptance.astype(np.float64)
-        worth = float(chances.sum()) * self._success - price * num_rows
-        if worth <= needed and price > 0.0:  # rows that do not pay need not be verified
-            worth = float(np.maximum(chances * self._success - price, 0.0).sum())
-        pays = worth > needed
+        pays = self._pays(frontier_acceptance.astype(np.float64), num_rows)
         if pays:
             self._rows += num_rows
-            self._seconds = verify_seconds
             self.levels.append((num_rows, -1.0))
         self._last = self._clock()
         return pays
+
+    def _pays(self, chances: Floats, num_rows: int) -> bool:
+        """Does it, alone or with the next levels? Costs have steps that one level alone may not be worth."""
+        level_price = self._rate * self._level_table.seconds(num_rows)
+        now = self._target.seconds(self._rows)
+        for ahead in LEVELS_AHEAD:
+            seconds = self._target.seconds(self._rows + ahead * num_rows) - now
+            price = self._rate * seconds / (ahead * num_rows)  # tokens that one more row must bring
+            worth, success = 0.0, 1.0
+            for _ in range(ahead):
+                success *= self._success
+                # rows that do not pay need not be verified
+                worth += float(np.maximum(chances * success - price, 0.0).sum())
+            if worth > ahead * level_price:
+                return True
+        return False
 
     def terms(self) -> LevelTerms:
         """For a draft that asks by itself; it then says what it ran (`ran`)."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from rlhfspec.drafting.base import PLAIN, Plan
 
-_CHAIN_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+_CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 _TREES = {(2, 2): (2, 3, 4, 6, 8), (2, 3): (2, 3, 4, 6, 8), (4, 3): (3, 4, 6, 8)}  # (width, branch): depths
 _SMALL_BATCH_TREES = {(8, 4): (3, 4, 6)}  # only where some dozens of rows cost little more than one
 _SMALL_BATCH = 8

@@ -24,7 +24,7 @@ import numpy as np
 
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import PLAIN, BatchState, Choice, Forest, LevelRule, Outcome, Plan, empty_forest
-from rlhfspec.drafting.budget import best_nodes, budgets, descending
+from rlhfspec.drafting.budget import best_nodes, budgets, descending, worth_by_room
 from rlhfspec.drafting.cost import TARGET, CostModel, draft_kind
 from rlhfspec.drafting.fixed import FixedSelector
 from rlhfspec.drafting.journal import Decision, Explanation, Journal, Option
@@ -138,7 +138,8 @@ class AdaptiveSelector:
         if plan.max_nodes is not None:
             limit = min(limit, plan.max_nodes * num_sequences)
         looked_at = budgets(limit, rows, self._config.buckets)
-        ranked = descending(forest.path_acceptance)
+        value = worth_by_room(forest, state.room)
+        ranked = descending(value)
         expected = looked_at.sums(ranked)  # S(N)
         verify_seconds = self._costs.table(TARGET).seconds_for_more(rows, looked_at.floats, state.kv_tokens)
         fixed = draft_seconds + self._costs.host_seconds(plan.drafter, num_sequences)
@@ -153,9 +154,10 @@ class AdaptiveSelector:
         num_nodes = looked_at.whole[best]
         if num_sequences:
             self._nodes_per_sequence = num_nodes / num_sequences
+        keep = best_nodes(value, num_nodes, ranked)
         choice = Choice(
-            keep=best_nodes(forest.path_acceptance, num_nodes, ranked),
-            predicted_accepted=float(expected[best]),
+            keep=keep,
+            predicted_accepted=float(forest.path_acceptance[keep].sum()),
             predicted_verify_seconds=float(verify_seconds[best]),
             runner_up=self._outlook.runner_up,
         )

@@ -40,7 +40,17 @@ from rlhfspec.drafting.base import (
 from rlhfspec.drafting.cost import TARGET, CostModel
 from rlhfspec.drafting.selector import AdaptiveSelector, FixedSelector
 
-__all__ = ["EVERY_ROW_COSTS", "FLAT_TO_16", "PLAIN", "AdaptiveSelector", "FixedSelector", "Machine", "Run", "World"]
+__all__ = [
+    "CHEAP_LEVELS",
+    "EVERY_ROW_COSTS",
+    "FLAT_TO_16",
+    "PLAIN",
+    "AdaptiveSelector",
+    "FixedSelector",
+    "Machine",
+    "Run",
+    "World",
+]
 
 _SHARES = np.array([0.75, 0.45, 0.3])  # ranks 1, 2, 3: of what rank 0 leaves
 
@@ -74,6 +84,15 @@ EVERY_ROW_COSTS = Machine(
     target=lambda rows: 8e-3 + 1.1e-3 * rows,
     draft_level=lambda rows: 4e-4 + 1.5e-5 * rows,
     draft_first=lambda rows: 5e-4 + 3e-5 * rows,
+)
+
+
+CHEAP_LEVELS = Machine(  # the tiny 77M pair on one core of a server, levels in one native call
+    target=lambda rows: 1.2e-2 + 1.7e-4 * max(rows - 24.0, 0.0),
+    draft_level=lambda rows: 4e-5 + 5e-6 * rows,
+    draft_first=lambda rows: 4e-4 + 1.2e-5 * rows,
+    host_plain=8e-4,
+    host_draft=1.3e-3,
 )
 
 
@@ -140,15 +159,30 @@ class World:
                 self.renew(row, acceptance)
         return run
 
+    def drain(self, selector: Selector, acceptance: AcceptanceModel, *, num_sequences: int, num_tokens: int) -> Run:
+        """All sequences start together and generate `num_tokens` each; who is done leaves, and nobody follows."""
+        run, room = Run(), np.full(num_sequences, num_tokens, np.int32)
+        while room.any():
+            rows = np.flatnonzero(room).astype(np.int32)
+            outcome = self.step(selector, acceptance, rows, run, room=room[rows])
+            accepted = np.bincount(outcome.forest.sequence[outcome.accepted], minlength=len(rows))
+            room[rows] = np.maximum(room[rows] - 1 - accepted, 0)
+        run.num_tokens = num_sequences * num_tokens  # not what was drafted beyond the end
+        for row in range(num_sequences):
+            self.renew(row, acceptance)
+        return run
+
     def renew(self, row: int, acceptance: AcceptanceModel) -> None:
         """The row's sequence has finished; another one takes the row."""
         acceptance.forget(row)
         self._shift[row] = self._random.normal(0.0, self._spread)
 
-    def step(self, selector: Selector, acceptance: AcceptanceModel, rows: IntArray, run: Run) -> Outcome:
-        state = BatchState(
-            rows=rows, room=np.full(len(rows), 10_000, np.int32), num_prefill_rows=0, kv_tokens=100 * len(rows)
-        )
+    def step(
+        self, selector: Selector, acceptance: AcceptanceModel, rows: IntArray, run: Run, *, room: IntArray | None = None
+    ) -> Outcome:
+        """`room`: tokens that each sequence may still generate; None = as many as it likes."""
+        room = np.full(len(rows), 10_000, np.int32) if room is None else room
+        state = BatchState(rows=rows, room=room, num_prefill_rows=0, kv_tokens=100 * len(rows))
         started = self.now
         plan = selector.plan(state)
         proposed, winner = empty_forest(), np.zeros(len(rows), np.int64)

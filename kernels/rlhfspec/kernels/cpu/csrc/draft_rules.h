@@ -53,19 +53,27 @@ struct PayingLevel {
     double tokens_per_second, success;
     int64_t verified_rows;  // if the draft ended now
 
-    bool go_on(const float* path_acceptance, const int32_t* frontier, long rows) {
-        double price = tokens_per_second * (target.seconds(verified_rows + rows) - target.seconds(verified_rows)) / rows;
-        double needed = tokens_per_second * level.seconds(rows);
-        double sum = 0.0, paying = 0.0;
-        for (long i = 0; i < rows; ++i) {
-            double chance = path_acceptance[frontier[i]], gain = chance * success - price;
-            sum += chance;
-            paying += gain > 0.0 ? gain : 0.0;
+    // `ahead` levels of this frontier together.
+    bool pays(const float* path_acceptance, const int32_t* frontier, long rows, long ahead) const {
+        double seconds = target.seconds(verified_rows + ahead * rows) - target.seconds(verified_rows);
+        double price = tokens_per_second * seconds / (ahead * rows), worth = 0.0, factor = 1.0;
+        for (long level = 0; level < ahead; ++level) {
+            factor *= success;
+            for (long i = 0; i < rows; ++i) {
+                double gain = path_acceptance[frontier[i]] * factor - price;
+                worth += gain > 0.0 ? gain : 0.0;
+            }
         }
-        double worth = sum * success - price * rows;
-        if (worth <= needed && price > 0.0) worth = paying;  // rows that do not pay need not be verified
-        if (worth > needed) verified_rows += rows;
-        return worth > needed;
+        return worth > ahead * (tokens_per_second * level.seconds(rows));
+    }
+
+    bool go_on(const float* path_acceptance, const int32_t* frontier, long rows) {
+        for (long ahead = 1; ahead <= 4; ahead *= 2)
+            if (pays(path_acceptance, frontier, rows, ahead)) {
+                verified_rows += rows;
+                return true;
+            }
+        return false;
     }
 };
 
