@@ -219,6 +219,14 @@ def test_something_else_is_not_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_the_jobs_own_folder_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(as_content(example_job())))
+    (tmp_path / "rewards.py").touch()
+    for resume in (False, True):
+        with pytest.raises(InvalidRequest, match=r"must be empty or hold a run; it holds rewards\.py"):
+            RunFolder(tmp_path).begin(example_job(), resume=resume)
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):

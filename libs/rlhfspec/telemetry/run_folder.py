@@ -68,11 +68,10 @@ class RunFolder:
         With `resume` a folder that holds no run yet is begun: a run killed before its first line can be resumed too.
         """
         self._make()
+        self._refuse_foreign()
         found = self.job_file.exists()
         if found:
             self._refuse_another(as_content(job), resume)
-        elif foreign := [entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")]:
-            raise InvalidRequest("--out", str(self.path), f"must be empty or hold a run; it holds {min(foreign)}")
         self._take_lock()
         opening = self._drop_after(resume_at, resumed=found)
         _write(self.job_file, as_yaml(job))
@@ -136,6 +135,14 @@ class RunFolder:
             raise InvalidRequest("--out", str(self.path), "another run is writing here") from None
         except OSError as error:
             raise InvalidRequest("--out", str(self.path), f"cannot be written: {error.strerror}") from None
+
+    def _refuse_foreign(self) -> None:
+        """The job's own folder has a job.yaml too, but it is no run's: other files lie there, and no manifest."""
+        names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
+        foreign = names - {self.job_file.name, self.steps_file.name, self.samples_file.name, self.checkpoints.name}
+        if foreign and not self.manifest_file.exists():
+            problem = f"must be empty or hold a run; it holds {min(foreign)}"
+            raise InvalidRequest("--out", str(self.path), problem)
 
     def _refuse_another(self, job: dict[str, Any], resume: bool) -> None:
         before = self._job_content()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -53,12 +54,28 @@ def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False
         check_made_here(checked, job)
         if int(os.environ.get("RANK", "0")) > 0:
             return _follow(checked)
-        outcome = _run(checked, job, out or Path("out") / checked.metadata.name, resume, console)
+        folder = out or Path("out") / checked.metadata.name
+        outcome = _run(checked, job, overrides or [], folder, resume, console)
     if outcome != "completed":
         raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
 
 
-def _run(job: RLHFJob, job_path: Path, out: Path, resume: bool, console: Console) -> Outcome:
+def _resume_command(job: Path, overrides: list[str], out: Path, *, more_steps: int | None) -> str:
+    """Ready to be pasted. A run goes on with its own job only, overrides included; a completed one needs more steps.
+
+    >>> _resume_command(Path("my job.yaml"), ["training.seed=7"], Path("out/a"), more_steps=None)
+    "rlhfspec run 'my job.yaml' --set training.seed=7 --out out/a --resume"
+    >>> _resume_command(Path("job.yaml"), ["training.steps=2"], Path("out/a"), more_steps=4)
+    'rlhfspec run job.yaml --set training.steps=4 --out out/a --resume'
+    """
+    if more_steps is not None:
+        kept = [override for override in overrides if not override.startswith("training.steps=")]
+        overrides = [*kept, f"training.steps={more_steps}"]
+    sets = [word for override in overrides for word in ("--set", override)]
+    return shlex.join(["rlhfspec", "run", str(job), *sets, "--out", str(out), "--resume"])
+
+
+def _run(job: RLHFJob, job_path: Path, overrides: list[str], out: Path, resume: bool, console: Console) -> Outcome:
     with ExitStack() as leaving:
         with StatusLine() as status:
             status("importing torch")
@@ -78,8 +95,9 @@ def _run(job: RLHFJob, job_path: Path, out: Path, resume: bool, console: Console
         for line in run.begin(job, resume=resume):
             console.print(line, highlight=False)
         outcome, reason = _outcome_of(run)
-        command = f"rlhfspec run {job_path} --out {out} --resume"
-        run.finish(outcome, reason, resume_command=command, console=console)
+        more_steps = 2 * job.spec.training.steps if outcome == "completed" and not reason else None
+        again = _resume_command(job_path, overrides, out, more_steps=more_steps)
+        run.finish(outcome, reason, resume_command=again, console=console)
         return outcome
 
 
