@@ -87,7 +87,8 @@ class CheckpointStore:
             else:
                 return step
         if steps:
-            raise StorageError(self._folder, f"all {len(steps)} checkpoints are damaged")
+            problem = f"all {len(steps)} checkpoints are damaged; remove the folder to begin from the first step"
+            raise StorageError(self._folder, problem)
         return None
 
     def load(self, step: int) -> Any:

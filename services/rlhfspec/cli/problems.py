@@ -1,4 +1,4 @@
-"""How commands say what a user can mend: every problem on its own line, exit code 2, no traceback."""
+"""How commands say what went wrong, without a traceback: what a user wrote (exit code 2), or what was found (1)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import NoReturn
 
 import typer
 
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.errors import InvalidRequest, RLHFSpecError
+
+FAILED = 1
 
 
 @contextmanager
 def exit_on_problems() -> Iterator[None]:
-    """Around everything that reads what a user wrote; `run` uses it too.
+    """Around everything that reads what a user wrote, and what lies on the disk; `run` uses it too.
 
     >>> try:
     ...     with exit_on_problems():
@@ -26,8 +28,10 @@ def exit_on_problems() -> Iterator[None]:
         yield
     except InvalidRequest as error:
         refuse(str(error))
+    except RLHFSpecError as error:  # damaged checkpoints, an export that finds no room
+        refuse(str(error), code=FAILED)
 
 
-def refuse(message: str) -> NoReturn:
+def refuse(message: str, *, code: int = 2) -> NoReturn:
     typer.echo(message, err=True)
-    raise typer.Exit(2)
+    raise typer.Exit(code)

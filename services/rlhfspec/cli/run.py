@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from rlhfspec.cli.job import check_made_here
-from rlhfspec.cli.problems import exit_on_problems
+from rlhfspec.cli.problems import FAILED, exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.cli.start import STOPPED
 from rlhfspec.errors import DataExhausted, RLHFSpecError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rlhfspec.job import RLHFJob
     from rlhfspec.telemetry.manifest import Outcome
 
-FAILED = 1
 SHOW_CURSOR = b"\x1b[?25h"
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (rlhfspec init writes one).", show_default=False)]
