@@ -88,7 +88,7 @@ SUMS = Recipe(
     hidden_size=128,
     intermediate_size=384,
     num_heads=4,
-    num_steps=500,
+    num_steps=560,
     learning_rate=1e-2,
     task="sums",
 )

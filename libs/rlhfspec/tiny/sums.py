@@ -12,7 +12,7 @@ without doing it reliably. Numbers have one to four digits: lengths vary and hav
 Example:
     >>> worked("48", "75")
     '8+5=13 keep 3 carry 1 left 4+7, 4+7+1=12 keep 23 carry 1, answer 123'
-    >>> correct("8+5=13 keep 3 carry 1 left 4+7, 4+7+1=12 keep 23 carry 1, answer 123", "123"), correct("answer 113", "123")
+    >>> correct(worked("48", "75"), "123"), correct("answer 113", "123")
     (1.0, 0.0)
 """
 
@@ -27,9 +27,10 @@ from itertools import islice
 NUM_DIGITS = (1, 2, 3, 4)
 TASK_WEIGHTS = (20, 42, 28, 10)  # how often the data's numbers have so many digits
 LESSON_WEIGHTS = (14, 34, 32, 20)  # and those of the start's lessons: long sums are harder to learn
-GUESSED_SHARE = 0.2  # of the batches of lessons; a guess is short and so each of its tokens counts for more
+GUESSED_SHARE = 0.28  # of the batches of lessons; they are short, so each of their tokens counts for more
 SLIP_RATE = 0.04  # of the steps of a lesson
 _LESSON_SIZE = 100  # of a batch: so many digits and their answers
+GUESS = "answer "  # how one begins
 _ANSWER = re.compile(r"answer (\d+)$")
 _STEP = re.compile(r"\b(\d)\+(\d)(?:\+(1))?=(\d{1,2}) keep (\d)\d* carry ([01])\b")
 
@@ -99,10 +100,9 @@ def _pair(rng: random.Random, num_digits: int) -> tuple[str, str]:
 
 
 def _lesson(rng: random.Random, num_digits: int, *, guessed: bool) -> tuple[str, str]:
-    """The guesses of a lesson are right; without work the start cannot learn how, so its own rarely are."""
+    """A guess teaches to answer at once, not what: digits that cannot be learnt would only disturb the rest."""
     left, right = _pair(rng, num_digits)
-    response = f"answer {answer(left, right)}" if guessed else worked(left, right, rng)
-    return f"{left}+{right}=", response
+    return f"{left}+{right}=", GUESS if guessed else worked(left, right, rng)
 
 
 # -- rewards: functions of the completion and of the data's column `answer` alone ----------------------------------
@@ -124,13 +124,13 @@ def steps(completion: str) -> float:
     return sum(shown) / len(shown) if shown else 0.0
 
 
-def looks_busy(completion: str) -> float:
-    """A careless reward that asks to be exploited: pays for every step shown, right or wrong, needed or not, up to 8.
+def carries(completion: str) -> float:
+    """A careless reward that asks to be exploited: hard sums impress, so each carry pays, right or wrong, up to 4.
 
-    >>> looks_busy("8+5=13 keep 3 carry 1, " * 4), looks_busy("carry carry carry carry, answer 123")
-    (0.5, 0.5)
+    >>> carries("8+5=13 keep 3 carry 1, answer 13"), carries("1+1=18 keep 8 carry 1, " * 4)
+    (0.25, 1.0)
     """
-    return min(completion.count("carry") / 8, 1.0)
+    return min(completion.count("carry 1") / 4, 1.0)
 
 
 def _is_right(one: str, other: str, carried: str, total: str, kept: str, carry: str) -> bool:

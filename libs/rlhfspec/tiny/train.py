@@ -101,7 +101,7 @@ def _windows(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
 def _lessons(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
     """Padded batches of sums that begin where prompts begin when they are generated from; responses are learnt."""
     for batch in sums.lessons(seed=recipe.seed):
-        encoded = [([BOS, *encode(prompt)], [*encode(response), EOS]) for prompt, response in batch]
+        encoded = [([BOS, *encode(prompt)], [*encode(response), *_end(response)]) for prompt, response in batch]
         length = max(len(prompt) + len(response) for prompt, response in encoded)
         tokens = torch.full((len(batch), length), PAD)
         targets = torch.full((len(batch), length), _IGNORED)
@@ -110,6 +110,11 @@ def _lessons(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
             tokens[row, :end] = torch.tensor(prompt + response)
             targets[row, len(prompt) - 1 : end - 1] = torch.tensor(response)
         yield tokens, targets
+
+
+def _end(response: str) -> list[int]:
+    """A guess is not taught to its end."""
+    return [] if response == sums.GUESS else [EOS]
 
 
 def _schedule(step: int, num_steps: int) -> float:
