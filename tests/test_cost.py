@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable, draft_kind, host_kind
+from rlhfspec.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable, draft_kind, from_below, host_kind
 
 seconds_lists = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8)
 
@@ -48,6 +48,25 @@ def test_between_knots_costs_are_linear_and_beyond_them_they_go_on() -> None:
 
 def test_noise_only_adds_time_so_the_later_minimum_holds() -> None:
     assert CostTable([1, 2, 4], [3.0, 1.0, 2.0]).seconds(1) == 1.0
+
+
+def test_a_profile_is_a_convex_curve_that_no_unlucky_measurement_bends() -> None:
+    """A machine that is slow for a while makes knots look dear; none of them may look like a step, or make rows behind
+    the last one look free."""
+    random = np.random.default_rng(3)
+    true = [0.01 + 1e-4 * max(rows - 16, 0) for rows in ROW_GRID]
+    measured = [s * float(random.choice([1.0, 1.0, 2.0])) for s in true]
+    measured[0], measured[-1], measured[-2] = true[0], true[-1], 2 * true[-2]
+    found = from_below(ROW_GRID, measured)
+    slopes = np.diff(found) / np.diff(ROW_GRID)
+    assert (np.diff(slopes) >= -1e-12).all()
+    assert (np.array(found) <= measured).all()
+    assert found == pytest.approx(true, rel=0.15)
+    assert CostTable(ROW_GRID, found).seconds(2000) == pytest.approx(0.01 + 1e-4 * 1984, rel=0.1)
+
+
+def test_rows_beyond_a_flat_end_are_not_free() -> None:
+    assert CostTable([1, 100, 200], [0.01, 0.03, 0.03]).seconds(1200) == pytest.approx(0.03 + 1000 * 0.02 / 199)
 
 
 def test_a_tenfold_outlier_moves_next_to_nothing() -> None:

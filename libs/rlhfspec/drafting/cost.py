@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,8 @@ TARGET = "target"
 
 _FAR_ROWS = 1 << 20  # the last knot: beyond the grid, costs go on along the last slope
 _ERROR_WINDOW = 256
-_LOCAL_RATE, _GLOBAL_RATE = 0.06, 0.02  # share of a (clipped) log error that one observation corrects
+_LOCAL_RATE, _GLOBAL_RATE = 0.02, 0.06  # share of a (clipped) log error that one observation corrects;
+# the whole table follows quicker: a machine slows down as a whole, and knots not in use must not seem cheap for that
 _CLIP = 3.0  # an error beyond this many typical errors counts as this many
 _DEFAULTS = {"draft-first": (2e-4, 2e-5), "draft": (2e-4, 2e-5), "host": (3e-4, 2e-6)}  # seconds: fixed, per row
 
@@ -67,7 +68,7 @@ class _Errors:
 
 
 class CostTable:
-    """Seconds by rows: monotone, linear between its knots, corrected online.
+    """Seconds by rows: monotone, linear between its knots, as steep as they allow beyond them; corrected online.
 
     The correction has a factor for the whole table and one for each knot. Both follow the logarithm of real / predicted
     slowly, with errors clipped at a few times the usual error: one step of ten times its cost moves them by
@@ -83,7 +84,10 @@ class CostTable:
             raise ValueError(f"rows: must be ascending, one for each of the seconds (got {self._rows!r})")
         for i in range(len(self._knots) - 1, 0, -1):  # noise only ever adds time: the later minimum holds
             self._knots[i - 1] = min(self._knots[i - 1], self._knots[i])
-        slope = (self._knots[-1] - self._knots[-2]) / (self._rows[-1] - self._rows[-2]) if len(self._rows) > 1 else 0.0
+        # the steepest chord that ends there: the last piece alone may be flat for nothing but noise
+        last_rows, last = self._rows[-1], self._knots[-1]
+        chords = [(last - s) / (last_rows - r) for r, s in zip(self._rows[:-1], self._knots[:-1], strict=True)]
+        slope = max(chords, default=0.0)
         self._rows.append(float(_FAR_ROWS))
         self._knots.append(self._knots[-1] + slope * (_FAR_ROWS - self._rows[-2]))
         self._rows_array = np.array(self._rows)
@@ -180,6 +184,29 @@ class CostTable:
             below -= 1
 
 
+def from_below(rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """The largest convex curve below the measurements, at `rows` (ascending).
+
+    Rows are free while memory is the limit and cost the same each once arithmetic is: such a curve is convex, and noise
+    only ever adds time. One unlucky measurement would otherwise look like a step that no draft ever goes over, and one
+    lucky one like rows that come for nothing.
+
+    >>> from_below([1, 2, 4, 8], [1.0, 5.0, 2.5, 4.5])
+    [1.0, 1.5, 2.5, 4.5]
+    """
+    hull: list[tuple[float, float]] = []
+    for r, s in zip(rows, seconds, strict=True):
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], (r, s)):
+            hull.pop()
+        hull.append((r, s))
+    corners, values = zip(*hull, strict=True)
+    return [float(s) for s in np.interp(rows, corners, values)]
+
+
+def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
+
+
 class CostModel:
     """All the tables of one engine. A kind without a table starts from a guess and learns."""
 
@@ -199,7 +226,7 @@ class CostModel:
         repetitions: int = 3,
         kv_tokens_per_row: int = 0,
     ) -> CostModel:
-        """Measure every kind over the grid: the minimum of interleaved repetitions, made monotone.
+        """Measure every kind over the grid: the minimum of interleaved repetitions, then its `from_below`.
 
         `host=True` also measures the host kinds; without it they are learnt from the steps. With `kv_tokens_per_row`
         the target is measured at long context too, which gives the price of reading one context token.
@@ -214,7 +241,7 @@ class CostModel:
         for _ in range(repetitions):
             for kind, rows in best:
                 best[kind, rows] = min(best[kind, rows], measure(kind, rows, 0))
-        tables = {kind: CostTable(grid, [best[kind, rows] for rows in grid]) for kind in kinds}
+        tables = {kind: CostTable(grid, from_below(grid, [best[kind, rows] for rows in grid])) for kind in kinds}
         if kv_tokens_per_row:
             slopes = []
             for rows in grid[:: max(len(grid) // 4, 1)]:
