@@ -1,8 +1,11 @@
-"""Where the process begins: Ctrl-C during the first imports ends it quietly too."""
+"""Where the process begins and ends: Ctrl-C during the first imports, or a thread that hangs, ends it in no mess."""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from typing import NoReturn
 
 STOPPED = 130  # as a shell says of Ctrl-C
 
@@ -14,6 +17,18 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(STOPPED)
+    except SystemExit as ended:
+        if ended.code and any(thread.daemon and thread.is_alive() for thread in threading.enumerate()):
+            _leave(ended.code if isinstance(ended.code, int) else 1)
+        raise
+
+
+def _leave(code: int) -> NoReturn:
+    """A computation that was left behind cannot be ended, and unwinding the interpreter under it aborts the process
+    with a code of its own. What there was to write has been written."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
