@@ -12,7 +12,7 @@ import torch
 from rlhfspec.errors import StorageError, WeightsVersionError
 from rlhfspec.modeling.digest import digest
 from rlhfspec.modeling.tensor_files import read_tensors, write_tensors
-from rlhfspec.weights import FileWeightStore, MemoryWeightStore, WeightStore
+from rlhfspec.weights import FileWeightStore, MemoryWeightStore, WeightStore, newest_kept
 
 Make = Callable[[int], WeightStore]
 
@@ -127,3 +127,15 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     assert (tmp_path / "tied").stat().st_size < 410_000
     read = read_tensors(tmp_path / "tied")
     assert read["a"] is read["b"]
+
+
+def test_versions_that_were_replaced_while_nobody_looked_are_skipped() -> None:
+    store = MemoryWeightStore(keep=2)
+    records = [store.put("sums", "policy", version, {"w": torch.tensor([float(version)])}) for version in range(6)]
+    assert newest_kept(store, []) is None
+    assert newest_kept(store, records[:3]) is None, "a newer record is on its way"
+    found = newest_kept(store, records)
+    assert found is not None
+    assert (found[0].version, float(found[1]["w"][0])) == (5, 5.0)
+    with pytest.raises(WeightsVersionError):
+        newest_kept(MemoryWeightStore(keep=2), records[:3])

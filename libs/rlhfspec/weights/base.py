@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 import torch
 
+from rlhfspec.errors import WeightsVersionError
 from rlhfspec.records import Role, Weights
 
 StateDict = Mapping[str, torch.Tensor]
@@ -37,6 +38,20 @@ def weights_record(job: str, role: Role, version: int, *, uri: str, digest: str)
     'sums/weights/policy/3'
     """
     return Weights(id=f"{job}/weights/{role}/{version}", job=job, version=version, role=role, uri=uri, digest=digest)
+
+
+def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights, dict[str, torch.Tensor]] | None:
+    """The newest of these versions and its tensors; None when there is none, or when a newer one has replaced it:
+    who was busy or idle for several steps skips them, and the newer one's record is on its way."""
+    newest = max(records, key=lambda record: record.version, default=None)
+    if newest is None:
+        return None
+    try:
+        return newest, store.get(newest)
+    except WeightsVersionError as error:
+        if error.have <= newest.version:
+            raise
+        return None
 
 
 def retired_by(version: int, kept: Collection[int], keep: int) -> list[int]:

@@ -10,7 +10,7 @@ from rlhfspec.scoring.values import ValueScorer
 from rlhfspec.service.bus import Inbox, StageBus
 from rlhfspec.service.scoring import TokenScoringService
 from rlhfspec.service.vitals import Vitals
-from rlhfspec.weights import WeightStore
+from rlhfspec.weights import WeightStore, newest_kept
 
 WEIGHTS_PULL_SECONDS = 0.5
 
@@ -39,19 +39,24 @@ class CriticService(TokenScoringService):
         while not self.stopping.is_set():
             late = self.weights_version < wanted
             with self.vitals.waiting(f"the critic's weights, version {wanted}"):
-                pulling = self._inbox.pull(max_records=8, timeout_seconds=WEIGHTS_PULL_SECONDS if late else 0.0)
+                pulling = self._inbox.pull(max_records=1024, timeout_seconds=WEIGHTS_PULL_SECONDS if late else 0.0)
                 arrived = await self.unless_stopped(pulling)
+            await self._take([delivery.record for delivery in arrived if delivery.record.role == "critic"])
             for delivery in arrived:
-                if delivery.record.role == "critic" and delivery.record.version > self.weights_version:
-                    await self._load(delivery.record)
                 await delivery.ack()
             if not arrived and self.weights_version >= wanted:
                 return True
         return False
 
-    async def _load(self, record: Weights) -> None:
-        with self.vitals.working(f"loading weights version {record.version}", deadline_seconds=self._deadline):
-            await self.in_thread(lambda: self._scorer.load_weights(self._weights.get(record), version=record.version))
+    async def _take(self, records: list[Weights]) -> None:
+        if newer := [record for record in records if record.version > self.weights_version]:
+            with self.vitals.working(f"loading weights version {newer[-1].version}", deadline_seconds=self._deadline):
+                await self.in_thread(self._load, newer)
+
+    def _load(self, records: list[Weights]) -> None:
+        if (found := newest_kept(self._weights, records)) is not None:
+            record, tensors = found
+            self._scorer.load_weights(tensors, version=record.version)
 
     def score(self, sample: Sample) -> Sequence[float]:
         return self._scorer.values(sample.prompt_token_ids, sample.token_ids)

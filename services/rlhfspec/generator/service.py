@@ -15,9 +15,10 @@ from rlhfspec.records import Prompt, Sample, Weights
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Delivery, Inbox, StageBus, kept_in_progress
 from rlhfspec.service.vitals import Vitals
-from rlhfspec.weights import WeightStore
+from rlhfspec.weights import WeightStore, newest_kept
 
 IDLE_SECONDS = 0.5
+EARLY_SECONDS = 0.02  # prompts whose weights are not here yet are rare; others that could run may come after them
 BURST_SECONDS = 0.05  # so long the engine steps between two looks at the inboxes; a finished sample ends it sooner
 ACK_WAIT_SECONDS = 60.0
 
@@ -57,18 +58,22 @@ class GeneratorService(Service):
 
     async def _take_weights(self, inbox: Inbox[Weights]) -> None:
         """Between two steps of the engine. What runs goes on under the new version, and says so token by token."""
-        timeout = IDLE_SECONDS if self._early and not self._running else 0.0
+        timeout = EARLY_SECONDS if self._early and not self._running else 0.0
         with self.vitals.waiting(f"weights newer than version {self._engine.weights_version}"):
-            arrived = await self.unless_stopped(inbox.pull(max_records=8, timeout_seconds=timeout))
-        newest = max((d.record for d in arrived if d.record.role == "policy"), key=lambda r: r.version, default=None)
-        if newest is not None and newest.version > self._engine.weights_version:
-            with self.vitals.working(f"loading weights version {newest.version}", deadline_seconds=self._deadline):
-                await self.in_thread(self._load, newest)
+            arrived = await self.unless_stopped(inbox.pull(max_records=1024, timeout_seconds=timeout))
+        newer = [
+            d.record for d in arrived if d.record.role == "policy" and d.record.version > self._engine.weights_version
+        ]
+        if newer:
+            with self.vitals.working(f"loading weights version {newer[-1].version}", deadline_seconds=self._deadline):
+                await self.in_thread(self._load, newer)
         for delivery in arrived:
             await delivery.ack()
 
-    def _load(self, record: Weights) -> None:
-        self._engine.load_weights(self._weights.get(record), version=record.version)
+    def _load(self, records: list[Weights]) -> None:
+        if (found := newest_kept(self._weights, records)) is not None:
+            record, tensors = found
+            self._engine.load_weights(tensors, version=record.version)
 
     async def _take_prompts(self, inbox: Inbox[Prompt]) -> None:
         idle = not (self._running or self._early)

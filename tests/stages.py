@@ -1,0 +1,268 @@
+"""What tests of the stages share: a loop without a model, on a clock that stands still.
+
+Whatever happens without `advance` happens because of a record or a stop, never because a wait ran out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from rlhfspec.data import Prompts
+from rlhfspec.data.rows import Rows
+from rlhfspec.engine.base import Completion, EngineStats, Request, SequenceStats, StepReport
+from rlhfspec.generator.service import GeneratorService
+from rlhfspec.job import RLHFJob
+from rlhfspec.learning.learner import LearnReport
+from rlhfspec.learning.rollouts import Rollouts
+from rlhfspec.prompts.service import PromptsService
+from rlhfspec.records import Record, Sample, Score, Weights
+from rlhfspec.reward.service import RewardService
+from rlhfspec.service.base import Service
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.vitals import Vitals
+from rlhfspec.tiny.tokenizer import encode
+from rlhfspec.trainer.service import Trained, TrainerService
+from rlhfspec.transport.clock import Clock, FakeClock
+from rlhfspec.transport.memory import MemoryTransport
+from rlhfspec.weights import MemoryWeightStore
+from rlhfspec.weights.base import weights_record
+
+JOB = "sums"
+THREAD_SECONDS = 10.0  # so long a test waits for a thread before it fails
+
+
+def a_job(**spec: Any) -> RLHFJob:
+    """GRPO without a reference: two prompts a step, two samples each, three steps."""
+    blocks: dict[str, dict[str, Any]] = {
+        "model": {"path": "m"},
+        "dataset": {"path": "data.jsonl", "shuffle": False},
+        "algorithm": {"name": "grpo", "samplesPerPrompt": 2, "klCoefficient": 0.0},
+        "generation": {"maxTokens": 4},
+        "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
+        "training": {"steps": 3, "promptsPerStep": 2},
+    }
+    for name, block in spec.items():
+        blocks[name] = blocks.get(name, {}) | block
+    content = {"apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": JOB}, "spec": blocks}
+    return RLHFJob.model_validate(content)
+
+
+class ByteTokenizer:
+    def __call__(self, texts: list[str], *, add_special_tokens: bool = True) -> Mapping[str, list[list[int]]]:
+        return {"input_ids": [encode(text) for text in texts]}
+
+
+def prompts_for(job: RLHFJob) -> Prompts:
+    rows = Rows(source="sums", records=[{"prompt": f"{number}+1="} for number in range(5)])
+    return Prompts(rows, ByteTokenizer(), job.spec.dataset, seed=0, prompts_per_step=job.spec.training.prompts_per_step)
+
+
+class FakeEngine:
+    """Every response is two tokens of the sample's seed; which sequence ends next is drawn."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._requests: list[Request] = []
+        self.weights_version = 0
+        self.submitted: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def submit(self, request: Request) -> None:
+        self._requests.append(request)
+        self.submitted.append(request.id)
+
+    def step(self) -> StepReport:
+        request = self._requests.pop(self._draw.randrange(len(self._requests)))
+        done = Completion(
+            id=request.id,
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=(request.seed % 90, 1),
+            log_probs=(-0.5, -0.1),
+            tempered_log_probs=(-0.5, -0.1),
+            weights_versions=(self.weights_version,) * 2,
+            finish_reason="stop",
+            text=str(request.seed % 90),
+            stats=SequenceStats(num_verifications=2),
+        )
+        return StepReport(
+            finished=(done,), num_decoding=1, num_prefill_tokens=0, num_verified_nodes=1, num_committed=2,
+            strategy="off", seconds=0.001,
+        )  # fmt: skip
+
+    def load_weights(self, state_dict: dict[str, Any], *, version: int) -> None:
+        assert version > self.weights_version
+        assert float(state_dict["w"][0]) == version, "the weights of that version"
+        self.weights_version = version
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._requests), num_waiting=0, num_free_blocks=0, num_blocks=0,
+            weights_version=self.weights_version, num_steps=0, num_generated_tokens=0, num_preemptions=0,
+        )  # fmt: skip
+
+
+class FakeSources:
+    """A response's reward is its length in characters, or what `reward` says of its id."""
+
+    def __init__(self, grouping: Literal["sample", "group"] = "sample", rewards: Mapping[str, float] | None = None):
+        self.grouping = grouping
+        self.calls: list[list[str]] = []
+        self._rewards = rewards or {}
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def score_many(self, samples: Sequence[Sample]) -> list[Score]:
+        self.calls.append([sample.id for sample in samples])
+        await asyncio.sleep(0)
+        return [reward_of(sample.id, self._rewards.get(sample.id, float(len(sample.text)))) for sample in samples]
+
+
+def reward_of(sample_id: str, value: float, *, error: str = "") -> Score:
+    return Score(
+        id=f"{sample_id}/reward",
+        sample_id=sample_id,
+        job=JOB,
+        step=int(sample_id.split("/")[1]),
+        stage="reward",
+        values=() if error else (value,),
+        error=error,
+    )
+
+
+class FakeLearner:
+    """Its one weight is its version."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.learnt: list[Rollouts] = []
+
+    def learn(self, rollouts: Rollouts) -> LearnReport:
+        self.version += 1
+        self.learnt.append(rollouts)
+        zeros = torch.zeros(rollouts.num_tokens)
+        return LearnReport(version=self.version, metrics={}, advantages=zeros, log_probs=zeros)
+
+    def policy_state(self) -> dict[str, Any]:
+        return {"w": torch.tensor([float(self.version)])}
+
+    def critic_state(self) -> dict[str, Any]:
+        return self.policy_state()
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+
+class FakeRecorder:
+    def __init__(self) -> None:
+        self.trained: list[Trained] = []
+        self.checkpoints: list[int] = []
+        self.num_learnt = 0
+
+    def learnt(self) -> None:
+        self.num_learnt += 1
+
+    def record(self, trained: Trained) -> str:
+        assert self.num_learnt == trained.step
+        self.trained.append(trained)
+        return "{}"
+
+    def checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        assert state == {"version": step}
+        self.checkpoints.append(step)
+
+
+class Stages:
+    """Services of one job over one memory transport."""
+
+    def __init__(self, bus: Bus, transport: MemoryTransport, clock: Clock, job: RLHFJob, seed: int = 0) -> None:
+        self.bus, self.transport, self.clock, self.job = bus, transport, clock, job
+        self.vitals = Vitals(clock)
+        self.draw = random.Random(seed)
+        self.weights = MemoryWeightStore(keep=2 + job.spec.training.max_staleness)
+        self.learner, self.recorder = FakeLearner(), FakeRecorder()
+        self.engines: list[FakeEngine] = []
+
+    @classmethod
+    async def open(cls, job: RLHFJob, clock: Clock | None = None, *, seed: int = 0, **workers: int) -> Stages:
+        clock = clock or FakeClock()
+        transport = MemoryTransport(clock=clock)
+        return cls(await Bus.open(transport, JOB, workers=workers, clock=clock), transport, clock, job, seed)
+
+    def prompts(self) -> PromptsService:
+        last_step = self.job.spec.training.steps
+        return PromptsService(
+            0, self.vitals, self.bus.of("prompts"), job=self.job, prompts=prompts_for(self.job), last_step=last_step
+        )
+
+    def generator(self, worker: int = 0) -> GeneratorService:
+        engine: Any = FakeEngine(self.draw)
+        self.engines.append(engine)
+        bus = self.bus.of("generator", worker)
+        return GeneratorService(worker, self.vitals, bus, job=self.job, engine=engine, weights=self.weights)
+
+    def reward(self, sources: Any, worker: int = 0) -> RewardService:
+        return RewardService(worker, self.vitals, self.bus.of("reward", worker), job=self.job, sources=sources)
+
+    def trainer(self) -> TrainerService:
+        return TrainerService(
+            0,
+            self.vitals,
+            self.bus.of("trainer"),
+            job=self.job,
+            learner=self.learner,
+            weights=self.weights,
+            recorder=self.recorder,
+            last_step=self.job.spec.training.steps,
+        )
+
+    async def publish(self, stage: str, *records: Record) -> None:
+        for record in records:
+            await self.bus.of(stage).publish(record)
+
+    def has_read(self, stage: str) -> bool:
+        """Whether its workers acknowledged all that was published."""
+        messages = [m for subject in self.transport._subjects.values() for m in subject.stored.values()]
+        return not any(name.partition("-")[0] == stage for message in messages for name in message.owed)
+
+    def stored(self) -> dict[str, list[str]]:
+        """What somebody has yet to acknowledge, by subject."""
+        subjects = self.transport._subjects
+        return {name: [m.id for m in s.stored.values()] for name, s in subjects.items() if s.stored}
+
+
+def policy_weights(version: int) -> Weights:
+    return weights_record(JOB, "policy", version, uri=f"memory:{version}", digest="00")
+
+
+async def until(condition: Callable[[], Any], what: str) -> None:
+    """Lets threads and tasks run until it is so. The fake clock stands still meanwhile."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + THREAD_SECONDS
+    while True:
+        outcome = condition()
+        if await outcome if inspect.isawaitable(outcome) else outcome:
+            return
+        assert loop.time() < end, f"never: {what}"
+        await asyncio.sleep(0.001)
+
+
+async def ends(task: asyncio.Task[None], service: Service) -> None:
+    """Asked to stop, it does, though no time passes."""
+    await service.stop()
+    await asyncio.wait([task], timeout=THREAD_SECONDS)
+    assert task.done(), f"{service.stage} goes on after it was asked to stop"
+    service.close()
+    task.result()
