@@ -142,7 +142,7 @@ def test_a_stage_that_waits_stops_at_once(name: str) -> None:
 # --- generator ---------------------------------------------------------------------------------------------------
 
 
-@FEW
+@settings(FEW, max_examples=6)
 @given(seed=st.integers(0, 999), workers=st.integers(1, 2), again=st.booleans())
 def test_every_prompt_becomes_one_sample_under_weights_that_are_new_enough(
     seed: int, workers: int, again: bool
