@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rlhfspec.scoring.rewards import RewardSources
 from rlhfspec.scoring.rewards.attempts import delay_seconds
 from rlhfspec.scoring.rewards.base import CallFailed, number, numbers_of
 from rlhfspec.scoring.rewards.combine import combine
+from rlhfspec.scoring.rewards.threads import in_daemon_thread
 
 
 def sample(
@@ -491,3 +493,13 @@ def _traceback(error: BaseException) -> list[str]:
     import traceback
 
     return traceback.format_exception(error)
+
+
+def test_calls_one_after_the_other_share_a_thread_and_one_that_hangs_is_never_used_again() -> None:
+    first, *others = [in_daemon_thread(threading.get_ident).result(timeout=10.0).value for _ in range(20)]
+    assert set(others) == {first}
+    release = threading.Event()
+    hanging = in_daemon_thread(lambda: (threading.get_ident(), release.wait(30.0)))
+    after = [in_daemon_thread(threading.get_ident).result(timeout=10.0).value for _ in range(3)]
+    release.set()
+    assert hanging.result(timeout=10.0).value[0] not in after

@@ -6,6 +6,7 @@ What it returns or raises comes back as a value, so that no exception of a user'
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PING_SECONDS = 0.1  # part of a call's deadline
+IDLE_SECONDS = 1.0  # so long a thread waits for another call: starting one costs more than most rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,13 @@ class Outcome:
     error: BaseException | None = None
 
 
+_Jobs = queue.SimpleQueue[tuple[Callable[[], object], Future[Outcome]]]
+_idle: list[_Jobs] = []  # of threads that have nothing to do; the last to become idle is the first to be used
+_idle_lock = threading.Lock()
+
+
 def in_daemon_thread(function: Callable[[], object]) -> Future[Outcome]:
-    """Starts at once; a thread of its own, since a pool's thread that hangs would take the next call with it.
+    """Starts at once, in a thread that does nothing else: one that hangs is used for no other call.
 
     Example:
         >>> in_daemon_thread(lambda: 6 * 7).result(timeout=10.0)
@@ -34,16 +41,38 @@ def in_daemon_thread(function: Callable[[], object]) -> Future[Outcome]:
     """
     future: Future[Outcome] = Future()
     future.set_running_or_notify_cancel()  # a caller that gives up cannot cancel it, and the thread may still end it
+    with _idle_lock:
+        jobs = _idle.pop() if _idle else None
+    if jobs is None:
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(jobs,), name="reward", daemon=True).start()
+    jobs.put((function, future))
+    return future
 
-    def run() -> None:
+
+def _work(jobs: _Jobs) -> None:
+    while (job := _next(jobs)) is not None:
+        function, future = job
         try:
             outcome = Outcome(function())
         except BaseException as error:
             outcome = Outcome(error=error)
+        with _idle_lock:
+            _idle.append(jobs)
         future.set_result(outcome)
+        del job, function, future, outcome  # hold neither arguments nor result while waiting for the next
 
-    threading.Thread(target=run, name="reward", daemon=True).start()
-    return future
+
+def _next(jobs: _Jobs) -> tuple[Callable[[], object], Future[Outcome]] | None:
+    """None: nobody needs this thread any more."""
+    try:
+        return jobs.get(timeout=IDLE_SECONDS)
+    except queue.Empty:
+        with _idle_lock:
+            if jobs in _idle:
+                _idle.remove(jobs)
+                return None
+        return jobs.get()  # taken from the list a moment ago: the call is on its way
 
 
 class LoopThread:
