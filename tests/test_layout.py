@@ -92,7 +92,7 @@ def test_commands_in_documents_exist(document: str) -> None:
     used = set(re.findall(r"\bmake ([a-z][a-z-]+(?: [a-z-]+)*)", "\n".join(_code_of(text))))
     assert {word for command in used for word in command.split()} <= targets
     for command in re.findall(r"\brlhfspec ((?:[a-z]+ ?)+)", "\n".join(_code_of(text))):
-        assert command.split()[0] in {"bench", "demo", "init", "run", "schema", "tiny", "validate"}, (
+        assert command.split()[0] in {"bench", "compare", "init", "run", "schema", "tiny", "validate"}, (
             f"{document} shows: rlhfspec {command}"
         )
 
