@@ -322,6 +322,7 @@ def test_schedules_rise_and_fall() -> None:
     ("settings", "field", "problem"),
     [
         ({"optimizer": {"name": "AdamX"}}, "training.optimizer.name", "did you mean Adam"),
+        ({"optimizer": {"name": "Adamw"}}, "training.optimizer.name", "did you mean AdamW"),
         ({"optimizer": {"name": "LBFGS"}}, "training.optimizer.name", "several times"),
         ({"optimizer": {"name": "nowhere:Adam"}}, "training.optimizer.name", "cannot import nowhere"),
         ({"optimizer": {"name": "json:JSONDecoder"}}, "training.optimizer.name", "no Optimizer"),

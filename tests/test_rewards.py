@@ -164,6 +164,14 @@ def test_a_function_cannot_change_what_another_one_sees(desk: Desk) -> None:
     assert run(sources, sample(columns={"answer": []}))[0].values == (0.0,)
 
 
+def test_sources_may_be_asked_again_in_another_event_loop(desk: Desk) -> None:
+    """As the summary of a run does; the slots were waited for in the first."""
+    desk.write("import time\ndef reward(completion):\n    time.sleep(0.01)\n    return 1.0\n")
+    sources = desk.sources({"function": "rewards:reward", "concurrency": 1})
+    for _ in range(2):
+        assert [score.values for score in run(sources, [sample(prompt) for prompt in range(4)])] == [(1.0,)] * 4
+
+
 # What counts as a number
 
 
@@ -255,6 +263,7 @@ def test_a_dropped_sample_says_why_and_has_no_value(desk: Desk, caplog: pytest.L
     assert (score.values, score.components) == ((), (("good", 0.5),))
     assert score.error == "reward 'bad': it raised ValueError: no"
     assert "sums/1/0/0 is left out" in caplog.text
+    assert caplog.text.count("is left out") == 1, "a step whose source is down tells it once"
 
 
 def test_fail_is_stronger_than_drop(desk: Desk) -> None:

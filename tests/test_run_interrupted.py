@@ -184,6 +184,7 @@ def test_one_folder_holds_one_run(job_file: Path) -> None:
     again = invoke(job_file, "run", OFF, "training.steps=1")
     assert again.exit_code == 2
     assert "--resume" in again.output
+    assert "loading the policy" not in again.output, "found before anything takes long"
     other = invoke(job_file, "run", OFF, "training.seed=8", resume=True)
     assert other.exit_code == 2
     assert "spec.training.seed was 0 and is 8 now" in other.output

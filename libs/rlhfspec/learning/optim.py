@@ -112,6 +112,7 @@ def _class(name: str, home: Any, kind: type, field: str, also: tuple[str, ...] =
     if inspect.isclass(found) and issubclass(found, kind) and found is not kind:
         return found
     names = [each for each, thing in vars(home).items() if inspect.isclass(thing) and issubclass(thing, kind)]
-    nearest = difflib.get_close_matches(class_name, [*names, *also], n=1)
+    by_lower = {each.lower(): each for each in (*names, *also)}  # AdamW, not Adam, is what Adamw means
+    nearest = [by_lower[each] for each in difflib.get_close_matches(class_name.lower(), by_lower, n=1)]
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     raise InvalidRequest(field, name, f"no {kind.__name__} of this name in {home.__name__}{hint}")

@@ -62,16 +62,21 @@ class RunFolder:
         self._last_step = 0
         self._lock: int | None = None
 
+    def check(self, job: RLHFJob, *, resume: bool) -> None:
+        """What `begin` would refuse of the folder's content, said without touching it: before models are loaded."""
+        if self.path.is_dir():
+            self._refuse_foreign()
+            if self.job_file.exists():
+                self._refuse_another(as_content(job), resume)
+
     def begin(self, job: RLHFJob, *, resume: bool, resume_at: int = 0) -> Opening:
         """Makes the folder, or goes on in it behind step `resume_at` (the checkpoint's; 0: from the start).
 
         With `resume` a folder that holds no run yet is begun: a run killed before its first line can be resumed too.
         """
         self._make()
-        self._refuse_foreign()
+        self.check(job, resume=resume)
         found = self.job_file.exists()
-        if found:
-            self._refuse_another(as_content(job), resume)
         self._take_lock()
         opening = self._drop_after(resume_at, resumed=found)
         _write(self.job_file, as_yaml(job))

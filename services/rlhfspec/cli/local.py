@@ -165,7 +165,8 @@ def _told(step: int, opening: Opening) -> Iterator[str]:
         yield "no checkpoint yet: beginning from the first step"
         return
     dropped = opening.num_dropped_steps
-    yield f"resuming after step {step}" + (f"; {dropped} later steps are done again" if dropped else "")
+    again = f"; {dropped} later {'step is' if dropped == 1 else 'steps are'} done again" if dropped else ""
+    yield f"resuming after step {step}{again}"
     if opening.missing_steps:
         yield f"steps.jsonl lacks steps {', '.join(map(str, opening.missing_steps))}: the curve has a gap there"
 

@@ -88,6 +88,7 @@ def _run(job: RLHFJob, job_path: Path, overrides: list[str], out: Path, resume: 
 
             disable_progress_bar()  # type: ignore[no-untyped-call]
             view = View(job, console)
+            RunFolder(out).check(job, resume=resume)
             ranks = leaving.enter_context(joined(**_patience(job)))
             parts = make_parts(with_tiny_paths(job, status), job_path.absolute().parent, status, ranks)
         run = leaving.enter_context(closing(Run(parts, RunFolder(out), view)))

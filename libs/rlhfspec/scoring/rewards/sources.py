@@ -46,6 +46,7 @@ class RewardSources:
     def __init__(self, rewards: Rewards, base_folder: Path, *, sleep: Sleep = asyncio.sleep) -> None:
         self.names = _names(rewards.sources)
         self._how = rewards.combine
+        self._told_step = 0  # the last step of which a dropped sample was told
         self._weights = [source.weight for source in rewards.sources]
         self._drops = [source.on_error == "drop" for source in rewards.sources]
         self._attempts = [
@@ -102,12 +103,18 @@ class RewardSources:
         components = [(n, r) for n, r in zip(self.names, results, strict=True) if not isinstance(r, CallFailed)]
         if failures:
             error = "; ".join(f"reward {name!r}: {failure.problem}" for name, failure in failures)
-            log.warning("sample %s is left out: %s", sample.id, error)
+            self._tell(sample, error)
             return _score(sample, components=tuple(components), error=error)
         total = combine(self._how, self._weights, [value for _, value in components])
         if not math.isfinite(total):
             raise RewardError(", ".join(self.names), sample.id, f"their {self._how} is {total}: {dict(components)}")
         return _score(sample, values=(total,), components=tuple(components))
+
+    def _tell(self, sample: Sample, error: str) -> None:
+        """Only the first of a step: a source that is down fails for all of them."""
+        if sample.step != self._told_step:
+            self._told_step = sample.step
+            log.warning("sample %s is left out: %s (num_dropped counts others of the step)", sample.id, error)
 
 
 async def _from(attempts: Attempts, samples: Sequence[Sample]) -> list[Reward]:
