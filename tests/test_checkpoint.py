@@ -89,7 +89,9 @@ def test_any_state_comes_back_as_it_was(value: Any) -> None:
     assert same(unpack(json.loads(json.dumps(document, allow_nan=False)), tensors), value)
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), {"a": {(1, 2): 3}}, {True: 1}], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [{1, 2}, object(), {"a": {(1, 2): 3}}, {True: 1}], ids=lambda value: type(value).__name__
+)
 def test_what_cannot_be_kept_is_refused_by_its_path(value: Any) -> None:
     with pytest.raises(InvalidRequest) as error:
         pack({"run": [value]})
