@@ -393,7 +393,8 @@ def untrained_pair(tmp_path_factory: pytest.TempPathFactory) -> tiny_models.Tiny
         )
         build(recipe, seed=1).save_pretrained(folder / name)
         hugging_face_tokenizer().save_pretrained(folder / name)
-    return tiny_models.TinyModels(target=folder / "target", draft=folder / "draft", wide=folder / "target")
+    target, draft = folder / "target", folder / "draft"
+    return tiny_models.TinyModels(target=target, draft=draft, wide=target, sums=target, sums_draft=draft)
 
 
 def test_benchmark_of_engine_and_hugging_face(untrained_pair: tiny_models.TinyModels, tmp_path: Path) -> None:
