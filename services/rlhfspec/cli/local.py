@@ -177,8 +177,11 @@ def _samples_in_flight(job: RLHFJob) -> int:
 
 
 def _reference(job: RLHFJob, max_context: int) -> LogProbScorer:
+    """In the precision in which the trainer computes: the KL must not measure a difference of rounding."""
     spec = job.spec
     dtype = spec.generation.dtype if spec.training.exact_on_policy else spec.model.dtype
+    if spec.training.autocast == "bfloat16":
+        dtype = "bfloat16"
     return LogProbScorer(
         load_reference(spec.model), temperature=spec.generation.temperature, max_context=max_context, dtype=dtype
     )
