@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from runs import curve_of, train
 
 LOSSES = ("policy_loss", "kl", "grad_norm", "entropy")
+
+
+def run_in_a_group(command: list[str]) -> tuple[int, str]:
+    """Whatever happens, torchrun's ranks end with it."""
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=150)
+        return process.returncode, output
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_two_ranks_learn_what_one_learns(job_file: Path) -> None:
