@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfspec import job
 from rlhfspec.engine import Engine, SamplingParams
@@ -263,7 +264,7 @@ def test_bfloat16_gradients_go_straight_through_to_the_float32_parameters(kind: 
     """The same as a torch model whose parameters hold the rounded values."""
     model = random_model(kind, seed=5)
     exact = make_forward(model, dtype="bfloat16", arithmetic="fma")
-    exact._scratch = _Scratch(torch.float32)  # rounded keys differ where torch's are hardly different before
+    keep_keys_as(exact, torch.float32)  # rounded keys differ where torch's are hardly different before
     rounded = prepared(copy.deepcopy(model))
     for parameter in rounded.parameters():
         parameter.data = parameter.data.to(torch.bfloat16).float()
@@ -273,23 +274,28 @@ def test_bfloat16_gradients_go_straight_through_to_the_float32_parameters(kind: 
     assert_same_gradients(exact.model, plain.model)
 
 
+def keep_keys_as(forward: ExactForward, dtype: torch.dtype) -> None:
+    forward._cache = _Scratch(dtype, forward._cache.heads, forward._cache.dim)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "softcap", "with_sinks"), [(None, 0.0, False), (5, 0.0, False), (4, 3.0, True)])
 def test_attention_has_the_gradient_of_its_twin(
     dtype: torch.dtype, window: int | None, softcap: float, with_sinks: bool
 ) -> None:
-    forward, lengths = make_forward(random_model("llama", seed=0)), (9, 1, 20)
-    forward._scratch = _Scratch(dtype)
+    forward, lengths = make_forward(random_model("qwen3", seed=0)), (9, 1, 20)
+    keep_keys_as(forward, dtype)
+    spec = dataclasses.replace(forward.parts.anatomy.attentions[0], window=window)
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, sum(lengths), 16, requires_grad=True) for heads in (4, 2, 2)]
     sinks = torch.randn(4, requires_grad=True) if with_sinks else None
+    forward.parts.anatomy = dataclasses.replace(forward.parts.anatomy, attentions=(spec,))
     with forward._laid_out(lengths):
-        ours = forward.attention(None, *inputs, 0.25, window, softcap, sinks)
+        ours = forward.attention(*inputs, 0.25, softcap, sinks)
     query, key, value = inputs
-    with packed.forward_layout(lengths):
+    with packed.forward_layout(lengths, (spec,)):
         theirs, _ = packed.attend(
-            None, query, stored(key, dtype), stored(value, dtype), None, scaling=0.25, sliding_window=window,
-            softcap=softcap, s_aux=sinks,
+            None, query, stored(key, dtype), stored(value, dtype), None, scaling=0.25, softcap=softcap, s_aux=sinks,
         )  # fmt: skip
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     leaves = inputs if sinks is None else [*inputs, sinks]
@@ -411,11 +417,17 @@ def test_parameters_in_bfloat16_are_refused() -> None:
         ExactForward(prepared(random_model("llama", seed=0), dtype="bfloat16"), 1.0, max_context=CONTEXT)
 
 
-def test_a_layer_without_a_kernel_is_refused_by_name() -> None:
-    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2)
-    model = GPT2LMHeadModel(config).eval()
-    with pytest.raises(UnsupportedModel, match=r"exactOnPolicy is not possible .*Conv1D"):
+def test_a_function_whose_bits_depend_on_the_company_is_refused_by_name() -> None:
+    """sinh of an element differs in its last bit with its place, and nothing of ours takes its part."""
+    model = random_model("llama", seed=0)
+    model.model.layers[1].mlp.act_fn = Sinh()
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.act_fn: torch's sinh .* other bits"):
         ExactForward(prepared(model), 1.0, max_context=64)
+
+
+class Sinh(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-1, 1).sinh()
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ def policy(seed: int = 1) -> Any:
 
 
 def critic() -> Critic:
-    return Critic(policy(seed=2).base_model)
+    return Critic(policy(seed=2))
 
 
 def learner(settings: job.Spec) -> Learner:

@@ -16,13 +16,14 @@ from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.huggingface.attention import AttentionSpec
 from rlhfspec.modeling import log_probs as log_probs_module
 from rlhfspec.modeling import lora
 from rlhfspec.modeling.critic import Critic, load_critic
 from rlhfspec.modeling.digest import digest
 from rlhfspec.modeling.loading import load_policy, load_reference, prepared
 from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
-from rlhfspec.modeling.packed import Packed, _sdpa, attend, explicit_attention, pack_sequences
+from rlhfspec.modeling.packed import Packed, _sdpa, attend, explicit_attention, pack_sequences, visible
 from rlhfspec.tiny import KINDS, random_model
 
 PROMPTS = [(5,), (6, 7, 8), (9, 10, 11, 12, 13), (2, 3)]
@@ -131,19 +132,33 @@ def test_log_probs_are_float32_under_autocast() -> None:
     assert 0 < (rounded - exact).abs().max() < 0.5
 
 
+def attention_spec(window: int | None = None, chunk: int | None = None) -> AttentionSpec:
+    return AttentionSpec(
+        index=0, num_heads=4, num_kv_heads=2, key_dim=8, value_dim=8, scale=0.3, softcap=0.0, has_sinks=False,
+        window=window, chunk=chunk,
+    )  # fmt: skip
+
+
+def test_a_query_sees_its_window_or_its_chunk() -> None:
+    device = torch.device("cpu")
+    assert visible(3, attention_spec(window=2), device).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    assert visible(4, attention_spec(chunk=3), device).int().tolist()[-1] == [0, 0, 0, 1]
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_fused_attention_equals_the_written_out_one(window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 9, 8, generator=generator)
     key, value = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
-    slow = explicit_attention(query, key, value, 0.3, window, 0.0, None)
-    assert torch.allclose(_sdpa(query, key, value, 0.3, window), slow, atol=1e-6)
+    spec = attention_spec(window=window)
+    slow = explicit_attention(query, key, value, 0.3, spec, 0.0, None)
+    assert torch.allclose(_sdpa(query, key, value, 0.3, spec), slow, atol=1e-6)
 
 
 def test_sinks_take_their_share() -> None:
     value = torch.ones(1, 2, 4, 8)
     query = key = torch.zeros(1, 2, 4, 8)
-    out = explicit_attention(query, key, value, 1.0, None, 0.0, torch.zeros(2))
+    out = explicit_attention(query, key, value, 1.0, attention_spec(), 0.0, torch.zeros(2))
     assert torch.allclose(out[0, 0, :, 0], torch.tensor([1 / 2, 2 / 3, 3 / 4, 4 / 5]))
 
 
@@ -284,5 +299,5 @@ def test_a_digest_tells_zero_from_minus_zero_and_keeps_scalars() -> None:
 
 
 def test_critic_is_a_module_of_named_parts() -> None:
-    critic = Critic(prepared(random_model("llama", seed=1)).base_model)
+    critic = Critic(prepared(random_model("llama", seed=1)))
     assert {name.split(".")[0] for name in critic.state_dict()} == {"trunk", "score"}

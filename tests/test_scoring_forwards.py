@@ -41,7 +41,7 @@ def make_scorer(kind: str = "llama", temperature: float = 0.7, **options: Any) -
 
 
 def make_critic(kind: str, seed: int = 1) -> Critic:
-    critic = Critic(prepared(random_model(kind, seed=2)).base_model)
+    critic = Critic(prepared(random_model(kind, seed=2)))
     return moved(critic, seed)
 
 
@@ -243,5 +243,5 @@ def test_the_critic_is_left_alone() -> None:
 
 
 def test_a_new_critic_says_zero() -> None:
-    critic = Critic(prepared(random_model("gemma2", seed=2)).base_model)
+    critic = Critic(prepared(random_model("gemma2", seed=2)))
     assert set(ValueScorer(critic, max_context=CONTEXT).values(*SAMPLES[3])) == {0.0}

@@ -1,7 +1,7 @@
 """A whole decoder in one native call, for models whose layers have the common shape.
 
 The kernels are the very ones the layers call; what falls away is the Python between them (0.1-0.3 ms a layer, most of
-a small draft model's time). `recognise` looks at structure only; the caller compares the bits of
+a small draft model's time). The caller knows which models have such layers, compares the bits of
 `NativeDecoder.forward` with the layers' own before it uses it, and keeps the layers as the slow twin.
 
 The common shape: `layers` of input_layernorm, self_attn (q/k/v/o_proj, optionally q_norm and k_norm, rotary by halves),
@@ -17,17 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import ACTIVATIONS, FusedRMSNorm, PackedGatedMLP, PackedLinear, matmul_kernel
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
-_LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_ATTENTION_NORMS = {"q_norm", "k_norm"}
-_MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
 
 class _Linear(ctypes.Structure):
@@ -70,42 +65,10 @@ class _DecoderStruct(ctypes.Structure):
 class DecoderParts:
     """A model whose layers have the common shape."""
 
-    inner: Any  # embed_tokens, layers, norm, rotary_emb
+    inner: Any  # embed_tokens, layers, norm
     head: PackedLinear
     scale: float
     sliding_windows: list[int]  # per layer, 0 = none
-
-
-def recognise(inner: Any, head: Any) -> DecoderParts | None:
-    """The parts of a model of the common shape, or None."""
-    if not isinstance(head, PackedLinear) or _children(inner) != _MODEL_PARTS or build.load() is None:
-        return None
-    if not isinstance(inner.norm, FusedRMSNorm) or not all(_is_common_layer(layer) for layer in inner.layers):
-        return None
-    scales = {float(layer.self_attn.scaling) for layer in inner.layers}
-    if len(scales) != 1 or type(inner.embed_tokens) is not nn.Embedding:
-        return None
-    windows = [int(getattr(layer.self_attn, "sliding_window", None) or 0) for layer in inner.layers]
-    return DecoderParts(inner=inner, head=head, scale=scales.pop(), sliding_windows=windows)
-
-
-def _children(module: Any) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-def _is_common_layer(layer: Any) -> bool:
-    if _children(layer) != _LAYER_PARTS or not isinstance(layer.mlp, PackedGatedMLP):
-        return False
-    attention = _children(layer.self_attn)
-    linears = [getattr(layer.self_attn, name, None) for name in sorted(_ATTENTION_PARTS)]
-    norms = [getattr(layer.self_attn, name) for name in sorted(attention & _ATTENTION_NORMS)]
-    norms += [layer.input_layernorm, layer.post_attention_layernorm]
-    return (
-        attention in (_ATTENTION_PARTS, _ATTENTION_PARTS | _ATTENTION_NORMS)
-        and all(isinstance(part, PackedLinear) for part in linears)
-        and all(isinstance(norm, FusedRMSNorm) for norm in norms)
-        and len({part.arithmetic for part in linears}) == 1  # type: ignore[union-attr]
-    )
 
 
 class NativeDecoder:
@@ -154,6 +117,8 @@ class NativeDecoder:
     ) -> torch.Tensor:
         """tokens, positions [N]; the logits [n, V] of the rows `wanted` [n]."""
         batch = meta.native()
+        if len(positions) and not 0 <= positions.min() <= positions.max() < len(self.rotary[0]):
+            raise ValueError(f"positions: must be below {len(self.rotary[0])} (got {positions.max()})")
         if batch.highest_slot >= self.num_slots:
             raise ValueError(f"meta: slot {batch.highest_slot} is outside the cache's {self.num_slots}")
         logits = torch.empty((len(wanted), self.vocab_size))

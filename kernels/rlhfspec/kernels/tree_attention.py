@@ -102,31 +102,35 @@ def tree_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    chunk: int | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [H]
 ) -> torch.Tensor:
     """Writes all rows' keys and values into `kv`, then attends. Returns [N, H, D], contiguous, in the query's dtype.
 
     query, key and value may be any strided views. sliding_window w: only keys at positions above query position - w.
+    chunk c: only keys in the query's own chunk of c positions.
     softcap c: scores become c * tanh(score / c). sinks: one more logit per head in the softmax's denominator.
     """
-    _check_call(query, key, value, kv, layer, meta, scale, sliding_window, softcap, sinks)
+    _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, sinks)
     if query.is_cuda:
         from rlhfspec.kernels import tree_attention_triton  # lazily: a CPU machine may lack triton
 
         return tree_attention_triton.tree_attention(
-            query, key, value, kv, layer, meta, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
+            query, key, value, kv, layer, meta,
+            scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
     if query.dtype == torch.float32 and kv.dtype in (torch.float32, torch.bfloat16) and build.load() is not None:
-        return _native(query, key, value, kv, layer, meta.native(), scale, sliding_window, softcap, sinks)
+        return _native(query, key, value, kv, layer, meta.native(), scale, sliding_window, chunk, softcap, sinks)
     return tree_attention_reference(
-        query, key, value, kv, layer, meta, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-    )
+        query, key, value, kv, layer, meta,
+        scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
 
 
 def _check_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
-    scale: float, sliding_window: int | None, softcap: float, sinks: torch.Tensor | None,
+    scale: float, sliding_window: int | None, chunk: int | None, softcap: float, sinks: torch.Tensor | None,
 ) -> None:  # fmt: skip
     num_rows, num_heads, dim = query.shape
     _, num_layers, planes, block_size, num_kv_heads, kv_dim = kv.shape
@@ -141,8 +145,11 @@ def _check_call(
         raise ValueError("kv: must be contiguous [blocks, layers, 2, block size (a power of two), kv heads, head dim]")
     if not 0 <= layer < num_layers:
         raise ValueError(f"layer: must be in [0, {num_layers}) (got {layer})")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window: must be >= 1 or None (got {sliding_window})")
+    for name, given in (("sliding_window", sliding_window), ("chunk", chunk)):
+        if given is not None and given < 1:
+            raise ValueError(f"{name}: must be >= 1 or None (got {given})")
+    if sliding_window is not None and chunk is not None:
+        raise ValueError("sliding_window, chunk: at most one of them")
     if not scale > 0.0:
         raise ValueError(f"scale: must be > 0 (got {scale})")
     if not softcap >= 0.0:
@@ -156,7 +163,8 @@ def _check_call(
 
 def tree_attention_reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
-    *, scale: float, sliding_window: int | None = None, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+    *, scale: float, sliding_window: int | None = None, chunk: int | None = None, softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The same, one row at a time in plain torch: gather, softmax, sum; float64 for float64 queries, else float32."""
     indices = meta.tensors(query.device)
@@ -165,7 +173,7 @@ def tree_attention_reference(
     groups = query.shape[1] // key.shape[1]
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     for row in range(meta.num_rows):
-        slots = visible_slots(indices, row, sliding_window)  # [T]
+        slots = visible_slots(indices, row, sliding_window, chunk)  # [T]
         if len(slots) == 0:
             continue
         keys, values = _gather(kv, layer, slots, dtype, groups)  # [T, H, D] each
@@ -179,11 +187,13 @@ def tree_attention_reference(
     return out
 
 
-def visible_slots(indices: Tensors, row: int, sliding_window: int | None) -> torch.Tensor:
+def visible_slots(indices: Tensors, row: int, sliding_window: int | None, chunk: int | None = None) -> torch.Tensor:
     """The slots that a row attends, in ascending position: [T]."""
     context = indices.slot_table[indices.table_rows[row], : indices.context_lens[row]]
     extra = indices.extra[row]
     slots = torch.cat([context, extra[extra >= 0]])
+    if chunk is not None and len(slots):
+        return slots[(len(slots) - 1) // chunk * chunk :]
     return slots if sliding_window is None else slots[-sliding_window:]
 
 
@@ -223,7 +233,7 @@ PROBLEMS = (
 )
 
 
-CALL = struct.Struct("@22q2f")  # mirrors struct Layer of csrc/attention.cpp; packing is cheaper than 24 arguments
+CALL = struct.Struct("@23q2f")  # mirrors struct AttentionCall of csrc/attention.h; packing is cheaper than 25 arguments
 
 
 class _BatchStruct(ctypes.Structure):
@@ -288,7 +298,7 @@ def _kernels(isa: str | None = None) -> _Kernels:
 
 def _native(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, batch: NativeBatch,
-    scale: float, sliding_window: int | None, softcap: float, sinks: torch.Tensor | None,
+    scale: float, sliding_window: int | None, chunk: int | None, softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     num_rows, num_heads, dim = query.shape
     num_blocks, num_layers, _, block_size, num_kv_heads, _ = kv.shape
@@ -303,7 +313,7 @@ def _native(
         query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2],
         kv.data_ptr() + layer * 2 * plane * kv.element_size(), kv.dtype == torch.bfloat16,
         num_layers * 2 * plane, plane, block_size, num_heads, num_kv_heads, dim,
-        sliding_window or 0, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(), build.num_threads(),
+        sliding_window or 0, chunk or 0, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(), build.num_threads(),
         scale, softcap,
     )  # fmt: skip
     _kernels().attend(call)

@@ -27,6 +27,7 @@ def tree_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    chunk: int | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [H]
 ) -> torch.Tensor:
@@ -54,7 +55,7 @@ def tree_attention(
     _attention_kernel[(num_rows, num_kv_heads)](
         query, kv, out, sinks, indices.table_rows, indices.context_lens, extra, slot_table,
         *query.stride()[:2], slot_table.stride(0), extra.shape[1], block_stride, plane, first, num_heads, num_kv_heads,
-        scale, softcap, 0 if sliding_window is None else sliding_window,
+        scale, softcap, sliding_window or 0, chunk or 0,
         GROUP=group, PADDED_GROUP=padded_group, DIM=dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size,
         PADDED_EXTRA=triton.next_power_of_2(max(extra.shape[1], 1)),
         TILE=min(64, max(8, TILE_ELEMENTS // (padded_group * padded_dim))),
@@ -84,7 +85,7 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     query, kv, out, sinks, table_rows, context_lens, extra, slot_table,
     query_row, query_head, table_stride, extra_width, block_stride, plane, first, num_heads, num_kv_heads,
-    scale, softcap, window,
+    scale, softcap, window, chunk,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PADDED_EXTRA: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -102,6 +103,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     extras = tl.load(extra + row * extra_width + e, mask=e < extra_width, other=-1)
     total = context + tl.sum((extras >= 0).to(tl.int32), axis=0)
     begin = tl.where(window > 0, tl.maximum(total - window, 0), 0)
+    begin = tl.where(chunk > 0, (total - 1) // tl.maximum(chunk, 1) * chunk, begin)
     table = slot_table + tl.load(table_rows + row).to(tl.int64) * table_stride
 
     largest = tl.full([PADDED_GROUP], float("-inf"), tl.float32)

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from rlhfspec.engine import model_support
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.runner import ModelRunner, RunnerConfig
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.huggingface.anatomy import max_positions
+from rlhfspec.huggingface.loading import load_model
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 
 def load_engine(path: str | Path, *, drafter: str | Path | None, options: dict[str, Any]) -> Engine:
     config = _config(options)
-    model = model_support.load_model(path)
-    draft = None if drafter is None else model_support.load_model(drafter, field="drafter")
+    model = load_model(path)
+    draft = None if drafter is None else load_model(drafter, field="drafter")
     return make_engine(model, config, draft=draft, tokenizer=_tokenizer(path))
 
 
@@ -34,22 +35,28 @@ def make_engine(model: Any, config: EngineConfig, *, draft: Any = None, tokenize
     Example (tests):
         >>> make_engine(LlamaForCausalLM(tiny), EngineConfig(max_context=64))    # doctest: +SKIP
     """
-    if draft is not None and draft.config.vocab_size != model.config.vocab_size:
-        raise InvalidRequest(
-            "drafter", draft.config.vocab_size, f"vocabulary size must equal the target's {model.config.vocab_size}"
-        )
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and config.max_context > limit:
-        raise InvalidRequest("max_context", config.max_context, f"must be <= the model's {limit} positions")
+    _check_positions(model, draft, config.max_context)
     if config.device.startswith("cpu"):
         build.tune_malloc()
         build.set_num_threads(config.num_threads or torch.get_num_threads())
     eos = _eos_token_ids(model)
-    target = ModelRunner(model, _runner_config(config, "target"))
-    draft_runner = None if draft is None else ModelRunner(draft, _runner_config(config, "draft"))
+    target = ModelRunner(model, _runner_config(config, "model"))
+    draft_runner = None if draft is None else ModelRunner(draft, _runner_config(config, "drafter"))
+    if draft_runner is not None and draft_runner.vocab_size != target.vocab_size:
+        problem = f"vocabulary size must equal the target's {target.vocab_size}"
+        raise InvalidRequest("drafter", draft_runner.vocab_size, problem)
     engine = Engine(target, config, draft=draft_runner, tokenizer=tokenizer, eos_token_ids=eos)
     engine.set_speculation(config.speculation)
     return engine
+
+
+def _check_positions(model: Any, draft: Any, max_context: int) -> None:
+    limit = max_positions(model)
+    if limit is not None and max_context > limit:
+        raise InvalidRequest("max_context", max_context, f"must be <= the model's {limit} positions")
+    limit = None if draft is None else max_positions(draft)
+    if limit is not None and max_context > limit:
+        raise InvalidRequest("drafter", limit, f"has fewer positions than max_context ({max_context})")
 
 
 def _config(options: dict[str, Any]) -> EngineConfig:
@@ -72,18 +79,19 @@ def _runner_config(config: EngineConfig, name: str) -> RunnerConfig:
         dtype=dtype,
         arithmetic=arithmetic,
         device=torch.device(config.device),
-        max_context=config.max_context + config.tree_slots,
+        max_context=config.max_context,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
     )
 
 
 def _tokenizer(path: str | Path) -> Any:
+    """What transformers raises for a folder without tokenizer files differs from class to class."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         log.info("no tokenizer at %s (%s): token ids in, token ids out", path, type(error).__name__)
         return None
 

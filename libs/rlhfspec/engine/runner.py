@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,26 +18,32 @@ import torch
 from transformers import AttentionInterface
 
 from rlhfspec.drafting.base import IntArray
-from rlhfspec.engine import model_support
 from rlhfspec.engine.cache import new_kv
-from rlhfspec.engine.fuse import FusedModel, RotaryTable, attention_modules, fuse
 from rlhfspec.engine.graphs import GraphedForward
-from rlhfspec.errors import UnsupportedModel
-from rlhfspec.kernels import decoder
+from rlhfspec.huggingface.anatomy import CausalLM, examine
+from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown
+from rlhfspec.huggingface.check import ModelReport, Proof, prove
+from rlhfspec.huggingface.experts import PackedExperts
+from rlhfspec.huggingface.fuse import FusedModel, fuse
+from rlhfspec.huggingface.native import native_decoder
+from rlhfspec.huggingface.probes import Rounding, choose, expected
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
 ATTENTION_NAME = "rlhfspec_tree"
-_SELF_CHECK_TOKENS = 24
-_IGNORED_KEYWORDS = {  # passed by transformers to every attention function; none changes what is computed here
-    "dropout", "is_causal", "position_ids", "output_attentions", "output_hidden_states", "use_cache", "cache_position",
-    "position_embeddings", "past_key_values", "use_flash_attn", "return_dict", "layer_idx",
-}  # fmt: skip
+# Of logits against Hugging Face's, in parts of the largest: rounding is below, whatever a feature does is above.
+_TOLERANCES = {
+    (torch.float32, "cpu"): 1e-5,
+    (torch.float64, "cpu"): 1e-5,
+    (torch.bfloat16, "cpu"): 2e-2,
+    (torch.float32, "cuda"): 2e-3,
+    (torch.bfloat16, "cuda"): 1e-1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
-    name: str  # for messages: "target" or "draft"
+    name: str  # for messages: "model", "drafter", "reference" or "critic"
     dtype: torch.dtype
     arithmetic: str  # rlhfspec.kernels.linear.arithmetic_for decides
     device: torch.device
@@ -44,30 +53,39 @@ class RunnerConfig:
 
 
 class ModelRunner:
-    """`forward` runs N tokens of any mixture of sequences and returns the logits of the wanted rows."""
+    """`forward` runs N tokens of any mixture of sequences and returns the logits of the wanted rows.
+
+    The model is exchanged in place. Making a runner proves that it runs what Hugging Face runs; `report` says how.
+    """
 
     def __init__(self, model: Any, config: RunnerConfig) -> None:
+        began = time.perf_counter()
         self.config = config
-        self.vocab_size = int(model.config.vocab_size)
-        self.num_layers = int(model.config.num_hidden_layers)
-        self.active: AttentionMeta | None = None
-        size = min(_SELF_CHECK_TOKENS, config.max_context, config.num_blocks * config.block_size)
-        probe = np.random.default_rng(0).integers(0, self.vocab_size, size).tolist()
-        expected = model_support.reference_logits(model, probe)
-        num_kv_heads, head_dim = self._record_shapes(model, probe)
-        self.kv_shape = (self.num_layers, 2, num_kv_heads, head_dim)
+        anatomy = examine(model, name=config.name, max_context=config.max_context)
+        self.vocab_size = anatomy.vocab_size
+        self.num_token_ids = int(model.get_input_embeddings().num_embeddings)
+        self.attentions = anatomy.attentions
+        self.kv_shape = (len(anatomy.attentions), 2, *cache_shape(anatomy.attentions))
+        room = min(config.max_context, config.num_blocks * config.block_size)
+        probes = choose(anatomy, model.config, room, self.num_token_ids)
+        rounding = Rounding(model, dtype=config.dtype, arithmetic=config.arithmetic)
+        wanted = [expected(model, anatomy, probe, name=config.name, rounding=rounding) for probe in probes]
         self.fused = self._prepare(model)
         self.kv = new_kv(
-            num_blocks=config.num_blocks, num_layers=self.num_layers, block_size=config.block_size,
-            num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=config.dtype, device=config.device,
+            num_blocks=config.num_blocks, num_layers=len(anatomy.attentions), block_size=config.block_size,
+            num_kv_heads=self.kv_shape[2], head_dim=self.kv_shape[3], dtype=config.dtype, device=config.device,
         )  # fmt: skip
-        self._inner = self.fused.model.base_model
-        self._head = self.fused.model.get_output_embeddings()
-        self._logit_scale = self._final_transform(model.config)
-        self._drive = self._drive_generic
+        self.parts = CausalLM(model)
         self.native: NativeDecoder | None = None  # runs all layers in one call, where it can
+        self._active: AttentionMeta | None = None
+        self._coming: Iterator[AttentionSpec] = iter(())
         self._graphs: GraphedForward | None = None
-        self._self_check(probe, expected)
+        self._digest = ""
+        proof = Proof(
+            self, anatomy, probes, wanted, name=config.name, is_row_invariant=self.is_row_invariant,
+            tolerance=_TOLERANCES[config.dtype, config.device.type],
+        )  # fmt: skip
+        self.report: ModelReport = prove(proof, began=began)
         if config.device.type == "cuda":
             self._graphs = GraphedForward(self._run_layers, config.device)
 
@@ -78,15 +96,29 @@ class ModelRunner:
             return torch.float64 if self.config.dtype == torch.float64 else torch.float32
         return self.config.dtype
 
+    @property
+    def is_row_invariant(self) -> bool:
+        """Is every bit of a row its own, in any company?"""
+        return self.config.device.type == "cpu" and self.config.arithmetic != "torch"
+
     def fingerprint(self) -> str:
-        """What two engines must share for a sequence's KV to move between them: shapes and arithmetic."""
-        parts = (self.fused.model.config.model_type, self.vocab_size, *self.kv_shape, str(self.activation_dtype),
-                 str(self.config.dtype), self.config.arithmetic, self.config.block_size)  # fmt: skip
-        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+        """What two engines must share for a sequence's KV to move between them: weights, configuration, arithmetic.
+
+        Hashed when it is first asked for, and again after every change of the weights.
+        """
+        if not self._digest:
+            parts = (self.config.dtype, self.activation_dtype, self.config.arithmetic, self.config.block_size,
+                     self.attentions, type(self.fused.model).__name__)  # fmt: skip
+            total = hashlib.blake2b(repr(parts).encode(), digest_size=16)
+            for tensor in self.fused.held():
+                total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            self._digest = total.hexdigest()
+        return self._digest
 
     @torch.inference_mode()
     def load_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
         self.fused.load(state_dict)
+        self._digest = ""
         if self.native is not None:
             self.native.bind()
 
@@ -106,130 +138,62 @@ class ModelRunner:
             position_ids = torch.from_numpy(positions.astype(np.int64)).to(self.config.device)[None]
             hidden = self._run_layers(token_ids, position_ids, meta)
         wanted = torch.from_numpy(logit_rows.astype(np.int64)).to(self.config.device)
-        return self._logits(hidden[0].index_select(0, wanted))
+        return self.parts.logits(hidden[0].index_select(0, wanted))
+
+    def native_decoder(self) -> NativeDecoder | None:
+        """The one-call decoder for a model that it knows; the layers stay as its slow twin."""
+        if not self.is_row_invariant:
+            return None
+        return native_decoder(self.parts, self.kv, self.activation_dtype)
+
+    def expert_load(self) -> list[list[int]]:
+        """Rows that each expert of each mixture was given so far; empty for a model without experts."""
+        return [module.num_rows.tolist() for module in self.fused.model.modules() if isinstance(module, PackedExperts)]
 
     def _run_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """[1, N] tokens and positions -> hidden [1, N, hidden]; attention finds `meta` through `active`."""
-        self.active = meta
+        """[1, N] tokens and positions -> hidden [1, N, hidden]; attention finds `meta` through the runner."""
+        self._active, self._coming = meta, iter(self.attentions)
+        token = _running.set(self)
         try:
-            return self._drive(token_ids, position_ids)
+            return self.parts.hidden(token_ids, position_ids)
         finally:
-            self.active = None
+            _running.reset(token)
+            self._active = None
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        scale, softcap = self._logit_scale
-        logits: torch.Tensor = self._head(hidden)
-        if scale != 1.0:
-            logits = logits * scale
-        if softcap:
-            logits = torch.tanh(logits / softcap) * softcap
-        return logits.float()
-
-    def _drive_generic(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        output = self._inner(input_ids=token_ids, position_ids=position_ids, use_cache=False)
-        return output.last_hidden_state  # type: ignore[no-any-return]
-
-    def _drive_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """The same layers without the model's outer wrapper (a third of the host time of a small step)."""
-        inner: Any = self._inner
-        hidden = inner.embed_tokens(token_ids)
-        rotary = inner.rotary_emb(hidden, position_ids=position_ids)
-        for layer in inner.layers:
-            hidden = layer.forward(
-                hidden, attention_mask=None, position_embeddings=rotary, position_ids=position_ids,
-                past_key_values=None, use_cache=False,
-            )  # fmt: skip
-        return inner.norm(hidden)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def _final_transform(config: Any) -> tuple[float, float]:
-        """What some models do to logits after the head: (scale, soft cap). The self check proves it is all."""
-        scale = float(getattr(config, "logit_scale", None) or 1.0)
-        scaling = getattr(config, "logits_scaling", None)  # Granite divides
-        if scaling:
-            scale /= float(scaling)
-        return scale, float(getattr(config, "final_logit_softcapping", None) or 0.0)
-
-    def _record_shapes(self, model: Any, probe: list[int]) -> tuple[int, int]:
-        recorder = model_support.ShapeRecorder()
-        AttentionInterface.register("rlhfspec_shapes", recorder)
-        model.set_attn_implementation("rlhfspec_shapes")
-        with torch.inference_mode():
-            model(input_ids=torch.tensor([probe[:2]]), use_cache=False)
-        return recorder.uniform(self.num_layers, self.config.name)
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float,
+               sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+        """The next attention of the forward. query [1, H, N, Dk], key, value [1, Hkv, N, .] -> [1, N, H, Dv]."""
+        assert self._active is not None
+        spec, (heads, dim) = next(self._coming), self.kv_shape[2:]
+        query, key, value = (
+            fit_cache(states, count, dim)[0].transpose(0, 1)  # [N, heads, D]
+            for states, count in ((query, query.shape[1]), (key, heads), (value, heads))
+        )
+        out = tree_attention(
+            query, key, value, self.kv, spec.index, self._active,
+            scale=scale, sliding_window=spec.window, chunk=spec.chunk, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return out[None, ..., : spec.value_dim]
 
     def _prepare(self, model: Any) -> FusedModel:
         arithmetic = self.config.arithmetic if self.config.device.type == "cpu" else "torch"
         fused = fuse(model, dtype=self.config.dtype, arithmetic=arithmetic, max_context=self.config.max_context)
         fused.model.to(device=self.config.device, dtype=self.activation_dtype)
-        for module in attention_modules(fused.model):
-            object.__setattr__(module, "rlhfspec_runner", self)  # not a submodule: the runner owns the model
         AttentionInterface.register(ATTENTION_NAME, attend)
         model.set_attn_implementation(ATTENTION_NAME)
         return fused
 
-    def _self_check(self, probe: list[int], expected: torch.Tensor) -> None:
-        """One prompt through the cache must give Hugging Face's own logits; also picks the leaner driver if equal."""
-        ours = self._probe(probe)
-        exact = self.config.dtype != torch.bfloat16
-        model_support.compare_self_check(ours.cpu(), expected, name=self.config.name, exact=exact)
-        self._drive = self._drive_layers
-        try:
-            lean = self._probe(probe)
-        except (AttributeError, TypeError):
-            lean = torch.empty(0)
-        if not _same_bits(lean, ours):
-            self._drive = self._drive_generic
-        self.native = self._native_decoder()
-        if self.native is not None and not _same_bits(self._probe(probe), ours):
-            self.native = None
 
-    def _native_decoder(self) -> NativeDecoder | None:
-        """The one-call decoder for models of the common shape; the layers stay as its slow twin."""
-        if self.config.device.type != "cpu" or self.config.arithmetic == "torch" or self._logit_scale != (1.0, 0.0):
-            return None
-        parts = decoder.recognise(self._inner, self._head)
-        rotary = getattr(self._inner, "rotary_emb", None)
-        if parts is None or not isinstance(rotary, RotaryTable):
-            return None
-        tables = rotary.tables(self.activation_dtype)
-        if tables is None or tables[0].shape[-1] != self.kv_shape[-1]:
-            return None
-        num_heads = self.fused.model.config.num_attention_heads
-        return NativeDecoder(parts, self.kv, tables[0], tables[1], num_heads)
-
-    def _probe(self, tokens: list[int]) -> torch.Tensor:
-        size = len(tokens)
-        positions = np.arange(size, dtype=np.int32)
-        blocks = -(-size // self.config.block_size)
-        meta = AttentionMeta(
-            slots=positions, table_rows=np.zeros(size, np.int32), context_lens=positions + np.int32(1),
-            extra=np.empty((size, 0), np.int32),
-            slot_table=np.arange(blocks * self.config.block_size, dtype=np.int32)[None],
-        )  # fmt: skip
-        return self.forward(np.asarray(tokens, np.int32), positions, meta, positions)
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.shape == right.shape and torch.equal(left.nan_to_num(), right.nan_to_num())
+_running: ContextVar[ModelRunner] = ContextVar("the runner whose layers run in this thread")
 
 
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-           scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-           s_aux: torch.Tensor | None = None, **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The attention function transformers calls in every layer. query [1, H, N, D], key/value [1, Hkv, N, D]."""
-    unknown = [name for name, given in keywords.items() if given is not None and name not in _IGNORED_KEYWORDS]
-    if unknown:
-        raise UnsupportedModel("model", type(module).__name__, f"passes attention arguments {sorted(unknown)}")
-    runner: ModelRunner = module.rlhfspec_runner
-    assert runner.active is not None, "attention outside a forward"
-    out = tree_attention(
-        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),  # [N, H, D]
-        runner.kv, module.layer_idx, runner.active,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window, softcap=softcap or 0.0, sinks=s_aux,
-    )  # fmt: skip
-    return out[None], None
+           scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+           **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """The attention function that transformers calls in every layer."""
+    refuse_unknown(module, keywords)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _running.get().attend(query, key, value, scale, softcap or 0.0, s_aux), None
 
 
 def concatenate_ranges(starts: IntArray, counts: IntArray) -> IntArray:

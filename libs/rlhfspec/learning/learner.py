@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
+from rlhfspec.huggingface.anatomy import max_positions
 from rlhfspec.learning.aggregation import token_indices
 from rlhfspec.learning.algorithms import (
     Targets,
@@ -99,8 +100,10 @@ class Learner:
 
     @classmethod
     def from_spec(cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None) -> Learner:
-        policy = load_policy(spec.model, seed=spec.training.seed)
-        critic = load_critic(spec.model) if "critic" in scoring_stages(spec.algorithm) else None
+        max_context = _max_context(spec)
+        policy = load_policy(spec.model, seed=spec.training.seed, max_context=max_context)
+        has_critic = "critic" in scoring_stages(spec.algorithm)
+        critic = load_critic(spec.model, max_context=max_context) if has_critic else None
         return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads)
 
     @property
@@ -306,12 +309,16 @@ def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks) -> PolicyForward:
         from rlhfspec.modeling.exact import ExactForward, check_exact
 
         check_exact(spec)
-        max_context = spec.dataset.max_prompt_tokens + spec.generation.max_tokens
-        max_context = min(max_context, getattr(policy.config, "max_position_embeddings", None) or max_context)
+        max_context = min(_max_context(spec), max_positions(policy) or _max_context(spec))
         return ExactForward(policy, temperature, max_context=max_context, dtype=spec.generation.dtype)
     forward = TorchForward(policy, temperature)
-    ranks.shard(forward, policy.base_model)
+    ranks.shard(forward, forward.parts.trunk)
     return forward
+
+
+def _max_context(spec: job.Spec) -> int:
+    """Tokens of the longest prompt and the longest response together."""
+    return spec.dataset.max_prompt_tokens + spec.generation.max_tokens
 
 
 def _packed(rollouts: Rollouts, samples: Sequence[int]) -> Packed:

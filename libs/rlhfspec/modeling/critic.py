@@ -7,7 +7,7 @@ Example:
     >>> from rlhfspec.modeling.loading import prepared
     >>> from rlhfspec.modeling.packed import pack_sequences
     >>> from rlhfspec.tiny import random_model
-    >>> critic = Critic(prepared(random_model("llama", seed=0)).base_model)
+    >>> critic = Critic(prepared(random_model("llama", seed=0)))
     >>> critic(pack_sequences([(5, 6)], [(7, 8, 9)])).tolist()
     [0.0, 0.0, 0.0]
 """
@@ -22,23 +22,27 @@ from torch import nn
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.modeling.loading import load_causal_lm
-from rlhfspec.modeling.packed import Packed, hidden_states, use_packed_attention
+from rlhfspec.huggingface.anatomy import CausalLM
+from rlhfspec.modeling.loading import load_causal_lm, prepared
+from rlhfspec.modeling.packed import Packed, hidden_states
 
 _FILE = "critic.safetensors"
 
 
 class Critic(nn.Module):
-    def __init__(self, trunk: Any) -> None:
+    def __init__(self, model: Any) -> None:
+        """On the trunk of a prepared causal LM, which is trained in place."""
         super().__init__()
-        self.trunk = trunk
-        self.score = nn.Linear(int(trunk.config.hidden_size), 1, dtype=trunk.dtype)
+        parts = CausalLM(model)
+        self.trunk = parts.trunk
+        self.attentions = parts.anatomy.attentions
+        self.score = nn.Linear(parts.width, 1, dtype=model.dtype)
         nn.init.zeros_(self.score.weight)
         nn.init.zeros_(self.score.bias)
 
     def forward(self, batch: Packed) -> torch.Tensor:
         """Values [t], float32, of the states before each response token."""
-        hidden = hidden_states(self.trunk, batch)
+        hidden = hidden_states(self.trunk, self.attentions, batch)
         with torch.autocast(hidden.device.type, enabled=False):  # a value has few significant digits to lose
             return self.score(hidden.to(self.score.weight.dtype))[:, 0].float()  # type: ignore[no-any-return]
 
@@ -51,22 +55,23 @@ class Critic(nn.Module):
         save_model(self, str(folder / _FILE))
 
 
-def load_critic(model: job.Model) -> Critic:
+def load_critic(model: job.Model, *, max_context: int = 1024) -> Critic:
     """A critic saved by `Critic.save`, or a new head on the trunk of a causal LM."""
     path, field = (model.path, "model.path") if model.critic is None else (model.critic, "model.critic")
     if not (Path(path) / _FILE).exists():
-        return Critic(load_causal_lm(path, field=field, dtype=model.dtype).base_model)
-    return _saved_critic(Path(path), field, model.dtype)
+        return Critic(load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context))
+    return _saved_critic(Path(path), field, model.dtype, max_context)
 
 
-def _saved_critic(folder: Path, field: str, dtype: str) -> Critic:
+def _saved_critic(folder: Path, field: str, dtype: str, max_context: int) -> Critic:
     from safetensors.torch import load_model
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
-    trunk = AutoModel.from_config(config, dtype=getattr(torch, dtype)).eval()  # type: ignore[no-untyped-call]
-    use_packed_attention(trunk)
-    critic = Critic(trunk)
+    with torch.random.fork_rng():  # of the model only the shape is wanted
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    critic = Critic(prepared(model, dtype=dtype, max_context=max_context, name=field))
     try:
         load_model(critic, str(folder / _FILE))
     except RuntimeError as error:

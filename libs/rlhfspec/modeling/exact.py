@@ -29,21 +29,23 @@ from transformers import AttentionInterface
 
 from rlhfspec import job
 from rlhfspec.engine.cache import new_kv
-from rlhfspec.engine.fuse import attention_modules
-from rlhfspec.engine.model_support import compare_self_check
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown
+from rlhfspec.huggingface.check import compare, refuse_difference, same_bits
+from rlhfspec.huggingface.probes import Probe
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 from rlhfspec.modeling import packed
 from rlhfspec.modeling.exact_functions import exact, exact_log_probs, stored
 from rlhfspec.modeling.exact_modules import ExactModules
-from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of, final_logits
-from rlhfspec.modeling.packed import Packed, forward_layout, pack_sequences
+from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
+from rlhfspec.modeling.packed import Packed, pack_sequences
 
 ATTENTION_NAME = "rlhfspec_exact"
 _BLOCK_SIZE = 16  # of the scratch keys and values; bits do not depend on it
 _PROBE_TOKENS = 24
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # of logits, in parts of the largest
 
 
 def check_exact(spec: job.Spec) -> None:
@@ -81,31 +83,37 @@ class ExactForward(TorchForward):
     ) -> None:
         super().__init__(model, temperature)
         _check_possible(model)
-        probe = _probe(int(model.config.vocab_size), max_context)
+        probe = _probe(self.parts.anatomy.vocab_size, max_context)
         with torch.no_grad():
-            expected = self._logits(probe)
+            wanted = self.parts.logits(self.hidden(probe))
         kept_as = getattr(torch, dtype)
         arithmetic = arithmetic_for(kept_as, arithmetic)
-        self.modules_on_kernels = ExactModules(model, dtype=kept_as, arithmetic=arithmetic, max_context=max_context)
-        self._layout: _Layout | None = None
-        self._scratch = _Scratch(kept_as)
+        self.modules_on_kernels = ExactModules(
+            self.parts, dtype=kept_as, arithmetic=arithmetic, max_context=max_context
+        )
+        self._cache = _Scratch(kept_as, *cache_shape(self.parts.anatomy.attentions))
+        self._row: _Row | None = None
         self._packed_versions: list[int] | None = None
+        AttentionInterface.register(ATTENTION_NAME, attend)
         self._attach()
-        self._self_check(probe, expected)
+        self._prove(probe, wanted)
 
     def forward(self, batch: Packed, *, entropy_gradient: bool = False) -> TokenLogProbs:
         if torch.is_autocast_enabled("cpu"):
             raise InvalidRequest("training.autocast", "bfloat16", "must be off with training.exactOnPolicy")
         self._repack_if_changed()
+        return super().forward(batch, entropy_gradient=entropy_gradient)
+
+    def hidden(self, batch: Packed) -> torch.Tensor:
         with self._laid_out(batch.lengths):
-            return super().forward(batch, entropy_gradient=entropy_gradient)
+            return super().hidden(batch)
 
     def weights_changed(self) -> None:
         """Pack them again before the next forward. (Changes in place are noticed without.)"""
         self._packed_versions = None
 
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
-        logits = final_logits(self.model, hidden)  # [t, vocab] float32
+        logits = self.parts.logits(hidden)  # [t, vocab] float32
         log_probs = exact_log_probs(logits, targets, self.temperature)
         with torch.no_grad():
             untempered = log_probs.detach() if self.temperature == 1 else exact_log_probs(logits, targets, 1.0)
@@ -116,9 +124,8 @@ class ExactForward(TorchForward):
     # -- the kernels under the model -------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        for module in attention_modules(self.model):
+        for module in self.model.modules():
             object.__setattr__(module, "rlhfspec_exact", self)  # not a submodule: the forward owns the model
-        AttentionInterface.register(ATTENTION_NAME, attend)
         self.model.set_attn_implementation(ATTENTION_NAME)
 
     def _repack_if_changed(self) -> None:
@@ -129,61 +136,53 @@ class ExactForward(TorchForward):
 
     @contextmanager
     def _laid_out(self, lengths: tuple[int, ...]) -> Iterator[None]:
-        self._layout = _Layout.of(lengths)
+        self._row = _Row.of(lengths, self.parts.anatomy.attentions)
         try:
             yield
         finally:
-            self._layout = None
+            self._row = None
 
-    def attention(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                  scale: float, sliding_window: int | None, softcap: float,
+    def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float,
                   sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
-        """query [1, H, T, D], key/value [1, Hkv, T, D] -> [1, T, H, D]."""
-        layout, scratch = self._layout, self._scratch
-        assert layout is not None, "exact attention outside a forward"
+        """The next attention of the row. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
+        row, cache = self._row, self._cache
+        assert row is not None, "exact attention outside a forward"
+        spec = next(row.coming)
 
         def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
-            kv = scratch.kv(layout.num_tokens, k.shape[1], k.shape[3])
-            return tree_attention(
-                q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), kv, 0, layout.meta,  # [T, heads, D]
-                scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s,
-            )[None]  # fmt: skip
+            q, k, v = (
+                fit_cache(states, count, cache.dim)[0].transpose(0, 1)  # [T, heads, D]
+                for states, count in ((q, q.shape[1]), (k, cache.heads), (v, cache.heads))
+            )
+            out = tree_attention(
+                q, k, v, cache.kv(row.num_tokens), 0, row.meta,
+                scale=scale, sliding_window=spec.window, chunk=spec.chunk, softcap=softcap, sinks=s,
+            )  # fmt: skip
+            return out[None, ..., : spec.value_dim]
 
         def twin(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
-            k, v = stored(k, scratch.dtype), stored(v, scratch.dtype)
-            with forward_layout(layout.lengths):
-                return packed.attend(
-                    module,
-                    q,
-                    k,
-                    v,
-                    None,
-                    scaling=scale,
-                    sliding_window=sliding_window,
-                    softcap=softcap or None,
-                    s_aux=s,
-                )[0]
+            k, v = stored(k, cache.dtype), stored(v, cache.dtype)
+            return packed.row_attention(q, k, v, row.lengths, spec, scale, softcap, s)
 
         return exact(kernel, twin, query, key, value, sinks)
 
-    def _logits(self, batch: Packed) -> torch.Tensor:
-        return final_logits(self.model, packed.hidden_states(self.model.base_model, batch))
-
     @torch.no_grad()
-    def _self_check(self, probe: Packed, expected: torch.Tensor) -> None:
+    def _prove(self, probe: Packed, wanted: torch.Tensor) -> None:
         """The logits are the model's, and a sequence's bits are its own: alone, and behind another one."""
-        self._repack_if_changed()
         name = type(self.model).__name__
-        with self._laid_out(probe.lengths):
-            together = self._logits(probe)
-        compare_self_check(together, expected, name=name, exact=self._scratch.dtype == torch.float32)
+        self._repack_if_changed()
+        self.modules_on_kernels.guard_rows(lambda: self.parts.logits(self.hidden(probe)))
+        together = self.parts.logits(self.hidden(probe))
         first, second = probe.lengths
+        whole = [Probe(0, tuple(probe.token_ids[0].tolist()))]
+        difference, _ = compare([together], [wanted], whole)
+        if difference > _TOLERANCES[self._cache.dtype]:
+            refuse_difference(difference, whole[0], who="the exact trainer's", name="model", kind=name)
         tokens = probe.token_ids[0].tolist()
         alone = pack_sequences([tokens[first : first + 1]], [(*tokens[first + 1 :], 0)])
-        with self._laid_out(alone.lengths):
-            if not torch.equal(self._logits(alone), together[-second:]):
-                problem = "a sequence's logits depend on its neighbours, so exactOnPolicy is not possible"
-                raise UnsupportedModel("model", name, problem)
+        if not same_bits([self.parts.logits(self.hidden(alone))], [together[-second:]]):
+            problem = "a sequence's logits depend on its neighbours, so exactOnPolicy is not possible"
+            raise UnsupportedModel("model", name, problem)
 
 
 def _check_possible(model: Any) -> None:
@@ -206,15 +205,16 @@ def _probe(vocab_size: int, max_context: int) -> Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """Who sees whom in a packed row, as the engine's attention kernel reads it."""
+class _Row:
+    """Who sees whom in a packed row, as the engine's attention kernel reads it, and which attention comes next."""
 
     lengths: tuple[int, ...]
     num_tokens: int
     meta: AttentionMeta
+    coming: Iterator[AttentionSpec]
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...]) -> _Layout:
+    def of(cls, lengths: tuple[int, ...], attentions: tuple[AttentionSpec, ...]) -> _Row:
         sizes = np.asarray(lengths, np.int32)
         starts = np.concatenate(([0], sizes.cumsum()[:-1])).astype(np.int32)
         rows = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
@@ -226,31 +226,37 @@ class _Layout:
             extra=np.empty((len(slots), 0), np.int32),
             slot_table=starts[:, None] + np.arange(sizes.max(), dtype=np.int32),
         )
-        return cls(lengths, len(slots), meta)
+        return cls(lengths, len(slots), meta, iter(attentions))
 
 
 class _Scratch:
     """Room for one layer's keys and values, used by every layer in turn."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, heads: int, dim: int) -> None:
         self.dtype = dtype
-        self._kv = torch.empty(0)
+        self.heads = heads
+        self.dim = dim
+        self._kv = self._room(0)
 
-    def kv(self, num_tokens: int, num_kv_heads: int, head_dim: int) -> torch.Tensor:
-        """[blocks, 1, 2, block size, Hkv, D] for at least `num_tokens`."""
+    def kv(self, num_tokens: int) -> torch.Tensor:
+        """[blocks, 1, 2, block size, heads, dim] for at least `num_tokens`."""
         num_blocks = -(-num_tokens // _BLOCK_SIZE)
-        if self._kv.ndim != 6 or self._kv.shape[0] < num_blocks or self._kv.shape[4:] != (num_kv_heads, head_dim):
-            self._kv = new_kv(
-                num_blocks=num_blocks, num_layers=1, block_size=_BLOCK_SIZE, num_kv_heads=num_kv_heads,
-                head_dim=head_dim, dtype=self.dtype, device=torch.device("cpu"),
-            )  # fmt: skip
+        if len(self._kv) < num_blocks:
+            self._kv = self._room(num_blocks)
         return self._kv
+
+    def _room(self, num_blocks: int) -> torch.Tensor:
+        return new_kv(
+            num_blocks=num_blocks, num_layers=1, block_size=_BLOCK_SIZE, num_kv_heads=self.heads,
+            head_dim=self.dim, dtype=self.dtype, device=torch.device("cpu"),
+        )  # fmt: skip
 
 
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-           scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-           s_aux: torch.Tensor | None = None, **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The attention function transformers calls in every layer; the self check proves idle what is ignored here."""
+           scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+           **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """The attention function that transformers calls in every layer."""
+    refuse_unknown(module, keywords)
     forward: ExactForward = module.rlhfspec_exact
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return forward.attention(module, query, key, value, scale, sliding_window, softcap or 0.0, s_aux), None
+    return forward.attention(query, key, value, scale, softcap or 0.0, s_aux), None

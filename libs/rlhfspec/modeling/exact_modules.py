@@ -14,8 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhfspec.engine.fuse import FusedModel, Loader, RotaryTable, fuse
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.huggingface.anatomy import CausalLM
+from rlhfspec.huggingface.audit import not_audited
+from rlhfspec.huggingface.experts import PackedExperts, by_expert, gate, oriented
+from rlhfspec.huggingface.fuse import FusedModel, Loader, fuse, guard_rows
+from rlhfspec.huggingface.guard import Guard
+from rlhfspec.huggingface.rotary import RotaryTable
 from rlhfspec.kernels.linear import (
     FusedRMSNorm,
     PackedGatedMLP,
@@ -25,29 +30,36 @@ from rlhfspec.kernels.linear import (
     rms_norm_twin,
 )
 from rlhfspec.modeling.exact_functions import exact, exact_gated_mlp, exact_linear, stored
-from rlhfspec.modeling.lora import merged_state
+from rlhfspec.modeling.lora import is_adapter, merged_state
 
 _ADAPTER = "default"
-_SWAPPED = (PackedGatedMLP, PackedLinear, FusedRMSNorm, RowInvariantActivation, RotaryTable)
+_SWAPPED = (PackedExperts, PackedGatedMLP, PackedLinear, FusedRMSNorm, RowInvariantActivation, RotaryTable)
 
 
 class ExactModules:
     """The trained model's modules on kernels. `repack` after every change of the parameters."""
 
-    def __init__(self, model: Any, *, dtype: torch.dtype, arithmetic: str, max_context: int) -> None:
-        self.model = model
-        self._scaling = _lora_scaling(model)
-        fused = fuse(_plain_copy(model), dtype=dtype, arithmetic=arithmetic, max_context=max_context)
-        swapped = dict(_swapped(fused))
-        self._loaders = _loaders_of(fused, swapped)
-        for name, kernel in swapped.items():
-            module = model.get_submodule(name)
-            module.forward = _forward(module, kernel, dtype)
+    def __init__(self, parts: CausalLM, *, dtype: torch.dtype, arithmetic: str, max_context: int) -> None:
+        self.parts = parts
+        self.model = parts.model
+        self._dtype = dtype
+        self._scaling = _lora_scaling(self.model)
+        fused = fuse(_plain_copy(self.model), dtype=dtype, arithmetic=arithmetic, max_context=max_context)
+        self._swapped = dict(_swapped(fused))
+        self._loaders = _loaders_of(fused, self._swapped)
         self.num_swapped = fused.swapped
-        for module in _left_over(model, swapped):
-            _check_row_invariant(module)
-            if dtype != torch.float32:
+        self.guard = _ExactGuard(dtype=dtype, arithmetic=arithmetic)
+        self.guard.know(tensor for name, tensor in self.model.named_parameters() if not is_adapter(name))
+        for name, kernel in self._swapped.items():
+            module = self.model.get_submodule(name)
+            module.forward = _forward(module, kernel, dtype)
+        if dtype != torch.float32:
+            for module in self._left_over():
                 module.forward = _rounded_forward(module, dtype)
+
+    def guard_rows(self, run: Callable[[], object]) -> None:
+        """Run what depends on the company of a row inside the guard, as the engine does; refuse what cannot be."""
+        guard_rows(self.model, self.guard, self.parts, run, name="model")
 
     def repack(self) -> None:
         """Take the parameters' present values into the packed weights."""
@@ -57,6 +69,22 @@ class ExactModules:
         with torch.inference_mode():
             for names, load in self._loaders:
                 load(*(state[name].detach() if name else None for name in names))
+        self.guard.forget()
+
+    def _left_over(self) -> Iterator[nn.Module]:
+        """Modules with parameters of their own that keep running as they are."""
+        prefixes = tuple(f"{name}." for name in self._swapped)
+        for name, module in self.model.named_modules():
+            inside = name in self._swapped or f"{name}.".startswith(prefixes)
+            if not inside and next(module.parameters(recurse=False), None) is not None:
+                yield module
+
+
+class _ExactGuard(Guard):
+    """Products on the kernels, with torch's gradients."""
+
+    def multiply(self, rows: Tensor, weight: Tensor, packed: PackedLinear) -> Tensor:
+        return exact_linear(rows, weight, None, packed)
 
 
 def _plain_copy(model: Any) -> Any:
@@ -90,10 +118,12 @@ def _forward(module: Any, kernel: nn.Module, dtype: torch.dtype) -> Callable[...
             return _linear_forward(module, kernel)
         case PackedGatedMLP():
             return _gated_mlp_forward(module, kernel)
+        case PackedExperts():
+            return _experts_forward(module, kernel, dtype)
         case FusedRMSNorm():
             return _norm_forward(module, kernel, dtype)
         case RowInvariantActivation():
-            return lambda x: exact(kernel, lambda tensor: activation_twin(tensor, kernel.name), x)
+            return _activation_forward(kernel)
     assert isinstance(kernel, RotaryTable)
     return kernel.forward
 
@@ -112,6 +142,38 @@ def _gated_mlp_forward(module: Any, packed: PackedGatedMLP) -> Callable[..., Any
     return forward
 
 
+def _experts_forward(experts: Any, packed: PackedExperts, dtype: torch.dtype) -> Callable[..., Any]:
+    """The trained module's own weights; the packed ones are up to date when this runs."""
+    if isinstance(activation := getattr(packed.inner, "act_fn", None), RowInvariantActivation):
+        experts.act_fn.forward = _activation_forward(activation)
+
+    def layer(expert: int, rows: Tensor) -> Tensor:
+        up, down, up_bias, down_bias = _expert_weights(experts, packed, expert, dtype)
+        if packed.activation is not None:
+            gate_weight, up_weight = up.chunk(2)
+            biases = (None, None) if up_bias is None else up_bias.chunk(2)
+            return exact_gated_mlp(rows, (gate_weight, up_weight, down), (*biases, down_bias), packed.mlps[expert])
+        between = gate(experts, exact_linear(rows, up, up_bias, packed.ups[expert]))
+        return exact_linear(between, down, down_bias, packed.downs[expert])
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return by_expert(hidden_states, top_k_index, top_k_weights, packed.num_experts, layer)[0]
+
+    return forward
+
+
+def _expert_weights(
+    experts: Any, packed: PackedExperts, expert: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    up, down, *biases = (getattr(experts, name)[expert] for name in packed.weight_names)
+    up_bias, down_bias = (stored(bias, dtype) for bias in biases) if biases else (None, None)
+    return oriented(packed, up), oriented(packed, down), up_bias, down_bias
+
+
+def _activation_forward(kernel: RowInvariantActivation) -> Callable[..., Any]:
+    return lambda x: exact(kernel, lambda tensor: activation_twin(tensor, kernel.name), x)
+
+
 def _norm_forward(module: Any, norm: FusedRMSNorm, dtype: torch.dtype) -> Callable[..., Any]:
     def twin(x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm_twin(x, stored(weight, dtype), norm.eps, add_one=norm.add_one)
@@ -123,7 +185,8 @@ def _weight(layer: Any) -> Tensor:
     """What the layer multiplies with: its parameter, plus the low-rank update where it has one."""
     if not hasattr(layer, "base_layer"):
         return layer.weight  # type: ignore[no-any-return]
-    delta = layer.lora_B[_ADAPTER].weight @ layer.lora_A[_ADAPTER].weight
+    with not_audited():  # weights alone: no row is in it
+        delta = layer.lora_B[_ADAPTER].weight @ layer.lora_A[_ADAPTER].weight
     return layer.base_layer.weight + layer.scaling[_ADAPTER] * delta  # type: ignore[no-any-return]
 
 
@@ -141,25 +204,6 @@ def _lora_scaling(model: Any) -> float | None:
         if getattr(module.lora_dropout[_ADAPTER], "p", 0.0):
             raise InvalidRequest("model.lora.dropout", module.lora_dropout[_ADAPTER].p, "must be 0 with exactOnPolicy")
     return float(updated[0].scaling[_ADAPTER]) if updated else None
-
-
-def _left_over(model: Any, swapped: dict[str, nn.Module]) -> list[nn.Module]:
-    """Modules with parameters of their own that keep running as they are."""
-    prefixes = tuple(f"{name}." for name in swapped)
-    return [
-        module
-        for name, module in model.named_modules()
-        if name not in swapped
-        and not f"{name}.".startswith(prefixes)
-        and next(module.parameters(recurse=False), None) is not None
-    ]
-
-
-def _check_row_invariant(module: nn.Module) -> None:
-    matrices = [name for name, tensor in module.named_parameters(recurse=False) if tensor.ndim > 1]
-    if matrices and not isinstance(module, nn.Embedding):
-        problem = f"no kernel of the engine computes it ({matrices[0]}), so exactOnPolicy is not possible"
-        raise UnsupportedModel("model", type(module).__name__, problem)
 
 
 def _rounded_forward(module: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:

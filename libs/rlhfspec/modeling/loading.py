@@ -1,8 +1,8 @@
 """From a job's model block to models that take packed rows.
 
 Policy, reference and critic are Hugging Face causal LMs in evaluation mode, so dropout is off and log-probs of one
-policy are one number. What packed attention would get wrong is refused by name, and what names do not show by proof:
-a packed row of two sequences must give what plain Hugging Face gives one by one.
+policy are one number. What packed attention would get wrong is refused by name: a packed row of several sequences must
+give what plain Hugging Face gives one by one.
 
 Example:
     >>> from rlhfspec.tiny import random_model
@@ -18,16 +18,19 @@ from typing import Any
 import torch
 
 from rlhfspec import job
-from rlhfspec.engine import model_support
-from rlhfspec.modeling.log_probs import final_logits
+from rlhfspec.huggingface.anatomy import CausalLM, examine, max_positions
+from rlhfspec.huggingface.check import compare, refuse_difference
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.huggingface.probes import Probe, Rounding, choose, expected
 from rlhfspec.modeling.packed import hidden_states, pack_sequences, use_packed_attention
 
-_PROBE_TOKENS = 12
+_DEFAULT_CONTEXT = 1024
+_TOLERANCE = 1e-5  # of logits, in parts of the largest
 
 
-def load_policy(model: job.Model, *, seed: int = 0) -> Any:
+def load_policy(model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_CONTEXT) -> Any:
     """The policy as it begins; with a LoRA block, its update is drawn from the seed and only it takes gradients."""
-    policy = load_causal_lm(model.path, field="model.path", dtype=model.dtype)
+    policy = load_causal_lm(model.path, field="model.path", dtype=model.dtype, max_context=max_context)
     if model.lora is not None:
         from rlhfspec.modeling.lora import add_lora
 
@@ -35,37 +38,42 @@ def load_policy(model: job.Model, *, seed: int = 0) -> Any:
     return policy
 
 
-def load_reference(model: job.Model) -> Any:
+def load_reference(model: job.Model, *, max_context: int = _DEFAULT_CONTEXT) -> Any:
     """What KL is measured against: never trained, so never with an update."""
     path, field = (model.path, "model.path") if model.reference is None else (model.reference, "model.reference")
-    return load_causal_lm(path, field=field, dtype=model.dtype).requires_grad_(False)
+    return load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context).requires_grad_(False)
 
 
-def load_causal_lm(path: str | Path, *, field: str, dtype: str) -> Any:
+def load_causal_lm(path: str | Path, *, field: str, dtype: str, max_context: int = _DEFAULT_CONTEXT) -> Any:
     """The model at `path`, a folder or a hub id; `field` is what messages call it."""
-    return prepared(model_support.load_model(path, field=field), dtype=dtype)
+    return prepared(load_model(path, field=field), dtype=dtype, max_context=max_context, name=field)
 
 
-def prepared(model: Any, *, dtype: str = "float32") -> Any:
-    """A causal LM in memory made ready for packed rows, in place."""
-    name = type(model).__name__
-    model_support.check_config(model.config, name)
-    first, second = _probes(int(model.config.vocab_size))
+def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_CONTEXT, name: str = "model") -> Any:
+    """A causal LM in memory made ready for packed rows, in place. max_context: tokens of its longest sequence."""
     model.eval()
-    expected = torch.cat([model_support.reference_logits(model, tokens) for tokens in (first, second)])
+    max_context = min(max_context, max_positions(model) or max_context)
+    anatomy = examine(model, name=name, max_context=max_context)
+    probes = [
+        probe
+        for probe in choose(anatomy, model.config, max_context, model.get_input_embeddings().num_embeddings)
+        if not probe.past
+    ]
+    rounding = Rounding(model, dtype=torch.float32, arithmetic="fma")
+    wanted = [expected(model, anatomy, probe, name=name, rounding=rounding) for probe in probes]
     use_packed_attention(model)
-    with torch.inference_mode():
-        ours = final_logits(model, hidden_states(model.base_model, _every_row([first, second])))
-    model_support.compare_self_check(ours, expected, name=name, exact=model.dtype == torch.float32)
+    found = packed_logits(model, probes)
+    difference, probe = compare(found, wanted, probes)
+    if difference > _TOLERANCE:
+        refuse_difference(difference, probe, who="the trainer's", name=name, kind=type(model).__name__)
     return model.to(getattr(torch, dtype)).requires_grad_(True)
 
 
-def _probes(vocab_size: int) -> tuple[list[int], list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    tokens: list[int] = torch.randint(vocab_size, (2 * _PROBE_TOKENS + 5,), generator=generator).tolist()
-    return tokens[:_PROBE_TOKENS], tokens[_PROBE_TOKENS:]
-
-
-def _every_row(sequences: list[list[int]]) -> Any:
-    """Packed so that every token's row is kept: one-token prompts, and a response with a token to spare."""
-    return pack_sequences([tokens[:1] for tokens in sequences], [[*tokens[1:], 0] for tokens in sequences])
+@torch.no_grad()
+def packed_logits(model: Any, probes: list[Probe]) -> list[torch.Tensor]:
+    """Every token's logits, all of the probes in one packed row."""
+    parts = CausalLM(model)
+    tokens = [list(probe.tokens) for probe in probes]
+    batch = pack_sequences([row[:1] for row in tokens], [[*row[1:], 0] for row in tokens])  # a token to spare
+    logits = parts.logits(hidden_states(parts.trunk, parts.anatomy.attentions, batch))
+    return list(torch.split(logits, [len(row) for row in tokens]))

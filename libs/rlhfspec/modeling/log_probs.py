@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rlhfspec.huggingface.anatomy import CausalLM
 from rlhfspec.modeling.packed import Packed, hidden_states
 
 _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32; more are computed in parts, and again in the backward pass
@@ -53,11 +54,12 @@ class TorchForward(nn.Module):
     def __init__(self, model: Any, temperature: float) -> None:
         super().__init__()
         self.model = model
+        self.parts = CausalLM(model)
         self.temperature = temperature
 
     def forward(self, batch: Packed, *, entropy_gradient: bool = False) -> TokenLogProbs:
-        hidden = hidden_states(self.model.base_model, batch)  # [t, hidden]
-        size = max(1, _LOGITS_AT_A_TIME // int(self.model.config.vocab_size))
+        hidden = self.hidden(batch)  # [t, hidden]
+        size = max(1, _LOGITS_AT_A_TIME // self.parts.anatomy.vocab_size)
         if len(hidden) <= size:
             return TokenLogProbs(**self._of(hidden, batch.targets, entropy_gradient))
         parts = [
@@ -69,9 +71,12 @@ class TorchForward(nn.Module):
     def weights_changed(self) -> None:
         """Nothing is derived from the parameters here."""
 
+    def hidden(self, batch: Packed) -> torch.Tensor:
+        return hidden_states(self.parts.trunk, self.parts.anatomy.attentions, batch)
+
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
         """hidden [t, hidden], targets [t] -> the fields of TokenLogProbs."""
-        logits = final_logits(self.model, hidden)  # [t, vocab] float32
+        logits = self.parts.logits(hidden)  # [t, vocab] float32
         tempered = logits if self.temperature == 1 else logits / self.temperature
         log_probs = of_targets(tempered, targets)
         with torch.no_grad():
@@ -79,22 +84,6 @@ class TorchForward(nn.Module):
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = entropy_of(tempered)
         return {"log_probs": log_probs, "untempered": untempered, "entropy": entropy}
-
-
-def final_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """What the model's head makes of hidden [t, hidden]: float32 logits [t, vocab]."""
-    scale, softcap = final_transform(model.config)
-    logits: torch.Tensor = model.get_output_embeddings()(hidden).float()
-    if scale != 1.0:
-        logits = logits * scale
-    return torch.tanh(logits / softcap) * softcap if softcap else logits
-
-
-def final_transform(config: Any) -> tuple[float, float]:
-    """What some models do to logits after the head: (scale, soft cap). Loading proves that it is all."""
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scaling = getattr(config, "logits_scaling", None)  # Granite divides
-    return scale / float(scaling or 1.0), float(getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
 def of_targets(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

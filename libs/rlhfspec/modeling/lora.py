@@ -36,12 +36,12 @@ def add_lora(model: Any, lora: job.Lora, *, seed: int) -> None:
             raise InvalidRequest("model.lora.targetModules", lora.target_modules, problem) from error
     model.eval()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_adapter(name))
+        parameter.requires_grad_(is_adapter(name))
 
 
 def adapters(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The update alone."""
-    return {name: tensor for name, tensor in state_dict.items() if _is_adapter(name)}
+    return {name: tensor for name, tensor in state_dict.items() if is_adapter(name)}
 
 
 def set_dropout(model: torch.nn.Module, on: bool) -> None:
@@ -64,7 +64,7 @@ def merged_state(state_dict: Mapping[str, torch.Tensor], scaling: float) -> dict
     """
     merged: dict[str, torch.Tensor] = {}
     for name, tensor in state_dict.items():
-        if _is_adapter(name):
+        if is_adapter(name):
             continue
         layer, base, rest = name.rpartition(".base_layer")
         low = state_dict.get(f"{layer}.lora_A.{_ADAPTER}.weight") if rest == ".weight" else None
@@ -75,5 +75,6 @@ def merged_state(state_dict: Mapping[str, torch.Tensor], scaling: float) -> dict
     return merged
 
 
-def _is_adapter(name: str) -> bool:
+def is_adapter(name: str) -> bool:
+    """Is this a weight of an update?"""
     return ".lora_" in name

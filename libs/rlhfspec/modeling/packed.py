@@ -4,7 +4,7 @@
     positions  0 1 2 3 4 5 | 0 1 2 3 4 5 6       nothing
     predicting     ^ ^ ^ ^ |   ^ ^ ^ ^ ^         rows whose output says something about a response token
 
-Any Hugging Face model whose attention goes through AttentionInterface runs such rows unmodified: `use_packed_attention`
+Any Hugging Face model that `rlhfspec.huggingface` has examined runs such rows unmodified: `use_packed_attention`
 names our attention function, and `forward_layout` tells it where sequences end.
 
 Example:
@@ -26,14 +26,10 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.anatomy import run_trunk
+from rlhfspec.huggingface.attention import AttentionSpec, refuse_unknown
 
 ATTENTION_NAME = "rlhfspec_packed"
-_IGNORED_KEYWORDS = {  # passed by transformers to every attention function; none changes what is computed here
-    "is_causal", "position_ids", "output_attentions", "output_hidden_states", "use_cache", "cache_position",
-    "position_embeddings", "past_key_values", "use_flash_attn", "return_dict", "layer_idx",
-}  # fmt: skip
-_lengths: ContextVar[tuple[int, ...] | None] = ContextVar("lengths of the packed row that runs in this thread")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,51 +78,67 @@ def use_packed_attention(model: Any) -> None:
     model.set_attn_implementation(ATTENTION_NAME)
 
 
+@dataclass(slots=True)
+class RowLayout:
+    """Where the sequences of a packed row end, and which attention of the forward comes next."""
+
+    lengths: tuple[int, ...]
+    coming: Iterator[AttentionSpec]
+
+
+_layout: ContextVar[RowLayout | None] = ContextVar("layout of the packed row that runs in this thread", default=None)
+
+
 @contextmanager
-def forward_layout(lengths: tuple[int, ...]) -> Iterator[None]:
-    """Where the sequences of the row end that runs inside; each thread has its own."""
-    token = _lengths.set(lengths)
+def forward_layout(lengths: tuple[int, ...], attentions: tuple[AttentionSpec, ...]) -> Iterator[None]:
+    """How the row is laid out that runs inside, once; each thread has its own."""
+    token = _layout.set(RowLayout(lengths, iter(attentions)))
     try:
         yield
     finally:
-        _lengths.reset(token)
+        _layout.reset(token)
 
 
-def hidden_states(trunk: Any, batch: Packed) -> torch.Tensor:
+def hidden_states(trunk: Any, attentions: tuple[AttentionSpec, ...], batch: Packed) -> torch.Tensor:
     """The trunk's output for the rows that predict. Returns [t, hidden]."""
-    with forward_layout(batch.lengths):
-        output = trunk(input_ids=batch.token_ids, position_ids=batch.position_ids, use_cache=False)
-    return output.last_hidden_state[0].index_select(0, batch.predicting)  # type: ignore[no-any-return]
+    with forward_layout(batch.lengths, attentions):
+        output = run_trunk(trunk, batch.token_ids, batch.position_ids)
+    return output[0].index_select(0, batch.predicting)
 
 
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-           scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-           s_aux: torch.Tensor | None = None, dropout: float = 0.0,
-           **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+           scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+           dropout: float = 0.0, **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The attention function transformers calls in every layer. query [1, H, T, D], key/value [1, Hkv, T, D]."""
-    unknown = [name for name, given in keywords.items() if given is not None and name not in _IGNORED_KEYWORDS]
-    if unknown:
-        raise UnsupportedModel("model", type(module).__name__, f"passes attention arguments {sorted(unknown)}")
-    lengths = _lengths.get(None)
-    assert lengths is not None, "packed attention outside of forward_layout"
+    refuse_unknown(module, keywords)
+    layout = _layout.get()
+    assert layout is not None, "packed attention outside of forward_layout"
     assert not dropout, "attention dropout is off: log-probs of one policy are compared"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return row_attention(query, key, value, layout.lengths, next(layout.coming), scale, softcap or 0.0, s_aux), None
+
+
+def row_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], spec: AttentionSpec,
+    scale: float, softcap: float, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Each sequence of a packed row over itself. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
     # split, not slices: its backward is one concatenation instead of a full-size tensor of zeros a sequence
     segments = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
-    if softcap or s_aux is not None:
-        out = [explicit_attention(q, k, v, scale, sliding_window, softcap or 0.0, s_aux) for q, k, v in segments]
+    if softcap or sinks is not None:
+        out = [explicit_attention(q, k, v, scale, spec, softcap, sinks) for q, k, v in segments]
     else:
-        out = [_sdpa(q, k, v, scale, sliding_window) for q, k, v in segments]
-    return torch.cat(out, dim=2).transpose(1, 2), None
+        out = [_sdpa(q, k, v, scale, spec) for q, k, v in segments]
+    return torch.cat(out, dim=2).transpose(1, 2)
 
 
 def _sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sliding_window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, spec: AttentionSpec
 ) -> torch.Tensor:
-    """One sequence: query [1, H, N, D], key/value [1, Hkv, N, D] -> [1, H, N, D]."""
+    """One sequence: query [1, H, N, Dk], key/value [1, Hkv, N, .] -> [1, H, N, Dv]."""
     size = query.shape[2]
-    windowed = sliding_window is not None and sliding_window < size
-    mask = visible(size, sliding_window, query.device) if windowed else None
+    narrowed = min(spec.window or size, spec.chunk or size) < size
+    mask = visible(size, spec, query.device) if narrowed else None
     grouped = query.shape[1] != key.shape[1]
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -138,7 +150,7 @@ def explicit_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
-    sliding_window: int | None,
+    spec: AttentionSpec,
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -148,7 +160,7 @@ def explicit_attention(
     scores = (query @ key.transpose(2, 3)).float() * scale  # [1, H, N, N]
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible(query.shape[2], sliding_window, query.device), float("-inf"))
+    scores = scores.masked_fill(~visible(query.shape[2], spec, query.device), float("-inf"))
     if sinks is not None:
         column = sinks.float()[None, :, None, None].expand(1, -1, query.shape[2], 1)
         scores = torch.cat([scores, column], dim=3)
@@ -156,13 +168,13 @@ def explicit_attention(
     return weights.to(value.dtype) @ value
 
 
-def visible(size: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-    """Which keys a query sees: [size, size].
-
-    >>> visible(3, 2, torch.device("cpu")).int().tolist()
-    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
-    """
+def visible(size: int, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
+    """Which keys a query sees, from the beginning of a sequence: [size, size]."""
     place = torch.arange(size, device=device)
     distance = place[:, None] - place[None]
     seen = distance >= 0
-    return seen if sliding_window is None else seen & (distance < sliding_window)
+    if spec.window is not None:
+        seen &= distance < spec.window
+    if spec.chunk is not None:
+        seen &= place[:, None] // spec.chunk == place[None] // spec.chunk
+    return seen

@@ -23,6 +23,7 @@ import torch
 from rlhfspec.drafting.base import IntArray
 from rlhfspec.engine.runner import ModelRunner, RunnerConfig
 from rlhfspec.errors import InvalidRequest, NumericalError
+from rlhfspec.huggingface.anatomy import max_positions
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.tree_attention import AttentionMeta
@@ -71,13 +72,12 @@ class SequenceRows:
     """A model on the engine's kernels that gives the output rows which predict a response's tokens."""
 
     def __init__(self, model: Any, name: str, *, max_context: int, dtype: str, arithmetic: str) -> None:
-        limit = getattr(model.config, "max_position_embeddings", None)
+        limit = max_positions(model)
         if limit is not None and max_context > limit:
             raise InvalidRequest("max_context", max_context, f"must be <= the model's {limit} positions")
         kept_as: torch.dtype = getattr(torch, dtype)
         num_blocks = -(-max_context // _BLOCK_SIZE)
         self.max_context = max_context
-        self._chunk_tokens = max(1, min(_CHUNK_TOKENS, _LOGITS_AT_A_TIME // int(model.config.vocab_size)))
         self._lock = threading.Lock()  # one cache
         self._slot_table = np.arange(num_blocks * _BLOCK_SIZE, dtype=np.int32)[None]
         self.runner = ModelRunner(
@@ -92,6 +92,7 @@ class SequenceRows:
                 block_size=_BLOCK_SIZE,
             ),
         )
+        self._chunk_tokens = max(1, min(_CHUNK_TOKENS, _LOGITS_AT_A_TIME // self.runner.vocab_size))
 
     def load_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
         with self._lock:
@@ -121,9 +122,9 @@ class SequenceRows:
         if size - 1 > self.max_context:
             raise InvalidRequest("token_ids", size, f"prompt and response must fit into {self.max_context} tokens")
         tokens = np.asarray((*prompt, *response), np.int32)
-        wrong = tokens[(tokens < 0) | (tokens >= self.runner.vocab_size)]
+        wrong = tokens[(tokens < 0) | (tokens >= self.runner.num_token_ids)]
         if len(wrong):
-            raise InvalidRequest("token_ids", int(wrong[0]), f"must be in [0, {self.runner.vocab_size})")
+            raise InvalidRequest("token_ids", int(wrong[0]), f"must be in [0, {self.runner.num_token_ids})")
         return tokens[:-1]
 
     def _forward(self, tokens: IntArray, start: int, stop: int, rows: IntArray) -> torch.Tensor:

@@ -20,12 +20,13 @@ from rlhfspec.cli.texts import before_and_after
 from rlhfspec.cli.watch import WatchService
 from rlhfspec.critic.service import CriticService
 from rlhfspec.data import Prompts, load_rows, load_tokenizer
-from rlhfspec.engine import model_support
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import DataExhausted, InvalidRequest
 from rlhfspec.generator.service import GeneratorService
+from rlhfspec.huggingface.anatomy import max_positions
+from rlhfspec.huggingface.loading import load_model
 from rlhfspec.job import RLHFJob
 from rlhfspec.learning.algorithms import scoring_stages
 from rlhfspec.learning.distributed import Leader, Ranks
@@ -102,7 +103,7 @@ def make_parts(job: RLHFJob, base_folder: Path, say: Say, ranks: Ranks) -> Parts
     check_packages(job)
     say("loading the policy")
     learner = Learner.from_spec(spec, ranks=ranks)
-    max_context = _max_context(job, prompts.longest, learner.policy.config)
+    max_context = _max_context(job, prompts.longest, max_positions(learner.policy))
     stages = scoring_stages(spec.algorithm)
     references = []
     if "reference" in stages:
@@ -126,10 +127,9 @@ def make_parts(job: RLHFJob, base_folder: Path, say: Say, ranks: Ranks) -> Parts
     )
 
 
-def _max_context(job: RLHFJob, longest: int, config: Any) -> int:
-    """Tokens of the longest prompt and the longest response together."""
+def _max_context(job: RLHFJob, longest: int, limit: int | None) -> int:
+    """Tokens of the longest prompt and the longest response together. limit: the model's positions."""
     wanted = job.spec.generation.max_tokens
-    limit = getattr(config, "max_position_embeddings", None)
     if limit is None or longest + wanted <= limit:
         return longest + wanted
     room = limit - longest
@@ -148,16 +148,16 @@ def _engine(job: RLHFJob, tokenizer: Any, max_context: int) -> Engine:
         max_context=max_context,
         kv_cache_tokens=generation.kv_cache_tokens,
     )
-    target = model_support.load_model(model.path, field="spec.model.path")
+    target = load_model(model.path, field="spec.model.path")
     draft = None
     if generation.speculation.mode in ("model", "adaptive") and model.drafter is not None:
-        draft = model_support.load_model(model.drafter, field="spec.model.drafter")
+        draft = load_model(model.drafter, field="spec.model.drafter")
     return make_engine(target, config, draft=draft, tokenizer=tokenizer)
 
 
 def _critic(job: RLHFJob, max_context: int) -> ValueScorer:
     """A copy of the learner's critic; its weights come with the first version that is handed out."""
-    return ValueScorer(load_critic(job.spec.model), max_context=max_context)
+    return ValueScorer(load_critic(job.spec.model, max_context=max_context), max_context=max_context)
 
 
 def _told(step: int, opening: Opening) -> Iterator[str]:
@@ -183,7 +183,10 @@ def _reference(job: RLHFJob, max_context: int) -> LogProbScorer:
     if spec.training.autocast == "bfloat16":
         dtype = "bfloat16"
     return LogProbScorer(
-        load_reference(spec.model), temperature=spec.generation.temperature, max_context=max_context, dtype=dtype
+        load_reference(spec.model, max_context=max_context),
+        temperature=spec.generation.temperature,
+        max_context=max_context,
+        dtype=dtype,
     )
 
 

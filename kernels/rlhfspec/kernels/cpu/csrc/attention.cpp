@@ -80,6 +80,7 @@ RS_INLINE int with_tile(int left, Work work) {
 Lane lane_of(const Batch& batch, const Layer& layer, int64_t row, int64_t head) {
     Lane lane = {row, head, 0, batch.context_lens[row], batch.context_lens[row] + batch.extra_lens[row]};
     if (layer.window > 0 && lane.total > layer.window) lane.begin = lane.total - layer.window;
+    if (layer.chunk > 0 && lane.total > 0) lane.begin = (lane.total - 1) / layer.chunk * layer.chunk;
     return lane;
 }
 

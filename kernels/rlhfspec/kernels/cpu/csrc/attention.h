@@ -35,6 +35,7 @@ struct AttentionCall {
     int64_t block_stride, plane_stride, block_size;
     int64_t num_heads, num_kv_heads, dim;
     int64_t window;      // 0: none
+    int64_t chunk;       // 0: none
     const float* sinks;  // null: none
     float* out;
     int64_t threads;

@@ -1,0 +1,302 @@
+"""The proof at load: what the engine runs is the model that Hugging Face runs, and a row's bits are its own.
+
+Every probe runs alone, in one piece, and its logits must be Hugging Face's. Then all of them run together: halves of
+prompts in one row, single tokens behind them, and the rest as branches of trees among other branches, over memory that
+holds NaN. In that company no bit may change.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.anatomy import FORWARD_ERRORS, Anatomy, CausalLM, first_line
+from rlhfspec.huggingface.attention import fit_cache
+from rlhfspec.huggingface.fuse import FusedModel, guard_rows
+from rlhfspec.huggingface.probes import Probe, random_past
+from rlhfspec.kernels.decoder import NativeDecoder
+from rlhfspec.kernels.tree_attention import AttentionMeta, write_kv_reference
+
+log = logging.getLogger(__name__)
+IntArray = npt.NDArray[np.int32]
+
+
+class Runnable(Protocol):
+    """What is proved: a model over a paged cache."""
+
+    kv: Tensor  # [blocks, layers, 2, block size, heads, dim]
+    parts: CausalLM
+    fused: FusedModel
+    native: NativeDecoder | None
+
+    def forward(self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray) -> Tensor: ...
+
+    def native_decoder(self) -> NativeDecoder | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReport:
+    """How a model was found right; kept in a run's manifest."""
+
+    model: str  # its class
+    path: str  # "native": all layers in one call; "layers": Hugging Face's own code over our kernels
+    attentions: tuple[str, ...]  # what they do, each kind once
+    guarded: tuple[str, ...]  # modules whose torch functions are run so that a row's bits are its own
+    probes: tuple[str, ...]
+    difference: float  # the largest, of the probes' logits to Hugging Face's, in parts of the largest logit
+    bits: str  # what is promised of them
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is to be shown of a runner."""
+
+    runner: Runnable
+    anatomy: Anatomy
+    probes: tuple[Probe, ...]
+    wanted: list[Tensor]  # Hugging Face's logits of each probe
+    name: str  # of the model, in messages
+    is_row_invariant: bool
+    tolerance: float  # of the logits, in parts of the largest one
+
+
+def prove(proof: Proof, *, began: float) -> ModelReport:
+    """Raises UnsupportedModel, naming what is not so."""
+    runner, name, kind = proof.runner, proof.name, type(proof.runner.parts.model).__name__
+    check = Check(runner, proof.anatomy, proof.probes)
+    try:
+        guarded: tuple[str, ...] = ()
+        if proof.is_row_invariant:
+            fused = runner.fused
+            guarded = guard_rows(fused.model, fused.guard, runner.parts, check.a_forward(), name=name)
+        alone, together = check.alone(), check.together()
+        difference, probe = compare(alone, proof.wanted, proof.probes)
+        if difference > proof.tolerance:
+            refuse_difference(difference, probe, who="the engine's", name=name, kind=kind)
+        if proof.is_row_invariant and not same_bits(alone, together):
+            raise UnsupportedModel(name, kind, "a row's bits depend on the rows beside it")
+        difference, probe = compare(together, proof.wanted, proof.probes)
+        if difference > proof.tolerance:
+            refuse_difference(difference, probe, who="the engine's", name=name, kind=kind)
+        runner.native = runner.native_decoder()
+        if runner.native is not None and not same_bits(check.together(), alone):
+            log.warning("%s: the one-call decoder gives other bits than the layers of %s: they run instead", name, kind)
+            runner.native = None
+    except FORWARD_ERRORS as error:
+        if isinstance(error, UnsupportedModel):
+            raise
+        raise UnsupportedModel(name, kind, f"fails on the engine's kernels: {first_line(error)}") from error
+    finally:
+        check.clean()
+    return ModelReport(
+        model=kind,
+        path="layers" if runner.native is None else "native",
+        attentions=tuple(dict.fromkeys(str(spec) for spec in proof.anatomy.attentions)),
+        guarded=guarded,
+        probes=tuple(str(probe) for probe in proof.probes),
+        difference=difference,
+        bits="every row's own" if proof.is_row_invariant else "may depend on the rows beside it",
+        seconds=time.perf_counter() - began,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One token of a forward."""
+
+    token: int
+    position: int
+    slot: int
+    probe: int  # row of the slot table
+    context: int  # what it sees of the slot table
+    extra: tuple[int, ...] = ()  # and beyond: slots of the branch that it ends
+    wanted: int | None = None  # the place in its probe, where its logits count
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a probe lies in the cache: one slot a position, and as many again for branches that lead nowhere."""
+
+    probe: Probe
+    index: int
+    first: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.probe.length + len(self.probe.tokens)
+
+    @property
+    def half(self) -> int:
+        return len(self.probe.tokens) // 2
+
+    def alone(self) -> list[Row]:
+        return [self._row(place) for place in range(len(self.probe.tokens))]
+
+    def beginning(self) -> list[Row]:
+        """The first half, as a chunk of a prompt."""
+        return [self._row(place) for place in range(self.half)]
+
+    def ending(self, vocab_size: int, num_slots: int) -> list[Row]:
+        """One token as decoding does it; the others as a branch of a tree, each beside one that leads nowhere
+        (where there is room: the cache has `num_slots`)."""
+        rows, root = [self._row(self.half)], self.probe.past + self.half + 1
+        branch: tuple[int, ...] = ()
+        for place in range(self.half + 1, len(self.probe.tokens)):
+            decoy = self.first + self.probe.length + place
+            own = self.first + self.probe.past + place
+            position = self.probe.past + place
+            token = self.probe.tokens[place]
+            common: dict[str, Any] = {"position": position, "probe": self.index, "context": root}
+            if decoy < num_slots:
+                rows.append(Row(token=(token + 1) % vocab_size, slot=decoy, extra=(*branch, decoy), **common))
+            branch = (*branch, own)
+            rows.append(Row(token=token, slot=own, extra=branch, wanted=place, **common))
+        return rows
+
+    def _row(self, place: int) -> Row:
+        position = self.probe.past + place
+        return Row(
+            token=self.probe.tokens[place], position=position, slot=self.first + position, probe=self.index,
+            context=position + 1, wanted=place,
+        )  # fmt: skip
+
+
+class Check:
+    """Runs probes through a model, alone and together."""
+
+    def __init__(self, runner: Runnable, anatomy: Anatomy, probes: Sequence[Probe]) -> None:
+        self.runner = runner
+        self.anatomy = anatomy
+        self.probes = tuple(probes)
+        self._num_slots = runner.kv.shape[0] * runner.kv.shape[3]
+        self._num_used = 0  # blocks
+
+    def alone(self) -> list[Tensor]:
+        """Logits [tokens, vocab] of every probe."""
+        return [
+            self._run([place], place.alone(), fresh=True)[0] for probe in self.probes for place in self._places([probe])
+        ]
+
+    def together(self) -> list[Tensor]:
+        """The same, in as few forwards as the cache has room for."""
+        logits: list[Tensor] = []
+        for group in self._groups():
+            places = self._places(group)
+            begun = self._run(places, [row for place in places for row in place.beginning()], fresh=True)
+            ended = self._run(places, [row for place in places for row in self._ending(place)])
+            logits.extend(torch.cat(parts) for parts in zip(begun, ended, strict=True))
+        return logits
+
+    def _ending(self, place: Place) -> list[Row]:
+        return place.ending(self.anatomy.vocab_size, self._num_slots)
+
+    def a_forward(self) -> Callable[[], Tensor]:
+        """One forward of several probes, ready to run."""
+        places = self._places(self._groups()[0])
+        self._lay_out(places)
+        return partial(
+            self.runner.forward, *self._arguments(places, [row for place in places for row in place.alone()])
+        )
+
+    def _groups(self) -> list[list[Probe]]:
+        groups: list[list[Probe]] = [[]]
+        for probe in self.probes:
+            if groups[-1] and not self._fits([*groups[-1], probe]):
+                groups.append([])
+            groups[-1].append(probe)
+        return groups
+
+    def _fits(self, probes: list[Probe]) -> bool:
+        return sum(place.num_slots for place in self._places(probes)) <= self._num_slots
+
+    def _places(self, probes: Sequence[Probe]) -> list[Place]:
+        places: list[Place] = []
+        first = 0
+        for index, probe in enumerate(probes):
+            places.append(Place(probe, index, first))
+            first += places[-1].num_slots
+        return places
+
+    def _run(self, places: list[Place], rows: list[Row], *, fresh: bool = False) -> list[Tensor]:
+        """One forward; the wanted logits of every place, in the order of its tokens."""
+        if fresh:
+            self._lay_out(places)
+        logits = self.runner.forward(*self._arguments(places, rows)).cpu()
+        owners = [row.probe for row in rows if row.wanted is not None]
+        return [logits[[place.index == owner for owner in owners]] for place in places]
+
+    def _arguments(self, places: list[Place], rows: list[Row]) -> tuple[IntArray, IntArray, AttentionMeta, IntArray]:
+        """Of `Runnable.forward`."""
+        tokens, positions = ([row.token for row in rows], [row.position for row in rows])
+        wanted = [index for index, row in enumerate(rows) if row.wanted is not None]
+        return _array(tokens), _array(positions), self._meta(places, rows), _array(wanted)
+
+    def _meta(self, places: list[Place], rows: list[Row]) -> AttentionMeta:
+        longest = max(place.probe.length for place in places)
+        firsts = _array([place.first for place in places])
+        extra = np.full((len(rows), max(len(row.extra) for row in rows)), -1, np.int32)
+        for index, row in enumerate(rows):
+            extra[index, : len(row.extra)] = row.extra
+        return AttentionMeta(
+            slots=_array([row.slot for row in rows]),
+            table_rows=_array([row.probe for row in rows]),
+            context_lens=_array([row.context for row in rows]),
+            extra=extra,
+            slot_table=(firsts[:, None] + np.arange(longest)).astype(np.int32),
+        )
+
+    def _lay_out(self, places: list[Place]) -> None:
+        """NaN wherever a probe will write, its random past before it."""
+        kv = self.runner.kv
+        block_size, heads, dim = kv.shape[3], kv.shape[4], kv.shape[5]
+        num_used = -(-sum(place.num_slots for place in places) // block_size)
+        self._num_used = max(self._num_used, num_used)
+        kv[:num_used] = float("nan")
+        for place in (place for place in places if place.probe.past):
+            slots = torch.arange(place.first, place.first + place.probe.past, device=kv.device)
+            for spec in self.anatomy.attentions:
+                past = (
+                    fit_cache(states, heads, dim)[0].transpose(0, 1) for states in random_past(spec, place.probe.past)
+                )
+                keys, values = (states.to(kv.device) for states in past)  # [past, heads, dim]
+                write_kv_reference(keys, values, kv, spec.index, slots)
+
+    def clean(self) -> None:
+        """The cache as it was."""
+        self.runner.kv[: self._num_used] = 0.0
+
+
+def _array(numbers: list[int]) -> IntArray:
+    return np.array(numbers, np.int32)
+
+
+def compare(found: Sequence[Tensor], wanted: Sequence[Tensor], probes: Sequence[Probe]) -> tuple[float, Probe]:
+    """The largest difference, in parts of the largest logit, and the probe that shows it."""
+    worst, at = 0.0, probes[0]
+    for ours, theirs, probe in zip(found, wanted, probes, strict=True):
+        if not torch.isfinite(theirs).all():
+            continue  # broken weights are reported sequence by sequence, when they are used
+        difference = float((ours - theirs).abs().nan_to_num(float("inf")).max()) / max(float(theirs.abs().max()), 1.0)
+        if difference > worst:
+            worst, at = difference, probe
+    return worst, at
+
+
+def refuse_difference(difference: float, probe: Probe, *, who: str, name: str, kind: str) -> NoReturn:
+    problem = f"{who} logits differ from Hugging Face's by {difference:.1e} of their size on {probe}"
+    raise UnsupportedModel(name, kind, problem)
+
+
+def same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(left, right, strict=True))
