@@ -168,6 +168,11 @@ class PackedLinear(nn.Module):
         else:
             pack(weight, self.packed, self.arithmetic)
 
+    @property
+    def weight(self) -> Tensor:
+        """Type and shape of the weight, without its numbers: some models ask their layers for them."""
+        return torch.empty(self.out_features, self.in_features, device="meta")
+
     def unpacked_weight(self) -> Tensor:
         """[N, K] in the stored dtype."""
         if self.arithmetic == "torch":

@@ -238,9 +238,9 @@ class Engine:
         if not prompt:
             raise InvalidRequest("prompt_token_ids", prompt, "must hold at least one token")
         for name, token_ids in (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids)):
-            outside = [token for token in token_ids if not 0 <= token < self.target.vocab_size]
+            outside = [token for token in token_ids if not 0 <= token < self.target.num_token_ids]
             if outside:
-                raise InvalidRequest(name, outside[0], f"token id outside [0, {self.target.vocab_size})")
+                raise InvalidRequest(name, outside[0], f"token id outside [0, {self.target.num_token_ids})")
         limit = min(self.config.max_context, (self.pool.num_blocks - 1) * self.config.block_size)
         if len(prompt) >= limit:
             raise InvalidRequest("prompt_token_ids", f"{len(prompt)} tokens", f"must be shorter than {limit}")

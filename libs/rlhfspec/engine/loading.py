@@ -99,7 +99,7 @@ def _tokenizer(path: str | Path) -> Any:
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
-        eos = model.config.eos_token_id
+        eos = getattr(model.config, "eos_token_id", None)
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)

@@ -20,13 +20,14 @@ from transformers import AttentionInterface
 from rlhfspec.drafting.base import IntArray
 from rlhfspec.engine.cache import new_kv
 from rlhfspec.engine.graphs import GraphedForward
+from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.anatomy import CausalLM, examine
-from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown
+from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
 from rlhfspec.huggingface.check import ModelReport, Proof, prove
 from rlhfspec.huggingface.experts import PackedExperts
 from rlhfspec.huggingface.fuse import FusedModel, fuse
 from rlhfspec.huggingface.native import native_decoder
-from rlhfspec.huggingface.probes import Rounding, choose, expected
+from rlhfspec.huggingface.probes import Rounding, choose, expected, round_parameters
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
@@ -63,11 +64,15 @@ class ModelRunner:
         self.config = config
         anatomy = examine(model, name=config.name, max_context=config.max_context)
         self.vocab_size = anatomy.vocab_size
-        self.num_token_ids = int(model.get_input_embeddings().num_embeddings)
+        self.num_token_ids = int(model.get_input_embeddings().num_embeddings)  # that it takes; it may give fewer
+        if self.num_token_ids < self.vocab_size:
+            problem = f"gives {self.vocab_size} token ids and takes {self.num_token_ids}"
+            raise UnsupportedModel(config.name, type(model).__name__, problem)
         self.attentions = anatomy.attentions
         self.kv_shape = (len(anatomy.attentions), 2, *cache_shape(anatomy.attentions))
         room = min(config.max_context, config.num_blocks * config.block_size)
         probes = choose(anatomy, model.config, room, self.num_token_ids)
+        round_parameters(model, config.dtype)
         rounding = Rounding(model, dtype=config.dtype, arithmetic=config.arithmetic)
         wanted = [expected(model, anatomy, probe, name=config.name, rounding=rounding) for probe in probes]
         self.fused = self._prepare(model)
@@ -173,7 +178,7 @@ class ModelRunner:
             query, key, value, self.kv, spec.index, self._active,
             scale=scale, sliding_window=spec.window, chunk=spec.chunk, softcap=softcap, sinks=sinks,
         )  # fmt: skip
-        return out[None, ..., : spec.value_dim]
+        return out[None, ..., : spec.value_dim].contiguous()
 
     def _prepare(self, model: Any) -> FusedModel:
         arithmetic = self.config.arithmetic if self.config.device.type == "cpu" else "torch"
@@ -181,6 +186,7 @@ class ModelRunner:
         fused.model.to(device=self.config.device, dtype=self.activation_dtype)
         AttentionInterface.register(ATTENTION_NAME, attend)
         model.set_attn_implementation(ATTENTION_NAME)
+        use_eager_experts(model)
         return fused
 
 

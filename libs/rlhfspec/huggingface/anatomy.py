@@ -42,6 +42,7 @@ class Anatomy:
     attentions: tuple[AttentionSpec, ...]  # in the order in which they run
     width: int  # of a hidden state
     vocab_size: int
+    called: frozenset[str]  # paths of the modules that run; others lend their weights at most
 
 
 def anatomy_of(model: Any) -> Anatomy:
@@ -64,6 +65,7 @@ def examine(model: Any, *, name: str, max_context: int) -> Anatomy:
         attentions=tracer.specs(near, far),
         width=near.width,
         vocab_size=near.vocab_size,
+        called=frozenset(path for path, _, _ in near.modules),
     )
     object.__setattr__(model, _ATTRIBUTE, anatomy)
     return anatomy
@@ -203,7 +205,7 @@ class _Run:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         path, inputs = self._stack.pop()
         self.modules.append((path, inputs, tuple(_tensors(output))))
-        if path == self.trunk:
+        if path and path == self.trunk:
             self.trunk_output = type(output)
             self.width = hidden_of(output).shape[-1]
 
@@ -352,30 +354,44 @@ def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
 def _first_that_differs(one: _Run, other: _Run, places: torch.Tensor, first: int = 0) -> str | None:
     """The first module with the same inputs and other outputs: `other` ran the tokens of `one` at `places`.
 
-    first: the tokens before are not looked at.
+    first: the tokens before are not looked at. What has no tokens in its inputs (an expert, say, that is given some of
+    the rows) is judged with the module around it.
     """
-    for (path, inputs, outputs), (same_path, their_inputs, their_outputs) in zip(
-        one.modules, other.modules, strict=False
-    ):
-        if path != same_path:
-            return path.rpartition(".")[0]
-        if _same(inputs, their_inputs, places, one.num_tokens, first) and not _same(
-            outputs, their_outputs, places, one.num_tokens, first
-        ):
+    calls: dict[str, list[tuple[Tensors, Tensors]]] = {}
+    for path, inputs, outputs in other.modules:
+        calls.setdefault(path, []).append((inputs, outputs))
+    for path, inputs, outputs in one.modules:
+        if not calls.get(path):
+            continue
+        their_inputs, their_outputs = calls[path].pop(0)
+        same_inputs = _same(inputs, their_inputs, places, one.num_tokens, first)
+        if inputs and same_inputs is None:
+            continue
+        if same_inputs is not False and _same(outputs, their_outputs, places, one.num_tokens, first) is False:
             return path
     return None
 
 
-def _same(these: Tensors, those: Tensors, places: torch.Tensor, num_tokens: int, first: int) -> bool:
+def _same(these: Tensors, those: Tensors, places: torch.Tensor, num_tokens: int, first: int) -> bool | None:
+    """Do the tokens agree? None where there are none to compare."""
+    found = None
     for this, that in zip(these, those, strict=False):
         axis = _token_axis(this.shape, that.shape, num_tokens, len(places))
-        if axis is not None and this.is_floating_point():
-            size = len(places) - first
-            a = this.index_select(axis, places).float().narrow(axis, first, size)
-            b = that.float().narrow(axis, first, size)
-            if not torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(a.abs().nan_to_num().max()), equal_nan=True):
-                return False
-    return True
+        if axis is None:
+            continue
+        size = len(places) - first
+        a, b = this.index_select(axis, places).narrow(axis, first, size), that.narrow(axis, first, size)
+        if not _close(a, b):
+            return False
+        found = True
+    return found
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    atol = 1e-4 * float(a.abs().nan_to_num().max())
+    return torch.allclose(a.float(), b.float(), rtol=1e-4, atol=atol, equal_nan=True)
 
 
 def _token_axis(this: torch.Size, that: torch.Size, num_tokens: int, num_others: int) -> int | None:
@@ -404,7 +420,8 @@ def text_config(model: Any) -> Any:
 
 def max_positions(model: Any) -> int | None:
     """How many positions the model was made for; None where it does not say."""
-    return getattr(text_config(model), "max_position_embeddings", None)
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def first_line(error: Exception) -> str:

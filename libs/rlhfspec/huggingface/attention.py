@@ -23,7 +23,7 @@ from rlhfspec.errors import UnsupportedModel
 _IGNORED_KEYWORDS = {  # passed by transformers to every attention function; none changes what is computed here
     "dropout", "is_causal", "position_ids", "output_attentions", "output_hidden_states", "output_router_logits",
     "use_cache", "cache_position", "position_embeddings", "past_key_values", "use_flash_attn", "return_dict",
-    "layer_idx", "deterministic",
+    "layer_idx", "deterministic", "logits_to_keep",
     "sliding_window",  # what the mask says goes, as in eager attention
 }  # fmt: skip
 
@@ -84,19 +84,30 @@ def refuse_unknown(module: Any, keywords: dict[str, Any], *, name: str = "model"
 def attending(model: Any, name: str, function: Any = None, *, masks: bool = False) -> Iterator[None]:
     """The model's attentions call `function` inside ("eager": their own); afterwards what they called before.
 
-    masks: it is handed the mask that Hugging Face makes for eager attention, else None.
+    masks: it is handed the mask that Hugging Face makes for eager attention, else None. Experts run their eager code.
     """
     if function is not None:
         AttentionInterface.register(name, function)
     if masks:
         AttentionMaskInterface.register(name, eager_mask)
-    before = {id(config): (config, config._attn_implementation) for config in _configs(model)}
+    before = {
+        id(config): (config, config._attn_implementation, config._experts_implementation) for config in _configs(model)
+    }
     model.set_attn_implementation(name)
+    use_eager_experts(model)
     try:
         yield
     finally:
-        for config, was in before.values():
-            config._attn_implementation = was
+        for config, attention, experts in before.values():
+            config._attn_implementation = attention
+            config._experts_implementation = experts
+
+
+def use_eager_experts(model: Any) -> None:
+    """Mixtures of experts run their own code: the usual one of transformers groups the rows of an expert."""
+    for config in _configs(model):
+        if config._experts_implementation is not None:
+            config._experts_implementation = "eager"
 
 
 def _configs(model: Any) -> Iterator[Any]:

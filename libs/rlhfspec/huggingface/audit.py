@@ -21,25 +21,27 @@ def _words(text: str) -> frozenset[str]:
 
 # Those that compute are proved one by one in tests/test_guard.py.
 MOVING = _words("""
-    alias all any arange argmax argmin argsort bincount bitwise_and bitwise_not bitwise_or broadcast_to bucketize cat
-    chunk clone complex concat concatenate constant_pad_nd contiguous copy cumsum detach diagonal diff dropout
-    embedding empty empty_like empty_strided eq expand expand_as fill flatten flip full full_like gather ge gt histc
-    imag index index_put index_select is_nonzero isfinite isin isinf isnan item le lift_fresh logical_and logical_not
-    logical_or lt masked_fill masked_scatter masked_select movedim narrow ne new_empty new_full new_ones new_zeros
-    nonzero one_hot ones ones_like pad permute randint ravel real repeat repeat_interleave reshape resolve_conj
-    resolve_neg roll scalar_tensor scatter searchsorted select slice sort split split_with_sizes squeeze stack swapaxes
-    swapdims t take_along_dim tensor_split tile to topk transpose tril triu type_as unbind unflatten unsafe_chunk
-    unsafe_split unsqueeze view view_as view_as_complex view_as_real where zero zeros zeros_like __and __or
-    _local_scalar_dense _reshape_alias _to_copy _unsafe_view
+    alias all any arange argmax argmin argsort bincount bitwise_and bitwise_not bitwise_or broadcast_to bucketize
+    cat chunk clone complex concat concatenate constant_pad_nd contiguous copy cumsum detach diagonal diff dropout
+    embedding empty empty_like empty_strided eq expand expand_as fill flatten flip full full_like gather ge greater
+    greater_equal gt histc imag index index_put index_select is_nonzero isfinite isin isinf isnan item le less
+    less_equal lift_fresh logical_and logical_not logical_or lt masked_fill masked_scatter masked_select movedim mT
+    narrow ne new_empty new_full new_ones new_zeros nonzero not_equal numpy_T one_hot ones ones_like pad permute
+    randint ravel real repeat repeat_interleave reshape resolve_conj resolve_neg roll scalar_tensor scatter
+    searchsorted select slice sort split split_with_sizes squeeze stack swapaxes swapdims t take_along_dim
+    tensor_split tile to topk transpose tril triu type_as unbind unflatten unsafe_chunk unsafe_split unsqueeze view
+    view_as view_as_complex view_as_real where zero zeros zeros_like __and __or _local_scalar_dense _reshape_alias
+    _to_copy _unsafe_view
 """)
 ELEMENTWISE = _words("""
-    abs add addcdiv addcmul ceil clamp clamp_max clamp_min clip cos div erf exp expm1 floor floor_divide hardsigmoid
-    hardswish hardtanh leaky_relu lerp log log1p log10 log2 log_sigmoid maximum minimum mul neg polar prelu reciprocal
-    relu relu6 remainder round rsqrt rsub sgn sign sin sqrt square sub tan tanh threshold trunc true_divide
+    abs absolute add addcdiv addcmul ceil clamp clamp_max clamp_min clip cos div divide erf exp expm1 floor
+    floor_divide hardsigmoid hardswish hardtanh leaky_relu lerp log log10 log1p log2 log_sigmoid maximum minimum mul
+    multiply neg negative polar prelu reciprocal relu relu6 remainder round rsqrt rsub sgn sign sin sqrt square sub
+    subtract tan tanh threshold true_divide trunc
 """)
 REDUCING = _words("""
-    amax amin cumprod index_add layer_norm linalg_vector_norm log_softmax logsumexp max mean min native_layer_norm norm
-    prod rms_norm softmax std sum var var_mean _log_softmax _softmax
+    amax amin cumprod index_add layer_norm linalg_vector_norm log_softmax logsumexp max mean min native_layer_norm
+    norm prod rms_norm softmax std sum var var_mean _log_softmax _softmax
 """)
 _BY_ROW = MOVING | ELEMENTWISE | REDUCING | {"power by multiplication", "product over one"}
 _EXPONENTS = (0, 0.5, 1, 2, 3, -0.5, -1, -2)  # that torch computes by multiplication, division and roots

@@ -23,6 +23,7 @@ from rlhfspec.kernels.linear import PackedLinear
 
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 _PIECE = 16384  # elements: below torch's grain, so that one thread runs them all
+_FEW = 16  # terms of a product that are added one by one
 _VECTOR = 64  # elements; no machine's vector unit takes more at once
 
 
@@ -40,6 +41,10 @@ class WeightProducts(TorchFunctionMode):
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
         """rows [..., K], weight [N, K] -> [..., N]"""
         raise NotImplementedError
+
+    def other_product(self, one: Tensor, other: Tensor) -> Any:
+        """What becomes of a product without a weight."""
+        return NotImplemented
 
     def know(self, weights: Iterable[Tensor]) -> None:
         self._weights |= {weight.untyped_storage().data_ptr(): weight for weight in weights}
@@ -71,7 +76,7 @@ class WeightProducts(TorchFunctionMode):
     def _matmul(self, func: Any, args: Any, kwargs: Any) -> Any:
         rows, weight = args
         if not self._is_weight(weight, rows) or weight.ndim not in (2, 3):
-            return NotImplemented
+            return self.other_product(rows, weight)
         if weight.ndim == 2:
             return self.product(rows, weight.T)
         if rows.ndim != 3 or len(rows) != len(weight):
@@ -116,6 +121,12 @@ class Guard(WeightProducts):
 
     def multiply(self, rows: Tensor, weight: Tensor, packed: PackedLinear) -> Tensor:
         return packed(rows)  # type: ignore[no-any-return]
+
+    def other_product(self, one: Tensor, other: Tensor) -> Any:
+        """Of many small matrices, one a row: every element by itself, its few terms added in order."""
+        if min(one.ndim, other.ndim) < 3 or one.shape[-1] > _FEW or one.shape[:-2] != other.shape[:-2]:
+            return NotImplemented
+        return (one[..., :, :, None] * other[..., None, :, :]).sum(-2)
 
     def packed(self, weight: Tensor) -> PackedLinear:
         key = (weight.data_ptr(), tuple(weight.shape), tuple(weight.stride()))

@@ -48,7 +48,7 @@ class RotaryTable(nn.Module):
         if key not in self._tables:
             self._tables[key] = self._make(x, args, kwargs)
         tables = self._tables[key]
-        if tables is None:
+        if tables is None or position_ids.ndim != 2 or len(position_ids) != 1:
             return self.original(x, position_ids, *args, **kwargs)
         return tuple(table.index_select(0, position_ids[0])[None] for table in tables)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,10 @@ from transformers import AttentionInterface
 from rlhfspec import job
 from rlhfspec.engine.cache import new_kv
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown
+from rlhfspec.huggingface.anatomy import anatomy_of
+from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
 from rlhfspec.huggingface.check import compare, refuse_difference, same_bits
-from rlhfspec.huggingface.probes import Probe
+from rlhfspec.huggingface.probes import Answer, Choices, Probe, Rounding, expected, round_parameters
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
@@ -40,12 +42,12 @@ from rlhfspec.modeling import packed
 from rlhfspec.modeling.exact_functions import exact, exact_log_probs, stored
 from rlhfspec.modeling.exact_modules import ExactModules
 from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
-from rlhfspec.modeling.packed import Packed, pack_sequences
+from rlhfspec.modeling.loading import answers, every_row, near_probes
+from rlhfspec.modeling.packed import Packed
 
 ATTENTION_NAME = "rlhfspec_exact"
 _BLOCK_SIZE = 16  # of the scratch keys and values; bits do not depend on it
-_PROBE_TOKENS = 24
-_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # of logits, in parts of the largest
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # of logits, in parts of the largest
 
 
 def check_exact(spec: job.Spec) -> None:
@@ -83,11 +85,10 @@ class ExactForward(TorchForward):
     ) -> None:
         super().__init__(model, temperature)
         _check_possible(model)
-        probe = _probe(self.parts.anatomy.vocab_size, max_context)
-        with torch.no_grad():
-            wanted = self.parts.logits(self.hidden(probe))
         kept_as = getattr(torch, dtype)
         arithmetic = arithmetic_for(kept_as, arithmetic)
+        probes = near_probes(model, max_context)
+        wanted = _rounded_answers(model, probes, kept_as, arithmetic)
         self.modules_on_kernels = ExactModules(
             self.parts, dtype=kept_as, arithmetic=arithmetic, max_context=max_context
         )
@@ -95,8 +96,9 @@ class ExactForward(TorchForward):
         self._row: _Row | None = None
         self._packed_versions: list[int] | None = None
         AttentionInterface.register(ATTENTION_NAME, attend)
-        self._attach()
-        self._prove(probe, wanted)
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        use_eager_experts(self.model)
+        self._prove(probes, wanted)
 
     def forward(self, batch: Packed, *, entropy_gradient: bool = False) -> TokenLogProbs:
         if torch.is_autocast_enabled("cpu"):
@@ -123,11 +125,6 @@ class ExactForward(TorchForward):
 
     # -- the kernels under the model -------------------------------------------------------------------------
 
-    def _attach(self) -> None:
-        for module in self.model.modules():
-            object.__setattr__(module, "rlhfspec_exact", self)  # not a submodule: the forward owns the model
-        self.model.set_attn_implementation(ATTENTION_NAME)
-
     def _repack_if_changed(self) -> None:
         versions = [parameter._version for parameter in self.model.parameters()]
         if versions != self._packed_versions:
@@ -137,9 +134,11 @@ class ExactForward(TorchForward):
     @contextmanager
     def _laid_out(self, lengths: tuple[int, ...]) -> Iterator[None]:
         self._row = _Row.of(lengths, self.parts.anatomy.attentions)
+        token = _running.set(self)
         try:
             yield
         finally:
+            _running.reset(token)
             self._row = None
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float,
@@ -158,7 +157,7 @@ class ExactForward(TorchForward):
                 q, k, v, cache.kv(row.num_tokens), 0, row.meta,
                 scale=scale, sliding_window=spec.window, chunk=spec.chunk, softcap=softcap, sinks=s,
             )  # fmt: skip
-            return out[None, ..., : spec.value_dim]
+            return out[None, ..., : spec.value_dim].contiguous()
 
         def twin(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
             k, v = stored(k, cache.dtype), stored(v, cache.dtype)
@@ -167,22 +166,37 @@ class ExactForward(TorchForward):
         return exact(kernel, twin, query, key, value, sinks)
 
     @torch.no_grad()
-    def _prove(self, probe: Packed, wanted: torch.Tensor) -> None:
+    def _prove(self, probes: list[Probe], wanted: list[Answer]) -> None:
         """The logits are the model's, and a sequence's bits are its own: alone, and behind another one."""
         name = type(self.model).__name__
         self._repack_if_changed()
-        self.modules_on_kernels.guard_rows(lambda: self.parts.logits(self.hidden(probe)))
-        together = self.parts.logits(self.hidden(probe))
-        first, second = probe.lengths
-        whole = [Probe(0, tuple(probe.token_ids[0].tolist()))]
-        difference, _ = compare([together], [wanted], whole)
+        self.modules_on_kernels.guard_rows(lambda: self._answers(probes))
+        alone, together = [self._answers([probe])[0] for probe in probes], self._answers(probes)
+        difference, probe = compare(alone, wanted, probes)
         if difference > _TOLERANCES[self._cache.dtype]:
-            refuse_difference(difference, whole[0], who="the exact trainer's", name="model", kind=name)
-        tokens = probe.token_ids[0].tolist()
-        alone = pack_sequences([tokens[first : first + 1]], [(*tokens[first + 1 :], 0)])
-        if not same_bits([self.parts.logits(self.hidden(alone))], [together[-second:]]):
+            refuse_difference(difference, probe, who="the exact trainer's", name="model", kind=name)
+        if not same_bits(alone, together):
             problem = "a sequence's logits depend on its neighbours, so exactOnPolicy is not possible"
             raise UnsupportedModel("model", name, problem)
+
+    def _answers(self, probes: list[Probe]) -> list[Answer]:
+        """All of the probes in one packed row."""
+        batch = every_row(probes)
+        with Choices() as choices:
+            found = answers(self.parts.logits(self.hidden(batch)), batch)
+        return found if len(probes) > 1 else [Answer(found[0].logits, choices.made)]
+
+
+def _rounded_answers(model: Any, probes: list[Probe], dtype: torch.dtype, arithmetic: str) -> list[Answer]:
+    """Plain Hugging Face's, with numbers rounded where the kernels round them; the model is left as it is."""
+    before = round_parameters(model, dtype)
+    try:
+        rounding = Rounding(model, dtype=dtype, arithmetic=arithmetic)
+        anatomy = anatomy_of(model)
+        return [expected(model, anatomy, probe, name="model", rounding=rounding) for probe in probes]
+    finally:
+        for name, values in before.items():
+            model.get_parameter(name).data = values
 
 
 def _check_possible(model: Any) -> None:
@@ -194,14 +208,6 @@ def _check_possible(model: Any) -> None:
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes != {torch.float32}:
         raise InvalidRequest("model.dtype", str(dtypes), "must be float32 with training.exactOnPolicy")
-
-
-def _probe(vocab_size: int, max_context: int) -> Packed:
-    """Two sequences of different lengths, every row kept."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, (2, min(_PROBE_TOKENS, max_context)), generator=generator).tolist()
-    shorter = tokens[1][: max(1, len(tokens[1]) - 5)]
-    return pack_sequences([row[:1] for row in (tokens[0], shorter)], [(*row[1:], 0) for row in (tokens[0], shorter)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +258,13 @@ class _Scratch:
         )  # fmt: skip
 
 
+_running: ContextVar[ExactForward] = ContextVar("the exact forward that runs in this thread")
+
+
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
            scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
            **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The attention function that transformers calls in every layer."""
     refuse_unknown(module, keywords)
-    forward: ExactForward = module.rlhfspec_exact
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return forward.attention(query, key, value, scale, softcap or 0.0, s_aux), None
+    return _running.get().attention(query, key, value, scale, softcap or 0.0, s_aux), None

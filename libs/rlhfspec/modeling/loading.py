@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from rlhfspec import job
-from rlhfspec.huggingface.anatomy import CausalLM, examine, max_positions
+from rlhfspec.huggingface.anatomy import CausalLM, anatomy_of, examine, max_positions
 from rlhfspec.huggingface.check import compare, refuse_difference
 from rlhfspec.huggingface.loading import load_model
-from rlhfspec.huggingface.probes import Probe, Rounding, choose, expected
-from rlhfspec.modeling.packed import hidden_states, pack_sequences, use_packed_attention
+from rlhfspec.huggingface.probes import Answer, Probe, Rounding, choose, expected
+from rlhfspec.modeling.packed import Packed, hidden_states, pack_sequences, use_packed_attention
 
 _DEFAULT_CONTEXT = 1024
 _TOLERANCE = 1e-5  # of logits, in parts of the largest
@@ -54,26 +54,34 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
     model.eval()
     max_context = min(max_context, max_positions(model) or max_context)
     anatomy = examine(model, name=name, max_context=max_context)
-    probes = [
-        probe
-        for probe in choose(anatomy, model.config, max_context, model.get_input_embeddings().num_embeddings)
-        if not probe.past
-    ]
+    probes = near_probes(model, max_context)
     rounding = Rounding(model, dtype=torch.float32, arithmetic="fma")
     wanted = [expected(model, anatomy, probe, name=name, rounding=rounding) for probe in probes]
     use_packed_attention(model)
-    found = packed_logits(model, probes)
+    found = _packed_answers(model, probes)
     difference, probe = compare(found, wanted, probes)
     if difference > _TOLERANCE:
         refuse_difference(difference, probe, who="the trainer's", name=name, kind=type(model).__name__)
     return model.to(getattr(torch, dtype)).requires_grad_(True)
 
 
+def near_probes(model: Any, max_context: int) -> list[Probe]:
+    """Those without a past: what lies behind is for the engine to know."""
+    probes = choose(anatomy_of(model), model.config, max_context, model.get_input_embeddings().num_embeddings)
+    return [probe for probe in probes if not probe.past]
+
+
+def every_row(probes: list[Probe]) -> Packed:
+    """The probes in one packed row that keeps the output of every token (its last response token is never run)."""
+    return pack_sequences([probe.tokens[:1] for probe in probes], [(*probe.tokens[1:], 0) for probe in probes])
+
+
+def answers(logits: torch.Tensor, batch: Packed) -> list[Answer]:
+    """Of each sequence of a row that keeps every token's logits."""
+    return [Answer(rows, []) for rows in torch.split(logits, list(batch.lengths))]
+
+
 @torch.no_grad()
-def packed_logits(model: Any, probes: list[Probe]) -> list[torch.Tensor]:
-    """Every token's logits, all of the probes in one packed row."""
-    parts = CausalLM(model)
-    tokens = [list(probe.tokens) for probe in probes]
-    batch = pack_sequences([row[:1] for row in tokens], [[*row[1:], 0] for row in tokens])  # a token to spare
-    logits = parts.logits(hidden_states(parts.trunk, parts.anatomy.attentions, batch))
-    return list(torch.split(logits, [len(row) for row in tokens]))
+def _packed_answers(model: Any, probes: list[Probe]) -> list[Answer]:
+    parts, batch = CausalLM(model), every_row(probes)
+    return answers(parts.logits(hidden_states(parts.trunk, parts.anatomy.attentions, batch)), batch)

@@ -12,6 +12,7 @@ import torch
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.huggingface.anatomy import anatomy_of
 
 _ADAPTER = "default"
 
@@ -34,9 +35,24 @@ def add_lora(model: Any, lora: job.Lora, *, seed: int) -> None:
         except ValueError as error:
             problem = f"no layer of {type(model).__name__} takes the update: {str(error).splitlines()[0]}"
             raise InvalidRequest("model.lora.targetModules", lora.target_modules, problem) from error
+    _check_targets(model, lora)
     model.eval()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
+
+
+def _check_targets(model: Any, lora: job.Lora) -> None:
+    called = anatomy_of(model).called
+    for name, module in model.named_modules():
+        if not hasattr(module, "base_layer"):
+            continue
+        problem = ""
+        if not hasattr(module.base_layer, "weight"):
+            problem = f"{name} holds many matrices (experts), of which updates are not supported: name other layers"
+        elif name not in called and name.rpartition(".")[0] in called:
+            problem = f"{name} does not run itself, other code reads its weight past the update: name other layers"
+        if problem:
+            raise InvalidRequest("model.lora.targetModules", lora.target_modules, problem)
 
 
 def adapters(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -129,7 +129,7 @@ def row_attention(
         out = [explicit_attention(q, k, v, scale, spec, softcap, sinks) for q, k, v in segments]
     else:
         out = [_sdpa(q, k, v, scale, spec) for q, k, v in segments]
-    return torch.cat(out, dim=2).transpose(1, 2)
+    return torch.cat(out, dim=2).transpose(1, 2).contiguous()
 
 
 def _sdpa(
