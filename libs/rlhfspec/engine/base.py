@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from rlhfspec.engine.params import SamplingParams
+from rlhfspec.engine.params import SamplingParams, is_int, plain
+from rlhfspec.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -30,6 +31,39 @@ class Request:
     group: str = ""  # samples of one prompt share a group; empty: the prompt itself is the group
     history: tuple[tuple[int, ...], ...] = ()  # earlier rollouts of the same prompt, for the suffix drafter
     weights_version: int | None = None  # None: whatever is loaded
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "weights_version"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+
+
+def check_types(request: Request) -> None:
+    """Raises InvalidRequest, naming the field, for what is no request in any engine.
+
+    >>> check_types(Request(id="a", prompt_token_ids=(1.5,), params=SamplingParams(), seed=0))  # type: ignore[arg-type]
+    Traceback (most recent call last):
+    ...
+    rlhfspec.errors.InvalidRequest: prompt_token_ids: must be a tuple of whole numbers, at least one (got (1.5,))
+    """
+    seed, version = request.seed, request.weights_version
+    checks = (
+        ("id", isinstance(request.id, str) and request.id != "", "must be a text"),
+        ("prompt_token_ids", _are_ids(request.prompt_token_ids) and len(request.prompt_token_ids) > 0,
+         "must be a tuple of whole numbers, at least one"),
+        ("params", isinstance(request.params, SamplingParams), "must be SamplingParams"),
+        ("seed", is_int(seed) and 0 <= seed < 1 << 64, "must be a whole number that fits in 64 bits without sign"),
+        ("group", isinstance(request.group, str), "must be a text"),
+        ("history", isinstance(request.history, tuple) and all(map(_are_ids, request.history)),
+         "must be a tuple of tuples of whole numbers"),
+        ("weights_version", version is None or is_int(version), "must be a whole number, or None"),
+    )  # fmt: skip
+    for name, holds, problem in checks:
+        if not holds:
+            raise InvalidRequest(name, getattr(request, name), problem)
+
+
+def _are_ids(values: object) -> bool:
+    return isinstance(values, tuple) and all(map(is_int, values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

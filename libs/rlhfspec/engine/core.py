@@ -14,7 +14,7 @@ import torch
 from rlhfspec.drafting.base import PLAIN, BatchState, BoolArray, FloatArray, Forest, IntArray, Plan
 from rlhfspec.drafting.tree import Walk, accept, index_in_sequence
 from rlhfspec.engine import commit, text, transfer, verify
-from rlhfspec.engine.base import Completion, EngineStats, FinishReason, Request, StepReport
+from rlhfspec.engine.base import Completion, EngineStats, FinishReason, Request, StepReport, check_types
 from rlhfspec.engine.cache import BlockPool, SlotTable, check_blocks, check_slots
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.params import SamplingParams
@@ -232,12 +232,12 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise InvalidRequest, naming the field, for what can never run here."""
+        check_types(request)
         prompt, params = request.prompt_token_ids, request.params
         if request.id in self.sequences:
             raise InvalidRequest("id", request.id, "is already in the engine")
-        if not prompt:
-            raise InvalidRequest("prompt_token_ids", prompt, "must hold at least one token")
-        for name, token_ids in (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids)):
+        ids = (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids))
+        for name, token_ids in (*ids, *(("history", sample) for sample in request.history)):
             outside = [token for token in token_ids if not 0 <= token < self.target.num_token_ids]
             if outside:
                 raise InvalidRequest(name, outside[0], f"token id outside [0, {self.target.num_token_ids})")
@@ -250,8 +250,6 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop", params.stop, "stop strings need a tokenizer, and the model folder holds none")
-        if not 0 <= request.seed < 1 << 64:
-            raise InvalidRequest("seed", request.seed, "must fit in 64 bits without sign")
         if request.weights_version not in (None, self.weights_version):
             raise WeightsVersionError(request.weights_version or 0, self.weights_version, "not the loaded one")
 

@@ -14,7 +14,7 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.runner import ModelRunner, RunnerConfig
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.anatomy import max_positions
+from rlhfspec.huggingface.causal_lm import max_positions
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for

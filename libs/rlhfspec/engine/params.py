@@ -6,15 +6,19 @@ Example:
     >>> SamplingParams(temperature=-1)
     Traceback (most recent call last):
     ...
-    rlhfspec.errors.InvalidRequest: temperature: must be a finite number >= 0 (got -1)
+    rlhfspec.errors.InvalidRequest: temperature: must be a number from 0 to 3.4e+38 (got -1)
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from rlhfspec.errors import InvalidRequest
+
+LARGEST = 3.4028234663852886e38  # of float32, in which the law reads temperature and top_p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +40,40 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "max_tokens"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         checks = (
-            ("temperature", _is_number(self.temperature) and self.temperature >= 0, "must be a finite number >= 0"),
-            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "must be a whole number >= 0 (0 keeps every token)"),
+            ("temperature", _is_number(self.temperature) and 0 <= self.temperature <= LARGEST,
+             f"must be a number from 0 to {LARGEST:.2g}"),
+            ("top_k", is_int(self.top_k) and self.top_k >= 0, "must be a whole number >= 0 (0 keeps every token)"),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "must be in (0, 1]"),
-            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "must be a whole number >= 1"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "must hold non-empty strings"),
-            ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "must hold token ids >= 0"),
-        )
+            ("max_tokens", is_int(self.max_tokens) and self.max_tokens >= 1, "must be a whole number >= 1"),
+            ("stop", _is_list(self.stop) and all(isinstance(s, str) and s for s in self.stop),
+             "must hold non-empty strings"),
+            ("stop_token_ids", _is_list(self.stop_token_ids) and all(is_int(t) and t >= 0 for t in self.stop_token_ids),
+             "must hold token ids >= 0"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "must be true or false"),
+        )  # fmt: skip
         for name, holds, problem in checks:
             if not holds:
                 raise InvalidRequest(name, getattr(self, name), problem)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def plain(value: Any) -> Any:
+    """A number of numpy's as Python's, which never overflows; anything else as it is."""
+    if is_int(value):
+        return int(value)
+    return float(value) if not isinstance(value, bool) and isinstance(value, Real) else value
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_int(value: Any) -> bool:
+    """A whole number, numpy's too, but not true or false."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (tuple, list))

@@ -21,8 +21,9 @@ from rlhfspec.drafting.base import IntArray
 from rlhfspec.engine.cache import new_kv
 from rlhfspec.engine.graphs import GraphedForward
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface.anatomy import CausalLM, examine
+from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
+from rlhfspec.huggingface.causal_lm import CausalLM
 from rlhfspec.huggingface.check import ModelReport, Proof, prove
 from rlhfspec.huggingface.experts import PackedExperts
 from rlhfspec.huggingface.fuse import FusedModel, fuse

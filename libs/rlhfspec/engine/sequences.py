@@ -15,6 +15,7 @@ from rlhfspec.drafting.base import FloatArray, IntArray
 from rlhfspec.engine.base import Completion, FinishReason, Request, SequenceStats
 
 NO_ROW = -1
+SMALLEST = float(np.nextafter(np.float32(0), np.float32(1)))
 
 
 @dataclass(slots=True)
@@ -97,9 +98,10 @@ class RowTable:
         self.versions[row, prompt:length] = progress.weights_versions
         self.lengths[row], self.cached[row], self.prompt_lengths[row] = length, 0, prompt
         self.limits[row] = prompt + request.params.max_tokens
-        self.seeds[row] = request.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.seeds[row] = request.seed
         self.temperatures[row] = request.params.temperature
-        self.top_k[row], self.top_p[row] = request.params.top_k, request.params.top_p
+        self.top_k[row] = min(request.params.top_k, np.iinfo(np.int32).max)  # as much as all tokens
+        self.top_p[row] = max(request.params.top_p, SMALLEST)  # the law rounds to float32, and one token always stays
         self.counters[row] = progress.counters
         self._set_stop_ids(row, sequence.stop_ids)
         return row

@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 def encode_prompt(tokenizer: Tokenizer | None, prompt: str | SequenceOf[int]) -> tuple[int, ...]:
     """Token ids of a prompt given as text or as ids."""
     if not isinstance(prompt, str):
-        return tuple(int(token) for token in prompt)
+        return tuple(prompt)
     if tokenizer is None:
         raise InvalidRequest("prompts", prompt[:40], "text needs a tokenizer, and the model folder holds none")
     return tuple(tokenizer.encode(prompt))

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface.anatomy import FORWARD_ERRORS, Anatomy, CausalLM, first_line
 from rlhfspec.huggingface.attention import fit_cache
+from rlhfspec.huggingface.causal_lm import Anatomy, CausalLM
 from rlhfspec.huggingface.fuse import FusedModel, guard_rows
 from rlhfspec.huggingface.probes import Answer, Choices, Probe, random_past
+from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, write_kv_reference
 

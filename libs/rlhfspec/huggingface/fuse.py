@@ -21,8 +21,8 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface.anatomy import CausalLM, anatomy_of
 from rlhfspec.huggingface.audit import Audit
+from rlhfspec.huggingface.causal_lm import CausalLM, anatomy_of
 from rlhfspec.huggingface.experts import PackedExperts, is_experts
 from rlhfspec.huggingface.guard import Guard
 from rlhfspec.huggingface.probes import rounded
@@ -125,7 +125,7 @@ def fuse(model: nn.Module, *, dtype: torch.dtype, arithmetic: str, max_context: 
             _swap(fused, name, module)
     for name, module in list(model.named_modules()):
         if name in called and type(module).__name__.endswith("RotaryEmbedding"):
-            _replace(model, name, RotaryTable(module, max_context, path=name))
+            _replace(model, name, RotaryTable(module, max_context))
             fused.swapped["rotary"] = fused.swapped.get("rotary", 0) + 1
     taken = {name for names, _ in fused.loaders for name in names}
     for name, tensor in model.state_dict(keep_vars=True).items():

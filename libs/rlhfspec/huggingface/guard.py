@@ -110,12 +110,17 @@ class Guard(WeightProducts):
         self._dtype = dtype
         self._arithmetic = arithmetic
         self._packed: dict[Key, PackedLinear] = {}
+        self._multiplied: set[int] = set()  # storages of the weights that it has multiplied with so far
+
+    def has_multiplied(self, weight: Tensor) -> bool:
+        return weight.untyped_storage().data_ptr() in self._multiplied
 
     def forget(self) -> None:
         """The weights changed: pack them again when they are needed."""
         self._packed.clear()
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        self._multiplied.add(weight.untyped_storage().data_ptr())
         with not_audited():
             return self.multiply(rows, weight, self.packed(weight))
 

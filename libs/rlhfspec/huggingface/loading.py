@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.anatomy import FORWARD_ERRORS, first_line
+from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 
 _LOAD_ERRORS = (*FORWARD_ERRORS, OSError, ImportError)
 

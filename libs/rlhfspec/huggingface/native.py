@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhfspec.huggingface.anatomy import CausalLM
+from rlhfspec.huggingface.causal_lm import CausalLM
 from rlhfspec.huggingface.rotary import RotaryTable
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.decoder import DecoderParts, NativeDecoder

@@ -20,10 +20,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface.anatomy import FORWARD_ERRORS, Anatomy, first_line, text_config
 from rlhfspec.huggingface.attention import AttentionSpec, attending
+from rlhfspec.huggingface.causal_lm import Anatomy, text_config
 from rlhfspec.huggingface.guard import WeightProducts
 from rlhfspec.huggingface.past import past_of
+from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 
 _REFERENCE = "rlhfspec_reference"
 _LENGTHS = (33, 5)  # of prompts: longer than two blocks of keys, and shorter than one
@@ -124,8 +125,11 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(torch.float64) if dtype == torch.float64 else tensor.to(dtype).to(torch.float32)
 
 
+_CHOOSING = (torch.topk, Tensor.topk, torch.max, Tensor.max)
+
+
 class Choices(TorchFunctionMode):
-    """Hears which experts a forward chooses for its rows: what `topk` returns.
+    """Hears which experts a forward chooses for its rows: what `topk` and `max` return.
 
     A choice between two that are nearly equal may go either way with rounding, and what follows it is another number.
     """
@@ -136,7 +140,7 @@ class Choices(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (torch.topk, Tensor.topk) and result[1].ndim == 2:
+        if func in _CHOOSING and isinstance(result, tuple) and result[1].ndim == 2:
             self.made.append((result[0].detach().float().cpu(), result[1].detach().cpu()))
         return result
 

@@ -8,31 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhfspec.errors import UnsupportedModel
-
 _Tables = tuple[Tensor, ...]  # each [positions, D]
 
 
 class RotaryTable(nn.Module):
-    """Stands in for a rotary embedding whose output at a position is a function of the position.
+    """Stands in for a rotary embedding whose output is a function of the position (`anatomy.py` sees to it).
 
-    One that also looks at how long the row is (dynamic and long RoPE behind their original length) is refused by name.
     One that returns something else than cos and sin of every token keeps running as it is.
 
     Example:
         >>> from rlhfspec.tiny import random_model
         >>> rotary = random_model("llama", seed=0).model.rotary_emb
         >>> x, positions = torch.zeros(1, 2, 48), torch.tensor([[7, 3]])
-        >>> cos, sin = RotaryTable(rotary, 16, path="rotary_emb")(x, positions)
+        >>> cos, sin = RotaryTable(rotary, 16)(x, positions)
         >>> torch.equal(cos, rotary(x, positions)[0])
         True
     """
 
-    def __init__(self, original: nn.Module, max_context: int, *, path: str) -> None:
+    def __init__(self, original: nn.Module, max_context: int) -> None:
         super().__init__()
         self.original = original
         self.max_context = max_context
-        self.path = path
         self._tables: dict[tuple[Any, ...], _Tables | None] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -62,26 +58,9 @@ class RotaryTable(nn.Module):
             yield from tables or ()
 
     def _make(self, x: Tensor, args: Any, kwargs: Any) -> _Tables | None:
-        whole = self._at(torch.arange(self.max_context, device=x.device), x, args, kwargs)
-        if whole is None:
-            return None
-        few = torch.arange(min(4, self.max_context), device=x.device)
-        alone = self._at(few, x, args, kwargs)
-        if alone is None or not all(torch.allclose(a, b[few], atol=1e-6) for a, b in zip(alone, whole, strict=True)):
-            problem = (
-                f"{self.path}: RoPE whose angles depend on the length of the sequence ({self._kind()});"
-                f" up to its original length it would run, {self.max_context} tokens of context are more"
-            )
-            raise UnsupportedModel("model", type(self.original).__name__, problem)
-        return whole
-
-    def _at(self, positions: Tensor, x: Tensor, args: Any, kwargs: Any) -> _Tables | None:
+        positions = torch.arange(self.max_context, device=x.device)
         found = self.original(x, positions[None], *args, **kwargs)
         fits = isinstance(found, tuple) and all(
             isinstance(table, Tensor) and table.ndim == 3 and table.shape[:2] == (1, len(positions)) for table in found
         )
         return tuple(table[0].contiguous() for table in found) if fits else None
-
-    def _kind(self) -> str:
-        kind = getattr(self.original, "rope_type", "unknown kind")
-        return ", ".join(sorted(set(kind.values()))) if isinstance(kind, dict) else str(kind)

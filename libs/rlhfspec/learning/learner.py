@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
-from rlhfspec.huggingface.anatomy import max_positions
+from rlhfspec.huggingface.causal_lm import max_positions
 from rlhfspec.learning.aggregation import token_indices
 from rlhfspec.learning.algorithms import (
     Targets,

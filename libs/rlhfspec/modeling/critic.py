@@ -22,7 +22,7 @@ from torch import nn
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.anatomy import CausalLM
+from rlhfspec.huggingface.causal_lm import CausalLM
 from rlhfspec.modeling.loading import load_causal_lm, prepared
 from rlhfspec.modeling.packed import Packed, hidden_states
 

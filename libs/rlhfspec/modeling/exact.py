@@ -31,8 +31,8 @@ from transformers import AttentionInterface
 from rlhfspec import job
 from rlhfspec.engine.cache import new_kv
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.huggingface.anatomy import anatomy_of
 from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
+from rlhfspec.huggingface.causal_lm import anatomy_of
 from rlhfspec.huggingface.check import compare, refuse_difference, same_bits
 from rlhfspec.huggingface.probes import Answer, Choices, Probe, Rounding, expected, round_parameters
 from rlhfspec.kernels.cpu import build
@@ -41,8 +41,8 @@ from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 from rlhfspec.modeling import packed
 from rlhfspec.modeling.exact_functions import exact, exact_log_probs, stored
 from rlhfspec.modeling.exact_modules import ExactModules
-from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
 from rlhfspec.modeling.loading import answers, every_row, near_probes
+from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
 from rlhfspec.modeling.packed import Packed
 
 ATTENTION_NAME = "rlhfspec_exact"

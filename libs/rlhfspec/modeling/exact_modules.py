@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.huggingface.anatomy import CausalLM
 from rlhfspec.huggingface.audit import not_audited
+from rlhfspec.huggingface.causal_lm import CausalLM
 from rlhfspec.huggingface.experts import PackedExperts, by_expert, gate, oriented
-from rlhfspec.huggingface.fuse import FusedModel, Loader, fuse, guard_rows, is_inside
+from rlhfspec.huggingface.fuse import FusedModel, Loader, fuse, guard_forward, guard_rows, is_inside
 from rlhfspec.huggingface.guard import Guard
 from rlhfspec.huggingface.rotary import RotaryTable
 from rlhfspec.kernels.linear import (
@@ -54,18 +54,18 @@ class ExactModules:
         for name, kernel in self._swapped.items():
             module = self.model.get_submodule(name)
             module.forward = _forward(module, kernel, dtype)
-        for _, module in self._left_over():
-            module.forward = _rounded_forward(module, dtype, vectors_only=not isinstance(module, nn.Embedding))
 
     def guard_rows(self, run: Callable[[], object]) -> None:
         """Run what depends on the company of a row inside the guard, as the engine does; refuse what cannot be.
 
-        Inside, matrices are rounded as they are packed; the others have to be rounded before they are used.
+        The guard rounds the matrices that it packs; all other parameters are rounded before they are used.
         """
         guarded = guard_rows(self.model, self.guard, self.parts, run, name="model")
         for path, module in self._left_over():
-            if not any(is_inside(path, other) for other in guarded):
-                module.forward = _rounded_forward(module, self._dtype, vectors_only=False)
+            names = [name for name, p in module.named_parameters(recurse=False) if not self.guard.has_multiplied(p)]
+            module.forward = _rounded_forward(module, self._dtype, frozenset(names))
+            if path in guarded:
+                guard_forward(module, self.guard)
 
     def repack(self) -> None:
         """Take the parameters' present values into the packed weights."""
@@ -81,10 +81,16 @@ class ExactModules:
         """Modules with parameters of their own that keep running as they are, where those are kept rounded."""
         if self._dtype == torch.float32:
             return
+        called = self.parts.anatomy.called
         for path, module in self.model.named_modules():
             inside = any(is_inside(path, swapped) for swapped in self._swapped)
-            if not inside and next(module.parameters(recurse=False), None) is not None:
-                yield path, module
+            if inside or next(module.parameters(recurse=False), None) is None:
+                continue
+            vectors = [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim < 2]
+            if path not in called and path.rpartition(".")[0] in called and vectors:
+                problem = f"other code than its own reads {path}.{vectors[0]}: not exactly on-policy in {self._dtype}"
+                raise UnsupportedModel("model", type(module).__name__, problem)
+            yield path, module
 
 
 class _ExactGuard(Guard):
@@ -191,10 +197,12 @@ def _norm_forward(module: Any, norm: FusedRMSNorm, dtype: torch.dtype) -> Callab
 def _weight(layer: Any) -> Tensor:
     """What the layer multiplies with: its parameter, plus the low-rank update where it has one."""
     if not hasattr(layer, "base_layer"):
-        return layer.weight.T if isinstance(layer, Conv1D) else layer.weight  # type: ignore[no-any-return]
+        weight: Tensor = layer.weight
+        return weight.T if isinstance(layer, Conv1D) else weight
     with not_audited():  # weights alone: no row is in it
-        delta = layer.lora_B[_ADAPTER].weight @ layer.lora_A[_ADAPTER].weight
-    return layer.base_layer.weight + layer.scaling[_ADAPTER] * delta  # type: ignore[no-any-return]
+        delta: Tensor = layer.lora_B[_ADAPTER].weight @ layer.lora_A[_ADAPTER].weight
+    updated: Tensor = layer.base_layer.weight + layer.scaling[_ADAPTER] * delta
+    return updated
 
 
 def _bias(layer: Any) -> Tensor | None:
@@ -213,14 +221,14 @@ def _lora_scaling(model: Any) -> float | None:
     return float(updated[0].scaling[_ADAPTER]) if updated else None
 
 
-def _rounded_forward(module: nn.Module, dtype: torch.dtype, *, vectors_only: bool) -> Callable[..., Any]:
+def _rounded_forward(module: nn.Module, dtype: torch.dtype, names: frozenset[str]) -> Callable[..., Any]:
     """The module's own forward on weights as the engine stores them."""
     stand_in = copy.copy(module)
     stand_in._parameters = {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for name, parameter in module._parameters.items():
-            rounds = parameter is not None and (parameter.ndim < 2 or not vectors_only)
+            rounds = parameter is not None and name in names
             stand_in.__dict__[name] = stored(parameter, dtype) if rounds else parameter  # type: ignore[arg-type]
         return type(module).forward(stand_in, *args, **kwargs)
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from rlhfspec import job
-from rlhfspec.huggingface.anatomy import CausalLM, anatomy_of, examine, max_positions
+from rlhfspec.huggingface.anatomy import examine
+from rlhfspec.huggingface.causal_lm import CausalLM, anatomy_of, max_positions
 from rlhfspec.huggingface.check import compare, refuse_difference
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.probes import Answer, Probe, Rounding, choose, expected

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rlhfspec.huggingface.anatomy import CausalLM
+from rlhfspec.huggingface.causal_lm import CausalLM
 from rlhfspec.modeling.packed import Packed, hidden_states
 
 _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32; more are computed in parts, and again in the backward pass

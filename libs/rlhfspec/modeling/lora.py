@@ -12,7 +12,7 @@ import torch
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.anatomy import anatomy_of
+from rlhfspec.huggingface.causal_lm import anatomy_of
 
 _ADAPTER = "default"
 

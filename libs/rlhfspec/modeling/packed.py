@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from rlhfspec.huggingface.anatomy import run_trunk
 from rlhfspec.huggingface.attention import AttentionSpec, refuse_unknown
+from rlhfspec.huggingface.causal_lm import run_trunk
 
 ATTENTION_NAME = "rlhfspec_packed"
 

@@ -23,7 +23,7 @@ import torch
 from rlhfspec.drafting.base import IntArray
 from rlhfspec.engine.runner import ModelRunner, RunnerConfig
 from rlhfspec.errors import InvalidRequest, NumericalError
-from rlhfspec.huggingface.anatomy import max_positions
+from rlhfspec.huggingface.causal_lm import max_positions
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.tree_attention import AttentionMeta

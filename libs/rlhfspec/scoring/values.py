@@ -22,7 +22,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlhfspec.errors import WeightsVersionError
-from rlhfspec.huggingface.anatomy import hidden_of
+from rlhfspec.huggingface.causal_lm import hidden_of
 from rlhfspec.modeling.critic import Critic
 from rlhfspec.modeling.packed import pack_sequences
 from rlhfspec.scoring.log_probs import SequenceRows, finite

@@ -1,9 +1,10 @@
 """One model, judged from outside: the engine in all its ways against an oracle that shares no code with it.
 
-The oracle (`rlhfspec.engine.oracle`) runs plain Hugging Face in eager mode, the whole prefix anew for each token, and has
-the law written a second time. A model is *right* when
+The oracle (`rlhfspec.engine.oracle`) runs plain Hugging Face in eager mode, the whole prefix anew for each token, and
+has the law written a second time. A model is *right* when
 
-- every token is the oracle's, and every log-prob too, to 1e-5 of its size (at least 1e-5);
+- every token is the oracle's, and every log-prob too, to 1e-5 (where plain Hugging Face is further than that from
+  itself in float64: as near to that as plain Hugging Face is, times 3);
 - the same sequences give the same bits one at a time and together, in chunks, with one thread and two, with trees of
   drafts, with the suffix drafter, preempted, and moved from engine to engine in the middle; in float32 and in bfloat16;
 - the trainer's forward finds the same log-probs to 1e-5, and the exact trainer the same bits, with gradients like
@@ -30,7 +31,8 @@ from rlhfspec.engine.core import Engine
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.huggingface.anatomy import anatomy_of
+from rlhfspec.huggingface.attention import use_eager_experts
+from rlhfspec.huggingface.causal_lm import anatomy_of
 from rlhfspec.modeling.exact import ExactForward
 from rlhfspec.modeling.loading import prepared
 from rlhfspec.modeling.log_probs import TorchForward
@@ -51,7 +53,7 @@ Samples = dict[str, Completion]
 @dataclass(frozen=True, slots=True)
 class Verdict:
     kind: Kind
-    detail: str = ""  # why it is not right; or what is to be known of one that is
+    detail: str = ""  # why it is not right; or why it cannot be trained exactly on-policy
     path: str = ""  # "native" or "layers"
     difference: float = 0.0  # the largest, of log-probs to the oracle's
 
@@ -74,7 +76,7 @@ def _judged(make: Callable[[], Any], *, trainer: bool, max_tokens: int) -> Verdi
     plain = _engine(make())
     requests = list(_requests(plain.target.num_token_ids, max_tokens))
     alone = one_by_one(plain, requests)
-    difference = _compare_with_oracle(make(), requests, alone)
+    difference = _compare_with_oracle(make, requests, alone)
     drafted = _engine(make(), draft=perturbed(make(), 0.1), speculation=_TREE, num_threads=2, prefill_chunk=11)
     _same("together, with trees and two threads", alone, together(drafted, requests))
     suffix = _engine(make(), speculation="suffix")
@@ -83,16 +85,26 @@ def _judged(make: Callable[[], Any], *, trainer: bool, max_tokens: int) -> Verdi
     rounded = one_by_one(_engine(make(), dtype="bfloat16"), requests)
     drafted = _engine(make(), draft=perturbed(make(), 0.1), dtype="bfloat16", speculation=_TREE, num_threads=2)
     _same("together, with trees, in bfloat16", rounded, together(drafted, requests))
+    not_exact = ""
     if trainer:
         _check_trainer(make, alone)
-        _check_exact(make, alone, "float32")
-        _check_exact(make, rounded, "bfloat16")
-        _check_lora(make, requests)
-    return Verdict("right", "", plain.target.report.path, difference)
+        try:
+            _check_exact(make, alone, "float32")
+            _check_lora(make, requests)
+            _check_exact(make, rounded, "bfloat16")
+        except UnsupportedModel as error:
+            not_exact = f"not exactly on-policy: {error.value}: {error.problem}"
+    return Verdict("right", not_exact, plain.target.report.path, difference)
 
 
 def _engine(model: Any, **options: Any) -> Engine:
-    usual = {"max_sequences": 4, "max_context": _CONTEXT, "profile": False, "num_threads": 1, "speculation": "off"}
+    usual: dict[str, Any] = {
+        "max_sequences": 4,
+        "max_context": _CONTEXT,
+        "profile": False,
+        "num_threads": 1,
+        "speculation": "off",
+    }
     draft = options.pop("draft", None)
     return make_engine(model, EngineConfig(**(usual | options)), draft=draft)
 
@@ -160,25 +172,56 @@ def _same(how: str, wanted: Samples, found: Samples) -> None:
 
 
 @torch.inference_mode()
-def _compare_with_oracle(model: Any, requests: Sequence[Request], samples: Samples) -> float:
-    """The largest difference of a log-prob, in parts of its size."""
-    model.set_attn_implementation("eager")
-    largest = 0.0
-    for request in requests:
-        ours = samples[request.id]
-        if ours.error:
-            raise Wrong(ours.error)
-        theirs = oracle.decode(
-            model, list(request.prompt_token_ids), request.params, request.seed, forced=list(ours.token_ids)
+def _compare_with_oracle(make: Callable[[], Any], requests: Sequence[Request], samples: Samples) -> float:
+    """The largest difference of a log-prob."""
+    model = _plain(make())
+    theirs = {
+        request.id: oracle.decode(
+            model,
+            list(request.prompt_token_ids),
+            request.params,
+            request.seed,
+            forced=list(samples[request.id].token_ids),
         )
-        for place, margin in enumerate(theirs.margins):
-            if ours.token_ids[place] != theirs.token_ids[place] and margin > TOLERANCE:
+        for request in requests
+        if not samples[request.id].error
+    }
+    for name, sample in samples.items():
+        if sample.error:
+            raise Wrong(sample.error)
+        for ours, token, margin in zip(sample.token_ids, theirs[name].token_ids, theirs[name].margins, strict=True):
+            if ours != token and margin > TOLERANCE:
                 raise Wrong(f"another token than the oracle's, which leads by {margin:.1e}")
-        for one, other in zip(ours.log_probs, theirs.log_probs, strict=True):
-            largest = max(largest, abs(one - other) / max(1.0, abs(other)))
-    if largest > TOLERANCE:
-        raise Wrong(f"log-probs differ from the oracle's by {largest:.1e} of their size")
-    return largest
+    wanted = torch.tensor([number for sample in theirs.values() for number in sample.log_probs], dtype=torch.float64)
+    difference = float((_generated(samples).double() - wanted).abs().max())
+    if difference > TOLERANCE and not _is_rounding(make, samples, _generated(samples)):
+        raise Wrong(f"log-probs differ from the oracle's by {difference:.1e}")
+    return difference
+
+
+@torch.inference_mode()
+def _is_rounding(make: Callable[[], Any], samples: Samples, ours: torch.Tensor) -> bool:
+    """In float64 a model is nearly itself: are we hardly further from that than Hugging Face is in float32?"""
+    truth, theirs = _whole(_plain(make().double()), samples), _whole(_plain(make()), samples)
+    return bool((ours.double() - truth).abs().max() <= 3 * (theirs - truth).abs().max())
+
+
+def _whole(model: Any, samples: Samples) -> torch.Tensor:
+    """Log-probs of every sample by one forward each."""
+    found = []
+    for sample in samples.values():
+        tokens = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids]])
+        log_probs = model(input_ids=tokens, use_cache=False).logits[0].double().log_softmax(-1)
+        first = len(sample.prompt_token_ids) - 1
+        found.append(log_probs[first:-1].gather(1, tokens[0, first + 1 :, None])[:, 0])
+    return torch.cat(found)
+
+
+def _plain(model: Any) -> Any:
+    """Hugging Face's own code, in eager mode."""
+    model.set_attn_implementation("eager")
+    use_eager_experts(model)
+    return model
 
 
 # ---- the trainer's --------------------------------------------------------------------------------------------------
@@ -193,11 +236,11 @@ def _generated(samples: Samples) -> torch.Tensor:
 
 
 def _check_trainer(make: Callable[[], Any], samples: Samples) -> None:
-    found = TorchForward(prepared(make(), max_context=_CONTEXT), 1.0)(_packed(samples)).log_probs.detach()
-    wanted = _generated(samples)
-    difference = float(((found - wanted).abs() / wanted.abs().clamp_min(1.0)).max())
-    if difference > TOLERANCE:
-        raise Wrong(f"the trainer's log-probs differ by {difference:.1e} of their size")
+    with torch.no_grad():
+        found = TorchForward(prepared(make(), max_context=_CONTEXT), 1.0)(_packed(samples)).log_probs
+    difference = float((found - _generated(samples)).abs().max())
+    if difference > TOLERANCE and not _is_rounding(make, samples, found):
+        raise Wrong(f"the trainer's log-probs differ by {difference:.1e}")
 
 
 def _check_exact(make: Callable[[], Any], samples: Samples, dtype: str) -> None:
@@ -220,7 +263,7 @@ def _same_gradients(exact: TorchForward, plain: TorchForward, batch: Packed) -> 
         if (parameter.grad is None) != (theirs[name] is None):
             raise Wrong(f"the exact trainer's gradient of {name} is missing, or too many")
         if parameter.grad is not None:
-            scale = theirs[name].abs().max().clamp_min(1e-3 * largest)  # a bias of keys has no gradient but rounding
+            scale = theirs[name].abs().max().clamp_min(1e-2 * largest)  # some have no gradient but rounding
             if (difference := float((parameter.grad - theirs[name]).abs().max() / scale)) > GRADIENT_TOLERANCE:
                 raise Wrong(f"the exact trainer's gradient of {name} differs by {difference:.1e} of the largest")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,16 +46,20 @@ _HEADS = {"num_key_value_heads": 4}  # latent attention: every head has its own 
 _INDEX = {**_HEADS, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 _MIXED = ["sliding_attention", "full_attention"] * 2
 _PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
+
+
+def _each(types: str, fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return dict.fromkeys(types.split(), fields)
+
+
 _OF_TYPE: dict[str, dict[str, Any]] = {  # what the names do not say
-    **dict.fromkeys(("axk1", "glm4_moe_lite", "minicpm3", "youtu"), _HEADS),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), {**_HEADS, "head_dim": 8}),
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "dots3_note_text"), _INDEX),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"), {"head_dim": 16}),
-    **dict.fromkeys(
-        (
-            "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
-            "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
-        ),
+    **_each("axk1 glm4_moe_lite minicpm3 youtu", _HEADS),
+    **_each("deepseek_v2 deepseek_v3", {**_HEADS, "head_dim": 8}),
+    **_each("axk2 deepseek_v32 glm_moe_dsa dots3_note_text", _INDEX),
+    **_each("hunyuan_v1_dense hunyuan_v1_moe ministral nemotron", {"head_dim": 16}),
+    **_each(
+        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl",
         _DECODER,
     ),
     "cohere_compass_text": {
@@ -69,7 +74,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {  # what the names do not say
     },
     "falcon": {"num_kv_heads": 2},
     "gemma3n_text": {
-        **_PER_LAYER, "layer_types": _MIXED, "num_kv_shared_layers": 0, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4,
+        **_PER_LAYER, "layer_types": _MIXED, "num_kv_shared_layers": 0, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 4,
     },
     "gemma4_text": {**_PER_LAYER, "layer_types": _MIXED},
     "gemma4_unified_text": {**_PER_LAYER, "layer_types": _MIXED},
@@ -103,7 +109,8 @@ _ROPES: dict[str, dict[str, Any]] = {
     "llama3": {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
     },
-    "longrope": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": 256},
+    "longrope, beyond": {"factor": 4.0, "original_max_position_embeddings": 64},
 }  # fmt: skip
 _SWITCHES = (  # fields that are true or false; each is turned
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "attention_out_bias",
@@ -149,13 +156,13 @@ def _parts(kind: Any) -> dict[str, str]:
         return {}
     plain = kind()
     types = {name: getattr(getattr(plain, name, None), "model_type", None) for name in names}
-    return {name: part for name, part in types.items() if part in CONFIG_MAPPING}
+    return {name: part for name, part in types.items() if part is not None and part in CONFIG_MAPPING}
 
 
 def _small(kind: Any, wanted: dict[str, Any]) -> PreTrainedConfig:
     usual = _fields(kind)
     small = {name: value for name, value in _SMALL.items() if name in usual}
-    return kind(**(small | wanted))  # type: ignore[no-any-return]
+    return kind(**copy.deepcopy(small | wanted))  # type: ignore[no-any-return]
 
 
 def _fields(kind: Any) -> dict[str, Any]:
@@ -176,7 +183,7 @@ def tiny_model(config: PreTrainedConfig, *, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def stirred(model: Any, *, vocab_size: int, logit_scale: float = 3.0) -> Any:
-    """Fresh weights give nearly uniform distributions, which hide mistakes: make them larger, and all of them random."""
+    """Fresh weights give nearly uniform distributions, which hide mistakes: make them larger, and all random."""
     model.eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases begin as ones and zeros; no test should rely on that
@@ -196,7 +203,7 @@ def variants(model_type: str) -> Iterator[tuple[str, Callable[[], PreTrainedConf
     plain = _decoder_of(tiny_config(model_type))
     yield "", lambda: tiny_config(model_type)
     for name, changes in _changes(plain):
-        yield name, lambda changes=changes: tiny_config(model_type, **copy.deepcopy(changes))
+        yield name, partial(tiny_config, model_type, **changes)
 
 
 def _decoder_of(config: PreTrainedConfig) -> Any:
@@ -248,8 +255,8 @@ def _with_rope(plain: dict[str, Any], kind: str, parameters: dict[str, Any], fie
             for name, value in plain.items()
         }
     kept = {name: value for name, value in plain.items() if name in ("rope_theta", "partial_rotary_factor")}
-    changed = {**kept, "rope_type": kind, **parameters}
-    if kind == "longrope":
+    changed = {**kept, "rope_type": kind.partition(",")[0], **parameters}
+    if changed["rope_type"] == "longrope":
         head_dim = fields.get("qk_rope_head_dim") or fields.get("head_dim") or 16
         pairs = int(head_dim * changed.get("partial_rotary_factor", 1.0)) // 2
         changed |= {

@@ -25,7 +25,7 @@ from rlhfspec.engine.core import Engine
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import DataExhausted, InvalidRequest
 from rlhfspec.generator.service import GeneratorService
-from rlhfspec.huggingface.anatomy import max_positions
+from rlhfspec.huggingface.causal_lm import max_positions
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.job import RLHFJob
 from rlhfspec.learning.algorithms import scoring_stages
