@@ -41,6 +41,7 @@ def test_scalars_are_all_numbers_of_a_line() -> None:
     numbers = scalars(example_step())
     assert {"training/kl", "training/policy_loss", "reward_components/exact", "strategy/plain"} <= set(numbers)
     assert "training/value_loss" not in numbers, "null is not a number"
+    assert numbers["expert_rows/model.layers.0.mlp.experts/max_over_mean"] == 1.5, "60 rows, the mean is 40"
     assert not any("unix" in name or "digest" in name or "edges" in name for name in numbers)
     measured = {name for name in MEASUREMENTS if "unix" not in name}
     assert all(any(name in path for path in numbers) for name in measured)

@@ -74,6 +74,7 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         tokens_per_second=st.floats(),
         accepted_per_verification=st.floats(),
         strategy=texts,
+        experts=st.lists(st.tuples(texts, st.lists(counts).map(tuple))).map(tuple),
     ),
     StepReport: st.builds(StepReport, **named, weights_version=counts, weights_digest=texts, metrics_json=texts),
 }

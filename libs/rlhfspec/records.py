@@ -160,6 +160,7 @@ class Load:
     tokens_per_second: float  # over the last moments
     accepted_per_verification: float
     strategy: str
+    experts: tuple[tuple[str, tuple[int, ...]], ...] = ()  # layer, and rows that each expert ran in these moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

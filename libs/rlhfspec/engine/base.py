@@ -6,6 +6,7 @@ Torch-free. `rlhfspec.engine.core.Engine` implements the Protocol on Hugging Fac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -120,6 +121,7 @@ class EngineStats:
     num_steps: int
     num_generated_tokens: int
     num_preemptions: int
+    expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # each expert's, by layer
 
 
 class EngineProtocol(Protocol):

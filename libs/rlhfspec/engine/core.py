@@ -203,6 +203,7 @@ class Engine:
             num_steps=self._num_steps,
             num_generated_tokens=self._num_generated,
             num_preemptions=self.scheduler.num_preemptions,
+            expert_rows=self.target.expert_load.rows(),
         )
 
     def export_sequence(self, request_id: str) -> transfer.SequenceState:

@@ -25,7 +25,7 @@ from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
 from rlhfspec.huggingface.causal_lm import CausalLM
 from rlhfspec.huggingface.check import ModelReport, Proof, prove
-from rlhfspec.huggingface.experts import PackedExperts
+from rlhfspec.huggingface.experts import ExpertLoad
 from rlhfspec.huggingface.fuse import FusedModel, fuse
 from rlhfspec.huggingface.native import native_decoder
 from rlhfspec.huggingface.probes import Rounding, choose, expected, round_parameters
@@ -92,7 +92,8 @@ class ModelRunner:
             tolerance=_TOLERANCES[config.dtype, config.device.type],
         )  # fmt: skip
         self.report: ModelReport = prove(proof, began=began)
-        if config.device.type == "cuda":
+        self.expert_load = ExpertLoad(self.fused.model)
+        if config.device.type == "cuda" and not self.expert_load.rows():  # which experts run is decided on the host
             self._graphs = GraphedForward(self._run_layers, config.device)
 
     @property
@@ -151,10 +152,6 @@ class ModelRunner:
         if not self.is_row_invariant:
             return None
         return native_decoder(self.parts, self.kv, self.activation_dtype)
-
-    def expert_load(self) -> list[list[int]]:
-        """Rows that each expert of each mixture was given so far; empty for a model without experts."""
-        return [module.num_rows.tolist() for module in self.fused.model.modules() if isinstance(module, PackedExperts)]
 
     def _run_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """[1, N] tokens and positions -> hidden [1, N, hidden]; attention finds `meta` through the runner."""

@@ -73,9 +73,10 @@ class _Tracer:
         try:
             return self._forward(self.tokens[:num_tokens], **past_of(past, layers))
         except FORWARD_ERRORS as error:
-            if isinstance(error, UnsupportedModel) or not past:
+            if isinstance(error, UnsupportedModel):
                 raise
-            problem = f"cannot run behind a KV cache: {first_line(error)}"
+            what = "cannot run behind a KV cache" if past else "is no model of text alone"
+            problem = f"{what}: {first_line(error)}"
             raise UnsupportedModel(self.name, type(self.model).__name__, problem) from error
 
     def check_tokens_stay_apart(self, near: Run) -> None:

@@ -43,6 +43,7 @@ class CausalLM:
     """A model in the two parts in which the engine and the trainer run it, head and all being the model's own code.
 
     Example:
+        >>> from rlhfspec.huggingface.anatomy import examine
         >>> from rlhfspec.tiny import random_model
         >>> model = random_model("gemma2", seed=0)      # caps its logits behind the head
         >>> _ = examine(model, name="model", max_context=64)

@@ -52,7 +52,7 @@ class ModelReport:
     model: str  # its class
     path: str  # "native": all layers in one call; "layers": Hugging Face's own code over our kernels
     attentions: tuple[str, ...]  # what they do, each kind once
-    guarded: tuple[str, ...]  # modules whose torch functions are run so that a row's bits are its own
+    guarded: tuple[str, ...]  # kinds of modules whose torch functions are run so that a row's bits are its own
     probes: tuple[str, ...]
     difference: float  # the largest, of the probes' logits to Hugging Face's, in parts of the largest logit
     bits: str  # what is promised of them
@@ -103,7 +103,7 @@ def prove(proof: Proof, *, began: float) -> ModelReport:
         model=kind,
         path="layers" if runner.native is None else "native",
         attentions=tuple(dict.fromkeys(str(spec) for spec in proof.anatomy.attentions)),
-        guarded=guarded,
+        guarded=tuple(dict.fromkeys(type(runner.fused.model.get_submodule(path)).__name__ for path in guarded)),
         probes=tuple(str(probe) for probe in proof.probes),
         difference=difference,
         bits="every row's own" if proof.is_row_invariant else "may depend on the rows beside it",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate
@@ -27,18 +27,45 @@ def has_plain_gate(module: Any) -> bool:
     )
 
 
+class ExpertLoad:
+    """Counts the rows that each expert of a model is given.
+
+    `rows` has a layer's path and its experts' counts; a mixture that transformers does not run through its experts
+    interface is not in it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._counts: dict[str, Tensor] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, PackedExperts) or (is_experts(module) and not path.endswith(".inner")):
+                self._counts[path] = torch.zeros(int(module.num_experts), dtype=torch.int64)
+                module.register_forward_pre_hook(partial(self._count, path), with_kwargs=True)
+
+    def rows(self) -> dict[str, tuple[int, ...]]:
+        return {path: tuple(counts.tolist()) for path, counts in self._counts.items()}
+
+    def forget(self) -> None:
+        for counts in self._counts.values():
+            counts.zero_()
+
+    def _count(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        experts: Tensor = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        counts = self._counts[path]
+        counts += torch.bincount(experts.reshape(-1), minlength=len(counts))[: len(counts)].to(counts.device)
+
+
 def by_expert(
     hidden_states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, layer: Callable[[int, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """sum over a token's experts e of weight * layer(e, hidden), and how many tokens each expert was given.
+) -> Tensor:
+    """sum over a token's experts e of weight * layer(e, hidden). hidden [T, H], experts and weights [T, k] -> [T, H]
 
-    hidden [T, H], experts and weights [T, k] -> [T, H], [E]. A token's parts are added in the order in which the router
-    named its experts; so a row's bits are its own where those of `layer` are.
+    A token's parts are added in the order in which the router named its experts; so a row's bits are its own where
+    those of `layer` are.
 
     >>> hidden, experts = torch.ones(2, 1), torch.tensor([[0, 2], [2, 1]])
-    >>> out, counts = by_expert(hidden, experts, torch.tensor([[0.5, 0.5], [1.0, 0.0]]), 3, lambda e, x: x * 10**e)
-    >>> out.flatten().tolist(), counts.tolist()
-    ([50.5, 100.0], [1, 1, 2])
+    >>> weights = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
+    >>> by_expert(hidden, experts, weights, 3, lambda expert, x: x * 10**expert).flatten().tolist()
+    [50.5, 100.0]
     """
     chosen = experts.reshape(-1)
     order = torch.argsort(chosen, stable=True)
@@ -47,7 +74,7 @@ def by_expert(
     parts = torch.cat([layer(expert, some) for expert, some in enumerate(rows) if len(some)])
     parts = parts * weights.reshape(-1)[order, None]
     in_order = parts[torch.argsort(order)].view(*experts.shape, -1)  # [T, k, H]
-    return in_order.sum(1), counts
+    return in_order.sum(1)
 
 
 class PackedExperts(nn.Module):
@@ -66,7 +93,6 @@ class PackedExperts(nn.Module):
         self.mlps: list[PackedGatedMLP] = []  # plain lists: packed weights are no parameters
         self.ups: list[PackedLinear] = []
         self.downs: list[PackedLinear] = []
-        self.num_rows = np.zeros(self.num_experts, np.int64)  # that each expert was given so far
         self.is_transposed = bool(experts.is_transposed)
         self.load_weights(*(getattr(experts, name) for name in self.weight_names))
         for name in self.weight_names:
@@ -74,9 +100,7 @@ class PackedExperts(nn.Module):
         self.inner = experts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        out, counts = by_expert(hidden_states, top_k_index, top_k_weights, self.num_experts, self._layer)
-        self.num_rows += counts.numpy()
-        return out
+        return by_expert(hidden_states, top_k_index, top_k_weights, self.num_experts, self._layer)
 
     def _layer(self, expert: int, rows: Tensor) -> Tensor:
         if self.activation is not None:

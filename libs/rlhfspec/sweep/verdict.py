@@ -10,12 +10,14 @@ has the law written a second time. A model is *right* when
 - the trainer's forward finds the same log-probs to 1e-5, and the exact trainer the same bits, with gradients like
   torch's; also under a low-rank update.
 
-It is *refused* when loading it says why. Anything else is *wrong*.
+It is *refused* when loading it says why. Anything else is *wrong*. A large model may be judged in fewer ways: two
+samples, without gradients, low-rank update, drafting model and moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +27,7 @@ import torch
 from rlhfspec import job
 from rlhfspec.drafting.base import Plan
 from rlhfspec.engine import oracle
-from rlhfspec.engine.base import Completion, Request
+from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.loading import make_engine
@@ -33,177 +35,216 @@ from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.attention import use_eager_experts
 from rlhfspec.huggingface.causal_lm import anatomy_of
+from rlhfspec.huggingface.check import ModelReport
+from rlhfspec.huggingface.trace import first_line
 from rlhfspec.modeling.exact import ExactForward
 from rlhfspec.modeling.loading import prepared
 from rlhfspec.modeling.log_probs import TorchForward
 from rlhfspec.modeling.lora import add_lora, merged_state
 from rlhfspec.modeling.packed import Packed, pack_sequences
+from rlhfspec.sweep.ways import Samples, Wrong, check_same, moving, one_by_one, preempt, together
 from rlhfspec.tiny import perturbed
 
+log = logging.getLogger(__name__)
 Kind = Literal["right", "refused", "wrong", "not made"]
 PROMPT_LENGTHS = (5, 37, 2, 70)  # shorter and longer than blocks of keys, and than most windows of the sweep
-MAX_TOKENS = 24
-_CONTEXT = 128
-_TREE = Plan(drafter="model", depth=4, width=2, branch=2)
 TOLERANCE = 1e-5  # of log-probs and their margins
 GRADIENT_TOLERANCE = 1e-4
-Samples = dict[str, Completion]
+_TREE = Plan(drafter="model", depth=4, width=2, branch=2)
+_RANK = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     kind: Kind
     detail: str = ""  # why it is not right; or why it cannot be trained exactly on-policy
-    path: str = ""  # "native" or "layers"
     difference: float = 0.0  # the largest, of log-probs to the oracle's
+    report: ModelReport | None = None  # what loading found, where it is right
 
 
-class Wrong(Exception):
-    """What was found not to be so."""
+def judge(make: Callable[[], Any], *, thorough: bool = True, max_context: int = 128) -> Verdict:
+    """`make` returns the model anew whenever it is called. thorough: in all ways; about ten copies are in memory.
 
-
-def judge(make: Callable[[], Any], *, trainer: bool = True, max_tokens: int = MAX_TOKENS) -> Verdict:
-    """`make` returns the model anew whenever it is called."""
+    max_context: the proof at load looks at positions up to there; the samples are shorter than 100 tokens.
+    """
     try:
-        return _judged(make, trainer=trainer, max_tokens=max_tokens)
+        return _Judge(make, max_context).verdict() if thorough else _QuickJudge(make, max_context).verdict()
     except (UnsupportedModel, InvalidRequest) as error:
         return Verdict("refused", f"{error.value}: {error.problem}")
     except Wrong as error:
         return Verdict("wrong", str(error))
+    except Exception as error:  # a crash is not right either
+        log.debug("while judging", exc_info=True)
+        return Verdict("wrong", f"{type(error).__name__}: {first_line(error)}")
 
 
-def _judged(make: Callable[[], Any], *, trainer: bool, max_tokens: int) -> Verdict:
-    plain = _engine(make())
-    requests = list(_requests(plain.target.num_token_ids, max_tokens))
-    alone = one_by_one(plain, requests)
-    difference = _compare_with_oracle(make, requests, alone)
-    drafted = _engine(make(), draft=perturbed(make(), 0.1), speculation=_TREE, num_threads=2, prefill_chunk=11)
-    _same("together, with trees and two threads", alone, together(drafted, requests))
-    suffix = _engine(make(), speculation="suffix")
-    _same("preempted, with the suffix drafter", alone, together(suffix, requests, every_step=_preempt))
-    _same("moved from engine to engine", alone, moving(drafted, suffix, requests))
-    rounded = one_by_one(_engine(make(), dtype="bfloat16"), requests)
-    drafted = _engine(make(), draft=perturbed(make(), 0.1), dtype="bfloat16", speculation=_TREE, num_threads=2)
-    _same("together, with trees, in bfloat16", rounded, together(drafted, requests))
-    not_exact = ""
-    if trainer:
-        _check_trainer(make, alone)
+class _Judge:
+    num_samples = len(PROMPT_LENGTHS)
+    max_tokens = 24
+
+    def __init__(self, make: Callable[[], Any], max_context: int) -> None:
+        self.make = make
+        self.max_context = max_context
+        self.requests: list[Request] = []
+
+    def verdict(self) -> Verdict:
+        plain = self.engine()
+        report = plain.target.report
+        self.requests = list(self._requests(plain.target.num_token_ids))
+        alone = one_by_one(plain, self.requests)
+        del plain
+        difference = self._check_oracle(alone)
+        rounded = self.check_ways(alone)
+        self._check_trainer(alone)
+        not_exact = ""
         try:
-            _check_exact(make, alone, "float32")
-            _check_lora(make, requests)
-            _check_exact(make, rounded, "bfloat16")
+            self.check_training(self._check_exact(alone, "float32"), alone)
+            self._check_exact(rounded, "bfloat16")
         except UnsupportedModel as error:
             not_exact = f"not exactly on-policy: {error.value}: {error.problem}"
-    return Verdict("right", not_exact, plain.target.report.path, difference)
+        return Verdict("right", not_exact, difference, report)
+
+    def engine(self, *, draft: Any = None, **options: Any) -> Engine:
+        usual: dict[str, Any] = {"max_sequences": 4, "profile": False, "num_threads": 1, "speculation": "off"}
+        context = {"max_context": self.max_context, "kv_cache_tokens": self.max_context + 1024}
+        return make_engine(self.make(), EngineConfig(**(usual | context | options)), draft=draft)
+
+    def _requests(self, num_token_ids: int) -> Iterator[Request]:
+        draw = np.random.default_rng(0)
+        temperatures = (1.0, 0.7, 1.0, 0.0)
+        for index, (length, temperature) in enumerate(zip(PROMPT_LENGTHS, temperatures, strict=True)):
+            params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, ignore_eos=True)
+            prompt = tuple(draw.integers(0, num_token_ids, length).tolist())
+            if index < self.num_samples:
+                yield Request(id=f"r{index}", prompt_token_ids=prompt, params=params, seed=11 + index)
+
+    # ---- the engine -------------------------------------------------------------------------------------------------
+
+    def check_ways(self, alone: Samples) -> Samples:
+        """Returns the samples in bfloat16."""
+        draft = {"speculation": _TREE, "num_threads": 2}
+        drafted = self.engine(draft=perturbed(self.make(), 0.1), prefill_chunk=11, **draft)
+        check_same("together, with trees and two threads", alone, together(drafted, self.requests))
+        suffix = self.engine(speculation="suffix")
+        check_same("preempted, with the suffix drafter", alone, together(suffix, self.requests, every_step=preempt))
+        check_same("moved from engine to engine", alone, moving(drafted, suffix, self.requests))
+        rounded = one_by_one(self.engine(dtype="bfloat16"), self.requests)
+        drafted = self.engine(draft=perturbed(self.make(), 0.1), dtype="bfloat16", **draft)
+        check_same("together, with trees, in bfloat16", rounded, together(drafted, self.requests))
+        return rounded
+
+    @torch.inference_mode()
+    def _check_oracle(self, samples: Samples) -> float:
+        """The largest difference of a log-prob."""
+        for sample in samples.values():
+            if sample.error:
+                raise Wrong(sample.error)
+        model, log_probs = _plain(self.make()), list[float]()
+        for request in self.requests:
+            ours = list(samples[request.id].token_ids)
+            prompt = list(request.prompt_token_ids)
+            theirs = oracle.decode(model, prompt, request.params, request.seed, forced=ours)
+            log_probs += theirs.log_probs
+            for our_token, token, margin in zip(ours, theirs.token_ids, theirs.margins, strict=True):
+                if our_token != token and margin > TOLERANCE:
+                    raise Wrong(f"another token than the oracle's, which leads by {margin:.1e}")
+        wanted, found = torch.tensor(log_probs, dtype=torch.float64), _generated(samples)
+        difference = float((found.double() - wanted).abs().max())
+        if difference > TOLERANCE and not self._is_rounding(samples, found):
+            raise Wrong(f"log-probs differ from the oracle's by {difference:.1e}")
+        return difference
+
+    @torch.inference_mode()
+    def _is_rounding(self, samples: Samples, ours: torch.Tensor) -> bool:
+        """In float64 a model is nearly itself: are we hardly further from that than Hugging Face is in float32?"""
+        truth, theirs = _whole(_plain(self.make().double()), samples), _whole(_plain(self.make()), samples)
+        return bool((ours.double() - truth).abs().max() <= 3 * (theirs - truth).abs().max())
+
+    # ---- the trainer ------------------------------------------------------------------------------------------------
+
+    def _prepared(self, dtype: str = "float32") -> Any:
+        return prepared(self.make(), dtype=dtype, max_context=self.max_context)
+
+    @torch.no_grad()
+    def _check_trainer(self, samples: Samples) -> None:
+        found = TorchForward(self._prepared(), 1.0)(_packed(samples)).log_probs
+        difference = float((found - _generated(samples)).abs().max())
+        if difference > TOLERANCE and not self._is_rounding(samples, found):
+            raise Wrong(f"the trainer's log-probs differ by {difference:.1e}")
+
+    def _check_exact(self, samples: Samples, dtype: str) -> ExactForward:
+        exact = ExactForward(self._prepared(), 1.0, max_context=self.max_context, dtype=dtype)
+        if not torch.equal(exact(_packed(samples)).untempered, _generated(samples)):
+            raise Wrong(f"the exact trainer gives other bits in {dtype}")
+        return exact
+
+    def check_training(self, exact: ExactForward, samples: Samples) -> None:
+        self._check_gradients(exact, _packed(samples))
+        self._check_lora()
+
+    def _check_gradients(self, exact: TorchForward, batch: Packed) -> None:
+        """They are torch's; where they are 1e-4 of the largest from them, float64 is the judge."""
+
+        def torchs(dtype: str) -> dict[str, torch.Tensor]:
+            model = self._prepared(dtype)
+            use_eager_experts(model)  # grouped products know no float64
+            return _gradients(TorchForward(model, 1.0), batch)
+
+        ours, theirs = _gradients(exact, batch), torchs("float32")
+        if ours.keys() != theirs.keys():
+            raise Wrong(f"the exact trainer has gradients of others: {', '.join(sorted(ours.keys() ^ theirs.keys()))}")
+        differences = {name: float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours}
+        suspects = [name for name, difference in differences.items() if not difference <= GRADIENT_TOLERANCE]
+        truth = torchs("float64") if suspects else {}
+        for name in suspects:
+            if not (ours[name] - truth[name]).abs().max() <= 10 * (theirs[name] - truth[name]).abs().max():
+                raise Wrong(f"the exact trainer's gradient of {name} differs by {differences[name]:.1e} of the largest")
+
+    def _check_lora(self) -> None:
+        """Merged weights in the engine, the update by itself in the trainer."""
+        policy = self._prepared()
+        targets = _update_targets(policy)
+        if not targets:
+            return
+        lora = job.Lora(rank=_RANK, targetModules=targets)
+        add_lora(policy, lora, seed=1)
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if "lora_B" in name:  # zero at first
+                    parameter.copy_(0.05 * torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
+        engine = self.engine()
+        engine.load_weights(merged_state(policy.state_dict(), lora.alpha / _RANK), version=1)
+        samples = one_by_one(engine, self.requests)
+        exact = ExactForward(policy, 1.0, max_context=self.max_context)
+        if not torch.equal(exact(_packed(samples)).untempered, _generated(samples)):
+            raise Wrong("the exact trainer gives other bits under a low-rank update")
 
 
-def _engine(model: Any, **options: Any) -> Engine:
-    usual: dict[str, Any] = {
-        "max_sequences": 4,
-        "max_context": _CONTEXT,
-        "profile": False,
-        "num_threads": 1,
-        "speculation": "off",
-    }
-    draft = options.pop("draft", None)
-    return make_engine(model, EngineConfig(**(usual | options)), draft=draft)
+class _QuickJudge(_Judge):
+    """One engine at a time."""
+
+    num_samples = 2
+    max_tokens = 8
+
+    def check_ways(self, alone: Samples) -> Samples:
+        engine = self.engine(speculation="suffix", num_threads=2, prefill_chunk=11)
+        check_same("together, with the suffix drafter and two threads", alone, together(engine, self.requests))
+        del engine
+        engine = self.engine(dtype="bfloat16")
+        rounded = one_by_one(engine, self.requests)
+        engine.set_speculation("suffix")
+        check_same("together, with the suffix drafter, in bfloat16", rounded, together(engine, self.requests))
+        return rounded
+
+    def check_training(self, exact: ExactForward, samples: Samples) -> None:
+        pass
 
 
-def _requests(num_token_ids: int, max_tokens: int) -> Iterator[Request]:
-    draw = np.random.default_rng(0)
-    for index, (length, temperature) in enumerate(zip(PROMPT_LENGTHS, (1.0, 0.7, 1.0, 0.0), strict=True)):
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
-        prompt = tuple(draw.integers(0, num_token_ids, length).tolist())
-        yield Request(id=f"r{index}", prompt_token_ids=prompt, params=params, seed=11 + index)
-
-
-# ---- the engine's ways ----------------------------------------------------------------------------------------------
-
-
-def one_by_one(engine: Engine, requests: Sequence[Request]) -> Samples:
-    return {request.id: together(engine, [request])[request.id] for request in requests}
-
-
-def together(
-    engine: Engine, requests: Sequence[Request], every_step: Callable[[Engine, int], None] = lambda engine, step: None
-) -> Samples:
-    for request in requests:
-        engine.submit(request)
-    done: Samples = {}
-    step = 0
-    while engine.has_work:
-        done |= {each.id: each for each in engine.step().finished}
-        every_step(engine, step := step + 1)
-    engine.check_integrity()
-    return done
-
-
-def _preempt(engine: Engine, step: int) -> None:
-    if step % 3 == 0 and engine.scheduler.running:
-        engine.preempt(engine.scheduler.running[step % len(engine.scheduler.running)].request.id)
-
-
-def moving(one: Engine, other: Engine, requests: Sequence[Request]) -> Samples:
-    """Every few steps each sequence goes from the engine that has it to the other one."""
-    engines, done, step = (one, other), Samples(), 0
-    for request in requests:
-        one.submit(request)
-    while one.has_work or other.has_work:
-        for engine in engines:
-            done |= {each.id: each for each in engine.step().finished} if engine.has_work else {}
-        if (step := step + 1) % 4 == 0:
-            places = [(sequence, engine) for engine in engines for sequence in list(engine.sequences)]
-            for sequence, engine in places:
-                engines[engine is one].import_sequence(engine.export_sequence(sequence))
-    one.check_integrity()
-    other.check_integrity()
-    return done
-
-
-def _same(how: str, wanted: Samples, found: Samples) -> None:
-    for name, sample in wanted.items():
-        other = found[name]
-        if sample.error or other.error:
-            raise Wrong(f"{how}: {sample.error or other.error}")
-        if sample.token_ids != other.token_ids:
-            raise Wrong(f"{how}: other tokens than alone")
-        if (sample.log_probs, sample.tempered_log_probs) != (other.log_probs, other.tempered_log_probs):
-            raise Wrong(f"{how}: other bits than alone")
-
-
-@torch.inference_mode()
-def _compare_with_oracle(make: Callable[[], Any], requests: Sequence[Request], samples: Samples) -> float:
-    """The largest difference of a log-prob."""
-    model = _plain(make())
-    theirs = {
-        request.id: oracle.decode(
-            model,
-            list(request.prompt_token_ids),
-            request.params,
-            request.seed,
-            forced=list(samples[request.id].token_ids),
-        )
-        for request in requests
-        if not samples[request.id].error
-    }
-    for name, sample in samples.items():
-        if sample.error:
-            raise Wrong(sample.error)
-        for ours, token, margin in zip(sample.token_ids, theirs[name].token_ids, theirs[name].margins, strict=True):
-            if ours != token and margin > TOLERANCE:
-                raise Wrong(f"another token than the oracle's, which leads by {margin:.1e}")
-    wanted = torch.tensor([number for sample in theirs.values() for number in sample.log_probs], dtype=torch.float64)
-    difference = float((_generated(samples).double() - wanted).abs().max())
-    if difference > TOLERANCE and not _is_rounding(make, samples, _generated(samples)):
-        raise Wrong(f"log-probs differ from the oracle's by {difference:.1e}")
-    return difference
-
-
-@torch.inference_mode()
-def _is_rounding(make: Callable[[], Any], samples: Samples, ours: torch.Tensor) -> bool:
-    """In float64 a model is nearly itself: are we hardly further from that than Hugging Face is in float32?"""
-    truth, theirs = _whole(_plain(make().double()), samples), _whole(_plain(make()), samples)
-    return bool((ours.double() - truth).abs().max() <= 3 * (theirs - truth).abs().max())
+def _plain(model: Any) -> Any:
+    """Hugging Face's own code, in eager mode."""
+    model.set_attn_implementation("eager")
+    use_eager_experts(model)
+    return model
 
 
 def _whole(model: Any, samples: Samples) -> torch.Tensor:
@@ -217,16 +258,6 @@ def _whole(model: Any, samples: Samples) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _plain(model: Any) -> Any:
-    """Hugging Face's own code, in eager mode."""
-    model.set_attn_implementation("eager")
-    use_eager_experts(model)
-    return model
-
-
-# ---- the trainer's --------------------------------------------------------------------------------------------------
-
-
 def _packed(samples: Samples) -> Packed:
     return pack_sequences([s.prompt_token_ids for s in samples.values()], [s.token_ids for s in samples.values()])
 
@@ -235,57 +266,11 @@ def _generated(samples: Samples) -> torch.Tensor:
     return torch.tensor([number for sample in samples.values() for number in sample.log_probs])
 
 
-def _check_trainer(make: Callable[[], Any], samples: Samples) -> None:
-    with torch.no_grad():
-        found = TorchForward(prepared(make(), max_context=_CONTEXT), 1.0)(_packed(samples)).log_probs
-    difference = float((found - _generated(samples)).abs().max())
-    if difference > TOLERANCE and not _is_rounding(make, samples, found):
-        raise Wrong(f"the trainer's log-probs differ by {difference:.1e}")
-
-
-def _check_exact(make: Callable[[], Any], samples: Samples, dtype: str) -> None:
-    exact = ExactForward(prepared(make(), max_context=_CONTEXT), 1.0, max_context=_CONTEXT, dtype=dtype)
-    found = exact(_packed(samples))
-    if not torch.equal(found.untempered, _generated(samples)):
-        raise Wrong(f"the exact trainer gives other bits in {dtype}")
-    if dtype == "float32":
-        plain = TorchForward(prepared(make(), max_context=_CONTEXT), 1.0)
-        _same_gradients(exact, plain, _packed(samples))
-
-
-def _same_gradients(exact: TorchForward, plain: TorchForward, batch: Packed) -> None:
+def _gradients(forward: TorchForward, batch: Packed) -> dict[str, torch.Tensor]:
     weights = torch.linspace(-1, 1, len(batch.targets))
-    for forward in (exact, plain):
-        (forward(batch).log_probs * weights).sum().backward()
-    theirs = {name: parameter.grad for name, parameter in plain.model.named_parameters()}
-    largest = max(float(grad.abs().max()) for grad in theirs.values() if grad is not None)
-    for name, parameter in exact.model.named_parameters():
-        if (parameter.grad is None) != (theirs[name] is None):
-            raise Wrong(f"the exact trainer's gradient of {name} is missing, or too many")
-        if parameter.grad is not None:
-            scale = theirs[name].abs().max().clamp_min(1e-2 * largest)  # some have no gradient but rounding
-            if (difference := float((parameter.grad - theirs[name]).abs().max() / scale)) > GRADIENT_TOLERANCE:
-                raise Wrong(f"the exact trainer's gradient of {name} differs by {difference:.1e} of the largest")
-
-
-def _check_lora(make: Callable[[], Any], requests: Sequence[Request]) -> None:
-    """Merged weights in the engine, the update by itself in the trainer."""
-    policy = prepared(make(), max_context=_CONTEXT)
-    targets = _update_targets(policy)
-    if not targets:
-        return
-    add_lora(policy, job.Lora(rank=2, targetModules=targets), seed=1)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:  # zero at first
-                parameter.copy_(0.05 * torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
-    engine = _engine(make())
-    scaling = job.Lora(rank=2).alpha / 2
-    engine.load_weights(merged_state(policy.state_dict(), scaling), version=1)
-    samples = one_by_one(engine, requests)
-    exact = ExactForward(policy, 1.0, max_context=_CONTEXT)
-    if not torch.equal(exact(_packed(samples)).untempered, _generated(samples)):
-        raise Wrong("the exact trainer gives other bits under a low-rank update")
+    (forward(batch).log_probs * weights).sum().backward()
+    parameters = forward.model.named_parameters()
+    return {name: parameter.grad.double() for name, parameter in parameters if parameter.grad is not None}
 
 
 def _update_targets(policy: Any) -> list[str]:

@@ -136,6 +136,7 @@ class StepMetrics:
     tokens_per_second: float  # generated, while generating
     accepted_per_verification: float | None  # drafted tokens; null where nothing was verified
     strategy: Mapping[str, int]  # how often each way of drafting was chosen
+    expert_rows: Mapping[str, tuple[int, ...]]  # that each expert of a layer ran while generating
     log_prob_difference: LogProbDifference
     staleness_max: int  # versions between a token's weights and the ones it trained
     seconds: Seconds
@@ -169,6 +170,7 @@ MEASUREMENTS = frozenset(
         "tokens_per_second",
         "accepted_per_verification",
         "strategy",
+        "expert_rows",
         "log_prob_difference",
         "staleness_max",
         "seconds",
@@ -263,6 +265,7 @@ def example_step(*, step: int = 1, reward: float = 0.5) -> StepMetrics:
         tokens_per_second=1234.5,
         accepted_per_verification=1.75,
         strategy={"plain": 3, "suffix 1x4": 9},
+        expert_rows={"model.layers.0.mlp.experts": (60, 40, 20)},
         log_prob_difference=LogProbDifference(max=3.1e-07, mean=4.0e-08),
         staleness_max=0,
         seconds=Seconds(

@@ -128,8 +128,15 @@ class WeightsAndBiases:
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Every number of a line by its path; numbers that stand alone are under `training/`."""
+    """Every number of a line by its path; numbers that stand alone are under `training/`.
+
+    Of a layer's experts there is one number, 1 where they share the rows evenly: the busiest one's rows over the mean.
+    """
     content = {name: value for name, value in asdict(metrics).items() if name not in _NOT_PLOTTED}
+    content["expert_rows"] = {
+        layer: {"max_over_mean": max(rows) * len(rows) / max(sum(rows), 1)}
+        for layer, rows in metrics.expert_rows.items()
+    }
     return {path if "/" in path else f"training/{path}": value for path, value in _numbers(content, "")}
 
 

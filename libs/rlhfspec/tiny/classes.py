@@ -40,6 +40,7 @@ _SMALL: dict[str, Any] = {  # wherever a configuration has such a field
     "first_k_dense_replace": 1, "num_dense_layers": 1,
     "q_lora_rank": 12, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
     "image_size": 16, "patch_size": 8, "num_channels": 3, "projection_dim": 32, "num_codebooks": 2,
+    "hidden_size_global": 64,
 }  # fmt: skip
 _DECODER = {"is_decoder": True}
 _HEADS = {"num_key_value_heads": 4}  # latent attention: every head has its own keys
@@ -62,6 +63,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {  # what the names do not say
         "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl",
         _DECODER,
     ),
+    "blt": {"encoder_hash_byte_group_vocab": 200},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": theta}
@@ -72,6 +74,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {  # what the names do not say
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2},
     },
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 4, "adapter_in_dim": 64, "adapter_out_dim": 64},
     "falcon": {"num_kv_heads": 2},
     "gemma3n_text": {
         **_PER_LAYER, "layer_types": _MIXED, "num_kv_shared_layers": 0, "laurel_rank": 8,
@@ -94,6 +98,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {  # what the names do not say
     "reformer": {**_DECODER, "axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32]},
     "xlm": {"n_words": VOCAB_SIZE, "emb_dim": 64},
     "xmod": {**_DECODER, "default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
@@ -102,6 +107,8 @@ ACTIVATIONS = (
     "silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_10", "gelu_accurate", "gelu_python",
     "quick_gelu", "relu2", "relu6", "leaky_relu", "mish", "laplace", "sigmoid", "tanh", "hardswish", "linear",
 )  # fmt: skip
+_TYPES_WITH_EVERY_ACTIVATION = ("gpt2", "llama", "mixtral", "phi")  # elsewhere only those that nobody's kernels know
+_RARE_ACTIVATIONS = ("gelu_10", "quick_gelu", "relu6")
 _ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 3.0},
     "dynamic": {"factor": 2.0},
@@ -150,13 +157,10 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def _parts(kind: Any) -> dict[str, str]:
-    """The configurations within one, by their types: a model for more than text has several."""
-    names = getattr(kind, "sub_configs", {})
-    if not names:
-        return {}
-    plain = kind()
-    types = {name: getattr(getattr(plain, name, None), "model_type", None) for name in names}
-    return {name: part for name, part in types.items() if part is not None and part in CONFIG_MAPPING}
+    """The types of the configurations within one: a model for more than text has several."""
+    parts = getattr(kind, "sub_configs_defaults", {})
+    types = {name: part.model_type or getattr(part.config_class, "model_type", "") for name, part in parts.items()}
+    return {name: part for name, part in types.items() if part in CONFIG_MAPPING}
 
 
 def _small(kind: Any, wanted: dict[str, Any]) -> PreTrainedConfig:
@@ -202,7 +206,8 @@ def variants(model_type: str) -> Iterator[tuple[str, Callable[[], PreTrainedConf
     """(name, what makes its configuration): the plain one first, its name empty."""
     plain = _decoder_of(tiny_config(model_type))
     yield "", lambda: tiny_config(model_type)
-    for name, changes in _changes(plain):
+    activations = ACTIVATIONS if model_type in _TYPES_WITH_EVERY_ACTIVATION else _RARE_ACTIVATIONS
+    for name, changes in _changes(plain, activations):
         yield name, partial(tiny_config, model_type, **changes)
 
 
@@ -210,7 +215,7 @@ def _decoder_of(config: PreTrainedConfig) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def _changes(plain: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(plain: Any, activations: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     fields = plain.to_dict()
     yield from _windows(fields)
     yield from ((f"rope={kind}", {"rope_parameters": rope}) for kind, rope in _ropes(fields))
@@ -222,7 +227,7 @@ def _changes(plain: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{name}={value}", {name: value}
     for name in _ACTIVATION_FIELDS:
         if isinstance(fields.get(name), str):
-            yield from ((f"{name}={kind}", {name: kind}) for kind in ACTIVATIONS if kind != fields[name])
+            yield from ((f"{name}={kind}", {name: kind}) for kind in activations if kind != fields[name])
 
 
 def _windows(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -84,6 +84,9 @@ def _put(message: Any, name: str, value: Any) -> None:
     if name == "components":
         for component, number in value:
             message.components.add(name=component, value=number)
+    elif name == "experts":
+        for layer, rows in value:
+            message.experts.add(layer=layer, rows=rows)
     elif isinstance(value, tuple):
         getattr(message, name).extend(value)
     else:
@@ -94,6 +97,8 @@ def _get(message: Any, name: str) -> Any:
     value = getattr(message, name)
     if name == "components":
         return tuple((component.name, component.value) for component in value)
+    if name == "experts":
+        return tuple((experts.layer, tuple(experts.rows)) for experts in value)
     return value if isinstance(value, str | int | float) else tuple(value)
 
 

@@ -150,7 +150,14 @@ class Demand(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., num_prompts: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy")
+    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "experts")
+    class Experts(_message.Message):
+        __slots__ = ("layer", "rows")
+        LAYER_FIELD_NUMBER: _ClassVar[int]
+        ROWS_FIELD_NUMBER: _ClassVar[int]
+        layer: str
+        rows: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, layer: _Optional[str] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATOR_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +169,7 @@ class Load(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_VERIFICATION_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     generator: str
@@ -173,7 +181,8 @@ class Load(_message.Message):
     tokens_per_second: float
     accepted_per_verification: float
     strategy: str
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ...) -> None: ...
+    experts: _containers.RepeatedCompositeFieldContainer[Load.Experts]
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[Load.Experts, _Mapping]]] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("id", "job", "step", "weights_version", "weights_digest", "metrics_json")

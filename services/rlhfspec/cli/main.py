@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rlhfspec.cli import bench, compare, job, run, tiny
+from rlhfspec.cli import bench, compare, job, models, run, tiny
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our status line says what goes on
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(tiny.app, name="tiny")
+app.add_typer(models.app, name="models")
 job.register(app)
 app.command()(run.run)
 app.command()(compare.compare)

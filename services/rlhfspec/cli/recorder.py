@@ -29,10 +29,14 @@ class RunRecorder:
         self._trackers = trackers
         self._stopwatch = Stopwatch(vitals)
         self._strategies: Counter[str] = Counter()
+        self._experts: dict[str, tuple[int, ...]] = {}
         self._lap = self._stopwatch.lap()
 
     def load(self, load: Load) -> None:
         self._strategies[load.strategy] += 1
+        for layer, rows in load.experts:
+            before = self._experts.get(layer, (0,) * len(rows))
+            self._experts[layer] = tuple(a + b for a, b in zip(before, rows, strict=True))
 
     def learnt(self) -> None:
         self._lap = self._stopwatch.lap()
@@ -40,8 +44,9 @@ class RunRecorder:
     def record(self, trained: Trained) -> str:
         self._folder.append_samples(trained.chosen.all_samples, trained.chosen.rewards)
         seconds, began = self._lap
-        metrics = step_metrics(self._job, trained, seconds, began, dict(self._strategies))
+        metrics = step_metrics(self._job, trained, seconds, began, dict(self._strategies), dict(self._experts))
         self._strategies.clear()
+        self._experts.clear()
         self._folder.append_step(metrics)
         self._trackers.step(metrics)
         return metrics.to_line()
@@ -89,7 +94,12 @@ class Stopwatch:
 
 
 def step_metrics(
-    job: RLHFJob, trained: Trained, seconds: Seconds, began_unix: float, strategies: dict[str, int]
+    job: RLHFJob,
+    trained: Trained,
+    seconds: Seconds,
+    began_unix: float,
+    strategies: dict[str, int],
+    experts: dict[str, tuple[int, ...]],
 ) -> StepMetrics:
     """Pure: a step's line from what was trained and how long it took."""
     samples = trained.chosen.samples
@@ -110,6 +120,7 @@ def step_metrics(
         tokens_per_second=num_generated / seconds.generation if seconds.generation > 0 else 0.0,
         accepted_per_verification=_accepted(trained.chosen.all_samples),
         strategy=strategies,
+        expert_rows=experts,
         seconds=seconds,
         started_unix_seconds=began_unix,
         finished_unix_seconds=began_unix + seconds.step,

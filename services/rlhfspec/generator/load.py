@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 
 from rlhfspec.engine.base import EngineProtocol, StepReport
@@ -30,6 +30,7 @@ class Meter:
         self._strategies: Counter[str] = Counter()
         self._num_rows = self._num_committed = 0  # of decoding steps since the last record
         self._seconds = 0.0
+        self._expert_rows: Mapping[str, tuple[int, ...]] = {}  # until the last record
         self._last = now()
 
     def submitted(self, step: int) -> None:
@@ -61,8 +62,15 @@ class Meter:
             tokens_per_second=self._num_committed / self._seconds if self._seconds else 0.0,
             accepted_per_verification=max(self._num_committed / self._num_rows - 1.0, 0.0) if self._num_rows else 0.0,
             strategy=self._strategies.most_common(1)[0][0],
+            experts=tuple(self._experts_since(stats.expert_rows)),
         )
+        self._expert_rows = stats.expert_rows
         self._last, self._seconds = now, 0.0
         self._num_rows = self._num_committed = 0
         self._strategies.clear()
         return record
+
+    def _experts_since(self, rows: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for layer, counts in rows.items():
+            before = self._expert_rows.get(layer, (0,) * len(counts))
+            yield layer, tuple(now - then for now, then in zip(counts, before, strict=True))
