@@ -170,7 +170,7 @@ def _experts_forward(experts: Any, packed: PackedExperts, dtype: torch.dtype) ->
         return exact_linear(between, down, down_bias, packed.downs[expert])
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return by_expert(hidden_states, top_k_index, top_k_weights, packed.num_experts, layer)[0]
+        return by_expert(hidden_states, top_k_index, top_k_weights, packed.num_experts, layer)
 
     return forward
 
