@@ -131,6 +131,11 @@ class EngineProtocol(Protocol):
         """Queue a sequence. Raises InvalidRequest naming the field when it can never run."""
         ...
 
+    @property
+    def has_work(self) -> bool:
+        """Is any sequence waiting or running?"""
+        ...
+
     def step(self) -> StepReport:
         """One target forward for everything that can run. Never raises for the fault of one sequence."""
         ...

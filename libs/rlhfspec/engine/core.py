@@ -23,6 +23,7 @@ from rlhfspec.engine.scheduler import Schedule, Scheduler
 from rlhfspec.engine.sequences import Progress, RowTable, Sequence
 from rlhfspec.engine.speculation import Speculation
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
+from rlhfspec.huggingface.check import ModelReport
 from rlhfspec.kernels import gumbel
 
 Sample = tuple[IntArray, FloatArray, FloatArray, BoolArray]  # tokens, log-probs, tempered log-probs, finite
@@ -63,6 +64,12 @@ class Engine:
         self._undelivered: list[Completion] = []  # for the next step's report
         self._num_steps = 0
         self._num_generated = 0
+
+    @property
+    def reports(self) -> dict[str, ModelReport]:
+        """How the model, and the drafter where there is one, were found right when they were loaded."""
+        space = self.speculation.space
+        return {"model": self.target.report} | ({} if space is None else {"drafter": space.runner.report})
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, drafter: str | Path | None = None, **options: Any) -> Engine:

@@ -29,6 +29,11 @@ class Anatomy:
     vocab_size: int
     called: frozenset[str]  # paths of the modules that run; others lend their weights at most
 
+    @property
+    def kinds_of_attention(self) -> tuple[str, ...]:
+        """What they do, each kind once."""
+        return tuple(dict.fromkeys(str(spec) for spec in self.attentions))
+
 
 def anatomy_of(model: Any) -> Anatomy:
     """What `keep_anatomy` left on this model."""

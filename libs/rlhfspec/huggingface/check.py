@@ -30,6 +30,8 @@ from rlhfspec.kernels.tree_attention import AttentionMeta, write_kv_reference
 
 log = logging.getLogger(__name__)
 IntArray = npt.NDArray[np.int32]
+_ATTRIBUTE = "rlhfspec_report"
+OWN_BITS, BITS_BY_COMPANY = "every row's own", "may depend on the rows beside it"
 
 
 class Runnable(Protocol):
@@ -50,13 +52,23 @@ class ModelReport:
     """How a model was found right; kept in a run's manifest."""
 
     model: str  # its class
-    path: str  # "native": all layers in one call; "layers": Hugging Face's own code over our kernels
+    path: str  # "native": all layers in one call; "layers": Hugging Face's own code over our kernels; the trainer's:
+    # "packed": Hugging Face's own code over packed rows; "exact": the same over the engine's kernels
     attentions: tuple[str, ...]  # what they do, each kind once
     guarded: tuple[str, ...]  # kinds of modules whose torch functions are run so that a row's bits are its own
     probes: tuple[str, ...]
     difference: float  # the largest, of the probes' logits to Hugging Face's, in parts of the largest logit
     bits: str  # what is promised of them
     seconds: float
+
+
+def keep_report(model: Any, report: ModelReport) -> None:
+    """Leaves it on the model, for `report_of`."""
+    object.__setattr__(model, _ATTRIBUTE, report)
+
+
+def report_of(model: Any) -> ModelReport:
+    return getattr(model, _ATTRIBUTE)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +114,11 @@ def prove(proof: Proof, *, began: float) -> ModelReport:
     return ModelReport(
         model=kind,
         path="layers" if runner.native is None else "native",
-        attentions=tuple(dict.fromkeys(str(spec) for spec in proof.anatomy.attentions)),
+        attentions=proof.anatomy.kinds_of_attention,
         guarded=tuple(dict.fromkeys(type(runner.fused.model.get_submodule(path)).__name__ for path in guarded)),
         probes=tuple(str(probe) for probe in proof.probes),
         difference=difference,
-        bits="every row's own" if proof.is_row_invariant else "may depend on the rows beside it",
+        bits=OWN_BITS if proof.is_row_invariant else BITS_BY_COMPANY,
         seconds=time.perf_counter() - began,
     )
 

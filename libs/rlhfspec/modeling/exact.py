@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from rlhfspec.engine.cache import new_kv
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
 from rlhfspec.huggingface.causal_lm import anatomy_of
-from rlhfspec.huggingface.check import compare, refuse_difference, same_bits
+from rlhfspec.huggingface.check import OWN_BITS, compare, keep_report, refuse_difference, report_of, same_bits
 from rlhfspec.huggingface.probes import Answer, Choices, Probe, Rounding, expected, round_parameters
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
@@ -178,6 +178,8 @@ class ExactForward(TorchForward):
         if not same_bits(alone, together):
             problem = "a sequence's logits depend on its neighbours, so exactOnPolicy is not possible"
             raise UnsupportedModel("model", name, problem)
+        report = replace(report_of(self.model), path="exact", difference=difference, bits=OWN_BITS)
+        keep_report(self.model, report)
 
     def _answers(self, probes: list[Probe]) -> list[Answer]:
         """All of the probes in one packed row."""

@@ -12,6 +12,7 @@ Example:
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from rlhfspec import job
 from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.causal_lm import CausalLM, anatomy_of, max_positions
-from rlhfspec.huggingface.check import compare, refuse_difference
+from rlhfspec.huggingface.check import BITS_BY_COMPANY, ModelReport, compare, keep_report, refuse_difference
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.probes import Answer, Probe, Rounding, choose, expected
 from rlhfspec.modeling.packed import Packed, hidden_states, pack_sequences, use_packed_attention
@@ -51,7 +52,11 @@ def load_causal_lm(path: str | Path, *, field: str, dtype: str, max_context: int
 
 
 def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_CONTEXT, name: str = "model") -> Any:
-    """A causal LM in memory made ready for packed rows, in place. max_context: tokens of its longest sequence."""
+    """A causal LM in memory made ready for packed rows, in place; `check.report_of` says what was found.
+
+    max_context: tokens of its longest sequence.
+    """
+    began = time.perf_counter()
     model.eval()
     max_context = min(max_context, max_positions(model) or max_context)
     anatomy = examine(model, name=name, max_context=max_context)
@@ -63,6 +68,17 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
     difference, probe = compare(found, wanted, probes)
     if difference > _TOLERANCE:
         refuse_difference(difference, probe, who="the trainer's", name=name, kind=type(model).__name__)
+    report = ModelReport(
+        model=type(model).__name__,
+        path="packed",
+        attentions=anatomy.kinds_of_attention,
+        guarded=(),
+        probes=tuple(str(probe) for probe in probes),
+        difference=difference,
+        bits=BITS_BY_COMPANY,
+        seconds=time.perf_counter() - began,
+    )
+    keep_report(model, report)
     return model.to(getattr(torch, dtype)).requires_grad_(True)
 
 

@@ -46,6 +46,7 @@ class LogProbScorer:
     ) -> None:
         self.temperature = temperature
         self._rows = SequenceRows(model, "reference", max_context=max_context, dtype=dtype, arithmetic=arithmetic)
+        self.report = self._rows.runner.report
 
     def log_probs(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """Of every response token. Raises NumericalError when the model gives none."""

@@ -41,6 +41,7 @@ class ValueScorer:
         model = _Scored(critic)
         self._rows = SequenceRows(model, "critic", max_context=max_context, dtype=dtype, arithmetic=arithmetic)
         self._rows.load_weights(critic.state_dict())
+        self.report = self._rows.runner.report
 
     def values(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """Of the state before every response token. Raises NumericalError when the critic gives none."""

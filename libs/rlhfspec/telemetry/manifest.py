@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +43,7 @@ class Manifest:
     versions: dict[str, str]
     machine: Machine
     started: str
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # by role: how each was found right at load
     resumed: tuple[Resumption, ...] = ()
     finished: str | None = None
     outcome: Outcome = "running"
@@ -50,13 +51,15 @@ class Manifest:
     num_steps: int = 0
 
     @classmethod
-    def begin(cls, job: str) -> Manifest:
-        return cls(job=job, versions=versions(), machine=machine(), started=now())
+    def begin(cls, job: str, models: dict[str, dict[str, Any]]) -> Manifest:
+        return cls(job=job, versions=versions(), machine=machine(), started=now(), models=models)
 
-    def resume(self, step: int) -> Manifest:
-        """Goes on, perhaps on another machine: versions and machine are those of the latest start."""
+    def resume(self, step: int, models: dict[str, dict[str, Any]]) -> Manifest:
+        """Goes on, perhaps on another machine: versions, machine and models are those of the latest start."""
         again = Resumption(at=now(), step=step)
-        return replace(Manifest.begin(self.job), started=self.started, resumed=(*self.resumed, again), num_steps=step)
+        return replace(
+            Manifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again), num_steps=step
+        )
 
     def end(self, outcome: Outcome, reason: str, *, num_steps: int) -> Manifest:
         return replace(self, finished=now(), outcome=outcome, reason=reason, num_steps=num_steps)

@@ -69,9 +69,12 @@ class RunFolder:
             if self.job_file.exists():
                 self._refuse_another(as_content(job), resume)
 
-    def begin(self, job: RLHFJob, *, resume: bool, resume_at: int = 0) -> Opening:
+    def begin(
+        self, job: RLHFJob, *, resume: bool, resume_at: int = 0, models: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Opening:
         """Makes the folder, or goes on in it behind step `resume_at` (the checkpoint's; 0: from the start).
 
+        models: of each role how it was found right, for the manifest.
         With `resume` a folder that holds no run yet is begun: a run killed before its first line can be resumed too.
         """
         self._make()
@@ -80,8 +83,9 @@ class RunFolder:
         self._take_lock()
         opening = self._drop_after(resume_at, resumed=found)
         _write(self.job_file, as_yaml(job))
-        begun = self.manifest().resume(resume_at) if found and self.manifest_file.exists() else None
-        self._write_manifest(begun or Manifest.begin(job.metadata.name))
+        loaded = {role: dict(report) for role, report in (models or {}).items()}
+        begun = self.manifest().resume(resume_at, loaded) if found and self.manifest_file.exists() else None
+        self._write_manifest(begun or Manifest.begin(job.metadata.name, loaded))
         return opening
 
     def append_step(self, metrics: StepMetrics) -> None:

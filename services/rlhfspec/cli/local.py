@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import DataExhausted, InvalidRequest
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.huggingface.causal_lm import max_positions
+from rlhfspec.huggingface.check import ModelReport, report_of
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.job import RLHFJob
 from rlhfspec.learning.algorithms import scoring_stages
@@ -80,6 +81,15 @@ class Parts:
         """The data may end before the job's steps do."""
         steps = self.job.spec.training.steps
         return min(steps, self.prompts.order.last_step or steps)
+
+    @property
+    def reports(self) -> dict[str, ModelReport]:
+        """By role: how its model was found right."""
+        engines = self.engines[0].reports
+        found = {"generator": engines["model"], "trainer": report_of(self.policy)}
+        found |= {"drafter": engines["drafter"]} if "drafter" in engines else {}
+        found |= {"reference": self.references[0].report} if self.references else {}
+        return found | ({"critic": self.critics[0].report} if self.critics else {})
 
     def export(self, folder: Path) -> None:
         export_hf(
@@ -213,7 +223,8 @@ class Run:
         if resume and self.folder.checkpoints.is_dir():
             self._checkpoints = CheckpointStore(self.folder.checkpoints, keep=keep)
         step = (self._checkpoints.latest() or 0) if self._checkpoints else 0
-        opening = self.folder.begin(job, resume=resume, resume_at=step)
+        models = {role: asdict(report) for role, report in self.parts.reports.items()}
+        opening = self.folder.begin(job, resume=resume, resume_at=step, models=models)
         self._checkpoints = self._checkpoints or CheckpointStore(self.folder.checkpoints, keep=keep)
         self._began_at = step
         if step:

@@ -46,8 +46,10 @@ class Meter:
         self._strategies[report.strategy] += 1
 
     def load(self) -> Load | None:
+        """When it is due: from time to time, and when the engine has run out of work."""
         now = self._now()
-        if now - self._last < EVERY_SECONDS or not self._strategies:
+        is_due = now - self._last >= EVERY_SECONDS or not self._engine.has_work
+        if not is_due or not self._strategies:
             return None
         stats = self._engine.stats()
         record = Load(

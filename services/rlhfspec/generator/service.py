@@ -104,13 +104,13 @@ class GeneratorService(Service):
         what = f"{len(self._running)} samples, the first {next(iter(self._running))}"
         with self.vitals.working(what, deadline_seconds=self._deadline):
             finished = await self.in_thread(self._burst)
+        if (load := self._meter.load()) is not None:  # first: who trains on the samples has heard of it
+            await self._bus.publish(load)
         for completion in finished:
             delivery = self._running.pop(completion.id)
             await self._bus.publish(sample_of(delivery.record, completion, self._meter.name))
             await delivery.ack()
             self._histories.add(completion.prompt_token_ids, completion.token_ids)
-        if (load := self._meter.load()) is not None:
-            await self._bus.publish(load)
 
     def _burst(self) -> list[Completion]:
         """Steps until something is finished, so that scoring begins with the first sample."""
