@@ -42,7 +42,9 @@ class EngineConfig:
     profile: bool = True
 
     def __post_init__(self) -> None:
-        positive = ("max_sequences", "max_context", "prefill_chunk", "block_size")
+        if self.max_context < 2:
+            raise InvalidRequest("max_context", self.max_context, "must be >= 2: a prompt's token and one more")
+        positive = ("max_sequences", "prefill_chunk", "block_size")
         for name in positive:
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, getattr(self, name), "must be >= 1")

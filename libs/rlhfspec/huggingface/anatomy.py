@@ -21,7 +21,7 @@ from torch import nn
 
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.attention import AttentionSpec, attending
-from rlhfspec.huggingface.causal_lm import Anatomy, keep_anatomy, text_config
+from rlhfspec.huggingface.causal_lm import Anatomy, keep_anatomy, max_positions, text_config
 from rlhfspec.huggingface.past import past_of
 from rlhfspec.huggingface.trace import (
     FORWARD_ERRORS,
@@ -36,6 +36,7 @@ from rlhfspec.huggingface.trace import (
 
 _TRACE = "rlhfspec_trace"
 _NEAR_TOKENS, _FAR_TOKENS = 12, 8
+_NO_POSITIONS = "takes positions from the order of tokens, not from position_ids (ALiBi, or a count of its own)"
 _SHUFFLED = (7, 2, 9, 3, 11)  # places of the tokens that are run again, in another order
 
 
@@ -43,9 +44,9 @@ _SHUFFLED = (7, 2, 9, 3, 11)  # places of the tokens that are run again, in anot
 def examine(model: Any, *, name: str, max_context: int) -> Anatomy:
     """Finds the anatomy and leaves it on the model. name: what messages call it. Raises UnsupportedModel."""
     tracer = _Tracer(model, name)
-    near = tracer.run(min(_NEAR_TOKENS, max_context))
+    near = tracer.run(min(_NEAR_TOKENS, max_positions(model) or _NEAR_TOKENS))  # though the context may be shorter
     tracer.check_tokens_stay_apart(near)
-    tracer.check_lengths_do_not_matter(near, max_context)
+    tracer.check_lengths_do_not_matter(near, max(max_context, near.num_tokens))
     far = near
     if max_context > _NEAR_TOKENS + _FAR_TOKENS:
         far = tracer.run(_FAR_TOKENS, past=max_context - _FAR_TOKENS)
@@ -71,7 +72,7 @@ class _Tracer:
         """Tokens in their order, as Hugging Face runs them of itself."""
         layers = getattr(text_config(self.model), "num_hidden_layers", 0) + 64
         try:
-            return self._forward(self.tokens[:num_tokens], **past_of(past, layers))
+            return self._forward(self.tokens[:num_tokens], past, **past_of(past, layers))
         except FORWARD_ERRORS as error:
             if isinstance(error, UnsupportedModel):
                 raise
@@ -88,11 +89,11 @@ class _Tracer:
             if not near.attentions:
                 raise UnsupportedModel(self.name, type(self.model).__name__, "a model without attention")
             return
-        other = self.tokens[places].clone()
-        other[0] = self.tokens[0]
-        changed = self._at(other, places)
-        mixes = first_that_differs(shuffled, changed, torch.arange(len(places)), first=1) == culprit
-        problem = "mixes tokens outside of AttentionInterface" if mixes else "takes positions from the order of tokens"
+        other = self.tokens[: near.num_tokens].clone()
+        other[0] = other[1]
+        changed = self._forward(other, 0, use_cache=False)
+        mixes = first_that_differs(near, changed, torch.arange(near.num_tokens), first=1) == culprit
+        problem = "mixes tokens outside of AttentionInterface" if mixes else _NO_POSITIONS
         kind = type(self.model.get_submodule(culprit)).__name__
         raise UnsupportedModel(self.name, kind, f"{culprit or 'the model'} {problem}")
 
@@ -152,15 +153,15 @@ class _Tracer:
 
     def _at(self, tokens: torch.Tensor, positions: torch.Tensor) -> Run:
         try:
-            return self._forward(tokens, position_ids=positions[None], use_cache=False)
+            return self._forward(tokens, 0, position_ids=positions[None], use_cache=False)
         except FORWARD_ERRORS as error:
             if isinstance(error, UnsupportedModel):
                 raise
             problem = f"cannot run tokens at any position: {first_line(error)}"
             raise UnsupportedModel(self.name, type(self.model).__name__, problem) from error
 
-    def _forward(self, tokens: torch.Tensor, **keywords: Any) -> Run:
-        run = Run(self.model, self.name, len(tokens))
+    def _forward(self, tokens: torch.Tensor, past: int, **keywords: Any) -> Run:
+        run = Run(self.model, self.name, len(tokens), past)
         with attending(self.model, _TRACE, run.attend, masks=True), run.watching(self.model):
             run.vocab_size = self.model(input_ids=tokens[None], **keywords).logits.shape[-1]
         return run

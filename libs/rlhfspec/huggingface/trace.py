@@ -41,9 +41,10 @@ Tensors = tuple[torch.Tensor, ...]
 class Run:
     """One forward: what every attention said, and what went into and came out of every module."""
 
-    def __init__(self, model: Any, name: str, num_tokens: int) -> None:
+    def __init__(self, model: Any, name: str, num_tokens: int, past: int) -> None:
         self.name = name
         self.num_tokens = num_tokens
+        self.past = past  # tokens before those
         self.attentions: list[Seen] = []
         self.modules: list[tuple[str, Tensors, Tensors]] = []  # path, inputs, outputs; inner ones first
         self.rotary: list[tuple[str, nn.Module, Any, Any]] = []  # path, module, arguments of every rotary embedding
@@ -84,6 +85,10 @@ class Run:
         """An attention that mixes nothing: every token gets its own value."""
         refuse_unknown(module, keywords, name=self.name)
         kind, num_queries, num_keys = type(module).__name__, query.shape[2], key.shape[2]
+        if (num_queries, num_keys) != (self.num_tokens, self.past + self.num_tokens):
+            tokens = f"{self.num_tokens} tokens" + (f" behind {self.past}" if self.past else "")
+            problem = f"attends with {num_queries} queries to {num_keys} keys where there are {tokens}"
+            raise UnsupportedModel(self.name, kind, problem)
         self.trunk = self.trunk or self._stack[1][0]
         if self._stack[1][0] != self.trunk:
             raise UnsupportedModel(self.name, kind, f"attention both in {self.trunk} and in {self._stack[1][0]}")

@@ -88,7 +88,9 @@ class ExactModules:
                 continue
             vectors = [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim < 2]
             if path not in called and path.rpartition(".")[0] in called and vectors:
-                problem = f"other code than its own reads {path}.{vectors[0]}: not exactly on-policy in {self._dtype}"
+                kept_as = str(self._dtype).removeprefix("torch.")
+                problem = f"{path}.{vectors[0]} is read by code outside of its module, so exactOnPolicy is not possible"
+                problem += f" with generation.dtype {kept_as}"
                 raise UnsupportedModel("model", type(module).__name__, problem)
             yield path, module
 

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
@@ -22,8 +22,6 @@ import torch
 from rlhfspec.huggingface.trace import first_line
 from rlhfspec.sweep.verdict import Verdict, judge
 from rlhfspec.tiny.classes import tiny_model, variants
-
-_LONGEST_SECONDS = 600.0  # for one case; the usual is three
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +60,15 @@ def judge_case(case: Case) -> Verdict:
     return judge(lambda: tiny_model(config))
 
 
-def sweep(wanted: Iterable[Case], *, num_workers: int) -> Iterator[Judged]:
-    """Verdicts as they come."""
+Judge = Callable[[Case], Verdict]
+
+
+def sweep(
+    wanted: Iterable[Case], *, num_workers: int, judge: Judge = judge_case, longest_seconds: float = 600.0
+) -> Iterator[Judged]:
+    """Verdicts as they come. judge: runs in another process. longest_seconds: for one case; the usual is three."""
     waiting = iter(wanted)
-    workers = [_Worker() for _ in range(num_workers)]
+    workers = [_Worker(judge, longest_seconds) for _ in range(num_workers)]
     try:
         busy = {worker for worker in workers if worker.take(next(waiting, None))}
         while busy:
@@ -83,7 +86,9 @@ def sweep(wanted: Iterable[Case], *, num_workers: int) -> Iterator[Judged]:
 class _Worker:
     """A process that judges one case after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, judge: Judge, longest_seconds: float) -> None:
+        self.judge = judge
+        self.longest_seconds = longest_seconds
         self._start()
         self.case: Case | None = None
         self.began = 0.0
@@ -91,7 +96,7 @@ class _Worker:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, self.judge), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -111,7 +116,7 @@ class _Worker:
             except (EOFError, ConnectionError):
                 self.process.join()
                 problem = f"the process ended with {self.process.exitcode}"
-        elif seconds > _LONGEST_SECONDS:
+        elif seconds > self.longest_seconds:
             problem = f"no verdict after {seconds:.0f} s"
         else:
             return None
@@ -125,7 +130,7 @@ class _Worker:
         self.pipe.close()
 
 
-def _work(pipe: Any) -> None:
+def _work(pipe: Any, judge: Judge) -> None:
     import transformers
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
@@ -138,4 +143,4 @@ def _work(pipe: Any) -> None:
             case = pipe.recv()
         except EOFError:
             return
-        pipe.send(judge_case(case))
+        pipe.send(judge(case))

@@ -3,8 +3,8 @@
 The oracle (`rlhfspec.engine.oracle`) runs plain Hugging Face in eager mode, the whole prefix anew for each token, and
 has the law written a second time. A model is *right* when
 
-- every token is the oracle's, and every log-prob too, to 1e-5 (where plain Hugging Face is further than that from
-  itself in float64: as near to that as plain Hugging Face is, times 3);
+- every token is the oracle's, and every log-prob too, to 1e-5 (where float32 rounding is larger than that: at most
+  twice as far from float64 as copies of plain Hugging Face are whose weights are moved within their last bit);
 - the same sequences give the same bits one at a time and together, in chunks, with one thread and two, with trees of
   drafts, with the suffix drafter, preempted, and moved from engine to engine in the middle; in float32 and in bfloat16;
 - the trainer's forward finds the same log-probs to 1e-5, and the exact trainer the same bits, with gradients like
@@ -52,6 +52,7 @@ TOLERANCE = 1e-5  # of log-probs and their margins
 GRADIENT_TOLERANCE = 1e-4
 _TREE = Plan(drafter="model", depth=4, width=2, branch=2)
 _RANK = 2
+_COPIES = 4  # of a model, to see how large float32 rounding is in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def judge(make: Callable[[], Any], *, thorough: bool = True, max_context: int = 
 
 class _Judge:
     num_samples = len(PROMPT_LENGTHS)
-    max_tokens = 24
+    max_tokens = 16
 
     def __init__(self, make: Callable[[], Any], max_context: int) -> None:
         self.make = make
@@ -101,7 +102,7 @@ class _Judge:
             self.check_training(self._check_exact(alone, "float32"), alone)
             self._check_exact(rounded, "bfloat16")
         except UnsupportedModel as error:
-            not_exact = f"not exactly on-policy: {error.value}: {error.problem}"
+            not_exact = f"no exactOnPolicy: {error.value}: {error.problem}"
         return Verdict("right", not_exact, difference, report)
 
     def engine(self, *, draft: Any = None, **options: Any) -> Engine:
@@ -113,7 +114,9 @@ class _Judge:
         draw = np.random.default_rng(0)
         temperatures = (1.0, 0.7, 1.0, 0.0)
         for index, (length, temperature) in enumerate(zip(PROMPT_LENGTHS, temperatures, strict=True)):
-            params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, ignore_eos=True)
+            max_tokens = min(self.max_tokens, self.max_context // 2)
+            params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+            length = min(length, self.max_context - max_tokens)
             prompt = tuple(draw.integers(0, num_token_ids, length).tolist())
             if index < self.num_samples:
                 yield Request(id=f"r{index}", prompt_token_ids=prompt, params=params, seed=11 + index)
@@ -156,9 +159,14 @@ class _Judge:
 
     @torch.inference_mode()
     def _is_rounding(self, samples: Samples, ours: torch.Tensor) -> bool:
-        """In float64 a model is nearly itself: are we hardly further from that than Hugging Face is in float32?"""
-        truth, theirs = _whole(_plain(self.make().double()), samples), _whole(_plain(self.make()), samples)
-        return bool((ours.double() - truth).abs().max() <= 3 * (theirs - truth).abs().max())
+        """In float64 a model is nearly itself: are we hardly further from that than Hugging Face is in float32?
+
+        One float32 run may be lucky; so it is asked of copies too whose weights are moved within their last bit.
+        """
+        truth = _whole(_plain(self.make().double()), samples)
+        copies = (_whole(_plain(_moved_within_the_last_bit(self.make(), seed)), samples) for seed in range(_COPIES))
+        noise = max(float((theirs - truth).abs().max()) for theirs in copies)
+        return float((ours.double() - truth).abs().max()) <= 2 * noise
 
     # ---- the trainer ------------------------------------------------------------------------------------------------
 
@@ -244,6 +252,14 @@ def _plain(model: Any) -> Any:
     """Hugging Face's own code, in eager mode."""
     model.set_attn_implementation("eager")
     use_eager_experts(model)
+    return model
+
+
+@torch.no_grad()
+def _moved_within_the_last_bit(model: Any, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.mul_(1 + 2**-24 * torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1))
     return model
 
 

@@ -22,6 +22,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
+_LEAST_ENTROPY = 1.0
 VOCAB_SIZE = 97  # prime: nothing may rely on a multiple of anything
 _POSITIONS = 512
 _SMALL: dict[str, Any] = {  # wherever a configuration has such a field
@@ -173,7 +174,7 @@ def _fields(kind: Any) -> dict[str, Any]:
     """A configuration's fields with their defaults, by the names that its class takes."""
     annotated = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
     aliases = getattr(kind, "attribute_map", {})
-    return {name: getattr(kind, name, None) for name in annotated if name not in aliases}
+    return {name: getattr(kind, name, None) for name in annotated if aliases.get(name) not in annotated}
 
 
 def tiny_model(config: PreTrainedConfig, *, seed: int = 0) -> Any:
@@ -195,11 +196,20 @@ def stirred(model: Any, *, vocab_size: int, logit_scale: float = 3.0) -> Any:
         else:
             spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
             parameter.copy_(torch.randn(parameter.shape) * 0.1 if spread == 0.0 else parameter * (0.1 / spread))
+            parameter.masked_fill_((parameter == 0).all(-1, keepdim=True), 0.1)  # a padding token's embedding
     head = model.get_output_embeddings()
     if getattr(head, "weight", None) is not None:
         tokens = torch.arange(64).reshape(2, 32) % (vocab_size - 3) + 3
         head.weight.mul_(logit_scale / model(input_ids=tokens, use_cache=False).logits.std())
+        while _entropy(model, tokens) < _LEAST_ENTROPY:  # a head that is the embedding too likes the last token best
+            head.weight.mul_(0.7)
     return model
+
+
+def _entropy(model: Any, tokens: torch.Tensor) -> float:
+    """Median over the tokens, nats. Where the next token is certain, its log-prob is 0 whatever the model does."""
+    log_probs = model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
+    return float(-(log_probs.exp() * log_probs).sum(-1).median())
 
 
 def variants(model_type: str) -> Iterator[tuple[str, Callable[[], PreTrainedConfig]]]:

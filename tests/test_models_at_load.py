@@ -1,0 +1,265 @@
+"""What loading finds out about a model, what it asks it, and what it refuses: by what is, never by names."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.errors import InvalidRequest, SequenceStateError, UnsupportedModel
+from rlhfspec.huggingface.anatomy import examine
+from rlhfspec.huggingface.attention import use_eager_experts
+from rlhfspec.huggingface.causal_lm import Anatomy
+from rlhfspec.huggingface.probes import choose
+from rlhfspec.sweep.verdict import judge
+from rlhfspec.sweep.ways import one_by_one
+from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.tiny.classes import tiny_config, tiny_model
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def anatomy_of(model_type: str, max_context: int = 128, **changes: Any) -> Anatomy:
+    return examine(tiny_model(tiny_config(model_type, **changes)), name="model", max_context=max_context)
+
+
+def engine_of(model: Any, *, draft: Any = None, **options: Any) -> Engine:
+    usual = {"max_sequences": 2, "max_context": 64, "profile": False, "num_threads": 1, "speculation": "off"}
+    return make_engine(model, EngineConfig(**(usual | options)), draft=draft)
+
+
+# ---- what it finds --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 11, 12, 13, 24, 63, 64, 100, 127])
+def test_windows_are_found_whatever_the_module_calls_them(window: int) -> None:
+    assert [spec.window for spec in anatomy_of("mistral", sliding_window=window).attentions] == [window] * 4
+
+
+def test_a_window_beyond_the_context_is_none() -> None:
+    assert [spec.window for spec in anatomy_of("mistral", sliding_window=128).attentions] == [None] * 4
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 13, 24, 40, 63])
+def test_chunks_are_found(chunk: int) -> None:
+    layers = ["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"]
+    found = anatomy_of("llama4_text", attention_chunk_size=chunk, layer_types=layers).attentions
+    assert [(spec.window, spec.chunk) for spec in found] == [(None, chunk)] * 3 + [(None, None)]
+
+
+def test_scale_soft_cap_sinks_and_sizes_are_what_is_handed_to_the_interface() -> None:
+    [gemma, *_] = anatomy_of("gemma2", query_pre_attn_scalar=23, attn_logit_softcapping=1.5).attentions
+    assert (gemma.scale, gemma.softcap, gemma.has_sinks) == (23**-0.5, 1.5, False)
+    assert all(spec.has_sinks for spec in anatomy_of("gpt_oss").attentions)
+    [latent, *_] = anatomy_of("deepseek_v3").attentions
+    assert (latent.key_dim, latent.value_dim) == (20, 16), "keys with a rotary part, values without"
+
+
+def test_an_attention_that_runs_twice_a_layer_has_two_places_in_the_cache() -> None:
+    for kind in ("diffllama", "longcat_flash"):
+        assert [spec.index for spec in anatomy_of(kind).attentions] == list(range(8)), "of 4 layers"
+
+
+def test_the_trunk_and_what_it_returns_are_found() -> None:
+    assert [anatomy_of(kind).trunk for kind in ("llama", "gpt2", "opt")] == ["model", "transformer", "model.decoder"]
+
+
+# ---- what it asks ---------------------------------------------------------------------------------------------------
+
+
+def probed(model_type: str, max_context: int, **changes: Any) -> list[tuple[int, int]]:
+    """(first position, last position) of every probe."""
+    model = tiny_model(tiny_config(model_type, **changes))
+    anatomy = examine(model, name="model", max_context=max_context)
+    return [(probe.past, probe.length - 1) for probe in choose(anatomy, model.config, max_context, 97)]
+
+
+def test_probes_stand_behind_windows_original_lengths_and_at_the_end() -> None:
+    window = probed("mistral", 512, sliding_window=200)
+    assert any(first < 200 <= last for first, last in window)
+    assert max(last for _, last in window) == 511
+    yarn = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert any(first < 64 <= last for first, last in probed("llama", 512, rope_parameters=yarn))
+    assert any(first < 24 <= last for first, last in probed("llama4_text", 512, attention_chunk_size=24))
+
+
+def test_probes_never_leave_the_context() -> None:
+    for max_context in (2, 5, 9, 20, 33, 34):
+        assert all(0 <= last < max_context for _, last in probed("mistral", max_context, sliding_window=7))
+
+
+def test_a_far_probe_is_cheap() -> None:
+    """The end of a context of 131,072 positions costs a few tokens."""
+    config = tiny_config("llama", max_position_embeddings=131072)
+    engine = engine_of(tiny_model(config), max_context=131072, max_sequences=1)
+    report = engine.reports["model"]
+    assert report.probes[-1] == "9 tokens behind 131063 positions"
+    assert report.seconds < 20
+
+
+# ---- what it refuses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "problem"),
+    [
+        ("mamba", {}, "mixes tokens outside of AttentionInterface"),
+        ("bloom", {}, "takes positions from the order of tokens"),
+        ("bart", {}, "takes positions from the order of tokens"),
+        ("deepseek_v32", {}, r"passes attention arguments \['indices'\]"),
+        ("deepseek_v4", {}, "attends with 12 queries to 15 keys where there are 12 tokens"),
+        ("doge", {}, "adds a bias to attention scores through the mask"),
+        ("bert", {"is_decoder": False}, "attention is not causal"),
+        ("gptj", {}, "mixes tokens outside of AttentionInterface"),
+    ],
+)
+def test_refusals_name_the_feature(model_type: str, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UnsupportedModel, match=problem):
+        anatomy_of(model_type, **changes)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rope_that_depends_on_the_length_runs_within_its_original_length(kind: str) -> None:
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+    extra = factors | {"original_max_position_embeddings": 64} if kind == "longrope" else {}
+    rope = ROPE | {"rope_type": kind, "factor": 4.0} | extra
+    changes = {"rope_parameters": rope, "max_position_embeddings": 256 if kind == "longrope" else 64}
+    config = partial(tiny_config, "llama", **changes)
+    assert judge(lambda: tiny_model(config()), max_context=64).kind == "right"
+    with pytest.raises(UnsupportedModel, match=rf"depend on the length of the sequence \({kind}\).* may have 100"):
+        examine(tiny_model(config()), name="model", max_context=100)
+
+
+def test_the_drafter_is_called_drafter() -> None:
+    model = random_model("llama", seed=0)
+    with pytest.raises(UnsupportedModel, match=r"^drafter: "):
+        engine_of(model, draft=tiny_model(tiny_config("mamba")))
+    config = tiny_config("llama", max_position_embeddings=32)
+    with pytest.raises(InvalidRequest, match=r"^drafter: has fewer positions than max_context \(64\) \(got 32\)"):
+        engine_of(random_model("llama", seed=0), draft=tiny_model(config))
+
+
+class _Peeking(nn.Module):
+    """Adds the mean over the tokens: nothing that a configuration would say."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 1e-3 * x.mean(1, keepdim=True)  # type: ignore[no-any-return]
+
+
+def test_a_module_that_looks_at_other_tokens_is_named() -> None:
+    model = random_model("llama", seed=0)
+    model.model.layers[1].mlp = _Peeking(model.model.layers[1].mlp)
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp mixes tokens outside of AttentionInterface"):
+        engine_of(model)
+
+
+def test_logits_that_are_changed_behind_the_head_are_the_models_own() -> None:
+    """Whatever a model does there is its own code: soft caps, multipliers, other heads."""
+    config = tiny_config("cohere", logit_scale=0.3)
+    verdict = judge(lambda: tiny_model(config))
+    assert verdict.kind == "right", verdict
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
+    random_model("llama", seed=0).save_pretrained(tmp_path)
+    engine = Engine.from_pretrained(tmp_path, speculation="off", profile=False, max_context=64)
+    [done] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4), seeds=[1])
+    assert done.text is None
+    with pytest.raises(InvalidRequest, match=r"^prompts: text needs a tokenizer, and the model folder holds none"):
+        engine.generate(["hello"], SamplingParams(max_tokens=4), seeds=[1])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "gemma2"])
+def test_float64_is_the_reference_mode(model_type: str) -> None:
+    model = tiny_model(tiny_config(model_type))
+    engine = engine_of(copy.deepcopy(model), dtype="float64")
+    [done] = engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=6, ignore_eos=True), seeds=[1])
+    model = model.double()
+    use_eager_experts(model)  # grouped products know no float64
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[1, 2, 3, 4, 5, *done.token_ids]]), use_cache=False).logits[0]
+    wanted = logits.log_softmax(-1)[4:-1].gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(done.log_probs).double(), wanted, rtol=0, atol=1e-6)
+
+
+# ---- moving ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["weights", "RoPE base", "window", "norm weight", "expert"])
+def test_a_sequence_of_another_model_of_the_same_shape_is_refused(other: str) -> None:
+    kind = "mixtral" if other == "expert" else "mistral"
+    source = engine_of(tiny_model(tiny_config(kind)))
+    changes = {"RoPE base": {"rope_parameters": ROPE | {"rope_theta": 9999.0}}, "window": {"sliding_window": 24}}
+    model = tiny_model(tiny_config(kind, **changes.get(other, {})))
+    with torch.no_grad():
+        if other == "weights":
+            model = perturbed(model, 1e-4)
+        if other == "norm weight":
+            model.model.norm.weight[3] += 1e-3
+        if other == "expert":
+            experts = model.model.layers[2].mlp.experts
+            experts.down_proj[4, 0, 0] += 1e-3
+    source.submit(_request())
+    source.step()
+    state = source.export_sequence("a")
+    with pytest.raises(SequenceStateError, match="fingerprint"):
+        engine_of(model).import_sequence(state)
+    same = engine_of(tiny_model(tiny_config(kind)))
+    same.import_sequence(state)
+    while same.has_work:
+        same.step()
+
+
+def _request() -> Any:
+    from rlhfspec.engine import Request
+
+    return Request(id="a", prompt_token_ids=(5, 6, 7), params=SamplingParams(max_tokens=8, ignore_eos=True), seed=1)
+
+
+def test_new_weights_change_the_fingerprint_and_the_old_ones_bring_it_back() -> None:
+    model = tiny_model(tiny_config("mixtral"))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = engine_of(model)
+    before = engine.target.fingerprint()
+    changed = {name: tensor + 1e-3 for name, tensor in state.items()}
+    engine.load_weights(changed, version=1)
+    assert engine.target.fingerprint() != before
+    engine.load_weights(state, version=2)
+    assert engine.target.fingerprint() == before
+
+
+def test_experts_loaded_later_are_those_loaded_first() -> None:
+    """A mixture under new weights gives what an engine made of them gives."""
+    model, other = (tiny_model(tiny_config("gpt_oss"), seed=seed) for seed in (0, 1))
+    engine = engine_of(model)
+    engine.load_weights({name: tensor.clone() for name, tensor in other.state_dict().items()}, version=1)
+    fresh = engine_of(other)
+    assert one_by_one(engine, [_request()])["a"].log_probs == one_by_one(fresh, [_request()])["a"].log_probs
+
+
+# ---- experts' load --------------------------------------------------------------------------------------------------
+
+
+def test_every_row_of_a_mixture_is_counted_once() -> None:
+    engine = engine_of(tiny_model(tiny_config("mixtral")))
+    assert all(sum(rows) == 0 for rows in engine.stats().expert_rows.values()), "the proof does not count"
+    engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=7, ignore_eos=True), seeds=[1])
+    rows = engine.stats().expert_rows
+    assert len(rows) == 4
+    assert {sum(counts) for counts in rows.values()} == {2 * (5 + 6)}, "2 experts a row; the last token is never run"
+    assert engine_of(random_model("llama", seed=0)).stats().expert_rows == {}
