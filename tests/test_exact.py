@@ -32,6 +32,7 @@ from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward
 from rlhfspec.modeling.lora import add_lora, merged_state
 from rlhfspec.modeling.packed import Packed, pack_sequences
 from rlhfspec.tiny import KINDS, random_model
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
 
@@ -435,3 +436,19 @@ def _one_thread() -> Iterator[None]:
     build.set_num_threads(1)
     yield
     build.set_num_threads(None)
+
+
+@pytest.mark.parametrize(("dtype", "is_possible"), [("float32", True), ("bfloat16", False)])
+def test_vectors_read_by_other_code_than_their_modules_are_refused_in_bfloat16(dtype: str, is_possible: bool) -> None:
+    """JetMoe's experts keep a bias that the module around them adds: nobody would round it."""
+    model = prepared(tiny_model(tiny_config("jetmoe")), max_context=64)
+    if is_possible:
+        ExactForward(model, 1.0, max_context=64, dtype=dtype)
+        return
+    with pytest.raises(UnsupportedModel, match=r"experts\.bias is read by code outside of its module"):
+        ExactForward(model, 1.0, max_context=64, dtype=dtype)
+
+
+def test_modules_that_do_not_run_matter_to_nobody() -> None:
+    """Whisper's decoder has norms for an encoder that is not there."""
+    ExactForward(prepared(tiny_model(tiny_config("whisper")), max_context=64), 1.0, max_context=64, dtype="bfloat16")

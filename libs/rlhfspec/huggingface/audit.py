@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def _words(text: str) -> frozenset[str]:
@@ -97,6 +98,22 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
+
+
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hears which tensors a forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs or {}))
+        self._storages |= {each.untyped_storage().data_ptr() for each in given if isinstance(each, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+    def has_read(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._storages
 
 
 def _name_of(func: Any, args: Any) -> str:

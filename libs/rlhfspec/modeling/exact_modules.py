@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.huggingface.audit import not_audited
+from rlhfspec.huggingface.audit import Reads, not_audited
 from rlhfspec.huggingface.causal_lm import CausalLM
 from rlhfspec.huggingface.experts import PackedExperts, by_expert, gate, oriented
 from rlhfspec.huggingface.fuse import FusedModel, Loader, fuse, guard_forward, guard_rows, is_inside
@@ -61,7 +61,7 @@ class ExactModules:
         The guard rounds the matrices that it packs; all other parameters are rounded before they are used.
         """
         guarded = guard_rows(self.model, self.guard, self.parts, run, name="model")
-        for path, module in self._left_over():
+        for path, module in self._left_over(run):
             names = [name for name, p in module.named_parameters(recurse=False) if not self.guard.has_multiplied(p)]
             module.forward = _rounded_forward(module, self._dtype, frozenset(names))
             if path in guarded:
@@ -77,17 +77,20 @@ class ExactModules:
                 load(*(state[name].detach() if name else None for name in names))
         self.guard.forget()
 
-    def _left_over(self) -> Iterator[tuple[str, nn.Module]]:
+    def _left_over(self, run: Callable[[], object]) -> Iterator[tuple[str, nn.Module]]:
         """Modules with parameters of their own that keep running as they are, where those are kept rounded."""
         if self._dtype == torch.float32:
             return
+        with torch.inference_mode(), Reads() as reads:
+            run()
         called = self.parts.anatomy.called
         for path, module in self.model.named_modules():
             inside = any(is_inside(path, swapped) for swapped in self._swapped)
             if inside or next(module.parameters(recurse=False), None) is None:
                 continue
-            vectors = [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim < 2]
-            if path not in called and path.rpartition(".")[0] in called and vectors:
+            own = module.named_parameters(recurse=False)
+            vectors = [name for name, parameter in own if parameter.ndim < 2 and reads.has_read(parameter)]
+            if path not in called and vectors:
                 kept_as = str(self._dtype).removeprefix("torch.")
                 problem = f"{path}.{vectors[0]} is read by code outside of its module, so exactOnPolicy is not possible"
                 problem += f" with generation.dtype {kept_as}"
