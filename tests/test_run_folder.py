@@ -72,6 +72,12 @@ def test_every_field_is_curve_or_measurement() -> None:
     assert curve(other.to_line()) != curve(example_step().to_line())
 
 
+def test_a_line_of_an_older_run_has_no_experts() -> None:
+    content = json.loads(example_step().to_line())
+    del content["expert_rows"]
+    assert StepMetrics.from_line(json.dumps(content)) == replace(example_step(), expert_rows={})
+
+
 @given(st.permutations([0.1, 0.7, 1e-9, 123456.5, -3.25, 1 / 3]))
 def test_spread_does_not_know_the_order(values: list[float]) -> None:
     assert Spread.of(values) == Spread.of(sorted(values))

@@ -18,7 +18,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -136,7 +136,7 @@ class StepMetrics:
     tokens_per_second: float  # generated, while generating
     accepted_per_verification: float | None  # drafted tokens; null where nothing was verified
     strategy: Mapping[str, int]  # how often each way of drafting was chosen
-    expert_rows: Mapping[str, tuple[int, ...]]  # that each expert of a layer ran while generating
+    expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # that each expert of a layer ran
     log_prob_difference: LogProbDifference
     staleness_max: int  # versions between a token's weights and the ones it trained
     seconds: Seconds
