@@ -18,7 +18,8 @@ from rlhfspec.errors import InvalidRequest, SequenceStateError, UnsupportedModel
 from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.attention import use_eager_experts
 from rlhfspec.huggingface.causal_lm import Anatomy
-from rlhfspec.huggingface.probes import choose
+from rlhfspec.huggingface.probes import Probe, choose
+from rlhfspec.huggingface.reference import Answer, Reference
 from rlhfspec.sweep.verdict import judge
 from rlhfspec.sweep.ways import one_by_one
 from rlhfspec.tiny import perturbed, random_model
@@ -103,6 +104,33 @@ def test_a_far_probe_is_cheap() -> None:
     report = engine.reports["model"]
     assert report.probes[-1] == "9 tokens behind 131063 positions"
     assert report.seconds < 20
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 1e-7, 1e-5), ("bfloat16", 1e-4, 0.02)])
+@pytest.mark.parametrize("num_layers", [1, 24])
+def test_noise_is_what_rounding_does_and_the_engine_is_no_further(
+    dtype: str, least: float, most: float, num_layers: int
+) -> None:
+    report = engine_of(tiny_model(tiny_config("llama", num_hidden_layers=num_layers)), dtype=dtype).reports["model"]
+    assert least < report.noise < most
+    assert report.difference < 4 * report.noise
+
+
+def test_a_difference_is_refused_where_rounding_cannot_explain_it() -> None:
+    probe, logits = Probe(0, (1, 2)), torch.tensor([[10.0, 0.0], [3.0, 5.0]])
+    reference = Reference("Odd", "model", (probe,), (Answer(logits, []),), noise=2e-5)
+
+    def check(difference: float) -> float:
+        found = logits + torch.tensor([[0.0, 0.0], [0.0, 10 * difference]])
+        return reference.check([Answer(found, [])], 1e-5, who="the engine's")
+
+    assert check(7e-5) == pytest.approx(7e-5, rel=0.01)
+    with pytest.raises(
+        UnsupportedModel, match=r"by 9\.0e-05 of their size on 2 tokens; rounding moves them by 2\.0e-05"
+    ):
+        check(9e-5)
+    with pytest.raises(UnsupportedModel, match="by inf"):
+        check(float("nan"))
 
 
 # ---- what it refuses ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.attention import fit_cache
 from rlhfspec.huggingface.causal_lm import Anatomy, CausalLM
 from rlhfspec.huggingface.fuse import FusedModel, guard_rows
-from rlhfspec.huggingface.probes import Answer, Choices, Probe, random_past
+from rlhfspec.huggingface.probes import Probe, random_past
+from rlhfspec.huggingface.reference import Answer, Choices, Reference, compare, same_bits
 from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, write_kv_reference
@@ -58,6 +59,7 @@ class ModelReport:
     guarded: tuple[str, ...]  # kinds of modules whose torch functions are run so that a row's bits are its own
     probes: tuple[str, ...]
     difference: float  # the largest, of the probes' logits to Hugging Face's, in parts of the largest logit
+    noise: float  # how far rounding alone moves Hugging Face's, likewise
     bits: str  # what is promised of them
     seconds: float
 
@@ -77,29 +79,26 @@ class Proof:
 
     runner: Runnable
     anatomy: Anatomy
-    probes: tuple[Probe, ...]
-    wanted: list[Answer]  # what Hugging Face gave for each probe
-    name: str  # of the model, in messages
+    reference: Reference
     is_row_invariant: bool
     tolerance: float  # of the logits, in parts of the largest one
 
 
 def prove(proof: Proof, *, began: float) -> ModelReport:
     """Raises UnsupportedModel, naming what is not so."""
-    runner, name, kind = proof.runner, proof.name, type(proof.runner.parts.model).__name__
-    check = Check(runner, proof.anatomy, proof.probes)
+    runner, reference = proof.runner, proof.reference
+    name, kind = reference.name, reference.kind
+    check = Check(runner, proof.anatomy, reference.probes)
     try:
         guarded: tuple[str, ...] = ()
         if proof.is_row_invariant:
             fused = runner.fused
             guarded = guard_rows(fused.model, fused.guard, runner.parts, check.a_forward(), name=name)
         alone, together = check.alone(), check.together()
-        difference, probe = compare(alone, proof.wanted, proof.probes)
-        if difference > proof.tolerance:
-            refuse_difference(difference, probe, who="the engine's", name=name, kind=kind)
+        difference = reference.check(alone, proof.tolerance, who="the engine's")
         if proof.is_row_invariant and not same_bits(alone, together):
             raise UnsupportedModel(name, kind, "a row's bits depend on the rows beside it")
-        if not proof.is_row_invariant and compare(together, alone, proof.probes)[0] > proof.tolerance:
+        if not proof.is_row_invariant and compare(together, alone, reference.probes)[0] > proof.tolerance:
             raise UnsupportedModel(name, kind, "a row's logits depend on the rows beside it")
         runner.native = runner.native_decoder()
         if runner.native is not None and not same_bits(check.together(), alone):
@@ -116,8 +115,9 @@ def prove(proof: Proof, *, began: float) -> ModelReport:
         path="layers" if runner.native is None else "native",
         attentions=proof.anatomy.kinds_of_attention,
         guarded=tuple(dict.fromkeys(type(runner.fused.model.get_submodule(path)).__name__ for path in guarded)),
-        probes=tuple(str(probe) for probe in proof.probes),
+        probes=tuple(str(probe) for probe in reference.probes),
         difference=difference,
+        noise=reference.noise,
         bits=OWN_BITS if proof.is_row_invariant else BITS_BY_COMPANY,
         seconds=time.perf_counter() - began,
     )
@@ -295,27 +295,3 @@ class Check:
 
 def _array(numbers: list[int]) -> IntArray:
     return np.array(numbers, np.int32)
-
-
-def compare(found: Sequence[Answer], wanted: Sequence[Answer], probes: Sequence[Probe]) -> tuple[float, Probe]:
-    """The largest difference, in parts of the largest logit, and the probe that shows it."""
-    worst, at = 0.0, probes[0]
-    for ours, theirs, probe in zip(found, wanted, probes, strict=True):
-        rows = ours.num_comparable(theirs)
-        if not rows or not torch.isfinite(theirs.logits).all():
-            continue  # broken weights are reported sequence by sequence, when they are used
-        difference = (ours.logits - theirs.logits)[:rows].abs().nan_to_num(float("inf"))
-        size = float(difference.max()) / max(float(theirs.logits.abs().max()), 1.0)
-        if size > worst:
-            worst, at = size, probe
-    return worst, at
-
-
-def refuse_difference(difference: float, probe: Probe, *, who: str, name: str, kind: str) -> NoReturn:
-    problem = f"{who} logits differ from Hugging Face's by {difference:.1e} of their size on {probe}"
-    raise UnsupportedModel(name, kind, problem)
-
-
-def same_bits(left: Sequence[Answer], right: Sequence[Answer]) -> bool:
-    pairs = zip(left, right, strict=True)
-    return all(torch.equal(a.logits.nan_to_num(), b.logits.nan_to_num()) for a, b in pairs)

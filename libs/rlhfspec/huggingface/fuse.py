@@ -25,7 +25,7 @@ from rlhfspec.huggingface.audit import Audit
 from rlhfspec.huggingface.causal_lm import CausalLM, anatomy_of
 from rlhfspec.huggingface.experts import PackedExperts, is_experts
 from rlhfspec.huggingface.guard import Guard
-from rlhfspec.huggingface.probes import rounded
+from rlhfspec.huggingface.reference import rounded
 from rlhfspec.huggingface.rotary import RotaryTable
 from rlhfspec.kernels.linear import (
     ActivationName,

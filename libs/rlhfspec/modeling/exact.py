@@ -33,8 +33,18 @@ from rlhfspec.engine.cache import new_kv
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
 from rlhfspec.huggingface.causal_lm import anatomy_of
-from rlhfspec.huggingface.check import OWN_BITS, compare, keep_report, refuse_difference, report_of, same_bits
-from rlhfspec.huggingface.probes import Answer, Choices, Probe, Rounding, expected, round_parameters
+from rlhfspec.huggingface.check import OWN_BITS, keep_report, report_of
+from rlhfspec.huggingface.probes import Probe
+from rlhfspec.huggingface.reference import (
+    TOLERANCES,
+    Answer,
+    Choices,
+    Reference,
+    Rounding,
+    ask,
+    round_parameters,
+    same_bits,
+)
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
@@ -47,7 +57,6 @@ from rlhfspec.modeling.packed import Packed
 
 ATTENTION_NAME = "rlhfspec_exact"
 _BLOCK_SIZE = 16  # of the scratch keys and values; bits do not depend on it
-_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # of logits, in parts of the largest
 
 
 def check_exact(spec: job.Spec) -> None:
@@ -88,7 +97,7 @@ class ExactForward(TorchForward):
         kept_as = getattr(torch, dtype)
         arithmetic = arithmetic_for(kept_as, arithmetic)
         probes = near_probes(model, max_context)
-        wanted = _rounded_answers(model, probes, kept_as, arithmetic)
+        reference = _rounded_reference(model, probes, kept_as, arithmetic)
         self.modules_on_kernels = ExactModules(
             self.parts, dtype=kept_as, arithmetic=arithmetic, max_context=max_context
         )
@@ -98,7 +107,7 @@ class ExactForward(TorchForward):
         AttentionInterface.register(ATTENTION_NAME, attend)
         self.model.set_attn_implementation(ATTENTION_NAME)
         use_eager_experts(self.model)
-        self._prove(probes, wanted)
+        self._prove(probes, reference)
 
     def forward(self, batch: Packed, *, entropy_gradient: bool = False) -> TokenLogProbs:
         if torch.is_autocast_enabled("cpu"):
@@ -166,19 +175,18 @@ class ExactForward(TorchForward):
         return exact(kernel, twin, query, key, value, sinks)
 
     @torch.no_grad()
-    def _prove(self, probes: list[Probe], wanted: list[Answer]) -> None:
+    def _prove(self, probes: list[Probe], reference: Reference) -> None:
         """The logits are the model's, and a sequence's bits are its own: alone, and behind another one."""
-        name = type(self.model).__name__
         self._repack_if_changed()
         self.modules_on_kernels.guard_rows(lambda: self._answers(probes))
         alone, together = [self._answers([probe])[0] for probe in probes], self._answers(probes)
-        difference, probe = compare(alone, wanted, probes)
-        if difference > _TOLERANCES[self._cache.dtype]:
-            refuse_difference(difference, probe, who="the exact trainer's", name="model", kind=name)
+        difference = reference.check(alone, TOLERANCES[self._cache.dtype], who="the exact trainer's")
         if not same_bits(alone, together):
             problem = "a sequence's logits depend on its neighbours, so exactOnPolicy is not possible"
-            raise UnsupportedModel("model", name, problem)
-        report = replace(report_of(self.model), path="exact", difference=difference, bits=OWN_BITS)
+            raise UnsupportedModel("model", reference.kind, problem)
+        report = replace(
+            report_of(self.model), path="exact", difference=difference, noise=reference.noise, bits=OWN_BITS
+        )
         keep_report(self.model, report)
 
     def _answers(self, probes: list[Probe]) -> list[Answer]:
@@ -189,13 +197,12 @@ class ExactForward(TorchForward):
         return found if len(probes) > 1 else [Answer(found[0].logits, choices.made)]
 
 
-def _rounded_answers(model: Any, probes: list[Probe], dtype: torch.dtype, arithmetic: str) -> list[Answer]:
+def _rounded_reference(model: Any, probes: list[Probe], dtype: torch.dtype, arithmetic: str) -> Reference:
     """Plain Hugging Face's, with numbers rounded where the kernels round them; the model is left as it is."""
     before = round_parameters(model, dtype)
     try:
         rounding = Rounding(model, dtype=dtype, arithmetic=arithmetic)
-        anatomy = anatomy_of(model)
-        return [expected(model, anatomy, probe, name="model", rounding=rounding) for probe in probes]
+        return ask(model, anatomy_of(model), probes, name="model", rounding=rounding)
     finally:
         for name, values in before.items():
             model.get_parameter(name).data = values

@@ -21,13 +21,13 @@ import torch
 from rlhfspec import job
 from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.causal_lm import CausalLM, anatomy_of, max_positions
-from rlhfspec.huggingface.check import BITS_BY_COMPANY, ModelReport, compare, keep_report, refuse_difference
+from rlhfspec.huggingface.check import BITS_BY_COMPANY, ModelReport, keep_report
 from rlhfspec.huggingface.loading import load_model
-from rlhfspec.huggingface.probes import Answer, Probe, Rounding, choose, expected
+from rlhfspec.huggingface.probes import Probe, choose
+from rlhfspec.huggingface.reference import TOLERANCES, Answer, Rounding, ask
 from rlhfspec.modeling.packed import Packed, hidden_states, pack_sequences, use_packed_attention
 
 _DEFAULT_CONTEXT = 1024
-_TOLERANCE = 1e-5  # of logits, in parts of the largest
 
 
 def load_policy(model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_CONTEXT) -> Any:
@@ -62,12 +62,9 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
     anatomy = examine(model, name=name, max_context=max_context)
     probes = near_probes(model, max_context)
     rounding = Rounding(model, dtype=torch.float32, arithmetic="fma")
-    wanted = [expected(model, anatomy, probe, name=name, rounding=rounding) for probe in probes]
+    reference = ask(model, anatomy, probes, name=name, rounding=rounding)
     use_packed_attention(model)
-    found = _packed_answers(model, probes)
-    difference, probe = compare(found, wanted, probes)
-    if difference > _TOLERANCE:
-        refuse_difference(difference, probe, who="the trainer's", name=name, kind=type(model).__name__)
+    difference = reference.check(_packed_answers(model, probes), TOLERANCES[torch.float32], who="the trainer's")
     report = ModelReport(
         model=type(model).__name__,
         path="packed",
@@ -75,6 +72,7 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
         guarded=(),
         probes=tuple(str(probe) for probe in probes),
         difference=difference,
+        noise=reference.noise,
         bits=BITS_BY_COMPANY,
         seconds=time.perf_counter() - began,
     )
