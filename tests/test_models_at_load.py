@@ -146,6 +146,7 @@ def test_a_difference_is_refused_where_rounding_cannot_explain_it() -> None:
         ("deepseek_v4", {}, "attends with 12 queries to 15 keys where there are 12 tokens"),
         ("doge", {}, "adds a bias to attention scores through the mask"),
         ("bert", {"is_decoder": False}, "attention is not causal"),
+        ("llama4_text", {"floor_scale": 16}, "self_attn takes positions from the order of tokens"),
         ("gptj", {}, "mixes tokens outside of AttentionInterface"),
     ],
 )

@@ -50,6 +50,7 @@ def examine(model: Any, *, name: str, max_context: int) -> Anatomy:
     far = near
     if max_context > _NEAR_TOKENS + _FAR_TOKENS:
         far = tracer.run(_FAR_TOKENS, past=max_context - _FAR_TOKENS)
+        tracer.check_tokens_stay_apart(far)
     anatomy = Anatomy(
         trunk=near.trunk,
         trunk_output=near.trunk_output,
@@ -66,13 +67,13 @@ class _Tracer:
     def __init__(self, model: Any, name: str) -> None:
         self.model = model
         self.name = name
+        self._num_layers = getattr(text_config(model), "num_hidden_layers", 0) + 64  # of a past: at least
         self.tokens = torch.arange(1, _NEAR_TOKENS + 1) % model.get_input_embeddings().num_embeddings
 
     def run(self, num_tokens: int, *, past: int = 0) -> Run:
         """Tokens in their order, as Hugging Face runs them of itself."""
-        layers = getattr(text_config(self.model), "num_hidden_layers", 0) + 64
         try:
-            return self._forward(self.tokens[:num_tokens], past, **past_of(past, layers))
+            return self._forward(self.tokens[:num_tokens], past, **past_of(past, self._num_layers))
         except FORWARD_ERRORS as error:
             if isinstance(error, UnsupportedModel):
                 raise
@@ -80,19 +81,19 @@ class _Tracer:
             problem = f"{what}: {first_line(error)}"
             raise UnsupportedModel(self.name, type(self.model).__name__, problem) from error
 
-    def check_tokens_stay_apart(self, near: Run) -> None:
+    def check_tokens_stay_apart(self, run: Run) -> None:
         """Some of the tokens again in another order: nothing but the order of rows may change."""
-        places = torch.tensor([place for place in _SHUFFLED if place < near.num_tokens])
-        shuffled = self._at(self.tokens[places], places)
-        culprit = first_that_differs(near, shuffled, places)
+        places = torch.tensor([place for place in _SHUFFLED if place < run.num_tokens])
+        shuffled = self._at(self.tokens[places], run.past + places)
+        culprit = first_that_differs(run, shuffled, places)
         if culprit is None:
-            if not near.attentions:
+            if not run.attentions:
                 raise UnsupportedModel(self.name, type(self.model).__name__, "a model without attention")
             return
-        other = self.tokens[: near.num_tokens].clone()
+        other = self.tokens[: run.num_tokens].clone()
         other[0] = other[1]
-        changed = self._forward(other, 0, use_cache=False)
-        mixes = first_that_differs(near, changed, torch.arange(near.num_tokens), first=1) == culprit
+        changed = self._forward(other, run.past, **past_of(run.past, self._num_layers))
+        mixes = first_that_differs(run, changed, torch.arange(run.num_tokens), first=1) == culprit
         problem = "mixes tokens outside of AttentionInterface" if mixes else _NO_POSITIONS
         kind = type(self.model.get_submodule(culprit)).__name__
         raise UnsupportedModel(self.name, kind, f"{culprit or 'the model'} {problem}")

@@ -46,7 +46,8 @@ class Run:
         self.num_tokens = num_tokens
         self.past = past  # tokens before those
         self.attentions: list[Seen] = []
-        self.modules: list[tuple[str, Tensors, Tensors]] = []  # path, inputs, outputs; inner ones first
+        self.modules: list[tuple[str, Tensors, Tensors]] = []  # path, inputs, outputs; inner ones first; of attentions
+        # also what they hand to the interface
         self.rotary: list[tuple[str, nn.Module, Any, Any]] = []  # path, module, arguments of every rotary embedding
         self.trunk = ""
         self.trunk_output: type = tuple
@@ -103,7 +104,9 @@ class Run:
                 first_query=num_keys - num_queries,
             )
         )
-        own = value[:, :, num_keys - num_queries :]  # [1, Hkv, N, D]
+        own = value[:, :, self.past :]  # [1, Hkv, N, D]
+        path, inputs = self._stack[-1]
+        self.modules.append((path, inputs, (query, key[:, :, self.past :], own)))
         return own.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 
