@@ -165,8 +165,8 @@ class _Judge:
         One float32 run may be lucky; so it is asked of copies too whose weights are moved within their last bit.
         """
         truth = _whole(_plain(self.make().double()), samples)
-        copies = (_whole(_plain(_moved_within_the_last_bit(self.make(), seed)), samples) for seed in range(_COPIES))
-        noise = max(float((theirs - truth).abs().max()) for theirs in copies)
+        copies = [self.make(), *(_moved_within_the_last_bit(self.make(), seed) for seed in range(_COPIES))]
+        noise = max(float((_whole(_plain(copy), samples) - truth).abs().max()) for copy in copies)
         return float((ours.double() - truth).abs().max()) <= 2 * noise
 
     # ---- the trainer ------------------------------------------------------------------------------------------------
