@@ -71,6 +71,10 @@ def test_a_path_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
+def test_a_misspelt_type_is_said_before_a_hub_is_asked() -> None:
+    assert check("mixtrall") == (2, "models: no such folder or type; did you mean mixtral? (got 'mixtrall')\n")
+
+
 def test_types_are_judged_with_their_variants_and_written_into_a_document(tmp_path: Path) -> None:
     document = tmp_path / "models.md"
     document.write_text(f"# Mine\n{BEGIN}{END}")

@@ -38,7 +38,7 @@ class ValueScorer:
         self, critic: Critic, *, max_context: int, dtype: str = "float32", arithmetic: str = "auto", version: int = 0
     ) -> None:
         self.version = version
-        model = _Scored(critic)
+        model = ScoredCritic(critic)
         self._rows = SequenceRows(model, "critic", max_context=max_context, dtype=dtype, arithmetic=arithmetic)
         self._rows.load_weights(critic.state_dict())
         self.report = self._rows.runner.report
@@ -62,7 +62,7 @@ def values_reference(critic: Critic, prompt_token_ids: Sequence[int], token_ids:
     return critic(pack_sequences([prompt_token_ids], [token_ids])).tolist()  # type: ignore[no-any-return]
 
 
-class _Scored(nn.Module):
+class ScoredCritic(nn.Module):
     """A copy of the critic that is called as a causal LM is: its logits are the value, and nothing is done to them.
 
     The head is random: what the engine proves when it takes a model up, a head of zeros would not show.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections import Counter
 from functools import partial
@@ -12,6 +13,7 @@ import typer
 
 from rlhfspec.cli.problems import FAILED, exit_on_problems
 from rlhfspec.cli.progress import StatusLine
+from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rlhfspec.sweep.run import Judged
@@ -56,13 +58,24 @@ def check(
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     known = model_types()
     types = known if "all" in targets else [name for name in targets if name in known and not Path(name).exists()]
-    codes = [_check_own(name, max_context) for name in targets if name not in (*types, "all")]
+    own = [name for name in targets if name not in (*types, "all")]
+    with exit_on_problems():
+        for name in own:
+            _refuse_misspelt(name, known)
+    codes = [_check_own(name, max_context) for name in own]
     if types:
         codes.append(_check_types(types, with_variants=variants, workers=workers, table=table))
     raise typer.Exit(FAILED if FAILED in codes else max(codes))
 
 
 # ---- a model of the user's ------------------------------------------------------------------------------------------
+
+
+def _refuse_misspelt(name: str, types: list[str]) -> None:
+    """Before the hub is asked for a model of that name."""
+    near = [] if Path(name).exists() else difflib.get_close_matches(name, types, n=1, cutoff=0.8)
+    if near:
+        raise InvalidRequest("models", name, f"no such folder or type; did you mean {near[0]}?")
 
 
 def _check_own(path: str, max_context: int) -> int:
