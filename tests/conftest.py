@@ -14,7 +14,7 @@ if not Path("/dev/nvidia0").exists():  # without a GPU, Triton kernels run in it
 
 import pytest
 from hypothesis import settings
-from runs import write_data, write_job
+from runs import write_data, write_job, write_models
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
@@ -23,15 +23,11 @@ settings.load_profile("default")
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy, and a drafter that agrees with it often enough: the policy itself."""
     from rlhfspec.tiny import random_model
-    from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
+    from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
     folder = tmp_path_factory.mktemp("models")
-    for name in ("policy", "drafter"):
-        model = random_model("llama", seed=0, vocab_size=VOCAB_SIZE)
-        model.save_pretrained(folder / name)
-        hugging_face_tokenizer().save_pretrained(folder / name)
+    write_models(folder, random_model("llama", seed=0, vocab_size=VOCAB_SIZE))
     return folder
 
 

@@ -21,6 +21,15 @@ def group(prompts, completions):
 """
 
 
+def write_models(folder: Path, model: Any) -> None:
+    """As policy, and as a drafter that agrees with it often enough: the policy itself."""
+    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+
+    for name in ("policy", "drafter"):
+        model.save_pretrained(folder / name)
+        hugging_face_tokenizer().save_pretrained(folder / name)
+
+
 def write_data(folder: Path) -> None:
     rows = [{"prompt": f"{first}+{second}=", "answer": first + second} for first in range(6) for second in range(4)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

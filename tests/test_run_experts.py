@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import curve_of, invoke, lines_of, train, write_data, write_job
+from runs import curve_of, invoke, lines_of, train, write_data, write_job, write_models
 
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.tiny.classes import stirred, tiny_config
-from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 NUM_EXPERTS, CHOSEN, NUM_LAYERS = 6, 2, 4
 
@@ -26,9 +26,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = tiny_config("mixtral", vocab_size=VOCAB_SIZE)
     model = stirred(AutoModelForCausalLM.from_config(config), vocab_size=VOCAB_SIZE)  # type: ignore[no-untyped-call]
-    for name in ("policy", "drafter"):
-        model.save_pretrained(folder / name)
-        hugging_face_tokenizer().save_pretrained(folder / name)
+    write_models(folder, model)
     return folder
 
 

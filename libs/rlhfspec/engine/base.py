@@ -64,7 +64,9 @@ def check_types(request: Request) -> None:
 
 
 def _are_ids(values: object) -> bool:
-    return isinstance(values, tuple) and all(map(is_int, values))
+    if not isinstance(values, tuple):
+        return False
+    return set(map(type, values)) <= {int} or all(map(is_int, values))  # the first is ten times as fast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

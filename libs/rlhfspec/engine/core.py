@@ -246,9 +246,9 @@ class Engine:
             raise InvalidRequest("id", request.id, "is already in the engine")
         ids = (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids))
         for name, token_ids in (*ids, *(("history", sample) for sample in request.history)):
-            outside = [token for token in token_ids if not 0 <= token < self.target.num_token_ids]
-            if outside:
-                raise InvalidRequest(name, outside[0], f"token id outside [0, {self.target.num_token_ids})")
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.target.num_token_ids:
+                outside = next(token for token in token_ids if not 0 <= token < self.target.num_token_ids)
+                raise InvalidRequest(name, outside, f"token id outside [0, {self.target.num_token_ids})")
         limit = min(self.config.max_context, (self.pool.num_blocks - 1) * self.config.block_size)
         if len(prompt) >= limit:
             raise InvalidRequest("prompt_token_ids", f"{len(prompt)} tokens", f"must be shorter than {limit}")

@@ -21,7 +21,7 @@ from torch import nn
 
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.attention import AttentionSpec, attending
-from rlhfspec.huggingface.causal_lm import Anatomy, keep_anatomy, max_positions, text_config
+from rlhfspec.huggingface.causal_lm import Anatomy, keep_anatomy, within_positions
 from rlhfspec.huggingface.past import past_of
 from rlhfspec.huggingface.trace import (
     FORWARD_ERRORS,
@@ -44,7 +44,7 @@ _SHUFFLED = (7, 2, 9, 3, 11)  # places of the tokens that are run again, in anot
 def examine(model: Any, *, name: str, max_context: int) -> Anatomy:
     """Finds the anatomy and leaves it on the model. name: what messages call it. Raises UnsupportedModel."""
     tracer = _Tracer(model, name)
-    near = tracer.run(min(_NEAR_TOKENS, max_positions(model) or _NEAR_TOKENS))  # though the context may be shorter
+    near = tracer.run(within_positions(model, _NEAR_TOKENS))  # though the context may be shorter
     tracer.check_tokens_stay_apart(near)
     tracer.check_lengths_do_not_matter(near, max(max_context, near.num_tokens))
     far = near
@@ -67,13 +67,12 @@ class _Tracer:
     def __init__(self, model: Any, name: str) -> None:
         self.model = model
         self.name = name
-        self._num_layers = getattr(text_config(model), "num_hidden_layers", 0) + 64  # of a past: at least
         self.tokens = torch.arange(1, _NEAR_TOKENS + 1) % model.get_input_embeddings().num_embeddings
 
     def run(self, num_tokens: int, *, past: int = 0) -> Run:
         """Tokens in their order, as Hugging Face runs them of itself."""
         try:
-            return self._forward(self.tokens[:num_tokens], past, **past_of(past, self._num_layers))
+            return self._forward(self.tokens[:num_tokens], past, **past_of(self.model, past))
         except FORWARD_ERRORS as error:
             if isinstance(error, UnsupportedModel):
                 raise
@@ -92,7 +91,7 @@ class _Tracer:
             return
         other = self.tokens[: run.num_tokens].clone()
         other[0] = other[1]
-        changed = self._forward(other, run.past, **past_of(run.past, self._num_layers))
+        changed = self._forward(other, run.past, **past_of(self.model, run.past))
         mixes = first_that_differs(run, changed, torch.arange(run.num_tokens), first=1) == culprit
         problem = "mixes tokens outside of AttentionInterface" if mixes else _NO_POSITIONS
         kind = type(self.model.get_submodule(culprit)).__name__

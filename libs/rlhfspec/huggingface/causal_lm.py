@@ -129,3 +129,8 @@ def max_positions(model: Any) -> int | None:
     """How many positions the model was made for; None where it does not say."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def within_positions(model: Any, num_tokens: int) -> int:
+    """So many tokens, or as many as the model has positions."""
+    return min(num_tokens, max_positions(model) or num_tokens)

@@ -44,10 +44,6 @@ class ExpertLoad:
     def rows(self) -> dict[str, tuple[int, ...]]:
         return {path: tuple(counts.tolist()) for path, counts in self._counts.items()}
 
-    def forget(self) -> None:
-        for counts in self._counts.values():
-            counts.zero_()
-
     def _count(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         experts: Tensor = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         counts = self._counts[path]

@@ -114,7 +114,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 def fuse(model: nn.Module, *, dtype: torch.dtype, arithmetic: str, max_context: int) -> FusedModel:
     """Exchange experts, gated MLPs, linear layers, norms, activations and rotary tables, outer modules first.
 
-    The parameters are rounded to `dtype` already (`probes.round_parameters`).
+    The parameters are rounded to `dtype` already (`reference.round_parameters`).
     """
     fused = FusedModel(model, dtype, arithmetic, Guard(dtype=dtype, arithmetic=arithmetic))
     fused.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

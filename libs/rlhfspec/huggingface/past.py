@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicLayer
 
+from rlhfspec.huggingface.causal_lm import text_config
+
 
 class PastLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Hands out zeros that take no memory in front of the new keys and values, and keeps nothing."""
@@ -35,8 +37,9 @@ class PastLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return torch.cat([states.new_zeros(()).expand(shape), states], dim=-2)
 
 
-def past_of(length: int, num_layers: int) -> dict[str, Any]:
+def past_of(model: Any, length: int) -> dict[str, Any]:
     """Keyword arguments of a forward behind `length` positions (0: at the beginning, without a cache)."""
     if not length:
         return {"use_cache": False}
+    num_layers = 2 * getattr(text_config(model), "num_hidden_layers", 0) + 64  # some attend several times a layer
     return {"past_key_values": Cache(layers=[PastLayer(length) for _ in range(num_layers)]), "use_cache": True}

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.attention import AttentionSpec, attending
-from rlhfspec.huggingface.causal_lm import Anatomy, text_config
+from rlhfspec.huggingface.causal_lm import Anatomy
 from rlhfspec.huggingface.guard import WeightProducts
 from rlhfspec.huggingface.past import past_of
 from rlhfspec.huggingface.probes import Probe, random_past
@@ -43,15 +43,20 @@ class Rounding(WeightProducts):
         """The model's parameters hold rounded values already (`round_parameters`)."""
         super().__init__()
         self.dtype = dtype
+        self.noise: torch.Generator | None = None  # given: every product is moved by as much as rounding may move it
         self._rounds_rows = arithmetic in ("amx", "dpbf16")
         self.know(model.parameters())
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return functional.linear(rounded(rows, torch.bfloat16) if self._rounds_rows else rows, weight)
+        product = functional.linear(rounded(rows, torch.bfloat16) if self._rounds_rows else rows, weight)
+        if self.noise is None:
+            return product
+        size = product.square().mean(-1, keepdim=True).sqrt()
+        return product + _LAST_BIT * size * torch.randn(product.shape, generator=self.noise, dtype=product.dtype)
 
     @property
     def is_needed(self) -> bool:
-        return self.dtype == torch.bfloat16
+        return self.dtype == torch.bfloat16 or self.noise is not None
 
     def kept(self, states: Tensor) -> Tensor:
         return rounded(states, torch.bfloat16) if self.dtype == torch.bfloat16 else states
@@ -114,24 +119,6 @@ class Answer:
         return rows
 
 
-class _Noisy(Rounding):
-    """The same numbers, but every product is moved by as much as rounding may move it."""
-
-    def __init__(self, rounding: Rounding) -> None:
-        self.__dict__ = dict(rounding.__dict__)
-        self._table = self._handlers()
-        self._draw = torch.Generator().manual_seed(0)
-
-    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        product = super().product(rows, weight)
-        size = product.square().mean(-1, keepdim=True).sqrt()
-        return product + _LAST_BIT * size * torch.randn(product.shape, generator=self._draw, dtype=product.dtype)
-
-    @property
-    def is_needed(self) -> bool:
-        return True
-
-
 @dataclass(frozen=True, slots=True)
 class Reference:
     """What plain Hugging Face answers, and how far rounding alone moves its logits, in parts of the largest one."""
@@ -156,14 +143,14 @@ class Reference:
 def ask(model: Any, anatomy: Anatomy, probes: Sequence[Probe], *, name: str, rounding: Rounding) -> Reference:
     """name: what messages call the model. Raises UnsupportedModel."""
     answers = tuple(_answer(model, anatomy, probe, name, rounding) for probe in probes)
-    noisy = _Noisy(rounding)
-    moved = [_answer(model, anatomy, probe, name, noisy) for probe in probes]
+    rounding.noise = torch.Generator().manual_seed(0)
+    moved = [_answer(model, anatomy, probe, name, rounding) for probe in probes]
     noise, _ = compare(moved, answers, probes)
     return Reference(type(model).__name__, name, tuple(probes), answers, noise)
 
 
 def _answer(model: Any, anatomy: Anatomy, probe: Probe, name: str, rounding: Rounding) -> Answer:
-    past = past_of(probe.past, len(anatomy.attentions) + getattr(text_config(model), "num_hidden_layers", 0))
+    past = past_of(model, probe.past)
     needs = rounding.is_needed
     function = _Eager(anatomy.attentions, probe.past, rounding).attend if probe.past or needs else None
     attention = attending(model, "eager" if function is None else _NAME, function, masks=function is not None)

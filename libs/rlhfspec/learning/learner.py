@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
-from rlhfspec.huggingface.causal_lm import max_positions
+from rlhfspec.huggingface.causal_lm import within_positions
 from rlhfspec.learning.aggregation import token_indices
 from rlhfspec.learning.algorithms import (
     Targets,
@@ -309,7 +309,7 @@ def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks) -> PolicyForward:
         from rlhfspec.modeling.exact import ExactForward, check_exact
 
         check_exact(spec)
-        max_context = min(_max_context(spec), max_positions(policy) or _max_context(spec))
+        max_context = within_positions(policy, _max_context(spec))
         return ExactForward(policy, temperature, max_context=max_context, dtype=spec.generation.dtype)
     forward = TorchForward(policy, temperature)
     ranks.shard(forward, forward.parts.trunk)

@@ -20,7 +20,7 @@ import torch
 
 from rlhfspec import job
 from rlhfspec.huggingface.anatomy import examine
-from rlhfspec.huggingface.causal_lm import CausalLM, anatomy_of, max_positions
+from rlhfspec.huggingface.causal_lm import CausalLM, anatomy_of, within_positions
 from rlhfspec.huggingface.check import BITS_BY_COMPANY, ModelReport, keep_report
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.probes import Probe, choose
@@ -58,7 +58,7 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
     """
     began = time.perf_counter()
     model.eval()
-    max_context = min(max_context, max_positions(model) or max_context)
+    max_context = within_positions(model, max_context)
     anatomy = examine(model, name=name, max_context=max_context)
     probes = near_probes(model, max_context)
     rounding = Rounding(model, dtype=torch.float32, arithmetic="fma")

@@ -64,7 +64,7 @@ def log_probs_reference(
     """The same, slow and obvious: plain Hugging Face, one sequence a forward, every row's logits at once."""
     tokens = torch.tensor([[*prompt_token_ids, *token_ids]])
     with torch.inference_mode():
-        logits = model(input_ids=tokens, use_cache=False).logits[0].float() / temperature
+        logits = model(input_ids=tokens, use_cache=False).logits[0].double() / temperature
     rows = logits[len(prompt_token_ids) - 1 : -1].log_softmax(-1)
     return rows.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 

@@ -42,6 +42,7 @@ from rlhfspec.modeling.loading import prepared
 from rlhfspec.modeling.log_probs import TorchForward
 from rlhfspec.modeling.lora import add_lora, merged_state
 from rlhfspec.modeling.packed import Packed, pack_sequences
+from rlhfspec.scoring.log_probs import log_probs_reference
 from rlhfspec.sweep.ways import Samples, Wrong, check_same, moving, one_by_one, preempt, together
 from rlhfspec.tiny import perturbed
 
@@ -114,8 +115,8 @@ class _Judge:
     def _requests(self, num_token_ids: int) -> Iterator[Request]:
         draw = np.random.default_rng(0)
         temperatures = (1.0, 0.7, 1.0, 0.0)
+        max_tokens = min(self.max_tokens, self.max_context // 2)
         for index, (length, temperature) in enumerate(zip(PROMPT_LENGTHS, temperatures, strict=True)):
-            max_tokens = min(self.max_tokens, self.max_context // 2)
             params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
             length = min(length, self.max_context - max_tokens)
             prompt = tuple(draw.integers(0, num_token_ids, length).tolist())
@@ -184,9 +185,14 @@ class _Judge:
             raise Wrong(f"the trainer's log-probs differ by {difference:.1e}")
 
     def _check_exact(self, samples: Samples, dtype: str) -> ExactForward:
-        exact = ExactForward(self._prepared(), 1.0, max_context=self.max_context, dtype=dtype)
+        return self._same_exactly(self._exact(self._prepared(), dtype), samples, f"in {dtype}")
+
+    def _exact(self, model: Any, dtype: str = "float32") -> ExactForward:
+        return ExactForward(model, 1.0, max_context=self.max_context, dtype=dtype)
+
+    def _same_exactly(self, exact: ExactForward, samples: Samples, how: str) -> ExactForward:
         if not torch.equal(exact(_packed(samples)).untempered, _generated(samples)):
-            raise Wrong(f"the exact trainer gives other bits in {dtype}")
+            raise Wrong(f"the exact trainer gives other bits {how}")
         return exact
 
     def check_training(self, exact: ExactForward, samples: Samples) -> None:
@@ -199,8 +205,7 @@ class _Judge:
         problem = self._gradient_problem(exact, batch, seed=0)
         for seed in (1, 2):
             if problem:
-                other = ExactForward(self._prepared(seed=seed), 1.0, max_context=self.max_context)
-                problem = self._gradient_problem(other, batch, seed=seed)
+                problem = self._gradient_problem(self._exact(self._prepared(seed=seed)), batch, seed=seed)
         if problem:
             raise Wrong(problem)
 
@@ -237,10 +242,7 @@ class _Judge:
                     parameter.copy_(0.05 * torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
         engine = self.engine()
         engine.load_weights(merged_state(policy.state_dict(), lora.alpha / _RANK), version=1)
-        samples = one_by_one(engine, self.requests)
-        exact = ExactForward(policy, 1.0, max_context=self.max_context)
-        if not torch.equal(exact(_packed(samples)).untempered, _generated(samples)):
-            raise Wrong("the exact trainer gives other bits under a low-rank update")
+        self._same_exactly(self._exact(policy), one_by_one(engine, self.requests), "under a low-rank update")
 
 
 class _QuickJudge(_Judge):
@@ -279,14 +281,9 @@ def _moved_within_the_last_bit(model: Any, seed: int) -> Any:
 
 
 def _whole(model: Any, samples: Samples) -> torch.Tensor:
-    """Log-probs of every sample by one forward each."""
-    found = []
-    for sample in samples.values():
-        tokens = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids]])
-        log_probs = model(input_ids=tokens, use_cache=False).logits[0].double().log_softmax(-1)
-        first = len(sample.prompt_token_ids) - 1
-        found.append(log_probs[first:-1].gather(1, tokens[0, first + 1 :, None])[:, 0])
-    return torch.cat(found)
+    """Log-probs of every sample by one forward each, float64."""
+    each = (log_probs_reference(model, s.prompt_token_ids, s.token_ids, 1.0) for s in samples.values())
+    return torch.tensor([number for log_probs in each for number in log_probs], dtype=torch.float64)
 
 
 def _packed(samples: Samples) -> Packed:

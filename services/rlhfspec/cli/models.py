@@ -80,7 +80,7 @@ def _refuse_misspelt(name: str, types: list[str]) -> None:
 
 def _check_own(path: str, max_context: int) -> int:
     """Prints what was found; returns the exit code."""
-    from rlhfspec.huggingface.causal_lm import max_positions
+    from rlhfspec.huggingface.causal_lm import within_positions
     from rlhfspec.huggingface.loading import load_model
     from rlhfspec.sweep.verdict import judge
     from rlhfspec.tiny.paths import PREFIX, resolve
@@ -90,7 +90,7 @@ def _check_own(path: str, max_context: int) -> int:
         status(f"{path}: loading")
         model = load_model(folder)
         size = model.num_parameters()
-        positions = min(max_context, max_positions(model) or max_context)
+        positions = within_positions(model, max_context)
         status(f"{path}: {type(model).__name__} of {size / 1e6:.1f}M parameters is being compared with Hugging Face")
         del model
         verdict = judge(partial(load_model, folder), thorough=size < _LARGE, max_context=positions)
