@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from rlhfspec.kernels import linear as ours
 from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.malloc import tune_malloc
 
 Mode = Callable[[Tensor], Tensor]
 Clock = Callable[[], float]
@@ -93,7 +94,7 @@ def main() -> None:
         "--clock", choices=CLOCKS, default="wall", help="cpu: this thread's own time, on a busy machine"
     )
     args = parser.parse_args()
-    build.tune_malloc()
+    tune_malloc()
     torch.manual_seed(0)
     layers = make_layers(args)
     modes: dict[str, Mode] = {

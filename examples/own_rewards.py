@@ -1,8 +1,11 @@
 """Rewards of own-data.yaml. A function gets what it names: prompt, completion, and columns of the data."""
 
 
-def names_the_place(completion: str, place: str) -> float:
-    """1 for one sentence that names the place, less for a longer answer, 0 without the place."""
+def names_the_place(completion: str, place: str, finish_reason: str) -> float:
+    """1 for a sentence that names the place and ends, half for one without an end, 0 without the place.
+
+    The stop string "." that ends it is cut from the completion; `finish_reason` says that it was there.
+    """
     if place not in completion:
         return 0.0
-    return 1.0 if completion.strip().endswith(".") else 0.5
+    return 1.0 if finish_reason == "stop" else 0.5

@@ -15,21 +15,23 @@ import torch
 
 from rlhfspec.data import Prompts
 from rlhfspec.data.rows import Rows
-from rlhfspec.engine.base import Completion, EngineStats, Request, SequenceStats, StepReport
+from rlhfspec.engine.base import Completion, EngineStats, EngineStep, Request, SequenceStats
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
 from rlhfspec.learning.learner import LearnReport
 from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.prompts.service import PromptsService
-from rlhfspec.records import Record, Sample, Score, Weights
+from rlhfspec.records import DatasetInfo, Prompt, Record, Sample, Score, Weights
 from rlhfspec.reward.service import RewardService
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.tiny.tokenizer import encode
+from rlhfspec.trainer.collector import Collector
 from rlhfspec.trainer.service import Trained, TrainerService
 from rlhfspec.transport.clock import Clock, FakeClock
 from rlhfspec.transport.memory import MemoryTransport
+from rlhfspec.transport.memory_subjects import Work
 from rlhfspec.weights import MemoryWeightStore
 from rlhfspec.weights.base import weights_record
 
@@ -80,7 +82,7 @@ class FakeEngine:
         self._requests.append(request)
         self.submitted.append(request.id)
 
-    def step(self) -> StepReport:
+    def step(self) -> EngineStep:
         request = self._requests.pop(self._draw.randrange(len(self._requests)))
         done = Completion(
             id=request.id,
@@ -93,7 +95,7 @@ class FakeEngine:
             text=str(request.seed % 90),
             stats=SequenceStats(num_verifications=2),
         )
-        return StepReport(
+        return EngineStep(
             finished=(done,), num_decoding=1, num_prefill_tokens=0, num_verified_nodes=1, num_committed=2,
             strategy="off", seconds=0.001,
         )  # fmt: skip
@@ -164,20 +166,36 @@ class FakeLearner:
     def state(self) -> dict[str, Any]:
         return {"version": self.version}
 
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.version = state["version"]
+
 
 class FakeRecorder:
     def __init__(self) -> None:
         self.trained: list[Trained] = []
         self.checkpoints: list[int] = []
-        self.num_learnt = 0
+        self.evaluations: dict[int, tuple[Sample, ...]] = {}
+        self.is_finished = False
 
-    def learnt(self) -> None:
-        self.num_learnt += 1
+    def restore(self) -> dict[str, Any] | None:
+        return {"version": self.checkpoints[-1]} if self.checkpoints else None
+
+    def evaluate(self, collected: Collector, seconds: float) -> str:
+        self.evaluations[collected.shape.step] = collected.collected().all_samples
+        return "{}"
+
+    def is_evaluated(self, step: int) -> bool:
+        return step in self.evaluations
 
     def record(self, trained: Trained) -> str:
-        assert self.num_learnt == trained.step
         self.trained.append(trained)
         return "{}"
+
+    def finish(self, policy_state: dict[str, Any]) -> None:
+        self.is_finished = True
+
+    def close(self) -> None:
+        pass
 
     def checkpoint(self, step: int, state: dict[str, Any]) -> None:
         assert state == {"version": step}
@@ -199,13 +217,14 @@ class Stages:
     async def open(cls, job: RLHFJob, clock: Clock | None = None, *, seed: int = 0, **workers: int) -> Stages:
         clock = clock or FakeClock()
         transport = MemoryTransport(clock=clock)
-        return cls(await Bus.open(transport, JOB, workers=workers, clock=clock), transport, clock, job, seed)
+        bus = await Bus.open(transport, JOB, workers=workers, clock=clock)
+        await bus.publish(DatasetInfo(id=f"{JOB}/dataset", job=JOB, num_prompts=5, num_held_out=3, last_step=0))
+        return cls(bus, transport, clock, job, seed)
 
     def prompts(self) -> PromptsService:
-        last_step = self.job.spec.training.steps
-        return PromptsService(
-            0, self.vitals, self.bus.of("prompts"), job=self.job, prompts=prompts_for(self.job), last_step=last_step
-        )
+        prompts = prompts_for(self.job)
+        held_out = prompts if self.job.spec.evaluation else None
+        return PromptsService(0, self.vitals, self.bus.of("prompts"), job=self.job, prompts=prompts, held_out=held_out)
 
     def generator(self, worker: int = 0) -> GeneratorService:
         engine: Any = FakeEngine(self.draw)
@@ -225,22 +244,30 @@ class Stages:
             learner=self.learner,
             weights=self.weights,
             recorder=self.recorder,
-            last_step=self.job.spec.training.steps,
         )
 
     async def publish(self, stage: str, *records: Record) -> None:
         for record in records:
             await self.bus.of(stage).publish(record)
 
+    async def redeliver(self, record_type: type[Prompt] | type[Sample], stage: str) -> None:
+        """As if the stage's worker had died with all it holds."""
+        await self.transport.release(self.bus.subject(record_type), stage)
+
     def has_read(self, stage: str) -> bool:
         """Whether its workers acknowledged all that was published."""
-        messages = [m for subject in self.transport._subjects.values() for m in subject.stored.values()]
-        return not any(name.partition("-")[0] == stage for message in messages for name in message.owed)
+        subjects = self.transport._subjects.values()
+        stored = [message for s in subjects if isinstance(s, Work) for message in s.stored.values()]
+        return not any(stage in message.owed for message in stored)
 
     def stored(self) -> dict[str, list[str]]:
         """What somebody has yet to acknowledge, by subject."""
         subjects = self.transport._subjects
-        return {name: [m.id for m in s.stored.values()] for name, s in subjects.items() if s.stored}
+        return {
+            name.rpartition(".")[2]: [m.id for m in s.stored.values()]
+            for name, s in subjects.items()
+            if isinstance(s, Work) and s.stored
+        }
 
 
 def policy_weights(version: int) -> Weights:

@@ -25,7 +25,7 @@ from rlhfspec.bench.run import Benchmark, Settings, find_vllm_python
 from rlhfspec.bench.scenarios import MAX_CONTEXT, NAMES, scenarios
 from rlhfspec.bench.worker import Worker, WorkerFailed, environment
 from rlhfspec.cli import main as cli
-from rlhfspec.engine import Completion, StepReport
+from rlhfspec.engine import Completion, EngineStep
 from rlhfspec.engine.base import SequenceStats
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny import models as tiny_models
@@ -270,7 +270,8 @@ class FakeEngine:
             costs=SimpleNamespace(to_json=lambda: "{}"),
             acceptance=SimpleNamespace(calibration=lambda: SimpleNamespace(error=0.01)),
         )
-        self.target = SimpleNamespace(config=SimpleNamespace(arithmetic="fma"))
+        runner = SimpleNamespace(config=SimpleNamespace(arithmetic="fma"))
+        self.state = SimpleNamespace(target=SimpleNamespace(runner=runner))
         self.mode = "adaptive"
         self.groups: list[str] = []
         self._running: list[list[Any]] = []
@@ -286,7 +287,7 @@ class FakeEngine:
         self.groups.append(request.group)
         self._running.append([request, 0])
 
-    def step(self) -> StepReport:
+    def step(self) -> EngineStep:
         pace = 1 if self.mode == "off" else 2
         decoding = len(self._running)
         done = []
@@ -295,7 +296,7 @@ class FakeEngine:
             if entry[1] == entry[0].params.max_tokens:
                 done.append(_completion(entry[0]))
         self._running = [entry for entry in self._running if entry[1] < entry[0].params.max_tokens]
-        return StepReport(
+        return EngineStep(
             finished=tuple(done),
             num_decoding=decoding,
             num_prefill_tokens=0,

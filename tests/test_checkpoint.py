@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from rlhfspec.checkpoint import CheckpointStore, export_hf
 from rlhfspec.checkpoint.states import pack, unpack
 from rlhfspec.errors import InvalidRequest, StorageError
-from rlhfspec.modeling.tensor_files import sync, write_tensors
+from rlhfspec.modeling.tensor_files import read_tensors, sync, write_tensors
 from rlhfspec.tiny import random_model
 
 NUM_WRITES = 400
@@ -140,6 +141,16 @@ def test_one_file_a_part_readable_without_this_package(folder: Path) -> None:
 # Which ones there are
 
 
+def test_the_best_stays_until_another_is_better(folder: Path) -> None:
+    with CheckpointStore(folder, keep=2) as store:
+        for step, best in ((1, None), (2, 1), (3, 1), (4, 1), (5, 4), (6, 4), (7, 4)):
+            store.save(step, state(step), best=best)
+            if step == 4:
+                assert store.steps() == [1, 3, 4]
+        assert store.steps() == [4, 6, 7]
+        assert store.latest() == 7
+
+
 def test_the_newest_stay(folder: Path) -> None:
     with CheckpointStore(folder, keep=2) as store:
         assert store.latest() is None
@@ -174,7 +185,17 @@ def tear_manifest(path: Path) -> None:
     (path / "manifest.json").write_text(content[: len(content) // 2])
 
 
-DAMAGES = [damage_byte, damage_length, lose_file, lose_manifest, tear_manifest]
+def manifest_as(content: bytes) -> Any:
+    return lambda path: (path / "manifest.json").write_bytes(content)
+
+
+OTHER_MANIFESTS = (
+    b"", b"null", b"[]", b"\xff\xfe", b"{}", b'{"schema": 1}', b'{"schema": 1, "files": ["state.json"]}',
+    b'{"schema": 1, "files": {}}', b'{"schema": 1, "files": {"state.json": null}}',
+)  # fmt: skip
+DAMAGES = [
+    damage_byte, damage_length, lose_file, lose_manifest, tear_manifest, *map(manifest_as, OTHER_MANIFESTS)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -209,7 +230,28 @@ def test_another_schema_is_said_and_not_passed_over(folder: Path) -> None:
             store.latest()
 
 
-@pytest.mark.parametrize("damage", [damage_length, lose_file, lose_manifest])
+TENSOR_DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut in the header": lambda content: content[:20],
+    "cut in a tensor": lambda content: content[:-4],
+    "other bytes": lambda content: b"\xff" * len(content),
+    "same_as that is no JSON": lambda content: content.replace(b'"{', b'"['),
+    "same as one that is not there": lambda content: content.replace(rb"\"embedding\"}", rb"\"embeddinG\"}"),
+}
+
+
+@pytest.mark.parametrize("damage", TENSOR_DAMAGES.values(), ids=TENSOR_DAMAGES)
+def test_a_damaged_tensor_file_is_one_line(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    weight = torch.ones(4)
+    write_tensors(tmp_path / "w.safetensors", {"embedding": weight, "head": weight})
+    content = (tmp_path / "w.safetensors").read_bytes()
+    assert damage(content) != content
+    (tmp_path / "w.safetensors").write_bytes(damage(content))
+    with pytest.raises(StorageError, match=r"w\.safetensors: cannot be read"):
+        read_tensors(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("damage", [damage_length, lose_file, lose_manifest, manifest_as(b'{"schema": 1}')])
 def test_a_damaged_one_does_not_push_out_a_sound_one(folder: Path, damage: Any) -> None:
     with CheckpointStore(folder, keep=2) as store:
         for step in (1, 2):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.malloc import tune_malloc
 
 needs_library = pytest.mark.skipif(build.load() is None, reason=f"no kernel library: {build.unavailable_reason()}")
 needs_both_isas = pytest.mark.skipif(
@@ -213,3 +214,43 @@ def test_bf16_is_rounded_as_torch_rounds_it(isa: str) -> None:
     np.testing.assert_array_equal(vector[~is_nan], wanted.view(torch.int16).numpy().view(np.uint16)[~is_nan])
     np.testing.assert_array_equal(np.isnan(back), is_nan)
     np.testing.assert_array_equal(back[~is_nan], wanted.float().numpy()[~is_nan])
+
+
+ARENAS = """
+import ctypes, sys, threading
+from rlhfspec.cli.start import main
+
+sys.argv = ["rlhfspec", "--version"]
+try:
+    main()
+except SystemExit:
+    pass
+assert not {"torch", "numpy"} & {*sys.modules}
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+together = threading.Barrier(8)
+
+def allocate():
+    together.wait()
+    for _ in range(50):
+        libc.malloc(5000)
+
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.skipif(not tune_malloc(), reason="the C library is not glibc: its allocator has no such settings")
+def test_a_command_has_one_arena_for_all_threads() -> None:
+    """From its first line on: before torch, and before the threads that would each get one."""
+    done = run_python(ARENAS)
+    assert done.stdout.count("<heap nr=") == 1, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(build.load() is None, reason=f"no CPU kernels: {build.unavailable_reason()}")
+@pytest.mark.parametrize("name", ["attention", "decoder", "draft"])
+def test_a_struct_of_another_length_is_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"^{name}.cpp: its structs have \(\d+, \d+\) bytes"):
+        build.check_sizes(name, 8, 8)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
+from collections.abc import Callable
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,8 @@ from rlhfspec.data import Order, Prompts, Rows, load_rows, load_tokenizer
 from rlhfspec.data.order import num_steps
 from rlhfspec.errors import DataExhausted, InvalidRequest, JobError
 from rlhfspec.job import Dataset, Model
-from rlhfspec.tiny.tokenizer import BOS, encode, hugging_face_tokenizer
+from rlhfspec.tiny.classes import tiny_config
+from rlhfspec.tiny.tokenizer import BOS, VOCAB_SIZE, encode, hugging_face_tokenizer
 
 RECORDS = [{"prompt": f"{n}+1=", "answer": n + 1, "tags": ["sum", {"digits": 1}]} for n in range(7)]
 TEMPLATE = (
@@ -50,10 +56,118 @@ def write_folder(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("write", [write_json_lines, write_parquet, write_folder])
+def write_json_list(folder: Path) -> Path:
+    path = folder / "rows.json"
+    path.write_text(json.dumps(RECORDS, indent=2))
+    return path
+
+
+def write_lines_named_json(folder: Path) -> Path:
+    return write_json_lines(folder).rename(folder / "lines.json")
+
+
+def write_csv(folder: Path) -> Path:
+    path = folder / "rows.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["prompt", "answer", "tags"])
+        writer.writeheader()
+        writer.writerows(RECORDS)
+    return path
+
+
+def compressed(write: Callable[[Path], Path]) -> Callable[[Path], Path]:
+    def write_gz(folder: Path) -> Path:
+        plain = write(folder)
+        path = plain.with_name(f"{plain.name}.gz")
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+        return path
+
+    return write_gz
+
+
+TEXT_FILES = [write_json_lines, write_json_list, write_lines_named_json, write_csv]
+
+
+@pytest.mark.parametrize("write", [*TEXT_FILES, *map(compressed, TEXT_FILES), write_parquet, write_folder])
 def test_every_source_gives_the_same_rows(tmp_path: Path, write: Any) -> None:
     rows = load_rows(Dataset(path=str(write(tmp_path))))
-    assert [(row["prompt"], row["answer"]) for row in rows.records] == [(r["prompt"], r["answer"]) for r in RECORDS]
+    found = [(row["prompt"], int(row["answer"])) for row in rows.records]
+    assert found == [(r["prompt"], r["answer"]) for r in RECORDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        (
+            "a.csv",
+            b"prompt,answer\n1,2\n1\n3,4,5\n",
+            "line 3: spec.dataset.path: has 1 values, and the first",
+        ),
+        ("a.csv", b"prompt,prompt\n1,2\n", "must name every column once; it says prompt, prompt"),
+        ("a.csv", b'prompt\n"1\n', "is not CSV: unexpected end of data, in line 2"),
+        ("a.csv", b"prompt\n1\n\xfc\n", "must be UTF-8 text (line 3 is not)"),
+        ("a.csv", b"", "holds no rows"),
+        ("a.json", b'[{"prompt": "a"}, 3]', "row 2: spec.dataset.path: must be an object"),
+        ("a.json", b'[{"prompt": "a"},\n]', "is not JSON: "),
+        ("a.jsonl.gz", b"prompt", "is not a whole gzip file: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}')[:-9], "is not a whole gzip file"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n[]'), "line 2: spec.dataset.path: must be an object"),
+        ("a.tsv", b"prompt\n1", "must be a .jsonl, .json or .csv file"),
+    ],
+)
+def test_a_malformed_file_is_named_with_its_place(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(JobError) as refused:
+        load_rows(Dataset(path=str(tmp_path / name)))
+    assert problem in str(refused.value)
+
+
+def test_columns_of_any_type_break_nothing(tmp_path: Path) -> None:
+    day, noon = date(2030, 1, 2), datetime(2030, 1, 2, 12, tzinfo=UTC)
+    table = pyarrow.table(
+        {
+            "prompt": ["1+1="],
+            "day": [day],
+            "noon": [noon],
+            "price": [Decimal("1.50")],
+            "score": [float("nan")],
+            "image": [b"PNG"],
+            "nested": [{"parts": [{"day": day, "raw": b"x"}], "took": timedelta(seconds=1)}],
+            "far": pyarrow.array([10**15], pyarrow.timestamp("s")),
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = load_rows(Dataset(path=str(tmp_path / "rows.parquet")))
+    prompts = Prompts(rows, hugging_face_tokenizer(), Dataset(path="d"), seed=0, prompts_per_step=1)
+    columns = json.loads(prompts[0].columns_json)
+    assert columns == {
+        "day": "2030-01-02", "noon": "2030-01-02T12:00:00+00:00", "price": "1.50", "score": None,
+        "nested": {"parts": [{"day": "2030-01-02"}], "took": "0:00:01"},
+    }  # fmt: skip
+    assert set(columns) == set(prompts.columns)
+
+
+def test_images_are_not_decoded(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"prompt": ["a"], "picture": [{"bytes": b"no picture", "path": None}]})
+    rows.cast_column("picture", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    assert list(load_rows(Dataset(path=str(tmp_path / "saved"))).records[0]) == ["prompt"]
+
+
+def test_half_a_character_in_a_column_stays_what_it_is() -> None:
+    prompts = prompts_of([{"prompt": "a", "note": "\ud83d", "ü": "ü"}] * 2)
+    prompts[0].columns_json.encode()
+    assert json.loads(prompts[0].columns_json) == {"note": "\ud83d", "ü": "ü"}
+
+
+def test_a_prompt_column_of_another_name_reaches_the_rewards() -> None:
+    prompts = prompts_of([{"question": "1+1=", "answer": 2}] * 2, promptColumn="question")
+    assert json.loads(prompts[0].columns_json) == {"question": "1+1=", "answer": 2}
+    assert prompts.columns == {"question": "", "answer": ""}
+
+
+def test_where_a_column_is_missing_first() -> None:
+    records = [{"prompt": "a", "x": 1}, {"prompt": "b" * 600}, {"prompt": "c", "y": 1}, {"prompt": "d", "x": 1, "y": 1}]
+    assert prompts_of(records).columns == {"x": "row 3", "y": "row 1"}
 
 
 def test_splits(tmp_path: Path) -> None:
@@ -98,7 +212,7 @@ def test_messages_go_through_the_template_without_a_second_start() -> None:
     row = prompts_of(records, tokenizer, messagesColumn="chat")[0]
     assert row.text == "<user>hi<a>"
     assert row.token_ids == tuple(encode("<user>hi<a>"))
-    assert json.loads(row.columns_json) == {"answer": "x"}
+    assert json.loads(row.columns_json) == {"answer": "x", "chat": records[0]["chat"], "messages": records[0]["chat"]}
 
 
 def test_a_template_that_refuses_is_named_with_its_row() -> None:
@@ -106,6 +220,42 @@ def test_a_template_that_refuses_is_named_with_its_row() -> None:
     tokenizer.chat_template = "{{ raise_exception('only users') }}"
     with pytest.raises(JobError, match=r"row 1: spec\.dataset\.messagesColumn: .*only users"):
         prompts_of([{"chat": [{"role": "user", "content": "hi"}]}], tokenizer, messagesColumn="chat")
+
+
+def test_prompts_that_become_no_token_name_who_made_them_so() -> None:
+    tokenizer = hugging_face_tokenizer()
+    chat = [{"chat": [{"role": "user", "content": "hi"}]}]
+    tokenizer.chat_template = "{# nothing #}"
+    with pytest.raises(JobError, match=r"messagesColumn: the chat template makes no token of any of the 1 prompts"):
+        prompts_of(chat, tokenizer, messagesColumn="chat")
+    tokenizer.chat_template = ""
+    with pytest.raises(JobError, match=r"messagesColumn: the tokenizer has no chat template"):
+        prompts_of(chat, tokenizer, messagesColumn="chat")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "llama"])
+def test_a_folder_without_tokenizer_files_is_no_tokenizer(tmp_path: Path, kind: str) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    with pytest.raises(InvalidRequest, match=r"spec\.model\.path: (its tokenizer knows|no tokenizer can)"):
+        load_tokenizer(Model(path=str(tmp_path)))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    """At once when its words are more, or special tokens that the chat template writes; others may lie beyond."""
+    tokenizer = hugging_face_tokenizer()
+    tiny_config("llama", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "model")
+    tiny_config("llama", vocab_size=200).save_pretrained(tmp_path / "small")
+    model = Model(path=str(tmp_path / "model"), tokenizer=str(tmp_path / "tokenizer"))
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<{number}>" for number in range(9)]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert len(load_tokenizer(model)) > VOCAB_SIZE
+    said = rf"spec\.model\.tokenizer: its tokens have ids up to {tokenizer.vocab_size - 1}, and .* embedding 200 rows"
+    with pytest.raises(InvalidRequest, match=said):
+        load_tokenizer(model.model_copy(update={"path": str(tmp_path / "small")}))
+    tokenizer.chat_template = "<8>{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(InvalidRequest, match=rf"ids up to {len(tokenizer) - 1}, and .* embedding {VOCAB_SIZE} rows"):
+        load_tokenizer(model)
 
 
 def test_long_prompts_are_left_out_and_counted() -> None:

@@ -44,7 +44,7 @@ def alone() -> tuple[list[Any], Learner]:
     make = helpers()
     settings = make.spec("ppo", tokensPerMicroBatch=40, epochs=2)
     learner = Learner(settings, make.policy(), make.critic(), num_threads=1)
-    steps = [make.rollouts(0), make.rollouts(1), make.rollouts(2).select([0])]
+    steps = [make.rollouts(0), make.rollouts(1), make.rollouts(2, num_samples=1)]
     return [learner.learn(step) for step in steps], learner
 
 

@@ -16,9 +16,10 @@ from rlhfspec.drafting.base import DraftBatch, Forest, Plan
 from rlhfspec.drafting.cost import CostTable
 from rlhfspec.drafting.levels import Always, PayingLevel
 from rlhfspec.drafting.model import Expanded, Grown, ModelDrafter, Roots, grow, keep_drafted
+from rlhfspec.engine.cache import SlotTable
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
-from rlhfspec.engine.speculation import DraftSpace
+from rlhfspec.engine.draft_forward import DraftForward
+from rlhfspec.engine.models import make_state
 from rlhfspec.kernels.cpu import build
 from rlhfspec.tiny import perturbed, random_model
 
@@ -28,10 +29,18 @@ NUM_ROWS, MAX_CONTEXT, BLOCK = 8, 96, 16
 FIELDS = ("sequence", "parent", "depth", "token", "rank")
 
 
-class Space(DraftSpace):
+class Space(DraftForward):
     """The engine's own side of drafting, without sequences in the engine."""
 
-    def prefix_computed(self, row: int, length: int) -> None:
+    @property
+    def table(self) -> SlotTable:
+        return self._space.table
+
+    @property
+    def vocab_size(self) -> int:
+        return self._space.runner.vocab_size
+
+    def prefix_computed(self, row: int) -> None:
         pass
 
 
@@ -40,14 +49,12 @@ def space_for(vocab_size: int, dtype: str) -> Space:
     kind = "llama" if dtype == "float32" else "qwen3"
     model = random_model(kind, seed=3, vocab_size=vocab_size)
     config = EngineConfig(max_sequences=NUM_ROWS, max_context=MAX_CONTEXT, profile=False, num_threads=1, dtype=dtype)
-    engine = make_engine(copy.deepcopy(model), config, draft=perturbed(model, 0.3))
-    made = engine.speculation.space
+    made = make_state(copy.deepcopy(model), config, draft=perturbed(model, 0.3)).draft
     assert made is not None
-    table = engine.speculation.draft_table
-    blocks_per_row = MAX_CONTEXT // table.block_size
+    blocks_per_row = MAX_CONTEXT // made.table.block_size
     for row in range(NUM_ROWS):
-        table.append(row, list(range(row * blocks_per_row, (row + 1) * blocks_per_row)))
-    return Space(engine, made.runner, table)
+        made.table.append(row, list(range(row * blocks_per_row, (row + 1) * blocks_per_row)))
+    return Space(made, {})
 
 
 def batch_of(space: Space, rng: np.random.Generator, temperature: float) -> DraftBatch:
@@ -67,7 +74,7 @@ def batch_of(space: Space, rng: np.random.Generator, temperature: float) -> Draf
         room=rng.choice([2, 3, 5, 30], size).astype(np.int32),
         seeds=rng.integers(0, 1 << 63, size).astype(np.uint64),
         temperatures=np.full(size, temperature, np.float32),
-        tokens=rng.integers(0, space.runner.vocab_size, (NUM_ROWS, MAX_CONTEXT)).astype(np.int32),
+        tokens=rng.integers(0, space.vocab_size, (NUM_ROWS, MAX_CONTEXT)).astype(np.int32),
     )
 
 
@@ -91,9 +98,14 @@ def rule_for(rng: np.random.Generator, kind: str) -> Always | PayingLevel:
     return PayingLevel(target, level, rows=5, tokens_per_second=rate, success=success, clock=lambda: 0.0)
 
 
+def fresh_drafter(space: Space) -> ModelDrafter:
+    space.cached[:] = 0
+    return ModelDrafter(space)
+
+
 def roots_of(space: Space, batch: DraftBatch, branch: int) -> Roots:
     active = np.flatnonzero(batch.room >= 2).astype(np.int32)
-    tokens, scores = ModelDrafter(space, NUM_ROWS)._catch_up(batch, active, max(branch, 2))
+    tokens, scores = fresh_drafter(space)._catch_up(batch, active, max(branch, 2))
     return Roots(sequence=active, tokens=tokens, scores=scores)
 
 
@@ -170,13 +182,13 @@ def keep_both(space: Space, batch: DraftBatch, grown: Grown, rng: np.random.Gene
         rows=batch.rows, lengths=batch.lengths, prompt_lengths=batch.prompt_lengths, room=batch.room,
         seeds=batch.seeds, temperatures=batch.temperatures, tokens=tokens,
     )  # fmt: skip
-    cached, expected_cached = np.zeros(NUM_ROWS, np.int32), np.zeros(NUM_ROWS, np.int32)
+    space.cached[:], expected_cached = 0, np.zeros(NUM_ROWS, np.int32)
     expected_slots = space.table.slots.copy()
     if len(grown.expanded.level_rows):
         keep_drafted(after, grown.expanded, new_lengths, expected_slots, expected_cached)
-    assert space.keep(after, grown.expanded, new_lengths, cached)
+    assert space.keep(after, grown.expanded, new_lengths)
     assert np.array_equal(space.table.slots, expected_slots)
-    assert np.array_equal(cached, expected_cached)
+    assert np.array_equal(space.cached, expected_cached)
 
 
 def some_path(forest: Forest, sequence: int, rng: np.random.Generator) -> list[int]:
@@ -244,7 +256,7 @@ def test_a_rule_is_told_what_its_draft_ran() -> None:
     batch.room[:], space.table.capacity[:] = 30, MAX_CONTEXT
     free = CostTable([1, 100], [1e-6, 1e-6])
     rule = PayingLevel(free, free, rows=2, tokens_per_second=1.0, success=0.9, clock=lambda: 0.0)
-    drafter = ModelDrafter(space, NUM_ROWS)
+    drafter = fresh_drafter(space)
     drafter.propose(batch, Plan(drafter="model", depth=4), AcceptanceModel(NUM_ROWS), rule)
     levels = rule.finish(1.0)
     assert [rows for rows, _ in levels] == [0, batch.size, batch.size, batch.size]
@@ -257,5 +269,5 @@ def test_nothing_is_kept_of_an_empty_draft() -> None:
     batch = batch_of(space, rng, 1.0)
     slots = space.table.slots.copy()
     nothing = Expanded(np.empty((4, 0), np.int32), np.empty(0, np.int64))
-    assert space.keep(batch, nothing, batch.lengths + 1, np.zeros(NUM_ROWS, np.int32))
+    assert space.keep(batch, nothing, batch.lengths + 1)
     assert np.array_equal(space.table.slots, slots)

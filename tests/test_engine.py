@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rlhfspec.drafting.base import Plan
+from rlhfspec.drafting.base import PLAIN, Plan
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.errors import InvalidRequest, SequenceStateError, WeightsVersionError
+from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.tiny import perturbed, random_model
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
@@ -70,21 +71,21 @@ def test_stop_strings_end_at_the_first_token_that_completes_one(model: Any) -> N
     for speculation in ("off", TREE):
         engine = make(model, speculation=speculation)
         [free] = engine.generate(["ab"], SamplingParams(max_tokens=40), seeds=[3])
-        text = engine.tokenizer.decode(list(free.token_ids))
+        text = engine.state.tokenizer.decode(list(free.token_ids))
         stop = next(letter for letter in text[8:] if letter.isascii() and letter.isprintable())
         [stopped] = engine.generate(["ab"], SamplingParams(max_tokens=40, stop=(stop,)), seeds=[3])
         assert stopped.finish_reason == "stop"
         assert stopped.text == text[: text.index(stop)]
         kept = len(stopped.token_ids)
         assert stopped.token_ids == free.token_ids[:kept]
-        assert stop in engine.tokenizer.decode(list(free.token_ids[:kept]))
-        assert stop not in engine.tokenizer.decode(list(free.token_ids[: kept - 1]))
+        assert stop in engine.state.tokenizer.decode(list(free.token_ids[:kept]))
+        assert stop not in engine.state.tokenizer.decode(list(free.token_ids[: kept - 1]))
 
 
 def test_the_models_own_end_token_stops_unless_ignored(model: Any) -> None:
     engine = make(model)
     [free] = engine.generate([[1, 2]], SamplingParams(max_tokens=20, ignore_eos=True), seeds=[5])
-    engine.eos_token_ids = (free.token_ids[6],)
+    engine.state.eos_token_ids = (free.token_ids[6],)
     [ended] = engine.generate([[1, 2]], SamplingParams(max_tokens=20), seeds=[5])
     assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[6]) + 1]
     assert ended.finish_reason == "stop"
@@ -129,10 +130,42 @@ def test_a_mode_keeps_what_it_learnt_until_the_weights_change(engine: Engine, mo
     assert engine.speculation.selector is not adaptive
 
 
+def test_a_completion_says_under_which_strategies_it_decoded(model: Any) -> None:
+    """Counted by hand from what each step says, over a preemption and a move; the first token has none."""
+    engine, other, steps = make(model), make(model), Counter[str]()
+    engine.submit(request("x", max_tokens=60))
+    plans = [PLAIN, TREE, Plan(drafter="suffix", depth=2)]
+    for step in range(12):
+        engine.set_speculation(plans[step // 2 % 3])
+        report = engine.step()
+        steps[report.strategy] += report.num_decoding
+        if step == 6:
+            assert engine.preempt("x")
+            other.import_sequence(engine.export_sequence("x"))
+            assert engine.cancel("x")
+            engine = other
+    engine.set_speculation(TREE)
+    while engine.has_work:
+        report = engine.step()
+        steps[report.strategy] += report.num_decoding
+    assert report.finished[0].stats.strategies == tuple(sorted(steps.items()))
+    assert len(steps) == 3
+    engine.submit(request("next", max_tokens=1))
+    assert drain(engine)["next"].stats.strategies == (), "a row starts from nothing"
+
+
+def test_any_number_of_strategies_is_counted(engine: Engine) -> None:
+    engine.submit(request("x", max_tokens=60))
+    for depth in range(1, 21):
+        engine.set_speculation(Plan(drafter="suffix", depth=depth))
+        engine.step()
+    assert len(drain(engine)["x"].stats.strategies) >= 19
+
+
 def test_text_in_text_out(engine: Engine) -> None:
     [done] = engine.generate(["2 + 2 ="], SamplingParams(max_tokens=5), seeds=[1])
-    assert done.prompt_token_ids == tuple(engine.tokenizer.encode("2 + 2 ="))
-    assert done.text == engine.tokenizer.decode(list(done.token_ids), skip_special_tokens=True)
+    assert done.prompt_token_ids == tuple(engine.state.tokenizer.encode("2 + 2 ="))
+    assert done.text == engine.state.tokenizer.decode(list(done.token_ids), skip_special_tokens=True)
 
 
 def test_new_weights_take_over_between_steps(model: Any) -> None:
@@ -140,7 +173,7 @@ def test_new_weights_take_over_between_steps(model: Any) -> None:
     newer = perturbed(model, 0.3)
     engine = make(model)
     engine.submit(request("x", max_tokens=30))
-    while engine.rows.lengths.max() < 12:
+    while engine.state.rows.lengths.max() < 12:
         engine.step()
     engine.load_weights(newer.state_dict(), version=4)
     done = drain(engine)["x"]
@@ -200,41 +233,6 @@ def test_draft_weights_follow_and_a_refused_draft_leaves_the_target_whole(model:
     [after] = engine.generate([[1, 2, 3]], params, seeds=[7])
     assert after.token_ids == reference[0].token_ids
     assert after.stats.num_accepted == after.stats.num_drafted, "a draft with the target's own weights is always right"
-
-
-@pytest.mark.parametrize("steps_before", [0, 1, 5])
-def test_a_moved_sequence_goes_on_with_the_same_tokens(model: Any, steps_before: int) -> None:
-    prompt = tuple(range(40))
-    alone = make(model, speculation="off")
-    [expected] = alone.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True), seeds=[9])
-    source, destination = make(model, prefill_chunk=24), make(model)
-    source.submit(request("stays", prompt, max_tokens=60, seed=1))
-    source.submit(request("moves", prompt, max_tokens=40, seed=9))
-    for _ in range(steps_before):
-        source.step()
-    state = source.export_sequence("moves")
-    source.check_integrity()
-    destination.import_sequence(state)
-    destination.check_integrity()
-    done = drain(destination)["moves"]
-    assert (done.token_ids, done.log_probs) == (expected.token_ids, expected.log_probs)
-    assert set(drain(source)) == {"stays"}
-    if steps_before == 5:  # the KV came along: nothing of the prompt was run again
-        assert len(state.kv) > len(prompt)
-        assert done.stats.num_verifications > 0
-
-
-def test_a_sequence_of_another_model_or_version_is_refused(model: Any, engine: Engine) -> None:
-    engine.submit(request("x"))
-    engine.step()
-    state = engine.export_sequence("x")
-    other = make(random_model("qwen2", seed=1, vocab_size=VOCAB))
-    with pytest.raises(SequenceStateError, match="target_fingerprint"):
-        other.import_sequence(state)
-    newer = make(model)
-    newer.load_weights(model.state_dict(), version=1)
-    with pytest.raises(SequenceStateError, match="weights_version"):
-        newer.import_sequence(state)
 
 
 BAD_REQUESTS = {

@@ -58,7 +58,7 @@ class RandomUser:
             self.left.remove(done.id)
 
     def submit(self, engine: Engine) -> None:
-        if len(engine.sequences) >= 12:
+        if len(engine.state.sequences) >= 12:
             return
         prompt = tuple(int(token) for token in self.rng.integers(0, 3, int(self.rng.integers(1, 36))))
         params = SamplingParams(
@@ -82,6 +82,7 @@ class RandomUser:
         other = self.engines[1 - self.engines.index(engine)]
         if name := self.any_of(engine):
             other.import_sequence(engine.export_sequence(name))
+            assert engine.cancel(name)
 
     def swap(self, _: Engine) -> None:
         self.version += 1
@@ -92,7 +93,7 @@ class RandomUser:
         engine.set_speculation(str(self.rng.choice(["off", "suffix", "model", "adaptive", "model-d3"])))
 
     def any_of(self, engine: Engine) -> str:
-        names = list(engine.sequences)
+        names = list(engine.state.sequences)
         return names[int(self.rng.integers(len(names)))] if names else ""
 
 
@@ -103,7 +104,7 @@ def test_integrity_holds_after_ten_thousand_random_operations() -> None:
         user.act()
         for engine in user.engines:
             engine.check_integrity()
-    assert user.left == {name for engine in user.engines for name in engine.sequences}
+    assert user.left == {name for engine in user.engines for name in engine.state.sequences}
     while any(engine.has_work for engine in user.engines):
         for engine in user.engines:
             user.step(engine)
@@ -125,7 +126,7 @@ def test_no_memory_grows_over_ten_thousand_steps() -> None:
     def run(steps: int) -> None:
         nonlocal submitted
         for _ in range(steps):
-            while len(engine.sequences) < 8:
+            while len(engine.state.sequences) < 8:
                 group = submitted // 4  # prompt groups come and go, as in training
                 prompt = (group % VOCAB, group // VOCAB % VOCAB, 1, 2)
                 params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -133,7 +134,7 @@ def test_no_memory_grows_over_ten_thousand_steps() -> None:
                 submitted += 1
             engine.step()
             owned = {block for sequence in engine.scheduler.running for block in sequence.blocks}
-            assert engine.pool.num_blocks - engine.pool.num_free == len(owned)
+            assert engine.state.pool.num_blocks - engine.state.pool.num_free == len(owned)
 
     tracemalloc.start()
     for mode, most_bytes in ((TREE, 100_000), (SUFFIX_TREE, 100_000), ("off", 100_000), ("adaptive", 1_000_000)):

@@ -51,7 +51,7 @@ def test_every_window_is_the_oracles(speculation: str | Plan, window: int, lengt
     wanted = requests(lengths, seed)
     usual = EngineConfig(max_context=MAX_CONTEXT, max_sequences=2, kv_cache_tokens=1600, profile=False, num_threads=1)
     plain = make_engine(make(), replace(usual, speculation="off"))
-    assert plain.target.report.attentions == (f"4 heads of 16 over 2, scale 0.25, window {window}",)
+    assert plain.reports["model"].attentions == (f"4 heads of 16 over 2, scale 0.25, window {window}",)
     alone = one_by_one(plain, wanted)
     plainly_hf = make()
     plainly_hf.set_attn_implementation("eager")

@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
-from rlhfspec.job import ALGORITHM_DEFAULTS
+from rlhfspec.engine.text import cut_at_stop
+from rlhfspec.job import ALGORITHM_DEFAULTS, FunctionSource
+from rlhfspec.job_file import read_job
+from rlhfspec.scoring.rewards.imports import load_function
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 JOBS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
@@ -47,6 +50,18 @@ def test_an_example_trains(name: str, models: Path, tmp_path: Path) -> None:
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[0]["log_prob_difference"]["max"] < 1e-5
     assert json.loads((out / "manifest.json").read_text())["outcome"] == "completed"
+
+
+def test_own_data_can_earn_its_whole_reward() -> None:
+    """The stop string that ends a response is cut from the text that the reward sees."""
+    job = read_job(EXAMPLES / "own-data.yaml")
+    (source,) = job.spec.rewards.sources
+    assert isinstance(source, FunctionSource)
+    reward = load_function(source.function, EXAMPLES, field="function")
+    text = cut_at_stop("harbour. Ben", tuple(job.spec.generation.stop))
+    assert reward(completion=text, place="harbour", finish_reason="stop") == 1.0
+    assert reward(completion="harbour and so", place="harbour", finish_reason="length") == 0.5
+    assert reward(completion=text, place="market", finish_reason="stop") == 0.0
 
 
 def test_there_is_one_for_every_algorithm() -> None:

@@ -40,7 +40,7 @@ def test_padded_replays_give_the_same_bits(depth: int) -> None:
         )
         for _ in range(2)
     ]
-    runners = [engines[1].target, engines[1].speculation.space.runner]
+    runners = [space.runner for space in engines[1].state.spaces]
     for runner in runners:
         runner.native = None
         runner._graphs = GraphedForward(planned_anew(runner), torch.device("cpu"), capture=call_again)

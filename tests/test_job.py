@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rlhfspec.errors import InvalidRequest, JobError
 from rlhfspec.job import ALGORITHM_DEFAULTS, RLHFJob
 from rlhfspec.job_file import read_job, resolve
+from rlhfspec.job_file.memory import check_memory, free_bytes
 from rlhfspec.job_file.remarks import remarks
 from rlhfspec.job_file.schema import json_schema, structural_schema
 from rlhfspec.job_file.yaml_text import parse
@@ -114,7 +115,8 @@ def test_hub_ids_and_paths(file: Path, written: str, hub: bool) -> None:
 def test_overrides(file: Path) -> None:
     given = [
         "training.steps=3", "spec.training.seed=7", "training.optimizer.learningRate=1e-4", "model.lora.rank=4",
-        "rewards.sources.0.weight=2", 'generation.stop=["\\n"]', "generation.speculation.mode=off", "training.steps=5",
+        "rewards.sources.0.weight=3", "rewards.sources[0].weight=2", 'generation.stop=["\\n"]',
+        "generation.speculation.mode=off", "training.steps=5",
     ]  # fmt: skip
     spec = read_job(file, given).spec
     assert (spec.training.steps, spec.training.seed, spec.training.optimizer.learning_rate) == (5, 7, 1e-4)
@@ -157,6 +159,22 @@ def test_an_algorithm_fills_in_its_defaults_and_keeps_what_is_given(file: Path, 
 def test_messages_take_the_place_of_the_prompt_column(file: Path) -> None:
     dataset = read_job(file, ["dataset.messagesColumn=chat"]).spec.dataset
     assert (dataset.prompt_column, dataset.messages_column) == (None, "chat")
+
+
+def test_what_no_machine_of_this_size_can_hold(file: Path) -> None:
+    with (file.parent / "model" / "model.safetensors").open("wb") as weights:
+        weights.truncate(1 << 30)
+    free = 8 << 30
+
+    def wrong(*overrides: str) -> list[str]:
+        return [finding.field for finding in check_memory(read_job(file, overrides), Path(), available_bytes=free)]
+
+    assert wrong("roles.generator.workers=7") == []
+    assert wrong("roles.generator.workers=9") == ["spec.roles.generator.workers"]
+    assert wrong("roles.generator.workers=9", "generation.dtype=bfloat16") == []
+    assert wrong("training.promptsPerStep=900000") == []
+    assert wrong("training.promptsPerStep=900000", "training.maxStaleness=1") == ["spec.training.promptsPerStep"]
+    assert 0 < free_bytes() < 1 << 62
 
 
 def test_remarks(file: Path) -> None:

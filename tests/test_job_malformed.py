@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,18 +12,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
+from rlhfspec.data import load_rows
 from rlhfspec.errors import JobError
-from rlhfspec.job import RLHFJob
+from rlhfspec.job import Dataset, RLHFJob
 from rlhfspec.job_file import read_job
+from rlhfspec.job_file.yaml_text import parts_of
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 REMOVED = object()
@@ -38,9 +44,11 @@ JOB: dict[str, Any] = {
     },
 }
 HEAD = "apiVersion: rlhfspec.io/v1alpha1\nkind: RLHFJob\nmetadata: {name: sums}\n"
-SOURCE = "rewards.sources.0"
+SOURCE = "rewards.sources[0]"
 TWO = [{"type": "function", "function": "rewards:exact"}, {"type": "function", "function": "rewards:exact"}]
 HTTP = {"type": "http", "url": "http://localhost:1/"}
+PPO = {"algorithm.name": "ppo"}
+JUDGE = {"type": "model", "path": "./judge"}
 
 # What is put where in spec (or from the top, with a leading "/"), the field that is named, and the fix that is named.
 FIELDS: list[tuple[dict[str, Any], str, str]] = [
@@ -75,6 +83,8 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"model.path": REMOVED}, "spec.model.path", "Hugging Face folder or hub id"),
     ({"model.path": ""}, "spec.model.path", "must not be empty"),
     ({"model.path": "./modl"}, "spec.model.path", "did you mean ./model?"),
+    ({"model.path": "modl"}, "spec.model.path", "no such folder; did you mean model?"),
+    ({"model.tokenizer": "confg-only"}, "spec.model.tokenizer", "no such folder; did you mean config-only?"),
     ({"model.path": "/no/such/place"}, "spec.model.path", "no such file or folder"),
     ({"model.path": "./train.jsonl"}, "spec.model.path", "must be a folder"),
     ({"model.drafter": "./empty"}, "spec.model.drafter", "holds no config.json"),
@@ -82,7 +92,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"model.lora": {"targetModules": []}}, "spec.model.lora.targetModules", "all-linear"),
     ({"model.critic": "./model"}, "spec.model.critic", "take algorithm.name: ppo"),
     ({"dataset.path": "./trian.jsonl"}, "spec.dataset.path", "did you mean ./train.jsonl?"),
-    ({"dataset.path": "./rewards.py"}, "spec.dataset.path", ".jsonl or .parquet"),
+    ({"dataset.path": "./rewards.py"}, "spec.dataset.path", ".jsonl, .json or .csv"),
     ({"dataset.path": "./empty"}, "spec.dataset.path", "save_to_disk"),
     ({"dataset.promptColumn": None}, "spec.dataset.promptColumn", "or messagesColumn"),
     ({"dataset.promptColumn": "p", "dataset.messagesColumn": "m"}, "spec.dataset.messagesColumn", "remove it, or"),
@@ -98,8 +108,13 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"algorithm.overlongBuffer": 256}, "spec.algorithm.overlongBuffer", "generation.maxTokens (256)"),
     ({"generation.speculation": {"mode": "modle"}}, "spec.generation.speculation.mode", "did you mean model?"),
     ({"generation.speculation": {"mode": "model"}}, "spec.generation.speculation.mode", "needs model.drafter"),
-    ({"generation.temperature": 0}, "spec.generation.temperature", "must be > 0"),
-    ({"generation.stop": ["\n", ""]}, "spec.generation.stop.1", "must not be empty"),
+    ({"generation.temperature": 0}, "spec.generation.temperature", "must be >= 0.01"),
+    ({"generation.temperature": 1e-30}, "spec.generation.temperature", "must be >= 0.01 and <= 100"),
+    ({"generation.temperature": -1.0}, "spec.generation.temperature", "must be >= 0.01"),
+    ({"generation.temperature": 1e30}, "spec.generation.temperature", "and <= 100"),
+    ({"generation.temperature": float("nan")}, "spec.generation.temperature", "finite number >= 0.01"),
+    ({"generation.temperature": float("inf")}, "spec.generation.temperature", "finite number >= 0.01"),
+    ({"generation.stop": ["\n", ""]}, "spec.generation.stop[1]", "must not be empty"),
     ({"generation.stop": "\n"}, "spec.generation.stop", "must be a list"),
     ({"generation.kvCacheTokens": 100}, "spec.generation.kvCacheTokens", "must be >= dataset.maxPromptTokens"),
     ({"rewards": REMOVED}, "spec.rewards", "is required"),
@@ -108,6 +123,9 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({f"{SOURCE}.type": REMOVED}, f"spec.{SOURCE}", "type must be one of function, model, http"),
     ({f"{SOURCE}.function": REMOVED}, f"spec.{SOURCE}.function", "is required"),
     ({f"{SOURCE}.function": "rewards.exact"}, f"spec.{SOURCE}.function", "must be module:function"),
+    ({f"{SOURCE}.function": ":"}, f"spec.{SOURCE}.function", "must be module:function"),
+    ({f"{SOURCE}.function": "__main__:x"}, f"spec.{SOURCE}.function", "__main__ is the program that runs"),
+    ({f"{SOURCE}.function": "__main__.x:x"}, f"spec.{SOURCE}.function", "__main__ is the program that runs"),
     ({f"{SOURCE}.function": "rewards:exakt"}, f"spec.{SOURCE}.function", "did you mean exact?"),
     ({f"{SOURCE}.function": "reward:exact"}, f"spec.{SOURCE}.function", "did you mean rewards?"),
     ({f"{SOURCE}.function": "broken:f"}, f"spec.{SOURCE}.function", "broken.py is not Python"),
@@ -117,7 +135,28 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({f"{SOURCE}.batched": True, "roles.reward": {"workers": 2}}, f"spec.{SOURCE}.batched", "roles.reward.workers 1"),
     ({"rewards.sources": TWO}, f"spec.{SOURCE}.name", "give each its own name"),
     ({"rewards.sources": [HTTP | {"url": "ftp://x"}]}, f"spec.{SOURCE}.url", "http:// or https://"),
+    ({"rewards.sources": [HTTP | {"url": "http://host:port/"}]}, f"spec.{SOURCE}.url", "must be a URL such as"),
+    ({"rewards.sources": [HTTP | {"url": "http://[/"}]}, f"spec.{SOURCE}.url", "must be a URL such as"),
+    ({"rewards.sources": [HTTP | {"url": "http://${NO_SUCH}/"}]}, f"spec.{SOURCE}.url", "variable NO_SUCH is not set"),
+    ({"rewards.sources": [HTTP | {"headers": {"a b": "x"}}]}, f"spec.{SOURCE}.headers", "is no header name"),
+    ({"rewards.sources": [HTTP | {"headers": {"key": "\n"}}]}, f"spec.{SOURCE}.headers.key", "printable ASCII"),
+    ({"dataset.path": "https://me:pw@host/d.jsonl"}, "spec.dataset.path", "is a URL: download it"),
     ({"rewards.sources": [HTTP | {"headers": {"key": 3}}]}, f"spec.{SOURCE}.headers.key", "must be text"),
+    ({"training.promptsPerStep": 10**8}, "spec.training.promptsPerStep", "800,000,000 samples are in flight at once"),
+    ({"roles.generator": {"workers": 10**6}}, "spec.roles.generator.workers", "each has a model of its own"),
+    ({f"{SOURCE}.function": "wants:anser"}, f"spec.{SOURCE}.function", "did you mean answer?"),
+    ({f"{SOURCE}.function": "raising:f"}, f"spec.{SOURCE}.function", "importing 'raising' raised OSError: no disk"),
+    ({"rewards.sources": [JUDGE | {"path": "./short"}]}, f"spec.{SOURCE}.path", "LlamaForCausalLM is no sequence-"),
+    ({"rewards.sources": [JUDGE]}, f"spec.{SOURCE}.label", "the model has 3 outputs: say which counts"),
+    ({"rewards.sources": [JUDGE | {"label": 3}]}, f"spec.{SOURCE}.label", "the model has 3 outputs, from 0"),
+    ({"model": {"path": "./short", "drafter": "./draft"}, "generation.maxTokens": 9}, "spec.model.drafter", "9 entr"),
+    ({"model.path": "./short", "generation.maxTokens": 128}, "spec.generation.maxTokens", "must be < 128"),
+    ({"model": {"path": "./short", "lora": {"targetModules": ["q_prj"]}}}, "spec.model.lora.targetModules", "q_proj?"),
+    ({"training.optimizer": {"name": "AdamX"}}, "spec.training.optimizer.name", "did you mean Adam"),
+    ({"training.optimizer": {"arguments": {"bettas": 1}}}, "spec.training.optimizer.arguments", "bettas"),
+    ({"training.schedule": {"name": "cosin"}}, "spec.training.schedule.name", "did you mean cosine?"),
+    (PPO | {"training.criticOptimizer": {"name": "LBFGS"}}, "spec.training.criticOptimizer.name", "fit"),
+    ({"dataset.epochs": 1, "training.promptsPerStep": 9}, "spec.training.promptsPerStep", "fewer than the first step"),
     ({"roles.scorer": {}}, "spec.roles.scorer", "unknown key"),
     ({"observability.wandb": {}}, "spec.observability.wandb.project", "is required"),
 ]  # fmt: skip
@@ -159,6 +198,14 @@ DATA: dict[str, tuple[bytes, dict[str, Any], str, str]] = {
     "number": (b'{"prompt": 3}\n', {}, "line 1: spec.dataset.promptColumn", "must be text, not a number"),
     "null": (b'{"prompt": null}\n', {}, "line 1: spec.dataset.promptColumn", "must be text, not null"),
     "blank": (b'{"prompt": ""}\n', {}, "line 1: spec.dataset.promptColumn", "is empty; remove the row"),
+    "half-a-pair": (b'{"prompt": "a\\ud83d"}\n', {}, "line 1: spec.dataset.promptColumn", "half of a character"),
+    "half-a-pair-said": (
+        b'{"m": [{"role": "user", "content": "\\udc00"}]}\n', CHAT, "line 1: spec.dataset.messagesColumn", "half of a"
+    ),
+    "half-a-pair-in-a-name": (b'{"\\ud83d": 1}\n', {}, "line 1: spec.dataset.promptColumn", "this row has \\ud83d"),
+    "row-without-the-argument": (
+        ROW + b'{"prompt": "a"}\n', {}, "spec.rewards.sources[0].function", "line 2 of the data lacks it"
+    ),
     "messages-text": (b'{"m": "hi"}\n', CHAT, "line 1: spec.dataset.messagesColumn", "must be a list"),
     "messages-role": (b'{"m": [{"content": "hi"}]}\n', CHAT, "spec.dataset.messagesColumn", "role must be text"),
     "messages-answered": (
@@ -173,6 +220,13 @@ DATA: dict[str, tuple[bytes, dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
+CONFIGS = {
+    "judge": {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}},
+    "short": {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128, "vocab_size": 8},
+    "draft": {"vocab_size": 9},
+}
+
+
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every path in a job that can be changed, blocks too."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -185,9 +239,9 @@ def edited(edits: dict[str, Any]) -> dict[str, Any]:
     job = copy.deepcopy(JOB)
     for path, value in edits.items():
         holder: Any = job
-        *keys, last = (path[1:] if path.startswith("/") else f"spec.{path}").split(".")
+        *keys, last = parts_of(path[1:] if path.startswith("/") else f"spec.{path}")
         for key in keys:
-            holder = holder[int(key)] if isinstance(holder, list) else holder.setdefault(key, {})
+            holder = holder[key] if isinstance(holder, list) else holder.setdefault(key, {})
         if value is REMOVED:
             del holder[last]
         else:
@@ -205,6 +259,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty").mkdir()
     (folder / "train.jsonl").write_bytes(ROW * 3)
     (folder / "rewards.py").write_text("def exact(completion, answer):\n    return float(completion == answer)\n")
+    (folder / "wants.py").write_text("def anser(completion, anser):\n    return 0.0\n")
+    (folder / "raising.py").write_text("raise OSError('no disk')\ndef f(completion): pass\n")
+    (folder / "hanging.py").write_text("import threading\nthreading.Event().wait()\ndef f(completion): pass\n")
+    for name, config in CONFIGS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    save_file({"model.layers.0.self_attn.q_proj.weight": np.zeros(1)}, folder / "short" / "model.safetensors")
     (folder / "broken.py").write_text("def f(:\n")
     return folder
 
@@ -238,6 +299,12 @@ def test_field(folder: Path, edits: dict[str, Any], field: str, fix: str) -> Non
     assert_refused(file, field, fix)
 
 
+def test_a_function_without_a_name_from_the_jobs_own_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    Path("here.yaml").write_text(yaml.safe_dump(edited({f"{SOURCE}.function": ":"})))
+    assert_refused(Path("here.yaml"), f"spec.{SOURCE}.function", "must be module:function")
+
+
 @pytest.mark.parametrize(("content", "field", "fix"), FILES.values(), ids=list(FILES))
 def test_file(folder: Path, content: bytes, field: str, fix: str) -> None:
     file = folder / "text.yaml"
@@ -258,9 +325,9 @@ def test_parquet(folder: Path) -> None:
     file.write_text(yaml.safe_dump(edited({"dataset.path": "./data.parquet"})))
     (folder / "data.parquet").write_bytes(b"PAR1 and no more")
     assert_refused(file, "spec.dataset.path", "not a readable Parquet file")
-    table = pyarrow.table({"prompt": ["a", "b"], "score": [1.0, float("nan")]})
+    table = pyarrow.table({"prompt": ["a", "b"], "answer": ["a", "b"], "score": [1.0, float("nan")]})
     pyarrow.parquet.write_table(table, folder / "data.parquet")
-    assert_refused(file, "row 2: spec.dataset.path", "column score is not a finite number")
+    assert CliRunner().invoke(app, ["validate", str(file)]).exit_code == 0, "a reward gets null"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +337,7 @@ def test_parquet(folder: Path) -> None:
         ("trainig.steps=3", "--set trainig.steps=3: spec.trainig", "did you mean training?"),
         ("training.steps=0", "--set training.steps=0: spec.training.steps", "must be >= 1"),
         ("training.steps", "--set", "must look like training.steps=3"),
-        ("rewards.sources.4.weight=2", "spec.rewards.sources.4.weight", "no block"),
+        ("rewards.sources.4.weight=2", "spec.rewards.sources[4].weight", "no block"),
         ("training.steps.more=2", "spec.training.steps.more", "no block"),
         ("model.path=[", "spec.model.path", "is not YAML"),
     ],
@@ -287,6 +354,66 @@ def test_override(folder: Path, override: str, field: str, fix: str) -> None:
 def test_no_such_file(folder: Path, name: str, fix: str) -> None:
     (folder / "good.yaml").touch()
     assert_refused(folder / name, "file", fix)
+
+
+@pytest.mark.timeout(20)  # what reads a pipe waits for its writer
+def test_a_pipe_is_refused_as_job_and_as_data(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.jsonl")
+    assert_refused(folder / "pipe.jsonl", "file", "must be a regular file")
+    file = folder / "piped.yaml"
+    file.write_text(yaml.safe_dump(edited({"dataset.path": "./pipe.jsonl"})))
+    assert_refused(file, "spec.dataset.path", "must be a regular file")
+    with pytest.raises(JobError, match=r"must be a regular file"):
+        load_rows(Dataset(path=str(folder / "pipe.jsonl")))
+
+
+def test_an_import_that_hangs_is_named_by_its_source(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rlhfspec.scoring.rewards.imports.IMPORT_SECONDS", 0.05)
+    path = list(sys.path)
+    file = folder / "hanging.yaml"
+    file.write_text(yaml.safe_dump(edited({f"{SOURCE}.function": "hanging:f"})))
+    assert_refused(file, f"spec.{SOURCE}.function", "importing 'hanging' took longer than 0.05 s")
+    assert f"spec.{SOURCE}.function: importing 'hanging' takes long; it is given up after 0.05 s" in caplog.text
+    monkeypatch.setattr(sys, "path", path)
+
+
+def test_a_package_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhfspec.telemetry.trackers.find_spec", lambda name: None)
+    file = folder / "wandb.yaml"
+    file.write_text(yaml.safe_dump(edited({"observability.wandb": {"project": "p"}})))
+    assert_refused(file, "spec.observability.wandb", "needs a package: pip install wandb")
+
+
+SECRET = "s3cr3t"
+ENDPOINT = f"http://me:{SECRET}@host/?key={SECRET}"
+WITH_SECRETS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"rewards.sources": [HTTP | {"headers": {"key": [SECRET]}}]}, []),
+    ({"rewards.sources": [HTTP | {"headers": f"key: {SECRET}"}]}, []),
+    ({"rewards.sources": [HTTP | {"headers": {"key": f"{SECRET}\n"}}]}, []),
+    ({"rewards.sources": [HTTP | {"url": f"htp://me:{SECRET}@host/"}]}, []),
+    ({"rewards.sources": [HTTP | {"url": f"me:{SECRET}@host/"}]}, []),
+    ({"rewards.sources": [HTTP | {"url": ENDPOINT}] * 2}, []),
+    ({"dataset.path": ENDPOINT}, []),
+    ({"model.path": ENDPOINT}, []),
+    ({}, [f"dataset.path={ENDPOINT}"]),
+    ({}, [f"rewards.sources[0].url=ftp://me:{SECRET}@host"]),
+    ({}, [f"rewards.sources[0].headers={{key: 3, other: {SECRET}}}"]),
+    ({}, [f"rewards.sources=[{{type: http, url: '{ENDPOINT}', headers: {{k: {SECRET}}}, weight: x}}]"]),
+    ({}, [f"rewards.sources=[{{type: http, url: 'me:{SECRET}@host'}}]"]),
+    ({}, [f"rewards.sources[0].headers.key:{SECRET}"]),
+]
+
+
+@pytest.mark.parametrize(("edits", "overrides"), WITH_SECRETS)
+def test_no_refusal_repeats_a_secret(folder: Path, edits: dict[str, Any], overrides: list[str]) -> None:
+    file = folder / "secret.yaml"
+    file.write_text(yaml.safe_dump(edited(edits)))
+    sets = [word for override in overrides for word in ("--set", override)]
+    result = CliRunner().invoke(app, ["validate", str(file), *sets])
+    assert result.exit_code == 2, result.output
+    assert SECRET not in result.output
 
 
 def test_every_problem_is_said_at_once(folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.kernels.kv_pack import pack_blocks, pack_slots, unpack_blocks, unpack_slots
+from rlhfspec.kernels.kv_pack import pack_slots, pack_slots_reference, unpack_slots, unpack_slots_reference
 
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
 
@@ -68,17 +68,14 @@ def check_arrival(packed: torch.Tensor, target: torch.Tensor, places: list[int])
 
 @settings(max_examples=40)
 @given(data=st.data(), shape=kv_shapes, dtype=dtypes)
-def test_blocks_survive_the_journey(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    ids = data.draw(some_of(shape[0]))
+def test_the_kernel_copies_what_torch_copies(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    slots = data.draw(some_of(shape[0] * shape[3]))
     source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
-    packed = pack_blocks(source, ids)
-    assert torch.equal(bits(packed), bits(source)[ids.long()])
-    places = data.draw(st.permutations(range(shape[0])))[: len(ids)]
-    before = bits(target).clone()
-    unpack_blocks(packed, target, torch.tensor(places, dtype=torch.int32))
-    for block in range(shape[0]):
-        expected = bits(packed[places.index(block)]) if block in places else before[block]
-        assert torch.equal(bits(target)[block], expected)
+    packed, expected = pack_slots(source, slots), target.clone()
+    assert torch.equal(bits(packed), bits(pack_slots_reference(source, slots)))
+    unpack_slots_reference(packed, expected, slots)
+    unpack_slots(packed, target, slots)
+    assert torch.equal(bits(target), bits(expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,7 +89,6 @@ def test_triton_copies_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype)
     slots = (
         torch.tensor([num_slots - 1, 0, num_slots // 2], dtype=torch.int32)[:num_slots].unique().flip(0).to(torch.int32)
     )
-    ids = torch.tensor([shape[0] - 1, 0], dtype=torch.int32)
     source, target = random_kv(shape, dtype, 1).to(device), random_kv(shape, dtype, 2).to(device)
 
     packed = kv_pack_triton.pack_slots(source, slots.to(device))
@@ -100,12 +96,6 @@ def test_triton_copies_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype)
     expected = target.cpu()
     unpack_slots(packed.cpu(), expected, slots)
     kv_pack_triton.unpack_slots(packed, target, slots.to(device))
-    assert torch.equal(bits(target.cpu()), bits(expected))
-
-    packed = kv_pack_triton.pack_blocks(source, ids.to(device))
-    assert torch.equal(bits(packed.cpu()), bits(pack_blocks(source.cpu(), ids)))
-    unpack_blocks(packed.cpu(), expected, ids)
-    kv_pack_triton.unpack_blocks(packed, target, ids.to(device))
     assert torch.equal(bits(target.cpu()), bits(expected))
 
 
@@ -129,11 +119,3 @@ def test_what_does_not_fit_is_refused_by_name(name: str, changes: dict[str, Any]
     }
     with pytest.raises(ValueError, match=f"^{name}: "):
         unpack_slots(**(good | changes))
-
-
-def test_blocks_outside_the_cache_are_refused() -> None:
-    kv = torch.zeros(4, 3, 2, 16, 2, 8)
-    with pytest.raises(ValueError, match=r"^block_ids: must be in \[0, 4\)"):
-        pack_blocks(kv, torch.tensor([4], dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"^block_ids: must not repeat"):
-        unpack_blocks(kv[:2], kv, torch.tensor([1, 1], dtype=torch.int32))

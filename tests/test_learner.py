@@ -54,26 +54,26 @@ def learner(settings: job.Spec) -> Learner:
     return Learner(settings, model, critic() if settings.algorithm.name == "ppo" else None, num_threads=1)
 
 
-def rollouts(seed: int = 0, *, version: int = 0) -> Rollouts:
-    """Eight samples of two prompts. Log-probs are those of the policy before its first step."""
+def rollouts(seed: int = 0, *, version: int = 0, num_samples: int = 8) -> Rollouts:
+    """Samples of two prompts. Log-probs are those of the policy before its first step."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 25, (8,), generator=generator)
-    prompts = tuple((3, 4, 5) if place < 4 else (6, 7) for place in range(8))
+    lengths = torch.randint(1, 25, (num_samples,), generator=generator)
+    prompts = tuple((3, 4, 5) if place < 4 else (6, 7) for place in range(num_samples))
     token_ids = torch.randint(97, (int(lengths.sum()),), generator=generator)
     packed = pack_sequences(prompts, [part.tolist() for part in token_ids.split(lengths.tolist())])
     with torch.no_grad():
         out = TorchForward(policy(), 0.9)(packed)
     noise = 0.1 * torch.randn(len(token_ids), generator=generator)
     return Rollouts(
-        ids=tuple(f"j/1/{place // 4}/{place % 4}" for place in range(8)),
-        group_index=torch.tensor([0] * 4 + [1] * 4),
+        ids=tuple(f"j/1/{place // 4}/{place % 4}" for place in range(num_samples)),
+        group_index=torch.arange(num_samples) // 4,
         lengths=lengths,
         prompt_token_ids=prompts,
         token_ids=token_ids,
         generator_log_probs=out.log_probs,
         log_probs=out.untempered,
         weights_versions=torch.full((len(token_ids),), version),
-        rewards=torch.randn(8, generator=generator, dtype=torch.float64),
+        rewards=torch.randn(num_samples, generator=generator, dtype=torch.float64),
         reward_components={},
         reference_log_probs=out.log_probs + noise,
         values=0.5 * noise,
@@ -153,6 +153,20 @@ def test_old_log_probs_are_from_before_the_first_update() -> None:
     assert torch.allclose(report.log_probs, rollouts().generator_log_probs, atol=1e-5)
     assert report.metrics["log_prob_difference_max"] < 1e-5
     assert report.metrics["approximate_kl"] > 1e-4  # the later epochs have moved
+
+
+@pytest.mark.parametrize("updates", [{"miniBatches": 2}, {"epochs": 3}])
+def test_kl_and_entropy_are_of_the_policy_that_sampled(updates: dict[str, int]) -> None:
+    """Not of one that some of the step's updates have moved already; so their number is nothing to them."""
+    one, several = (learner(spec(algorithm={"klEstimator": "k1"}, **more)).learn(rollouts()) for more in ({}, updates))
+    step = rollouts()
+    assert step.reference_log_probs is not None
+    k1 = float((step.generator_log_probs - step.reference_log_probs).double().mean())
+    for report in (one, several):
+        assert math.isclose(report.metrics["kl_k1"], k1, abs_tol=1e-6)
+        assert report.metrics["kl_k3"] > 0
+    assert math.isclose(one.metrics["entropy"], several.metrics["entropy"], rel_tol=1e-6)
+    assert several.metrics["approximate_kl"] > 1e-4, "it has moved"
 
 
 def test_the_difference_to_the_generator_is_reported() -> None:
@@ -321,21 +335,21 @@ def test_schedules_rise_and_fall() -> None:
 @pytest.mark.parametrize(
     ("settings", "field", "problem"),
     [
-        ({"optimizer": {"name": "AdamX"}}, "training.optimizer.name", "did you mean Adam"),
-        ({"optimizer": {"name": "Adamw"}}, "training.optimizer.name", "did you mean AdamW"),
-        ({"optimizer": {"name": "LBFGS"}}, "training.optimizer.name", "several times"),
-        ({"optimizer": {"name": "nowhere:Adam"}}, "training.optimizer.name", "cannot import nowhere"),
-        ({"optimizer": {"name": "json:JSONDecoder"}}, "training.optimizer.name", "no Optimizer"),
-        ({"optimizer": {"arguments": {"bettas": [0.9, 0.99]}}}, "training.optimizer.arguments", "bettas"),
-        ({"optimizer": {"arguments": {"weight_decay": -1.0}}}, "training.optimizer.arguments", "weight_decay"),
-        ({"optimizer": {"arguments": {"lr": 1.0}}}, "training.optimizer.arguments", "learningRate"),
-        ({"schedule": {"name": "cosin"}}, "training.schedule.name", "did you mean cosine"),
-        ({"schedule": {"name": "ReduceLROnPlateau"}}, "training.schedule.name", "noisy"),
-        ({"schedule": {"name": "linear", "arguments": {"a": 1}}}, "training.schedule.arguments", "takes none"),
-        ({"schedule": {"name": "StepLR"}}, "training.schedule.arguments", "step_size"),
+        ({"optimizer": {"name": "AdamX"}}, "spec.training.optimizer.name", "did you mean Adam"),
+        ({"optimizer": {"name": "Adamw"}}, "spec.training.optimizer.name", "did you mean AdamW"),
+        ({"optimizer": {"name": "LBFGS"}}, "spec.training.optimizer.name", "several times"),
+        ({"optimizer": {"name": "nowhere:Adam"}}, "spec.training.optimizer.name", "cannot import nowhere"),
+        ({"optimizer": {"name": "json:JSONDecoder"}}, "spec.training.optimizer.name", "no Optimizer"),
+        ({"optimizer": {"arguments": {"bettas": [0.9, 0.99]}}}, "spec.training.optimizer.arguments", "bettas"),
+        ({"optimizer": {"arguments": {"weight_decay": -1.0}}}, "spec.training.optimizer.arguments", "weight_decay"),
+        ({"optimizer": {"arguments": {"lr": 1.0}}}, "spec.training.optimizer.arguments", "learningRate"),
+        ({"schedule": {"name": "cosin"}}, "spec.training.schedule.name", "did you mean cosine"),
+        ({"schedule": {"name": "ReduceLROnPlateau"}}, "spec.training.schedule.name", "noisy"),
+        ({"schedule": {"name": "linear", "arguments": {"a": 1}}}, "spec.training.schedule.arguments", "takes none"),
+        ({"schedule": {"name": "StepLR"}}, "spec.training.schedule.arguments", "step_size"),
         (
             {"schedule": {"name": "StepLR", "warmupSteps": 2, "arguments": {"step_size": 2}}},
-            "training.schedule.warmupSteps",
+            "spec.training.schedule.warmupSteps",
             "warm up",
         ),
     ],

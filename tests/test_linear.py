@@ -16,14 +16,13 @@ from rlhfspec.kernels import linear as kernels
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import (
     ACTIVATIONS,
-    FusedRMSNorm,
     PackedGatedMLP,
     PackedLinear,
     RowInvariantActivation,
     arithmetic_for,
     available_arithmetics,
-    fused_rms_norm,
 )
+from rlhfspec.kernels.norm import FusedRMSNorm, fused_rms_norm, rms_norm_twin
 
 FP32, BF16 = torch.float32, torch.bfloat16
 needs_library = pytest.mark.skipif(build.load() is None, reason=f"no kernel library: {build.unavailable_reason()}")
@@ -164,11 +163,11 @@ def test_avx2_and_avx512_give_the_same_bits(dtype: torch.dtype, monkeypatch: pyt
     results = []
     for isa in ("avx2", "avx512"):
         monkeypatch.setenv("RLHFSPEC_ISA", isa)
-        kernels._native.cache_clear()
+        kernels.native_kernel.cache_clear()
         kernels.matmul_kernel.cache_clear()
         activations = [RowInvariantActivation(name)(x * 5) for name in ACTIVATIONS]  # type: ignore[arg-type]
         results.append([layer(wide), mlp(x), norm(x), *activations])
-    kernels._native.cache_clear()
+    kernels.native_kernel.cache_clear()
     kernels.matmul_kernel.cache_clear()
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -356,9 +355,9 @@ def test_an_activation_does_not_depend_on_where_its_element_stands(name: str) ->
 def test_rms_norm(width: int, add_one: bool) -> None:
     x, weight = torch.randn(300, width) * 3, torch.randn(width)
     ours = fused_rms_norm(x, weight, 1e-5, add_one=add_one)
-    exact = kernels.rms_norm_twin(x.double(), weight.double(), 1e-5, add_one=add_one)
+    exact = rms_norm_twin(x.double(), weight.double(), 1e-5, add_one=add_one)
     torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=1e-7)
-    twin = kernels.rms_norm_twin(x, weight, 1e-5, add_one=add_one)
+    twin = rms_norm_twin(x, weight, 1e-5, add_one=add_one)
     torch.testing.assert_close(ours, twin, rtol=2e-6, atol=1e-7)
     assert differing_batches(FusedRMSNorm(weight, 1e-5, add_one=add_one), x) == [] or build.load() is None
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+from stages import a_job
 
 from rlhfspec import loop
 from rlhfspec.job import Roles
-from rlhfspec.records import Load, Record, Sample, StepReport, Weights
+from rlhfspec.records import Heartbeat, Record, Sample
 from rlhfspec.transport.dead_letters import dead_letter_subject
 
 PRODUCED = {record for stage in loop.STAGES for record in stage.produces}
@@ -21,9 +22,14 @@ def test_names_are_unique_and_are_what_a_consumer_name_can_be_made_of() -> None:
 
 
 def test_every_record_is_produced_and_what_no_stage_reads_is_for_eyes() -> None:
-    assert set(get_args(Record)) == PRODUCED
-    assert {record for record in PRODUCED if not loop.consumers_of(record)} == {Load, StepReport}
-    assert all(any(record in o.consumes for o in loop.OBSERVERS) for record in (Load, StepReport))
+    assert set(get_args(Record)) == PRODUCED | {Heartbeat}, "of a process, not of a stage"
+    signals = {record for record, kind in loop.KINDS.items() if kind == "signal"}
+    assert {record for record in get_args(Record) if not loop.consumers_of(record)} == signals, "no stage needs them"
+    assert all(any(record in o.consumes for o in loop.OBSERVERS) for record in signals)
+
+
+def test_every_record_has_a_kind() -> None:
+    assert set(loop.KINDS) == set(get_args(Record))
 
 
 @pytest.mark.parametrize("stage", loop.STAGES, ids=lambda stage: stage.name)
@@ -44,11 +50,19 @@ def test_every_stage_has_a_role_in_the_job() -> None:
 
 
 def test_subjects_are_one_a_record_and_beside_the_dead_letters() -> None:
-    subjects = {loop.subject("sums", record) for record in get_args(Record)}
-    assert len(subjects | {loop.dead_letters("sums")}) == len(get_args(Record)) + 1
-    assert {dead_letter_subject(subject) for subject in subjects} == {loop.dead_letters("sums")}
+    subjects = {loop.subject("sums", "3f2a", record) for record in get_args(Record)}
+    assert len(subjects | {loop.dead_letters("sums", "3f2a")}) == len(get_args(Record)) + 1
+    assert {dead_letter_subject(subject) for subject in subjects} == {loop.dead_letters("sums", "3f2a")}
 
 
-def test_workers_compete_but_for_what_each_of_them_needs() -> None:
-    assert loop.consumer_name(Sample, "critic", 0) == loop.consumer_name(Sample, "critic", 1) == "critic"
-    assert loop.consumer_name(Weights, "critic", 0) != loop.consumer_name(Weights, "critic", 1)
+def test_a_crash_of_the_trainer_uses_up_no_delivery() -> None:
+    """Each of its crashes counts as a delivery of everything it holds."""
+    trainer = {consumer.name: consumer for consumer in loop.work_consumers(Sample, {"trainer", "reward"})}["trainer"]
+    assert trainer.max_deliveries is None
+
+
+def test_the_stages_that_run_follow_from_the_algorithm() -> None:
+    assert set(loop.workers_of(a_job())) == {"prompts", "generator", "reward", "trainer"}
+    ppo = a_job(algorithm={"name": "ppo", "klCoefficient": 0.1}, roles={"generator": {"workers": 2}})
+    assert set(loop.workers_of(ppo)) == {stage.name for stage in loop.STAGES}
+    assert loop.workers_of(ppo)["generator"] == 2

@@ -15,7 +15,8 @@ from rlhfspec.learning.aggregation import per_token, sample_sums, token_weights
 from rlhfspec.learning.algorithms import Targets, TokenTerms, policy_terms, value_terms
 from rlhfspec.learning.importance import sequence_ratio, token_ratio, truncated_importance_weights
 from rlhfspec.learning.kl import kl_estimate
-from rlhfspec.learning.losses import clipped_policy_loss, entropy_from_logits
+from rlhfspec.learning.losses import clipped_policy_loss
+from rlhfspec.modeling.log_probs import entropy_of
 
 NUMBERS = json.loads((Path(__file__).parent / "data" / "learning_numbers.json").read_text())
 MAX_TOKENS = NUMBERS["max_tokens"]
@@ -147,7 +148,7 @@ def test_aggregation_equals_verl(case: Case) -> None:
 @pytest.mark.parametrize("case", cases("verl.entropy"))
 def test_entropy_equals_verl(case: Case) -> None:
     logits = torch.tensor(case["parameters"]["logits"], dtype=torch.float64)
-    assert_close(entropy_from_logits(logits), output(case, "entropy"))
+    assert_close(entropy_of(logits), output(case, "entropy"))
 
 
 # Laws --------------------------------------------------------------------------------------------------------------

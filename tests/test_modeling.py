@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhfspec import job
@@ -236,7 +237,24 @@ def test_a_damaged_critic_folder_is_named(folder: str, tmp_path: Path) -> None:
     load_critic(job.Model(path=folder)).save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 56, "head_dim": 14}))
-    with pytest.raises(InvalidRequest, match=r"model\.critic: weights do not fit"):
+    with pytest.raises(
+        InvalidRequest, match=r"model\.critic: is no critic that can be loaded: size mismatch for score"
+    ):
+        load_critic(job.Model(path=folder, critic=str(tmp_path)))
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(InvalidRequest, match=r"model\.critic: is no critic that can be loaded"):
+        load_critic(job.Model(path=folder, critic=str(tmp_path)))
+
+
+def test_a_critic_of_other_or_cut_weights_is_named(folder: str, tmp_path: Path) -> None:
+    load_critic(job.Model(path=folder)).save(tmp_path)
+    file = tmp_path / "critic.safetensors"
+    weights = load_file(file)
+    save_file({name: tensor for name, tensor in weights.items() if "norm" not in name}, file)
+    with pytest.raises(InvalidRequest, match=r"model\.critic: its checkpoint lacks \d+ weights: trunk\.layers\.0"):
+        load_critic(job.Model(path=folder, critic=str(tmp_path)))
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(InvalidRequest, match=r"model\.critic: is no critic that can be loaded: Error while"):
         load_critic(job.Model(path=folder, critic=str(tmp_path)))
 
 

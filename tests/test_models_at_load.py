@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rlhfspec import job
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
@@ -18,8 +21,11 @@ from rlhfspec.errors import InvalidRequest, SequenceStateError, UnsupportedModel
 from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.attention import use_eager_experts
 from rlhfspec.huggingface.causal_lm import Anatomy
+from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.probes import Probe, choose
 from rlhfspec.huggingface.reference import Answer, Reference
+from rlhfspec.modeling.critic import load_critic
+from rlhfspec.modeling.loading import load_policy, load_reference
 from rlhfspec.sweep.verdict import judge
 from rlhfspec.sweep.ways import one_by_one
 from rlhfspec.tiny import perturbed, random_model
@@ -246,7 +252,7 @@ def test_a_sequence_of_another_model_of_the_same_shape_is_refused(other: str) ->
     source.submit(_request())
     source.step()
     state = source.export_sequence("a")
-    with pytest.raises(SequenceStateError, match="fingerprint"):
+    with pytest.raises(SequenceStateError, match=r"fingerprint|architecture"):
         engine_of(model).import_sequence(state)
     same = engine_of(tiny_model(tiny_config(kind)))
     same.import_sequence(state)
@@ -264,12 +270,12 @@ def test_new_weights_change_the_fingerprint_and_the_old_ones_bring_it_back() -> 
     model = tiny_model(tiny_config("mixtral"))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine = engine_of(model)
-    before = engine.target.fingerprint()
+    before = engine.state.target.runner.fingerprint()
     changed = {name: tensor + 1e-3 for name, tensor in state.items()}
     engine.load_weights(changed, version=1)
-    assert engine.target.fingerprint() != before
+    assert engine.state.target.runner.fingerprint() != before
     engine.load_weights(state, version=2)
-    assert engine.target.fingerprint() == before
+    assert engine.state.target.runner.fingerprint() == before
 
 
 def test_experts_loaded_later_are_those_loaded_first() -> None:
@@ -292,3 +298,100 @@ def test_every_row_of_a_mixture_is_counted_once() -> None:
     assert len(rows) == 4
     assert {sum(counts) for counts in rows.values()} == {2 * (5 + 6)}, "2 experts a row; the last token is never run"
     assert engine_of(random_model("llama", seed=0)).stats().expert_rows == {}
+
+
+# ---- checkpoints that are not the model's ---------------------------------------------------------------------------
+
+
+def saved(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A tiny model whose weights on the disk were changed."""
+    random_model("llama", seed=0).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def without_a_layer(weights: dict[str, Tensor]) -> None:
+    for name in [name for name in weights if ".layers.1." in name]:
+        del weights[name]
+
+
+def with_another_layer(weights: dict[str, Tensor]) -> None:
+    weights["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2, 2)
+
+
+def with_a_wrong_shape(weights: dict[str, Tensor]) -> None:
+    weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(3, 5)
+
+
+LAYER = r"lacks 9 weights: model\.layers\.1\.input_layernorm\.weight, .*, \.\.\. \(got"
+OTHER_WEIGHTS = {
+    "fewer": (without_a_layer, LAYER),
+    "more": (with_another_layer, r"has 1 weight: model\.layers\.9\.mlp\.up_proj\.weight that the model"),
+    "misshapen": (with_a_wrong_shape, r"has 1 weight: model\.layers\.0\.self_attn\.q_proj\.weight 3x5, not 48x48"),
+    "no head": (lambda weights: weights.pop("lm_head.weight"), r"lacks 1 weight: lm_head\.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "said"), OTHER_WEIGHTS.values(), ids=OTHER_WEIGHTS)
+def test_weights_are_never_drawn_at_random_nor_left_out(change: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        load_model(saved(tmp_path, change))
+
+
+@pytest.mark.parametrize("role", ["path", "reference", "critic"])
+def test_the_role_whose_weights_lack_is_named(role: str, tmp_path: Path) -> None:
+    block = job.Model(path=str(tmp_path)) if role == "path" else job.Model(path="other", **{role: str(tmp_path)})
+    load = {"path": load_policy, "reference": load_reference, "critic": load_critic}[role]
+    saved(tmp_path, without_a_layer)
+    with pytest.raises(InvalidRequest, match=rf"model\.{role}: its checkpoint {LAYER}"):
+        load(block)
+
+
+def test_a_drafter_whose_weights_lack_is_named(tmp_path: Path) -> None:
+    random_model("llama", seed=0).save_pretrained(tmp_path / "model")
+    with pytest.raises(InvalidRequest, match=f"drafter: its checkpoint {LAYER}"):
+        Engine.from_pretrained(tmp_path / "model", drafter=saved(tmp_path / "drafter", without_a_layer))
+
+
+@pytest.mark.parametrize(
+    ("kind", "old"),
+    [("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"), ("gpt2", "transformer.h.0.attn.masked_bias")],
+)
+def test_tied_weights_and_old_buffers_do_not_count(kind: str, old: str, tmp_path: Path) -> None:
+    model = tiny_model(tiny_config(kind, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    save_file(weights | {old: torch.ones(4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    read = load_model(tmp_path).state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_critic_may_begin_from_a_classifier(tmp_path: Path) -> None:
+    """Its own head is new, so another's head, or none, is nothing that it lacks."""
+
+    def as_a_classifier(weights: dict[str, Tensor]) -> None:
+        weights["score.weight"] = torch.ones(1, weights.pop("lm_head.weight").shape[1])
+
+    load_critic(job.Model(path="other", critic=str(saved(tmp_path, as_a_classifier))))
+    with pytest.raises(InvalidRequest, match=r"lacks 1 weight: lm_head\.weight, and has 1 weight: score\.weight"):
+        load_model(tmp_path)
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut in the header": lambda content: content[:50],
+    "cut in a tensor": lambda content: content[:-100],
+    "other bytes": lambda content: b"\xff" * len(content),
+    "a header that is no JSON": lambda content: content[:8] + b"[" + content[9:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_files_are_one_line(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    file = saved(tmp_path, lambda weights: None) / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(InvalidRequest, match="path: not a loadable Hugging Face causal LM: Error while"):
+        load_model(tmp_path)

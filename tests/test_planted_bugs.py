@@ -154,7 +154,7 @@ def test_the_proof_at_load_refuses_it(name: str, dtype: str, monkeypatch: pytest
     bug = BUGS[name]
     if (name, dtype) == ("scale changed, layer by layer", "bfloat16"):
         pytest.skip("1 % of a scale, and scores that are capped: less than the proof's tolerance of rounding")
-    assert load(bug.make(), dtype).target.report.difference < 0.02
+    assert load(bug.make(), dtype).reports["model"].difference < 0.02
     bug.plant(monkeypatch)
     with pytest.raises(UnsupportedModel, match="logits differ from Hugging Face's"):
         load(bug.make(), dtype)
@@ -173,11 +173,11 @@ def test_a_one_call_decoder_with_other_windows_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = BUGS["window off by one"].make()
-    assert load(make).target.report.path == "native"
+    assert load(make).reports["model"].path == "native"
     genuine = native.DecoderParts
     monkeypatch.setattr(
         native, "DecoderParts", lambda trunk, head, scale, windows: genuine(trunk, head, scale, [0] * 4)
     )
     with caplog.at_level(logging.WARNING):
-        assert load(make).target.report.path == "layers"
+        assert load(make).reports["model"].path == "layers"
     assert "other bits than the layers" in caplog.text

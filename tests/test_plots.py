@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
+from rlhfspec.telemetry.evaluations import example_evaluation
 from rlhfspec.telemetry.metrics import StepMetrics, example_step
 from rlhfspec.telemetry.plots import compare, comparison_figure, ends, overview, overview_figure
 
@@ -37,11 +38,16 @@ def test_every_panel_shows_its_numbers() -> None:
     steps = a_run(12)
     figure = overview_figure(steps, title="sums")
     assert values(panel(figure, "reward")) == [metrics.reward.mean for metrics in steps]
-    assert values(panel(figure, "KL")) == [metrics.kl for metrics in steps]
+    assert values(panel(figure, "KL")) == [metrics.kl_k3 for metrics in steps]
+    assert values(panel(figure, "loss of the policy")) == [-0.01] * 12
+    assert values(panel(figure, "loss of the policy"), 1) == [0.002] * 12
+    assert values(panel(figure, "gradient norm")) == [0.8] * 12
+    assert values(panel(figure, "clipped")) == [2.0] * 12
+    assert values(panel(figure, "entropy")) == [1.5] * 12
     assert values(panel(figure, "response length, tokens")) == [27.5] * 12
     assert values(panel(figure, "response length, tokens"), 1) == [60] * 12
     assert values(panel(figure, "tokens/s")) == [1234.5] * 12
-    assert values(panel(figure, "accepted")) == [1.75] * 12
+    assert values(panel(figure, "accepted per verification")) == [1.75] * 12
     assert "0.0100 to 0.120" in panel(figure, "reward").get_title(loc="left")
 
 
@@ -71,10 +77,51 @@ def test_the_smoothed_line_follows_the_means() -> None:
     assert values(axis, 1)[20:80] == pytest.approx([metrics.reward.mean for metrics in steps][20:80])
 
 
-def test_what_a_job_does_not_have_is_said() -> None:
-    figure = overview_figure(a_run(9, kl=False), title="sums")
-    assert panel(figure, "KL").texts[0].get_text() == "no reference in this job"
-    assert panel(figure, "accepted").texts[0].get_text() == "nothing was drafted"
+def test_what_a_job_does_not_have_takes_no_room() -> None:
+    steps = [replace(metrics, tokens_per_second=None) for metrics in a_run(9, kl=False)]
+    titles = " ".join(axis.get_title(loc="left") for axis in overview_figure(steps, title="sums").axes)
+    assert not any(word in titles for word in ("KL", "accepted", "tokens/s", "critic", "explained", "source"))
+
+
+def test_a_critic_and_several_rewards_get_panels() -> None:
+    steps = [
+        replace(
+            metrics,
+            value_loss=0.5,
+            explained_variance=-7.0 if metrics.step == 1 else 0.25,
+            learning={"critic_grad_norm": 0.4},
+            reward_components={"exact": 0.1, "format": 0.9},
+        )
+        for metrics in a_run(3)
+    ]
+    figure = overview_figure(steps, title="sums")
+    assert values(panel(figure, "loss of the critic")) == [0.5] * 3
+    assert values(panel(figure, "gradient norm"), 1) == [0.4] * 3
+    sources = panel(figure, "rewards by source")
+    assert [(line.get_label(), float(line.get_ydata()[0])) for line in sources.lines[:2]] == [  # type: ignore[index, arg-type]
+        ("exact", 0.1),
+        ("format", 0.9),
+    ]
+    explained = panel(figure, "explained variance")
+    assert values(explained) == [-1.0, 0.25, 0.25], "an early value far below hides no other"
+
+
+def test_the_estimator_of_the_kl_is_named_and_k3_stands_beside_it() -> None:
+    steps = [replace(metrics, kl={"k1": -0.01, "k3": 0.002}) for metrics in a_run(3)]
+    lines = panel(overview_figure(steps, title="sums"), "KL").lines[:2]
+    assert [(line.get_label(), float(line.get_ydata()[0])) for line in lines] == [("k1", -0.01), ("k3", 0.002)]  # type: ignore[index, arg-type]
+
+
+def test_evaluations_are_drawn_over_the_rewards_with_the_best_marked() -> None:
+    runs = [example_evaluation(step=step, reward=reward) for step, reward in ((0, 0.1), (5, 0.9), (10, 0.5))]
+    for figure in (
+        overview_figure(a_run(10), title="sums", evaluations=runs),
+        comparison_figure({"reward A": a_run(10)}, evaluations={"reward A": runs}),
+    ):
+        axis = panel(figure, "reward")
+        assert values(axis, 1) == [0.1, 0.9, 0.5]
+        assert (values(axis, 2), axis.lines[2].get_label()) == ([0.9], "best: 0.900 after step 5")
+        assert axis.get_xlim()[0] < 0, "an evaluation before training is seen"
 
 
 def test_compared_runs_share_their_scale() -> None:
@@ -98,7 +145,7 @@ def test_a_picture_is_written_whole(tmp_path: Path, num_steps: int) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["training.png"]
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG")
-    assert struct.unpack(">II", data[16:24]) == (1540, 770)
+    assert struct.unpack(">II", data[16:24]) == (1980, 1100)
 
 
 def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from rlhfspec.scoring.rewards import RewardSources
 from rlhfspec.scoring.rewards.attempts import delay_seconds
 from rlhfspec.scoring.rewards.base import CallFailed, number, numbers_of
 from rlhfspec.scoring.rewards.combine import combine
-from rlhfspec.scoring.rewards.threads import in_daemon_thread
+from rlhfspec.scoring.rewards.user_code import in_daemon_thread
 
 
 def sample(
@@ -403,7 +403,7 @@ def test_names(desk: Desk) -> None:
     http = {"type": "http", "url": "https://me:secret@judge.example:8443/v1/score?key=secret"}
     sources = desk.sources({"function": "rewards:reward"}, {"function": "rewards:reward"}, http)
     assert sources.names == ["reward", "reward-2", "judge.example/v1/score"]
-    with pytest.raises(InvalidRequest, match=r"spec.rewards.sources.0.name: is given twice"):
+    with pytest.raises(InvalidRequest, match=r"spec.rewards.sources\[0\].name: is given twice"):
         desk.sources({"function": "rewards:reward", "name": "a"}, {**http, "name": "a"})
 
 
@@ -470,7 +470,7 @@ def test_what_cannot_be_loaded_is_said_before_anything_runs(desk: Desk, function
     desk.write("import nowhere_to_be_found", module="lacking")
     with pytest.raises(InvalidRequest) as error:
         desk.sources({"function": "rewards:reward"}, {"function": function})
-    assert error.value.field == "spec.rewards.sources.1.function"
+    assert error.value.field == "spec.rewards.sources[1].function"
     assert problem.format(folder=desk.folder) in error.value.problem
 
 
@@ -486,15 +486,17 @@ def test_an_import_that_hangs_is_given_up(desk: Desk, monkeypatch: pytest.Monkey
 def test_columns_are_checked_once_the_data_is_known(desk: Desk) -> None:
     desk.write("def reward(completion, anser, hint=None): return 0")
     sources = desk.sources({"function": "rewards:reward"})
-    sources.check_columns(["anser"])
+    sources.check_columns({"anser": ""})
     with pytest.raises(
         InvalidRequest, match=r"did you mean answer\? There are: prompt, completion, finish_reason, answer"
     ):
-        sources.check_columns(["answer"])
+        sources.check_columns({"answer": ""})
+    with pytest.raises(InvalidRequest, match="needs this column, and line 7 of the data lacks it"):
+        sources.check_columns({"anser": "line 7", "hint": "line 2"})
 
 
 def test_a_row_without_the_column_is_an_error_and_not_none(desk: Desk) -> None:
-    with pytest.raises(RewardError, match="its data row has no column 'answer', which the function wants"):
+    with pytest.raises(RewardError, match="its data row has no column 'answer', which the function needs"):
         desk.score("def reward(answer): return 0", sample(columns={}))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -310,12 +311,46 @@ def test_no_more_calls_at_a_time_than_asked_for(server: Server) -> None:
 def test_what_can_be_no_request_is_refused_at_the_start(source: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         score(source.pop("url", "http://127.0.0.1:9"), **source)
-    assert error.value.field == f"spec.rewards.sources.0.{field}"
+    assert error.value.field == f"spec.rewards.sources[0].{field}"
 
 
-def test_secrets_are_in_no_message(server: Server) -> None:
-    server.script = [reply("no", 401)]
-    with pytest.raises(RewardError) as error:
-        score(f"http://me:hidden@127.0.0.1:{server.server_port}/?key=hidden", headers={"key": "hidden"}, name=None)
-    assert "hidden" not in str(error.value)
-    assert "hidden" not in repr(error.value.__cause__)
+@pytest.mark.parametrize("body", ["no", "the key {} is unknown"], ids=["plain", "echo"])
+def test_secrets_are_in_no_message(server: Server, body: str, caplog: pytest.LogCaptureFixture) -> None:
+    secret = "hid" + "den"  # a traceback shows this line
+    server.script = [reply(body.format(secret), 401)]
+    url = f"http://me:{secret}@127.0.0.1:{server.server_port}/?key={secret}"
+    with caplog.at_level("DEBUG"), pytest.raises(RewardError) as error:
+        score(url, headers={"key": f"Bearer {secret}"}, name=None)
+    assert secret not in caplog.text
+    assert secret not in "".join(traceback.format_exception(error.value))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"headers": {"key": "hidden "}},
+        {"headers": {"key": "hidden\n"}},
+        {"url": "http://me:hid/den@host/"},
+        {"url": "http://me:hidden@[/"},
+        {"url": "http://me:hidden@/"},
+        {"url": "http://me:hidden@host:port/?key=hidden#hidden"},
+    ],
+)
+def test_secrets_are_in_no_refusal(source: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        score(source.pop("url", "http://127.0.0.1:9"), **source)
+    assert "hid" not in str(error.value)
+
+
+def test_variables_of_the_environment_are_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("JUDGE_KEY", "abc")
+    server.script = [reply('{"reward": 1}')]
+    score("${JUDGE}/score?a=1", headers={"Authorization": "Bearer ${JUDGE_KEY}"})
+    assert server.requests[0][1]["authorization"] == "Bearer abc"
+
+
+@pytest.mark.parametrize("source", [{"url": "http://${NO_SUCH}/"}, {"headers": {"key": "${NO_SUCH}"}}])
+def test_a_variable_that_is_not_set_is_named(source: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="the environment variable NO_SUCH is not set"):
+        score(source.pop("url", "http://127.0.0.1:9"), **source)

@@ -114,9 +114,17 @@ def test_a_model_that_cannot_judge_is_refused_at_the_start(
     judge: Path, source: dict[str, Any], field: str, problem: str
 ) -> None:
     with pytest.raises(InvalidRequest) as error:
-        run(judge, source, sample())
-    assert error.value.field == f"spec.rewards.sources.0.{field}"
+        RewardSources(Rewards.model_validate({"sources": [{"type": "model", **source}]}), judge)
+    assert error.value.field == f"spec.rewards.sources[0].{field}"
     assert problem in error.value.problem
+
+
+def test_a_damaged_checkpoint_is_refused_at_the_start(judge: Path, tmp_path: Path) -> None:
+    shutil.copytree(judge / "one", tmp_path / "torn")
+    weights = tmp_path / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(InvalidRequest, match="is no sequence-classification model with a tokenizer"):
+        RewardSources(Rewards.model_validate({"sources": [{"type": "model", "path": "torn"}]}), tmp_path)
 
 
 def test_a_text_too_long_for_the_model_is_an_error_and_not_cut(judge: Path) -> None:

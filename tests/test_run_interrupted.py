@@ -9,13 +9,17 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from runs import curve_of, invoke, lines_of, train
+
+from rlhfspec.cli.signals import on_signals
 
 PATIENCE_SECONDS = 150.0
 OFF = "generation.speculation.mode=off"
@@ -102,6 +106,57 @@ def test_ctrl_c_before_the_first_step_is_quiet(job_file: Path) -> None:
     assert not (job_file.parent / "early").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_heard_while_compiled_code_runs(number: signal.Signals) -> None:
+    """As a tokenizer's with a large batch: Python's own handlers wait until it comes back."""
+    code = (
+        "import hashlib; from rlhfspec.cli.signals import *\n"
+        "with on_signals(lambda: leave_at_once('stopped')):\n"
+        "    print('begun', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    try:
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (130, "\nstopped\n")
+
+
+def test_of_two_blocks_the_inner_hears_a_signal_and_then_the_outer() -> None:
+    heard = {name: threading.Event() for name in ("inner", "outer")}
+    before = signal.getsignal(signal.SIGTERM)
+    with on_signals(heard["outer"].set):
+        with on_signals(heard["inner"].set):
+            signal.raise_signal(signal.SIGTERM)
+            assert heard["inner"].wait(60)
+        assert not heard["outer"].is_set()
+        signal.raise_signal(signal.SIGTERM)
+        assert heard["outer"].wait(60)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_summary_ends_it(job_file: Path, number: signal.Signals) -> None:
+    """It is written into a pipe that nobody reads, so it never ends by itself."""
+    folder = job_file.parent / "out"
+    folder.mkdir()
+    os.mkfifo(folder / ".summary.md.tmp")
+    process = start(job_file, "out", "training.steps=1", "observability.sampleTexts=1")
+    end = time.monotonic() + PATIENCE_SECONDS
+    while '"completed"' not in (folder / "manifest.json").read_text() if (folder / "manifest.json").exists() else True:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(number)
+    code, output = ended(process)
+    assert code == 130
+    assert output.endswith("\nstopped\n")
+    assert "Aborted" not in output
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -177,6 +232,48 @@ def test_a_full_disk_loses_nothing(
     assert "earlier ones are untouched" in result.output
     monkeypatch.undo()
     assert train(job_file, "full", STEPS, resume=True) == whole
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a megabyte."""
+    (disk := tmp_path / "disk").mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_really_full_is_one_line(job_file: Path, whole: list[dict[str, Any]], small_disk: Path) -> None:
+    """Somebody else fills it while the second step is scored: neither its lines, nor the reason, nor the manifest find
+    room. With room again the run goes on."""
+    filler = small_disk / "filler"
+    rewards = (job_file.parent / "rewards.py").read_text()
+    (job_file.parent / "rewards.py").write_text(
+        f"{rewards}\nimport itertools\ncount = itertools.count()\n"
+        "def full(completion):\n"
+        "    if next(count) == 9:\n"
+        "        try:\n"
+        f"            with open({str(filler)!r}, 'wb', buffering=0) as file:\n"
+        "                while file.write(bytes(1)): pass\n"
+        "        except OSError: pass\n"
+        "    return letters(completion)\n"
+    )
+    options = (STEPS, "checkpoint.everySteps=100", "rewards.sources=[{type: function, function: 'rewards:full'}]")
+    process = start(job_file, "disk/out", *options)
+    code, output = ended(process)
+    assert code == 1
+    [line] = [line for line in output.splitlines() if "out: failed" in line]
+    assert "samples.jsonl: cannot be written: No space left on device" in line
+    assert "failure.txt" in line
+    assert "its end cannot be written down" in line
+    filler.unlink()
+    assert len(lines_of(job_file, "disk/out")) == 1, "the first step is whole"
 
 
 def test_one_folder_holds_one_run(job_file: Path) -> None:

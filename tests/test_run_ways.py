@@ -167,10 +167,26 @@ def test_when_all_rewards_failed_the_first_is_told(job_file: Path) -> None:
     )
 
 
+def test_a_run_tells_no_secret(job_file: Path) -> None:
+    """Neither the terminal nor any file of its folder, but job.yaml: and that is for its owner alone."""
+    secret = "s3cr3t"
+    http = {"type": "http", "url": f"http://me:{secret}@127.0.0.1:9/?key={secret}", "retries": 0}
+    header = f"rewards.sources[0].headers.key={secret}"
+    result = invoke(with_spec(job_file, rewards={"sources": [http]}), "out", OFF, header)
+    assert result.exit_code == 1
+    assert "the connection failed" in result.output
+    assert "--set 'rewards.sources[0].headers.key=...'" in result.output
+    files = [path for path in (job_file.parent / "out").rglob("*") if path.is_file()]
+    telling = [path.name for path in files if secret.encode() in path.read_bytes()]
+    assert (secret in result.output, telling) == (False, ["job.yaml"])
+    assert (job_file.parent / "out" / "job.yaml").stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("generation.maxTokens=600",), "spec.generation.maxTokens: the longest prompt has 5 tokens"),
+        (("generation.maxTokens=600",), "spec.generation.maxTokens: the model has 512 positions"),
+        (("generation.maxTokens=508",), "spec.generation.maxTokens: the longest prompt has 5 tokens"),
         (("observability.wandb={project: sums}",), "spec.observability.wandb: needs a package: pip install wandb"),
         (("observability.view=live",), "spec.observability.view"),
     ],

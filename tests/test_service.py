@@ -1,4 +1,4 @@
-"""Bus, vitals, threads and supervisor, each driven by events and a clock that stands still until told."""
+"""Vitals, threads and supervisor, each driven by events and a clock that stands still until told."""
 
 from __future__ import annotations
 
@@ -19,147 +19,11 @@ from rlhfspec.errors import (
     StageFailed,
     StageStalled,
 )
-from rlhfspec.loop import subject
-from rlhfspec.records import Demand, Sample, Score, StepReport, Weights
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Bus, kept_in_progress
-from rlhfspec.service.dead_letters import DeadLetterWatch
 from rlhfspec.service.supervisor import Supervisor
 from rlhfspec.service.threads import ComputeThread
 from rlhfspec.service.vitals import SAID_NOTHING, Vitals
 from rlhfspec.transport.clock import FakeClock
-from rlhfspec.transport.memory import MemoryTransport
-from rlhfspec.wire.codec import encode
-
-ALL = {"prompts": 1, "generator": 2, "reward": 2, "reference": 1, "trainer": 1, "view": 1}
-SAMPLE = Sample(
-    id="sums/1/0/0", job="sums", step=1, prompt=0, replica=0, prompt_text="2+2=", prompt_token_ids=(1,),
-    columns_json="{}", text="4", token_ids=(2,), log_probs=(-0.5,), tempered_log_probs=(-0.5,), weights_versions=(0,),
-    finish_reason="stop",
-)  # fmt: skip
-WEIGHTS = Weights(id="sums/weights/1", job="sums", version=1, role="policy", uri="memory:1", digest="00")
-SCORE = Score(id="sums/1/0/0/reward", sample_id=SAMPLE.id, job="sums", step=1, stage="reward", values=(1.0,))
-
-
-# --- Bus ---------------------------------------------------------------------------------------------------------
-
-
-def with_bus(check: Callable[[Bus, FakeClock], Awaitable[None]], **workers: int) -> None:
-    async def main() -> None:
-        clock = FakeClock()
-        transport = MemoryTransport(clock=clock)
-        await check(await Bus.open(transport, "sums", workers=workers or ALL, clock=clock), clock)
-
-    asyncio.run(main())
-
-
-def test_workers_compete_for_samples_and_each_gets_the_weights() -> None:
-    async def check(bus: Bus, clock: FakeClock) -> None:
-        scorers = [await bus.of("reward", worker).subscribe(Sample) for worker in (0, 1)]
-        generators = [await bus.of("generator", worker).subscribe(Weights) for worker in (0, 1)]
-        assert await bus.of("generator").publish(SAMPLE)
-        assert not await bus.of("generator", 1).publish(SAMPLE), "the second generator made the same"
-        await bus.of("trainer").publish(WEIGHTS)
-        assert [len(await inbox.pull(max_records=9, timeout_seconds=0)) for inbox in scorers] == [1, 0]
-        got = [await inbox.pull(max_records=9, timeout_seconds=0) for inbox in generators]
-        assert [[delivery.record for delivery in each] for each in got] == [[WEIGHTS], [WEIGHTS]]
-
-    with_bus(check)
-
-
-def test_a_record_goes_when_all_who_run_have_it() -> None:
-    async def check(bus: Bus, clock: FakeClock) -> None:
-        assert bus.consumer_names(Sample) == ["reward", "reference", "trainer", "view"], "no critic runs"
-        assert bus.consumer_names(Weights) == ["prompts-0", "generator-0", "generator-1"]
-        await bus.of("generator").publish(SAMPLE)
-        for name in bus.consumer_names(Sample):
-            inbox = await bus.of(name).subscribe(Sample)
-            for delivery in await inbox.pull(max_records=9, timeout_seconds=0):
-                await delivery.ack()
-        assert isinstance(bus.transport, MemoryTransport)
-        assert not bus.transport._subjects[subject("sums", Sample)].stored
-
-    with_bus(check)
-
-
-def test_nobody_speaks_or_hears_but_by_the_map() -> None:
-    async def check(bus: Bus, clock: FakeClock) -> None:
-        with pytest.raises(InvalidRequest, match="reward does not produce it"):
-            await bus.of("reward").publish(SAMPLE)
-        with pytest.raises(InvalidRequest, match="reward does not consume it"):
-            await bus.of("reward").subscribe(Demand)
-        with pytest.raises(InvalidRequest, match="view does not produce it"):
-            await bus.of("view").publish(SCORE)
-        with pytest.raises(InvalidRequest, match="stage: this job runs 0 workers of it"):
-            bus.of("critic")
-        with pytest.raises(InvalidRequest, match="stage: this job runs 2 workers of it"):
-            bus.of("reward", 2)
-        with pytest.raises(InvalidRequest, match="must be one of prompts, generator"):
-            await Bus.open(bus.transport, "sums", workers={"rewards": 1})
-
-    with_bus(check)
-
-
-def test_an_observer_misses_nothing() -> None:
-    async def check(bus: Bus, clock: FakeClock) -> None:
-        report = StepReport(id="sums/1", job="sums", step=1, weights_version=1, weights_digest="00", metrics_json="{}")
-        await bus.of("trainer").publish(report)
-        inbox = await bus.of("view").subscribe(StepReport)
-        assert [d.record for d in await inbox.pull(max_records=9, timeout_seconds=0)] == [report]
-
-    with_bus(check)
-
-
-def test_what_cannot_be_decoded_never_reaches_the_stage_and_ends_the_run_by_name() -> None:
-    async def check(bus: Bus, clock: FakeClock) -> None:
-        inbox = await bus.of("reward").subscribe(Sample)
-        topic = subject("sums", Sample)
-        await bus.transport.publish(topic, b"\xff", id="broken")
-        await bus.transport.publish(topic, encode(SCORE), id="mistaken")
-        await bus.of("generator").publish(SAMPLE)
-        assert [d.record for d in await inbox.pull(max_records=9, timeout_seconds=1)] == [SAMPLE]
-        waiting = asyncio.create_task(inbox.pull(max_records=9, timeout_seconds=5))
-        await bus.transport.publish(topic, b"\xff", id="broken too")
-        await clock.advance(4.0)
-        assert not waiting.done(), "a broken record does not end the wait"
-        await clock.advance(2.0)
-        assert await waiting == []
-        watch = DeadLetterWatch(bus, Vitals(clock))
-        with pytest.raises(RecordUndeliverable, match=r"reward 0: could not handle broken of rlhf\.sums\.sample: malf"):
-            await watch.run()
-        with pytest.raises(RecordUndeliverable, match=r"handle mistaken of .*: a Score among records of Sample"):
-            await watch.run()
-
-    with_bus(check)
-
-
-def test_a_dead_letter_names_the_worker_whose_name_it_had() -> None:
-    async def check(bus: Bus, clock: FakeClock) -> None:
-        inbox = await bus.of("generator", 1).subscribe(Weights)
-        await bus.of("trainer").publish(WEIGHTS)
-        [delivery] = await inbox.pull(max_records=1, timeout_seconds=0)
-        await delivery.term("not these")
-        with pytest.raises(RecordUndeliverable) as caught:
-            await DeadLetterWatch(bus, Vitals(clock)).run()
-        assert (caught.value.stage, caught.value.worker, caught.value.record_id) == ("generator", 1, WEIGHTS.id)
-
-    with_bus(check)
-
-
-def test_kept_in_progress_is_delivered_to_nobody_else() -> None:
-    async def check(bus: Bus, clock: FakeClock) -> None:
-        inbox = await bus.of("reward").subscribe(Sample, ack_wait_seconds=3.0)
-        await bus.of("generator").publish(SAMPLE)
-        deliveries = await inbox.pull(max_records=9, timeout_seconds=0)
-        async with kept_in_progress(lambda: deliveries, every_seconds=1.0, clock=clock):
-            await clock.advance(20.0)
-            assert await inbox.pull(max_records=9, timeout_seconds=0) == []
-        await clock.advance(4.0)
-        [again] = await inbox.pull(max_records=9, timeout_seconds=0)
-        assert again.num_deliveries == 2
-
-    with_bus(check)
-
 
 # --- Vitals ------------------------------------------------------------------------------------------------------
 
@@ -393,9 +257,9 @@ def test_our_own_errors_need_no_class_name() -> None:
 
 def test_a_stage_error_is_raised_as_it_is() -> None:
     async def undeliverable(service: Scripted) -> None:
-        raise RecordUndeliverable("generator", 1, "rlhf.sums.prompt", "sums/1/0/0", "poison")
+        raise RecordUndeliverable("generator", "rlhf.sums.prompt", "sums/1/0/0", "poison")
 
-    with pytest.raises(RecordUndeliverable, match="generator 1: could not handle sums/1/0/0"):
+    with pytest.raises(RecordUndeliverable, match="generator: could not handle sums/1/0/0"):
         supervised(("supervisor", undeliverable), ("trainer", hang))
 
 
@@ -422,7 +286,7 @@ def test_a_deadlock_is_named_wait_by_wait() -> None:
     assert str(caught.value).splitlines() == [
         "generator 0: stalled: nobody has worked for 61 s",
         "  generator 0 waits for prompts, from prompts or trainer (61 s)",
-        "  trainer 0 waits for what never comes, from generator or reward or reference or critic (61 s)",
+        "  trainer 0 waits for what never comes, from prompts or generator or reward or reference or critic (61 s)",
         "  view 0 waits for what never comes, from generator or trainer (61 s)",
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhfspec.arrays import FloatArray, IntArray
 from rlhfspec.drafting.acceptance import AcceptanceModel
-from rlhfspec.drafting.base import DraftBatch, FloatArray, Forest, IntArray, Plan
+from rlhfspec.drafting.base import DraftBatch, Forest, Plan
 from rlhfspec.drafting.contexts import ORDERS, ContextIndex
 from rlhfspec.drafting.levels import Always
 from rlhfspec.drafting.noise import gumbel, gumbels, philox
@@ -374,7 +375,8 @@ def test_a_backlog_is_worked_off_bit_by_bit() -> None:
     assert drafter._sequences[0].num_indexed > indexed
 
 
-def test_a_depth_8_proposal_costs_microseconds() -> None:
+def test_a_proposal_takes_few_calls_a_token() -> None:
+    """Calls of functions are what it costs, and their number is the same on every machine."""
     text = templated_text(2, 800)
     sample = target_of(text, 4)
     table, drafter = Table(64), SuffixDrafter()
@@ -382,10 +384,13 @@ def test_a_depth_8_proposal_costs_microseconds() -> None:
     for row in rows:
         table.begin(drafter, row, text[row : row + 200], f"group {row // 8}")
     _, acceptance = generate(drafter, table, rows, sample, 6, plan=CHAIN)
-    batch, costs = table.batch(*rows), []
-    for _ in range(30):
-        started = time.perf_counter()
+    batch = table.batch(*rows)
+    propose(drafter, batch)  # what is new since the last step has been indexed
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event.endswith("call") else None)
+    try:
         forest = drafter.propose(batch, CHAIN, acceptance, Always())
-        costs.append(time.perf_counter() - started)
+    finally:
+        sys.setprofile(None)
     assert forest.size > 200
-    assert min(costs) / 64 < 6e-5, f"{min(costs) / 64 * 1e6:.1f} us a sequence"
+    assert len(calls) / forest.size < 100

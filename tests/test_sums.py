@@ -173,3 +173,11 @@ def test_an_example_runs(name: str, untrained: Path, tmp_path: Path) -> None:
 def test_the_examples_readme_names_every_job() -> None:
     text = (EXAMPLES / "README.md").read_text()
     assert all(f"[{name}]({name})" in text for name in JOBS)
+
+
+def test_no_held_out_sum_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHFSPEC_CACHE", str(tmp_path))
+    files = [Path(paths.resolve(f"tiny:{name}")).read_text() for name in (paths.TRAINING, paths.HELD_OUT)]
+    data, held_out = ({json.loads(line)["prompt"] for line in text.splitlines()} for text in files)
+    assert len(files[1].splitlines()) == paths.DATA[paths.HELD_OUT][0]
+    assert not data & held_out

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
+from rlhfspec.telemetry.evaluations import example_evaluation
 from rlhfspec.telemetry.metrics import MEASUREMENTS, example_step
 from rlhfspec.telemetry.run_folder import RunFolder, example_job
 from rlhfspec.telemetry.same_job import as_content
@@ -29,7 +30,8 @@ def a_job(**observability: Any) -> RLHFJob:
 
 def a_folder(path: Path, job: RLHFJob, *, resume_at: int = 0) -> RunFolder:
     folder = RunFolder(path)
-    folder.begin(job, resume=resume_at > 0, resume_at=resume_at)
+    folder.begin(job, resume=resume_at > 0)
+    folder.go_on_after(resume_at)
     return folder
 
 
@@ -39,7 +41,7 @@ def read(folder: RunFolder) -> EventAccumulator:
 
 def test_scalars_are_all_numbers_of_a_line() -> None:
     numbers = scalars(example_step())
-    assert {"training/kl", "training/policy_loss", "reward_components/exact", "strategy/plain"} <= set(numbers)
+    assert {"kl/k3", "training/policy_loss", "reward_components/exact", "strategy/plain"} <= set(numbers)
     assert "training/value_loss" not in numbers, "null is not a number"
     assert numbers["expert_rows/model.layers.0.mlp.experts/max_over_mean"] == 1.5, "60 rows, the mean is 40"
     assert not any("unix" in name or "digest" in name or "edges" in name for name in numbers)
@@ -56,9 +58,12 @@ def test_tensorboard_reads_what_was_reported(tmp_path: Path) -> None:
     events = read(folder)
     assert [(point.step, point.value) for point in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert set(events.Tags()["scalars"]) == set(scalars(example_step()))
+    with a_folder(tmp_path / "evaluated", job) as folder, Trackers(job, folder) as trackers:
+        trackers.evaluation(example_evaluation(step=10, reward=0.75))
+    assert [(point.step, point.value) for point in read(folder).Scalars("evaluation/reward/mean")] == [(10, 0.75)]
     (*_, last) = events.Histograms("response_length/histogram")
     assert sum(last.histogram_value.bucket) == 4
-    assert events.Scalars("training/kl")[0].wall_time == example_step(step=1).finished_unix_seconds
+    assert events.Scalars("kl/k3")[0].wall_time == example_step(step=1).finished_unix_seconds
 
 
 def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Path) -> None:
@@ -98,14 +103,15 @@ def test_a_missing_package_is_named_before_anything_is_loaded(
 
 
 class _Wandb(ModuleType):
-    """The three calls that are made of wandb, remembered."""
+    """The calls that are made of wandb, remembered."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         super().__init__("wandb")
         self.Settings = dict
         self.errors = SimpleNamespace(Error=type("Error", (Exception,), {}))
         self.begun: list[dict[str, Any]] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+        self.steps_of: dict[str, str] = {}
         self.num_finished = 0
         self.refuses = refuses
 
@@ -115,7 +121,11 @@ class _Wandb(ModuleType):
         self.begun.append(given)
         return self
 
-    def log(self, numbers: dict[str, float], *, step: int) -> None:
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.steps_of[name] = step_metric
+
+    def log(self, numbers: dict[str, float], *, step: int | None = None, commit: bool = True) -> None:
+        assert commit == (step is not None), "a row without a step goes out with the next one that has it"
         self.logged.append((step, numbers))
 
     def finish(self) -> None:
@@ -128,13 +138,17 @@ def test_wandb_gets_the_numbers_and_no_secrets(tmp_path: Path, monkeypatch: pyte
     job = a_job(wandb={"project": "sums"})
     with a_folder(tmp_path, job) as folder, Trackers(job, folder) as trackers:
         trackers.step(example_step(step=1))
+        trackers.evaluation(example_evaluation(step=1, reward=0.5))
     with a_folder(tmp_path, job, resume_at=1) as folder, Trackers(job, folder, resume_at=1):
         pass
     first, second = wandb.begun
     assert first["project"] == "sums"
     assert first["id"] == second["id"], "a resumed run goes on in the same run of theirs"
     assert "secret" not in str(first)
-    assert wandb.logged == [(1, scalars(example_step(step=1)))]
+    assert wandb.logged[0] == (1, scalars(example_step(step=1)))
+    assert wandb.steps_of == {"evaluation/*": "evaluation/step"}
+    (step, evaluation), *rest = wandb.logged[1:]
+    assert (step, evaluation["evaluation/step"], evaluation["evaluation/reward/mean"], rest) == (None, 1, 0.5, [])
     assert wandb.num_finished == 2
 
 

@@ -13,6 +13,7 @@ from rlhfspec.transport import dead_letters
 from rlhfspec.transport.base import Consumer, Message, Subscription, Transport
 from rlhfspec.transport.clock import FakeClock, SystemClock, first_of
 from rlhfspec.transport.memory import MemoryTransport
+from rlhfspec.transport.memory_subjects import Work
 
 SUBJECT = "rlhf.sums.sample"
 DEAD = "rlhf.sums.dead"
@@ -37,8 +38,12 @@ class Harness:
     async def publish(self, *ids: str) -> list[bool]:
         return [await self.transport.publish(SUBJECT, id.encode(), id=id) for id in ids]
 
-    async def subscribe(self, name: str, **options: Any) -> Subscription:
-        return await self.transport.subscribe(SUBJECT, Consumer(name=name, **options))
+    async def open(self, *names: str, **options: Any) -> list[Subscription]:
+        """Declares the subject, and a subscription for each name; a name given twice has two workers."""
+        consumers = [Consumer(name=name, **options) for name in names]
+        await self.transport.declare(SUBJECT, "work", dict.fromkeys(consumers))
+        await self.transport.declare(DEAD, "state")
+        return [await self.transport.subscribe(SUBJECT, consumer) for consumer in consumers]
 
     async def now(self, subscription: Subscription, most: int = 100) -> list[Message]:
         """All that is there now; a pull may answer with less than it could."""
@@ -61,7 +66,7 @@ class TransportContract:
     def test_messages_come_in_order_with_all_they_carry(self) -> None:
         async def main() -> None:
             h = self.harness()
-            reward = await h.subscribe("reward")
+            [reward] = await h.open("reward")
             assert await h.publish("a", "b", "c") == [True, True, True]
             messages = await h.now(reward)
             assert ids(messages) == ["a", "b", "c"]
@@ -73,7 +78,7 @@ class TransportContract:
     def test_a_pull_waits_for_the_first_message_and_ends_at_its_timeout(self) -> None:
         async def main() -> None:
             h = self.harness()
-            reward = await h.subscribe("reward")
+            [reward] = await h.open("reward")
             assert await h.meanwhile(1.0, reward.pull(8, 0.5)) == []
             waiting = asyncio.create_task(reward.pull(8, 30.0))
             await h.advance(0.5)
@@ -87,7 +92,7 @@ class TransportContract:
     def test_a_pull_takes_no_more_than_asked_for(self) -> None:
         async def main() -> None:
             h = self.harness()
-            reward = await h.subscribe("reward")
+            [reward] = await h.open("reward")
             await h.publish("a", "b", "c")
             assert ids(await h.now(reward, most=2)) == ["a", "b"]
             assert ids(await h.now(reward)) == ["c"]
@@ -97,12 +102,10 @@ class TransportContract:
     def test_one_name_competes_and_another_sees_everything(self) -> None:
         async def main() -> None:
             h = self.harness()
-            await h.transport.declare(SUBJECT, ["reward", "critic"])
-            first, second = await h.subscribe("reward"), await h.subscribe("reward")
+            first, second, late = await h.open("reward", "reward", "critic")
             await h.publish("a", "b", "c")
             shared = [ids(await h.now(first, most=1)), ids(await h.now(second)), ids(await h.now(first))]
             assert shared == [["a"], ["b", "c"], []]
-            late = await h.subscribe("critic")
             assert ids(await h.now(late)) == ["a", "b", "c"]
 
         asyncio.run(main())
@@ -110,8 +113,7 @@ class TransportContract:
     def test_acknowledged_is_for_ever_and_for_this_name_only(self) -> None:
         async def main() -> None:
             h = self.harness()
-            await h.transport.declare(SUBJECT, ["reward", "critic"])
-            reward, critic = await h.subscribe("reward", ack_wait_seconds=1.0), await h.subscribe("critic")
+            reward, critic = await h.open("reward", "critic", ack_wait_seconds=1.0)
             await h.publish("a")
             for message in await h.now(reward):
                 await message.ack()
@@ -124,7 +126,7 @@ class TransportContract:
     def test_what_is_not_acknowledged_comes_again_oldest_first(self) -> None:
         async def main() -> None:
             h = self.harness()
-            reward = await h.subscribe("reward", ack_wait_seconds=2.0)
+            [reward] = await h.open("reward", ack_wait_seconds=2.0)
             await h.publish("a", "b")
             assert ids(await h.now(reward)) == ["a", "b"]
             await h.publish("c")
@@ -137,8 +139,7 @@ class TransportContract:
     def test_a_waiting_pull_gets_what_another_worker_left(self) -> None:
         async def main() -> None:
             h = self.harness()
-            dying = await h.subscribe("reward", ack_wait_seconds=2.0)
-            living = await h.subscribe("reward", ack_wait_seconds=2.0)
+            dying, living = await h.open("reward", "reward", ack_wait_seconds=2.0)
             await h.publish("a")
             assert ids(await h.now(dying)) == ["a"]
             again = await h.meanwhile(4.0, living.pull(8, 30.0))
@@ -149,7 +150,7 @@ class TransportContract:
     def test_in_progress_starts_the_deadline_anew(self) -> None:
         async def main() -> None:
             h = self.harness()
-            reward = await h.subscribe("reward", ack_wait_seconds=2.0)
+            [reward] = await h.open("reward", ack_wait_seconds=2.0)
             await h.publish("a")
             [message] = await h.now(reward)
             for _ in range(3):
@@ -164,7 +165,7 @@ class TransportContract:
     def test_nak_delivers_again_after_its_delay(self) -> None:
         async def main() -> None:
             h = self.harness()
-            reward = await h.subscribe("reward")
+            [reward] = await h.open("reward")
             await h.publish("a", "b")
             later, at_once = await h.now(reward)
             await later.nak(2.0)
@@ -178,7 +179,7 @@ class TransportContract:
     def test_only_the_first_end_of_a_delivery_counts(self) -> None:
         async def main() -> None:
             h = self.harness()
-            reward = await h.subscribe("reward")
+            [reward] = await h.open("reward")
             await h.publish("a", "b")
             acked, naked = await h.now(reward)
             await acked.ack()
@@ -188,15 +189,14 @@ class TransportContract:
             await naked.ack()
             await naked.in_progress()
             assert ids(await h.now(reward)) == ["b"]
-            assert await h.now(await h.transport.subscribe(DEAD, Consumer(name="watch"))) == []
+            assert await h.now(await h.transport.watch(DEAD)) == []
 
         asyncio.run(main())
 
     def test_a_late_acknowledgement_counts(self) -> None:
         async def main() -> None:
             h = self.harness()
-            await h.transport.declare(SUBJECT, ["reward", "critic"])
-            reward = await h.subscribe("reward", ack_wait_seconds=1.0)
+            reward, _ = await h.open("reward", "critic", ack_wait_seconds=1.0)
             await h.publish("a", "b")
             late, again = await h.now(reward)
             await h.advance(2.0)
@@ -212,9 +212,8 @@ class TransportContract:
     def test_after_the_last_delivery_it_is_a_dead_letter(self) -> None:
         async def main() -> None:
             h = self.harness()
-            await h.transport.declare(DEAD, ["watch"])
-            reward = await h.subscribe("reward", ack_wait_seconds=1.0, max_deliveries=2)
-            watch = await h.transport.subscribe(DEAD, Consumer(name="watch"))
+            [reward] = await h.open("reward", ack_wait_seconds=1.0, max_deliveries=2)
+            watch = await h.transport.watch(DEAD)
             await h.publish("a", "b")
             silent, refused = await h.now(reward)
             await refused.nak()
@@ -245,11 +244,10 @@ class TransportContract:
     def test_dead_letters_come_by_themselves(self) -> None:
         async def main() -> None:
             h = self.harness()
-            await h.transport.declare(DEAD, ["watch"])
-            watch = await h.transport.subscribe(DEAD, Consumer(name="watch"))
+            [reward] = await h.open("reward", ack_wait_seconds=1.0, max_deliveries=1)
+            watch = await h.transport.watch(DEAD)
             watching = asyncio.create_task(watch.pull(1, 30.0))
             await h.advance(0.1)
-            reward = await h.subscribe("reward", ack_wait_seconds=1.0, max_deliveries=1)
             await h.publish("a")
             assert ids(await h.now(reward)) == ["a"]
             await h.advance(2.0)  # and nobody pulls for reward
@@ -261,13 +259,12 @@ class TransportContract:
     def test_term_goes_to_the_dead_letters_with_its_reason(self) -> None:
         async def main() -> None:
             h = self.harness()
-            await h.transport.declare(DEAD, ["watch"])
-            reward = await h.subscribe("reward")
+            [reward] = await h.open("reward")
             await h.publish("a")
             [message] = await h.now(reward)
             await message.term("not a sample")
             assert await h.now(reward) == []
-            watch = await h.transport.subscribe(DEAD, Consumer(name="watch"))
+            watch = await h.transport.watch(DEAD)
             [letter] = await h.now(watch)
             assert dead_letters.decode(letter.data).reason == "not a sample"
 
@@ -276,11 +273,12 @@ class TransportContract:
     def test_an_id_is_published_once(self) -> None:
         async def main() -> None:
             h = self.harness()
-            reward = await h.subscribe("reward")
+            [reward] = await h.open("reward")
             assert await h.publish("a", "a") == [True, False]
             [message] = await h.now(reward)
             await message.ack()
             assert await h.publish("a") == [False]
+            await h.transport.declare("rlhf.sums.prompt", "work")
             assert await h.transport.publish("rlhf.sums.prompt", b"", id="a"), "ids belong to a subject"
             assert await h.now(reward) == []
 
@@ -289,7 +287,7 @@ class TransportContract:
     def test_a_consumer_holds_no_more_than_it_may(self) -> None:
         async def main() -> None:
             h = self.harness()
-            reward = await h.subscribe("reward", max_unacknowledged=2)
+            [reward] = await h.open("reward", max_unacknowledged=2)
             await h.publish("a", "b", "c")
             held = await h.now(reward)
             assert ids(held) == ["a", "b"]
@@ -305,8 +303,7 @@ class TransportContract:
     def test_publish_waits_for_room(self) -> None:
         async def main() -> None:
             h = self.harness(max_pending=2)
-            await h.transport.declare(SUBJECT, ["reward", "critic"])
-            reward, critic = await h.subscribe("reward"), await h.subscribe("critic")
+            reward, critic = await h.open("reward", "critic")
             await h.publish("a", "b")
             waiting = asyncio.create_task(h.publish("c"))
             for message in await h.now(reward):
@@ -322,8 +319,7 @@ class TransportContract:
     def test_publish_names_who_never_makes_room(self) -> None:
         async def main() -> None:
             h = self.harness(max_pending=2, publish_timeout_seconds=2.0)
-            await h.transport.declare(SUBJECT, ["reward", "critic"])
-            reward = await h.subscribe("reward")
+            reward, _ = await h.open("reward", "critic")
             await h.publish("a", "b")
             for message in await h.now(reward):
                 await message.ack()
@@ -335,16 +331,128 @@ class TransportContract:
     def test_what_is_declared_for_nobody_takes_no_room(self) -> None:
         async def main() -> None:
             h = self.harness(max_pending=2)
-            await h.transport.declare(SUBJECT, [])
+            await h.open()
             assert await h.publish("a", "b", "c", "a") == [True, True, True, False]
-            assert await h.now(await h.subscribe("view")) == []
+
+        asyncio.run(main())
+
+    def test_what_is_not_declared_is_refused(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            with pytest.raises(InvalidRequest, match="was not declared"):
+                await h.publish("a")
+            await h.open("reward", ack_wait_seconds=1.0)
+            with pytest.raises(InvalidRequest, match=r"was not declared for rlhf\.sums\.sample"):
+                await h.transport.subscribe(SUBJECT, Consumer(name="critic"))
+            with pytest.raises(InvalidRequest, match="was declared with"):
+                await h.transport.subscribe(SUBJECT, Consumer(name="reward", ack_wait_seconds=2.0))
+            await h.open("reward", ack_wait_seconds=1.0)  # the same again
+            with pytest.raises(InvalidRequest, match="was declared as work"):
+                await h.open("reward", "critic", ack_wait_seconds=1.0)
+            with pytest.raises(InvalidRequest, match="was declared as work"):
+                await h.transport.declare(SUBJECT, "state")
+
+        asyncio.run(main())
+
+    def test_headers_travel_along(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            [reward] = await h.open("reward")
+            await h.transport.publish(SUBJECT, b"", id="a", headers={"traceparent": "00-ab-cd-01"})
+            assert [dict(m.headers) for m in await h.now(reward)] == [{"traceparent": "00-ab-cd-01"}]
+
+        asyncio.run(main())
+
+    def test_whoever_has_the_token_ends_the_delivery(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            [reward] = await h.open("reward", ack_wait_seconds=2.0)
+            await h.publish("a", "b")
+            kept, given_back = [await h.transport.adopt(m.token) for m in await h.now(reward)]
+            await h.advance(1.5)
+            await kept.in_progress()
+            await given_back.nak()
+            assert [(m.id, m.num_deliveries) for m in await h.now(reward)] == [("b", 2)]
+            await h.advance(1.5)
+            await kept.ack()
+            await h.advance(3.0)
+            assert ids(await h.now(reward)) == ["b"], "acknowledged for ever"
+
+        asyncio.run(main())
+
+    def test_what_a_dead_worker_held_is_released_at_once(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            dead, trainer = await h.open("trainer", "trainer", ack_wait_seconds=60.0, max_deliveries=None)
+            await h.publish("a", "b")
+            for number in range(2, 9):
+                held = await h.now(dead)
+                assert ids(held) == ["a", "b"]
+                await h.transport.release(SUBJECT, "trainer")
+                assert {m.num_deliveries for m in held} == {number - 1}, "any number of deliveries"
+            for message in await h.now(trainer):
+                await message.ack()
+            await h.transport.release(SUBJECT, "trainer")
+            assert await h.now(trainer) == []
+
+        asyncio.run(main())
+
+    def test_of_state_the_latest_of_each_key_is_seen_first(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            await h.transport.declare(SUBJECT, "state")
+
+            async def put(key: str, id: str) -> bool:
+                return await h.transport.publish(SUBJECT, b"", id=id, key=key)
+
+            early = await h.transport.watch(SUBJECT)
+            assert [await put("policy", "p0"), await put("critic", "c0"), await put("policy", "p1")] == [True] * 3
+            assert not await put("policy", "p1"), "its id is known"
+            late = await h.transport.watch(SUBJECT)
+            assert sorted(ids(await h.now(late))) == ["c0", "p1"]
+            assert ids(await h.now(early))[-1] == "p1"
+            await put("critic", "c1")
+            assert [ids(await h.now(one)) for one in (late, early)] == [["c1"], ["c1"]]
+
+        asyncio.run(main())
+
+    def test_a_signal_is_for_whoever_watches_and_never_waits(self) -> None:
+        async def main() -> None:
+            h = self.harness(max_pending=2, publish_timeout_seconds=1.0)
+            await h.transport.declare(SUBJECT, "signal")
+            assert await h.publish("a", "b", "c") == [True, True, True], "nobody watches, nothing is kept"
+            one, slow = await h.transport.watch(SUBJECT), await h.transport.watch(SUBJECT)
+            waiting = asyncio.create_task(one.pull(9, 30.0))
+            await h.advance(0.1)
+            assert await h.publish("a", "d") == [True, True], "signals are not de-duplicated"
+            await h.advance(0.1)
+            first = await asyncio.wait_for(waiting, 10)
+            assert ids(first + await h.now(one)) == ["a", "d"]
+            await h.publish("e", "f")
+            assert ids(await h.now(slow)) == ["e", "f"], "of a slow reader's, the oldest go"
+
+        asyncio.run(main())
+
+    def test_who_watches_work_owes_nothing(self) -> None:
+        async def main() -> None:
+            h = self.harness()
+            await h.open("reward")
+            await h.publish("before")
+            view = await h.transport.watch(SUBJECT)
+            await h.publish("a")
+            [message] = await h.now(view)
+            assert (message.id, message.token) == ("a", "")
+            await message.nak()
+            await message.term("nothing to end")
+            assert await h.now(view) == []
+            assert await h.now(await h.transport.watch(DEAD)) == []
 
         asyncio.run(main())
 
     def test_closed_is_said(self) -> None:
         async def main() -> None:
             h = self.harness()
-            one, other = await h.subscribe("reward"), await h.subscribe("critic")
+            one, other = await h.open("reward", "critic")
             await one.close()
             with pytest.raises(TransportClosed, match=SUBJECT):
                 await one.pull(1, 1.0)
@@ -364,25 +472,17 @@ class TestMemoryTransport(TransportContract):
         return Harness(max_pending=max_pending, publish_timeout_seconds=publish_timeout_seconds)
 
 
-def test_one_name_has_one_configuration() -> None:
-    async def main() -> None:
-        h = Harness()
-        await h.subscribe("reward", ack_wait_seconds=1.0)
-        with pytest.raises(InvalidRequest, match="is read under this name"):
-            await h.subscribe("reward", ack_wait_seconds=2.0)
-
-    asyncio.run(main())
-
-
 def test_memory_is_bounded() -> None:
     async def main() -> None:
         transport = MemoryTransport(clock=FakeClock(), num_remembered_ids=10)
+        await transport.declare(SUBJECT, "work", [Consumer(name="reward")])
         reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
         for number in range(500):
             await transport.publish(SUBJECT, b"", id=str(number))
             for message in await reward.pull(1, 1.0):
                 await message.ack()
         subject = transport._subjects[SUBJECT]
+        assert isinstance(subject, Work)
         assert not subject.stored
         assert len(subject.ids) <= 20
         assert not await transport.publish(SUBJECT, b"", id="499")
@@ -394,6 +494,7 @@ def test_memory_is_bounded() -> None:
 def test_an_id_is_remembered_while_its_message_is_held() -> None:
     async def main() -> None:
         transport = MemoryTransport(clock=FakeClock(), num_remembered_ids=2)
+        await transport.declare(SUBJECT, "work", [Consumer(name="reward")])
         reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
         for number in range(50):
             await transport.publish(SUBJECT, b"", id=str(number))
@@ -409,11 +510,13 @@ def test_an_id_is_remembered_while_its_message_is_held() -> None:
 def test_dead_letters_keep_the_newest() -> None:
     async def main() -> None:
         transport = MemoryTransport(clock=FakeClock(), max_pending=3)
+        await transport.declare(SUBJECT, "work", [Consumer(name="reward")])
+        await transport.declare(DEAD, "state")
         reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
         for number in range(5):
             await transport.publish(SUBJECT, b"", id=str(number))
             await (await reward.pull(1, 1.0))[0].term("no")
-        watch = await transport.subscribe(DEAD, Consumer(name="watch"))
+        watch = await transport.watch(DEAD)
         assert [dead_letters.decode(m.data).id for m in await watch.pull(9, 1.0)] == ["2", "3", "4"]
 
     asyncio.run(main())
@@ -422,7 +525,9 @@ def test_dead_letters_keep_the_newest() -> None:
 def test_waiting_costs_no_turns_of_the_event_loop() -> None:
     async def main() -> None:
         transport = MemoryTransport()  # the system's clock
-        reward = await transport.subscribe(SUBJECT, Consumer(name="reward", ack_wait_seconds=0.05))
+        consumer = Consumer(name="reward", ack_wait_seconds=0.05)
+        await transport.declare(SUBJECT, "work", [consumer])
+        reward = await transport.subscribe(SUBJECT, consumer)
         await transport.publish(SUBJECT, b"", id="a")
         await reward.pull(1, 1.0)
         loop = asyncio.get_running_loop()

@@ -13,6 +13,7 @@ from rlhfspec.transport import dead_letters
 from rlhfspec.transport.base import Consumer, Message, Subscription
 from rlhfspec.transport.clock import FakeClock
 from rlhfspec.transport.memory import MemoryTransport
+from rlhfspec.transport.memory_subjects import Work
 
 SUBJECT = "rlhf.sums.sample"
 DEAD = "rlhf.sums.dead"
@@ -96,11 +97,12 @@ async def follow(steps: list[tuple[Any, ...]]) -> None:
     clock, model = FakeClock(), Model()
     clock.SETTLING_ROUNDS = 2  # type: ignore[misc]
     transport = MemoryTransport(clock=clock)
-    await transport.declare(SUBJECT, NAMES)
     consumers = [
         Consumer(name=n, ack_wait_seconds=ACK_WAIT, max_deliveries=MAX_DELIVERIES, max_unacknowledged=MAX_HELD)
         for n in NAMES
     ]
+    await transport.declare(SUBJECT, "work", consumers)
+    await transport.declare(DEAD, "state")
     inboxes = {consumer.name: await transport.subscribe(SUBJECT, consumer) for consumer in consumers}
     deliveries: list[tuple[str, Message]] = []
     ended: set[int] = set()
@@ -146,8 +148,10 @@ async def everything_arrives(
         await clock.advance(1.0)
         model.pass_time(1.0)
     assert {kind for kind, _ in model.state.values()} <= {"done", "dead"}
-    watch = await transport.subscribe(DEAD, Consumer(name="watch"))
+    watch = await transport.watch(DEAD)
     letters = [dead_letters.decode(m.data) for m in await watch.pull(1000, 0.0)]
     dead = sorted((letter.consumer, letter.id) for letter in letters)
     assert dead == sorted(key for key, (kind, _) in model.state.items() if kind == "dead")
-    assert not transport._subjects[SUBJECT].stored
+    work = transport._subjects[SUBJECT]
+    assert isinstance(work, Work)
+    assert not work.stored

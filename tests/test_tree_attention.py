@@ -398,7 +398,7 @@ def triton_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, k
     device = "cuda" if torch.cuda.is_available() else "cpu"
     on_device = [x.to(device) for x in (query, key, value, kv)]
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    out = tree_attention_triton.tree_attention(*on_device, layer, meta, **options)
+    out = tree_attention_triton.tree_attention(*on_device, layer, meta.tensors(on_device[0].device), **options)
     kv.copy_(on_device[3])
     return out.cpu()
 

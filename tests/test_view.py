@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import re
-import time
+import sys
 import unicodedata
 from dataclasses import replace
 
@@ -15,17 +15,19 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from rlhfspec.checkpoint import CheckpointStore
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Load
+from rlhfspec.records import Load, Sample, Score
 from rlhfspec.service.vitals import Vitals, WorkerState
+from rlhfspec.telemetry.evaluations import example_evaluation
 from rlhfspec.telemetry.metrics import StepMetrics, example_step
 from rlhfspec.telemetry.panel import panel
 from rlhfspec.telemetry.progress import Progress
 from rlhfspec.telemetry.run_folder import RunFolder, example_job
 from rlhfspec.telemetry.same_job import as_content
 from rlhfspec.telemetry.sample_lines import example_sample
-from rlhfspec.telemetry.summary import ResponseText, summarize
+from rlhfspec.telemetry.summary import summarize
 from rlhfspec.telemetry.text import histogram, sparkline, visible
 from rlhfspec.telemetry.view import View, print_line, step_line
 from rlhfspec.transport.clock import FakeClock
@@ -147,8 +149,9 @@ def test_hostile_text_is_harmless_in_every_way_out(encoding: str, tmp_path_facto
         view.say(HOSTILE)
     with RunFolder(tmp_path_factory.mktemp("run")) as folder:
         folder.begin(example_job(), resume=False)
-        hostile = [ResponseText(prompt=HOSTILE, text=HOSTILE)]
-        summarize(folder, resume_command=HOSTILE, before=hostile, after=hostile).print(console)
+        folder.append_samples([replace(example_sample(text=HOSTILE), prompt_text=HOSTILE)], {})
+        folder.append_step(example_step())
+        summarize(folder, resume_command=HOSTILE, num_texts=1).print(console)
     text = written(console)
     assert "[red]not markup[/red] :smile:" in text
     assert not set(text) & set("\x1b\x9b\x07\x00\x08\r\u202e\u2028\u2029")
@@ -178,14 +181,42 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 
 def test_numbers_that_do_not_apply_are_not_shown() -> None:
-    metrics = replace(example_step(), kl=None, accepted_per_verification=None)
+    metrics = replace(example_step(), kl=None, accepted_per_verification=None, tokens_per_second=None)
     line = step_line(metrics, Progress(example_job(), Hand()))
-    assert "KL" not in line
-    assert "accepted - " in line
     console = terminal()
     view, _ = a_view(console)
     view.step(metrics)
-    assert not any("KL" in line for line in picture(view, console))
+    for said in (line, "\n".join(picture(view, console))):
+        assert not any(name in said for name in ("KL", "accepted", "tok/s"))
+    view.load(replace(load(), accepted_per_verification=None))  # type: ignore[arg-type]
+    assert not any("accepted" in line for line in picture(view, console)), "nothing was drafted"
+    view.load(load("g1"))
+    assert any("2.31 accepted" in line for line in picture(view, console)), "the mean is of those that drafted"
+
+
+def test_the_kl_is_shown_with_its_estimator() -> None:
+    metrics = replace(example_step(), kl={"k1": -0.01, "k3": 0.002})
+    assert "KL k1 -0.0100, k3 0.00200  " in step_line(metrics, Progress(example_job(), Hand()))
+    console = terminal()
+    view, _ = a_view(console)
+    view.step(metrics)
+    (row,) = [line for line in picture(view, console) if "KL" in line]
+    assert row.startswith("│ KL        0.00200"), "k3, which is never negative, is what is drawn"
+    assert "to the reference (k1 -0.0100, k3" in row
+
+
+def test_evaluations_are_told_with_the_best() -> None:
+    runs = [example_evaluation(step=step, reward=reward) for step, reward in ((0, 0.25), (10, 0.75), (20, 0.5))]
+    console = terminal()
+    view, _ = a_view(console)
+    view.history([example_step(step=20)], runs[:2])
+    view.evaluation(runs[2])
+    assert any("held-out  0.500" in line and "best 0.750 after step 10" in line for line in picture(view, console))
+    plain = Console(file=io.StringIO())
+    view, _ = a_view(plain)
+    view.evaluation(runs[0])
+    told = "evaluation after step 0: reward 0.250  (best 0.250 after step 0)  length 27.5  4 held-out samples  1.5s"
+    assert told in plain.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_mode_follows_the_terminal() -> None:
@@ -316,17 +347,25 @@ def test_a_sparkline_is_never_wider_than_its_place(values: list[float], width: i
     assert re.fullmatch("[▁▂▃▄▅▆▇█]*", drawn)
 
 
-def test_what_is_reported_costs_next_to_nothing() -> None:
-    """Of a run's own time: a sample, a load and a snapshot must not be felt. Generous, for a busy machine."""
+def test_what_is_reported_costs_the_same_however_much_there_was() -> None:
+    """Of a run's own time: the calls of one more sample do not grow with the samples, loads and snapshots before it."""
     view, _ = a_view(terminal())
     snapshot = [state(name, "working", "x") for name in ("prompts", "generator", "reward", "trainer")]
     samples = [example_sample(step=1, prompt=prompt) for prompt in range(2000)]
-    began = time.process_time()
-    for sample in samples:
-        view.sample(sample)
-    view.load(load())
-    view.vitals(snapshot)
-    assert time.process_time() - began < 0.2
+
+    def num_calls(sample: Sample) -> int:
+        calls: list[str] = []
+        sys.setprofile(lambda frame, event, argument: calls.append(event))
+        try:
+            view.sample(sample)
+            view.load(load())
+            view.vitals(snapshot)
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    counts = [num_calls(sample) for sample in samples]
+    assert counts[-1] <= counts[10]
     assert view.progress.num_samples_done == 2000
 
 
@@ -343,12 +382,13 @@ def test_the_summary_says_what_came_out(tmp_path_factory: pytest.TempPathFactory
         finished(folder, [example_step(step=step, reward=step / 40) for step in range(1, 31)])
         (folder.plots).mkdir()
         (folder.plots / "training.png").touch()
-        summary = summarize(
-            folder,
-            resume_command="rlhfspec run job.yaml --resume",
-            before=[ResponseText(prompt="2+2=", text="5", reward=0.0)],
-            after=[ResponseText(prompt="2+2=", text="```\n4\n````", reward=1.0)],
-        )
+        for step, text, reward in ((1, "5", 0.0), (30, "```\n4\n````", 1.0)):
+            sample = example_sample(step=step, text=text)
+            score = Score(
+                id="", sample_id=sample.id, job="sums", step=step, stage="reward", values=(reward,), components=()
+            )
+            folder.append_samples([sample], {sample.id: score})
+        summary = summarize(folder, resume_command="rlhfspec run job.yaml --resume", num_texts=4)
         summary.print(console)
         markdown = folder.summary_file.read_text()
     text = written(console)
@@ -359,8 +399,23 @@ def test_the_summary_says_what_came_out(tmp_path_factory: pytest.TempPathFactory
         assert said in text, said
         assert said in markdown, said
     assert "exported" not in text
-    assert text.index("before (reward 0)") < text.index("after (reward 1.00)")
+    assert text.index("of step 1\n  reward 0\n    | 2+2=5") < text.index("of step 30\n  reward 1.00")
     assert "`````text\n```\n4\n````\n`````" in markdown, "the text cannot close its fence"
+
+
+def test_the_summary_names_the_best_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with RunFolder(tmp_path_factory.mktemp("run")) as folder:
+        finished(folder, [replace(example_step(step=step), accepted_per_verification=None) for step in (1, 2)])
+        for step, reward in ((0, 0.25), (1, 0.75), (2, 0.5)):
+            folder.append_evaluation(example_evaluation(step=step, reward=reward))
+        assert "best checkpoint" not in summarize(folder, resume_command="again").markdown(), "it was not kept"
+        folder.checkpoint(1).mkdir(parents=True)
+        told = summarize(folder, resume_command="again").markdown()
+        assert "| held-out reward | 0.250 -> 0.500, best 0.750 after step 1 |" in told
+        assert f"- best checkpoint: `{folder.checkpoint(1)}`" in told
+        assert "accepted" not in told, "nothing was drafted"
+        with CheckpointStore(folder.checkpoints, keep=1) as store:
+            assert store.save(7, {}) == folder.checkpoint(7), "both know where a step's checkpoint is"
 
 
 def test_a_run_that_failed_early_is_summarized_too(tmp_path_factory: pytest.TempPathFactory) -> None:

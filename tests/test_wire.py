@@ -17,7 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfspec.errors import InvalidRequest, MalformedRecord
-from rlhfspec.records import Demand, Load, Prompt, Record, Sample, Score, StepReport, Weights
+from rlhfspec.records import (
+    DatasetInfo,
+    Demand,
+    EvaluationReport,
+    Heartbeat,
+    Load,
+    Prompt,
+    Record,
+    Sample,
+    Score,
+    StepReport,
+    Weights,
+)
 from rlhfspec.wire.codec import ENVELOPE_FIELDS, decode, encode
 from rlhfspec.wire.records_pb2 import Envelope
 
@@ -28,9 +40,10 @@ tokens = st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple)
 finite = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=8).map(tuple)
 numbers = st.lists(st.floats(), max_size=8).map(tuple)
 named = {"id": texts, "job": texts, "step": counts}
-placed = {**named, "prompt": counts, "replica": counts, "columns_json": texts}
+purposes = st.sampled_from(["training", "evaluation"])
+placed = {**named, "purpose": purposes, "prompt": counts, "replica": counts, "columns_json": texts}
 components = st.lists(st.tuples(texts, st.floats(allow_nan=False, allow_infinity=False)), max_size=3).map(tuple)
-scores = {**named, "sample_id": texts, "stage": st.sampled_from(["reward", "reference", "critic"])}
+scores = {**named, "purpose": purposes, "sample_id": texts, "stage": st.sampled_from(["reward", "reference", "critic"])}
 
 STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
     Prompt: st.builds(Prompt, **placed, text=texts, token_ids=tokens, seed=counts, weights_version=counts),
@@ -49,9 +62,12 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         num_verifications=counts,
         num_drafted=counts,
         num_accepted=counts,
+        strategies=st.lists(st.tuples(texts, counts), max_size=3).map(tuple),
+        experts=st.lists(st.tuples(texts, st.lists(counts).map(tuple))).map(tuple),
+        seconds=st.floats(),
         generator=texts,
     ),
-    Score: st.builds(Score, **scores, values=finite, components=components, weights_version=counts)
+    Score: st.builds(Score, **scores, values=finite, components=components, weights_version=counts, seconds=st.floats())
     | st.builds(Score, **scores, values=numbers, components=components, error=st.just("the model gave NaN")),
     Weights: st.builds(
         Weights,
@@ -62,6 +78,7 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         uri=texts,
         digest=texts,
     ),
+    DatasetInfo: st.builds(DatasetInfo, id=texts, job=texts, num_prompts=counts, num_held_out=counts, last_step=counts),
     Demand: st.builds(Demand, **named, round=counts, num_prompts=counts),
     Load: st.builds(
         Load,
@@ -72,10 +89,22 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         num_finished=counts,
         num_tokens=counts,
         tokens_per_second=st.floats(),
-        accepted_per_verification=st.floats(),
+        accepted_per_verification=st.none() | st.floats(),
         strategy=texts,
-        experts=st.lists(st.tuples(texts, st.lists(counts).map(tuple))).map(tuple),
     ),
+    Heartbeat: st.builds(
+        Heartbeat,
+        id=texts,
+        job=texts,
+        stage=texts,
+        worker=counts,
+        doing=st.sampled_from(["working", "waiting", "stopped"]),
+        what=texts,
+        since_seconds=st.floats(),
+        overdue_seconds=st.floats(),
+        busy_seconds=st.floats(),
+    ),
+    EvaluationReport: st.builds(EvaluationReport, **named, metrics_json=texts),
     StepReport: st.builds(StepReport, **named, weights_version=counts, weights_digest=texts, metrics_json=texts),
 }
 records: st.SearchStrategy[Record] = st.one_of(*STRATEGIES.values())

@@ -32,7 +32,7 @@ def lead(leader: Leader, folder: Path) -> None:
     assert digest(leader.policy_state()) == digest(state)
     leader.learn(rollouts(1))
     assert digest(leader.policy_state()) == first, "a resumed step differs"
-    reports.append(leader.learn(rollouts(2).select([0])))
+    reports.append(leader.learn(rollouts(2, num_samples=1)))
     torch.save({"metrics": [report.metrics for report in reports], "log_probs": [r.log_probs for r in reports],
                 "policy": leader.policy_state(), "critic": leader.critic_state()}, folder / "found.pt")  # fmt: skip
     leader.close()

@@ -29,8 +29,34 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | None:
+    """The known word that was probably meant; capitals and underscores do not count.
+
+    >>> nearest("learning_rate", ["name", "learningRate"]), nearest("banana", ["name"])
+    ('learningRate', None)
+    """
+    by_folded = {_folded(name): name for name in known}
+    found = difflib.get_close_matches(_folded(word), by_folded, n=1, cutoff=cutoff)
+    return by_folded[found[0]] if found else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word; empty when nothing known is near.
+
+    >>> did_you_mean("stpes", ["steps", "seed"]), did_you_mean("banana", ["steps"])
+    ('; did you mean steps?', '')
+    """
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def _folded(word: str) -> str:
+    return word.replace("_", "").lower()
 
 
 class RLHFSpecError(Exception):
@@ -38,7 +64,7 @@ class RLHFSpecError(Exception):
 
 
 class InvalidRequest(RLHFSpecError, ValueError):
-    """A value a user can mend: which field, what it was, what it must be."""
+    """A value the user has to change: which field, what it was, what it must be."""
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         self.field = field
@@ -49,7 +75,7 @@ class InvalidRequest(RLHFSpecError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing to mend: where it is, what was found there, and what it must be.
+    """One error of a job or its data: where it is, what was found there, and what it must be.
 
     >>> print(Problem(field="spec.training.steps", value="many", problem="must be a whole number", where="line 9"))
     line 9: spec.training.steps: must be a whole number (got 'many')
@@ -166,13 +192,13 @@ class TransportFull(RLHFSpecError):
 
 
 class StageError(RLHFSpecError):
-    """What ended a run, and where."""
+    """What ended a run, and where; worker None: it may have been any of the stage's."""
 
-    def __init__(self, stage: str, worker: int, problem: str) -> None:
+    def __init__(self, stage: str, worker: int | None, problem: str) -> None:
         self.stage = stage
         self.worker = worker
         self.problem = problem
-        super().__init__(f"{stage} {worker}: {problem}")
+        super().__init__(f"{stage}: {problem}" if worker is None else f"{stage} {worker}: {problem}")
 
 
 class StageFailed(StageError):
@@ -221,14 +247,14 @@ class LoopStalled(StageStalled):
 class RecordUndeliverable(StageError):
     """A record that this stage could not handle, however often it came: without it no step can be whole.
 
-    >>> str(RecordUndeliverable("reward", 0, "rlhf.sums.sample", "sums/3/7/1", "5 deliveries and no ack"))
-    'reward 0: could not handle sums/3/7/1 of rlhf.sums.sample: 5 deliveries and no ack'
+    >>> str(RecordUndeliverable("reward", "rlhf.sums.sample", "sums/3/7/1", "5 deliveries and no ack"))
+    'reward: could not handle sums/3/7/1 of rlhf.sums.sample: 5 deliveries and no ack'
     """
 
-    def __init__(self, stage: str, worker: int, subject: str, record_id: str, reason: str) -> None:
+    def __init__(self, stage: str, subject: str, record_id: str, reason: str) -> None:
         self.subject = subject
         self.record_id = record_id
-        super().__init__(stage, worker, f"could not handle {record_id} of {subject}: {reason}")
+        super().__init__(stage, None, f"could not handle {record_id} of {subject}: {reason}")
 
 
 class NumericalError(RLHFSpecError):

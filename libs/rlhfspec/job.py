@@ -52,7 +52,7 @@ class Model(Block):
 
 
 class Dataset(Block):
-    path: str = Field(min_length=1, description="A .jsonl or .parquet file, a datasets folder, or a hub id.")
+    path: str = Field(min_length=1, description="A .jsonl, .json, .csv or .parquet file, datasets folder, or hub id.")
     split: str = Field("train", description="Of datasets that have splits.")
     prompt_column: str | None = Field("prompt", description="Text to continue; null when messagesColumn is set.")
     messages_column: str | None = Field(None, description="Chat messages, through the tokenizer's template.")
@@ -66,6 +66,18 @@ class Dataset(Block):
         if isinstance(given, dict) and given.get("messagesColumn") is not None:
             return {"promptColumn": None} | given
         return given
+
+
+class HeldOut(Block):
+    every_steps: Positive = Field(10, description="Steps between evaluations; also before the first and at the end.")
+    path: str | None = Field(
+        None, min_length=1, description="Held-out data, like dataset.path; null: prompts taken out of the dataset."
+    )
+    num_prompts: Positive = Field(64, description="Held-out prompts: the first of path, or drawn by the seed.")
+    samples_per_prompt: Positive = Field(1, description="Responses to each; always with the same noise.")
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        return step % self.every_steps == 0 or step == last_step
 
 
 class Algorithm(Block):
@@ -140,8 +152,8 @@ class Speculation(Block):
 
 class Generation(Block):
     max_tokens: Positive = Field(256, description="Longest response, in tokens.")
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        1.0, description="Of sampling, and of the log-probs that are trained."
+    temperature: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = Field(
+        1.0, description="Of sampling, and of the log-probs that are trained. Below 0.01 nothing is left to chance."
     )
     top_k: int = Field(0, ge=0, description="0: every token. A mask makes sampler and trainer disagree.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="1: every token.")
@@ -172,8 +184,10 @@ class ModelReward(Block):
 
 class HttpReward(Block):
     type: Literal["http"]
-    url: str = Field(pattern=r"^https?://", description="Receives a JSON POST; docs/rewards.md has the contract.")
-    headers: dict[str, str] = Field({}, description="Sent along, an API key for instance.")
+    url: str = Field(
+        pattern=r"^(https?://|\$\{)", description="Receives a JSON POST; ${NAME} is taken from the environment."
+    )
+    headers: dict[str, str] = Field({}, description="Sent along. ${NAME} is taken from the environment: write keys so.")
 
 
 class _Common(Block):
@@ -274,12 +288,18 @@ class Observability(Block):
     view: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live in a terminal, else lines.")
     tensorboard: bool = Field(False, description="Write event files into the run folder.")
     wandb: Wandb | None = Field(None, description="Also report there.")
-    sample_texts: int = Field(4, ge=0, description="Prompts whose responses before and after end the summary.")
+    sample_texts: int = Field(4, ge=0, description="Responses that the summary shows, of the beginning and the end.")
 
 
 class Spec(Block):
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Where models run; auto: on a GPU if there is one."
+    )
     model: Model
     dataset: Dataset
+    evaluation: HeldOut | None = Field(
+        None, description="Answers to held-out prompts are scored now and then; the best checkpoint is kept."
+    )
     algorithm: Algorithm = Field(default_factory=Algorithm)
     generation: Generation = Generation()
     rewards: Rewards
@@ -288,6 +308,17 @@ class Spec(Block):
     rebalance: Rebalance = Rebalance()
     checkpoint: Checkpoint = Checkpoint()
     observability: Observability = Observability()
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest prompt and the longest response together."""
+        return self.dataset.max_prompt_tokens + self.generation.max_tokens
+
+    @property
+    def samples_in_flight(self) -> int:
+        """That a generator may be asked for at a time: those of every step that staleness lets begin."""
+        training = self.training
+        return training.prompts_per_step * self.algorithm.samples_per_prompt * (1 + training.max_staleness)
 
 
 class Metadata(Block):

@@ -4,33 +4,64 @@ Subjects, consumers, service folders, chart keys and the supervisor's messages d
 Adding a stage is one line here; the tests then say what is missing.
 
 Example:
-    >>> subject("sums", Sample)
-    'rlhf.sums.sample'
+    >>> subject("sums", "3f2a", Sample)
+    'rlhf.sums.3f2a.sample'
     >>> [stage.name for stage in consumers_of(Sample)]
     ['reward', 'reference', 'critic', 'trainer']
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from rlhfspec.records import Demand, Load, Prompt, Record, Sample, Score, StepReport, Weights
+from rlhfspec.job import Algorithm, RLHFJob
+from rlhfspec.records import (
+    DatasetInfo,
+    Demand,
+    EvaluationReport,
+    Heartbeat,
+    Load,
+    Prompt,
+    Record,
+    Sample,
+    Score,
+    ScoringStage,
+    StepReport,
+    Weights,
+)
+from rlhfspec.transport.base import Consumer, Kind
+
+# A dead worker's records are delivered to another after so long; a living one says earlier that it is still at it.
+ACK_WAIT_SECONDS = 12.0
+# Work is kept until every stage that consumes it has acknowledged it. Of state the latest stays, and whoever starts
+# sees it first. A signal may be lost, and nobody waits for who reads it.
+KINDS: dict[type[Record], Kind] = {
+    Prompt: "work", Sample: "work", Score: "work", Demand: "work",
+    Weights: "state", DatasetInfo: "state",
+    Load: "signal", StepReport: "signal", EvaluationReport: "signal", Heartbeat: "signal",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
+    """`max_held`: records of one type that its workers together hold unacknowledged. `max_deliveries`: of one record
+    before it is a dead letter; None: as often as it takes."""
+
     name: str
     consumes: tuple[type[Record], ...]
     produces: tuple[type[Record], ...]
     waits_for: str
     unblocked_by: tuple[str, ...]
+    max_held: int = 1024
+    max_deliveries: int | None = 5
 
 
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="prompts",
         consumes=(Weights, Demand),
-        produces=(Prompt,),
+        produces=(Prompt, DatasetInfo),
         waits_for="a weights version not older than the step allows",
         unblocked_by=("trainer",),
     ),
@@ -40,6 +71,7 @@ STAGES: tuple[Stage, ...] = (
         produces=(Sample, Load),
         waits_for="prompts, and room in the KV cache",
         unblocked_by=("prompts", "trainer"),
+        max_held=1 << 16,  # the engine queues what it has no room for
     ),
     Stage(
         name="reward",
@@ -47,6 +79,7 @@ STAGES: tuple[Stage, ...] = (
         produces=(Score,),
         waits_for="finished samples",
         unblocked_by=("generator",),
+        max_held=1 << 16,  # groups that are not complete yet
     ),
     Stage(
         name="reference",
@@ -54,6 +87,7 @@ STAGES: tuple[Stage, ...] = (
         produces=(Score,),
         waits_for="finished samples",
         unblocked_by=("generator",),
+        max_held=64,
     ),
     Stage(
         name="critic",
@@ -61,48 +95,81 @@ STAGES: tuple[Stage, ...] = (
         produces=(Score,),
         waits_for="finished samples, and the critic's weights",
         unblocked_by=("generator", "trainer"),
+        max_held=64,
     ),
     Stage(
         name="trainer",
-        consumes=(Sample, Score),
-        produces=(Weights, Demand, StepReport),
+        consumes=(Sample, Score, DatasetInfo),
+        produces=(Weights, Demand, StepReport, EvaluationReport),
         waits_for="every sample of the step and every score of a sample",
-        unblocked_by=("generator", "reward", "reference", "critic"),
+        unblocked_by=("prompts", "generator", "reward", "reference", "critic"),
+        max_held=1 << 20,  # until a checkpoint covers their step
+        max_deliveries=None,  # each crash of a trainer counts as a delivery of all it holds
     ),
 )
-# Who looks on. An observer produces nothing and no stage waits for it; what it sees is kept until it acknowledged it.
+# Who looks on: it watches, produces nothing, and nobody waits for it.
 OBSERVERS: tuple[Stage, ...] = (
     Stage(
         name="view",
-        consumes=(Sample, Load, StepReport),
+        consumes=(Sample, Load, StepReport, EvaluationReport, Heartbeat),
         produces=(),
         waits_for="something to show",
         unblocked_by=("generator", "trainer"),
     ),
 )
 BY_NAME = {stage.name: stage for stage in (*STAGES, *OBSERVERS)}
-# Every worker of a stage gets each of these; for all other records the workers of a stage compete.
-TO_EVERY_WORKER: tuple[type[Record], ...] = (Weights,)
 
 
-def subject(job: str, record: type[Record]) -> str:
-    """Where records of this type travel."""
-    return f"rlhf.{job}.{record.__name__.lower()}"
+def subject(job: str, uid: str, record: type[Record]) -> str:
+    """Where records of this type travel in one run of the job; another run of the same name has another uid."""
+    return f"rlhf.{job}.{uid}.{record.__name__.lower()}"
 
 
-def dead_letters(job: str) -> str:
-    """Where records go that nobody could handle."""
-    return f"rlhf.{job}.dead"
+def dead_letters(job: str, uid: str) -> str:
+    """Where records go that nobody could handle: state, so that whoever looks sees all of them."""
+    return f"rlhf.{job}.{uid}.dead"
+
+
+def state_key(record: Record) -> str:
+    """What a record of state is the latest of."""
+    return record.role if isinstance(record, Weights) else ""
 
 
 def consumers_of(record: type[Record]) -> list[Stage]:
     return [stage for stage in STAGES if record in stage.consumes]
 
 
-def consumer_name(record: type[Record], stage: str, worker: int) -> str:
-    """As whom this worker pulls these records: workers that share a name compete.
+def work_consumer(stage: Stage) -> Consumer:
+    """As what its workers pull: they compete under the stage's name."""
+    return Consumer(
+        name=stage.name,
+        ack_wait_seconds=ACK_WAIT_SECONDS,
+        max_deliveries=stage.max_deliveries,
+        max_unacknowledged=stage.max_held,
+    )
 
-    >>> consumer_name(Sample, "reward", 1), consumer_name(Weights, "generator", 1)
-    ('reward', 'generator-1')
+
+def work_consumers(record: type[Record], running: Collection[str]) -> list[Consumer]:
+    """Of the stages that run in a job, those that this work is kept for.
+
+    >>> [consumer.name for consumer in work_consumers(Sample, {"reward", "trainer"})]
+    ['reward', 'trainer']
     """
-    return f"{stage}-{worker}" if record in TO_EVERY_WORKER else stage
+    return [work_consumer(stage) for stage in consumers_of(record) if stage.name in running]
+
+
+def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:
+    """Whose scores a sample needs before it can be trained on."""
+    stages: list[ScoringStage] = ["reward"]
+    if algorithm.kl_coefficient > 0:
+        stages.append("reference")
+    if algorithm.name == "ppo":
+        stages.append("critic")
+    return tuple(stages)
+
+
+def workers_of(job: RLHFJob) -> dict[str, int]:
+    """The stages that run in this job, and how many workers each has."""
+    running = {"prompts", "generator", "trainer", *scoring_stages(job.spec.algorithm)}
+    counts = {stage.name: getattr(job.spec.roles, stage.name).workers for stage in STAGES if stage.name in running}
+    return counts | {"prompts": 1, "trainer": 1}

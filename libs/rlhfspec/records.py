@@ -23,6 +23,8 @@ from typing import Literal
 ScoringStage = Literal["reward", "reference", "critic"]
 Role = Literal["policy", "critic"]
 FinishReason = Literal["stop", "length", "error"]
+Doing = Literal["working", "waiting", "stopped"]
+Purpose = Literal["training", "evaluation"]
 
 
 def sample_id(job: str, *, step: int, prompt: int, replica: int) -> str:
@@ -32,6 +34,15 @@ def sample_id(job: str, *, step: int, prompt: int, replica: int) -> str:
     'sums/1/0/12'
     """
     return f"{job}/{step}/{prompt}/{replica}"
+
+
+def evaluation_id(job: str, *, step: int, prompt: int, replica: int) -> str:
+    """Of a held-out prompt, answered by the policy after a step.
+
+    >>> evaluation_id("sums", step=10, prompt=0, replica=1)
+    'sums/evaluation-10/0/1'
+    """
+    return f"{job}/evaluation-{step}/{prompt}/{replica}"
 
 
 def sample_seed(job_seed: int, record_id: str) -> int:
@@ -57,6 +68,7 @@ class Prompt:
     columns_json: str  # the data row's other columns, as a JSON object, for the rewards
     seed: int  # 64 bits, without sign
     weights_version: int  # the oldest version that may sample it
+    purpose: Purpose = "training"  # of an evaluation, `step` is the one after which it is made; 0: before training
 
     @property
     def group_id(self) -> str:
@@ -89,7 +101,11 @@ class Sample:
     num_verifications: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    strategies: tuple[tuple[str, int], ...] = ()  # under which plan its tokens were made, in how many steps each
+    experts: tuple[tuple[str, tuple[int, ...]], ...] = ()  # layer, and rows each expert ran since a sample said so
+    seconds: float = 0.0  # its share of the generator's work: a step's seconds are divided among all who were there
     generator: str = ""  # which one, for the eyes only
+    purpose: Purpose = "training"
 
     @property
     def group_id(self) -> str:
@@ -120,6 +136,8 @@ class Score:
     components: tuple[tuple[str, float], ...] = ()  # a reward's sources, unweighted
     weights_version: int = 0  # of the critic
     error: str = ""
+    seconds: float = 0.0  # of work for it
+    purpose: Purpose = "training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +150,17 @@ class Weights:
     role: Role
     uri: str
     digest: str  # sha256 over names, shapes, types and bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetInfo:
+    """What the prompts stage found when it read the data."""
+
+    id: str
+    job: str
+    num_prompts: int
+    num_held_out: int  # prompts of an evaluation
+    last_step: int  # that the epochs fill; 0: the data never ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +187,8 @@ class Load:
     num_finished: int
     num_tokens: int  # generated since it started
     tokens_per_second: float  # over the last moments
-    accepted_per_verification: float
+    accepted_per_verification: float | None  # of drafted tokens; None: nothing was drafted
     strategy: str
-    experts: tuple[tuple[str, tuple[int, ...]], ...] = ()  # layer, and rows that each expert ran in these moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,4 +203,29 @@ class StepReport:
     metrics_json: str
 
 
-Record = Prompt | Sample | Score | Weights | Demand | Load | StepReport
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """How the policy answers held-out prompts. `metrics_json` is the line of `evaluations.jsonl`."""
+
+    id: str
+    job: str
+    step: int
+    metrics_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """What one worker does right now (`rlhfspec.service.vitals`). May be lost."""
+
+    id: str
+    job: str
+    stage: str
+    worker: int
+    doing: Doing
+    what: str
+    since_seconds: float  # how long it has been doing that
+    overdue_seconds: float  # past the deadline of its work; negative: so much is left; -inf: not working
+    busy_seconds: float  # working, in all; by its difference over time a worker's utilisation
+
+
+Record = Prompt | Sample | Score | Weights | DatasetInfo | Demand | Load | StepReport | EvaluationReport | Heartbeat

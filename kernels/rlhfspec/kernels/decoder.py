@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 
 from rlhfspec.kernels.cpu import build
-from rlhfspec.kernels.linear import ACTIVATIONS, FusedRMSNorm, PackedGatedMLP, PackedLinear, matmul_kernel
+from rlhfspec.kernels.linear import ACTIVATIONS, PackedGatedMLP, PackedLinear, matmul_kernel
+from rlhfspec.kernels.norm import FusedRMSNorm
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -88,6 +89,7 @@ class NativeDecoder:
         self.vocab_size = parts.head.out_features
         self._forward = build.function("decoder_forward")
         self._forward.argtypes = [_POINTER] * 4 + [_LONG, _POINTER, _LONG, _POINTER, _INT]
+        build.check_sizes("decoder", ctypes.sizeof(_DecoderStruct), ctypes.sizeof(_Layer))
         self.bind()
 
     def bind(self) -> None:

@@ -120,6 +120,7 @@ class NativeDraft:
         self._reference = ctypes.byref(self._struct)
         self._grow = build.function("draft_grow")
         self._grow.argtypes = [_POINTER]
+        build.check_sizes("draft", ctypes.sizeof(_DraftStruct), ctypes.sizeof(_KeepStruct))
         self._tables: tuple[Ints | None, Ints | None] = (None, None)
         self._most = (0, 0, 0)  # nodes, expanded nodes, levels that there is memory for
 
@@ -237,6 +238,7 @@ def _keep_kernel() -> Any:
     kernel = build.function("draft_keep")
     if kernel is not None:
         kernel.argtypes = [_POINTER]
+        build.check_sizes("draft", ctypes.sizeof(_DraftStruct), ctypes.sizeof(_KeepStruct))
     return kernel
 
 

@@ -1,8 +1,7 @@
-"""Packing KV for a journey: the scattered slots or blocks of a sequence as one contiguous tensor, and back.
+"""Packing KV for a journey: the scattered slots of a sequence as one contiguous tensor, and back.
 
-Many small sends are 10-30 times slower than one large one. Slots pack exactly what a sequence owns; blocks (which are
-contiguous over layers) pack faster where whole blocks travel. On CUDA one Triton kernel does each; elsewhere torch
-indexing, which is also the twin that the kernels are tested against. Bits are copied, never converted.
+Many small sends are 10-30 times slower than one large one. On CUDA a Triton kernel does it, on CPU a C++ one; torch
+indexing, where there is neither, is also the twin that both are tested against. Bits are copied, never converted.
 
 Example:
     >>> kv = torch.arange(16.0).reshape(2, 1, 2, 4, 1, 1)  # [blocks, layers, 2, block size, heads, dim]
@@ -16,52 +15,59 @@ Example:
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from typing import Any
+
 import torch
+
+from rlhfspec.kernels.cpu import build
 
 
 def pack_slots(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Gathers kv [blocks, layers, 2, block size, Hkv, D] at slots [n] (int32). Returns [n, layers, 2, Hkv, D]."""
-    _check(kv, "slots", slots, kv.shape[0] * kv.shape[3])
+    _check(kv, slots)
     if kv.is_cuda:
         from rlhfspec.kernels import kv_pack_triton  # lazily: a CPU machine may lack triton
 
         return kv_pack_triton.pack_slots(kv, slots)
-    return pack_slots_reference(kv, slots)
+    if (kernel := _kernel()) is None:
+        return pack_slots_reference(kv, slots)
+    packed = torch.empty((len(slots), *kv.shape[1:3], *kv.shape[4:]), dtype=kv.dtype)
+    _copy(kernel, packed, kv, slots, is_pack=True)
+    return packed
 
 
 def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
     """Scatters packed [n, layers, 2, Hkv, D] to slots [n] of kv; everything else stays as it is."""
-    _check(kv, "slots", slots, kv.shape[0] * kv.shape[3], unique=True)
+    _check(kv, slots, unique=True)
     _, num_layers, _, _, num_kv_heads, dim = kv.shape
     _check_packed(packed, kv, (len(slots), num_layers, 2, num_kv_heads, dim))
     if kv.is_cuda:
         from rlhfspec.kernels import kv_pack_triton
 
         kv_pack_triton.unpack_slots(packed.contiguous(), kv, slots)
-    else:
+    elif (kernel := _kernel()) is None:
         unpack_slots_reference(packed, kv, slots)
-
-
-def pack_blocks(kv: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """Gathers whole blocks [n] (int32). Returns [n, layers, 2, block size, Hkv, D]."""
-    _check(kv, "block_ids", block_ids, kv.shape[0])
-    if kv.is_cuda:
-        from rlhfspec.kernels import kv_pack_triton
-
-        return kv_pack_triton.pack_blocks(kv, block_ids)
-    return pack_blocks_reference(kv, block_ids)
-
-
-def unpack_blocks(packed: torch.Tensor, kv: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """Scatters packed [n, layers, 2, block size, Hkv, D] to blocks [n] of kv; everything else stays as it is."""
-    _check(kv, "block_ids", block_ids, kv.shape[0], unique=True)
-    _check_packed(packed, kv, (len(block_ids), *kv.shape[1:]))
-    if kv.is_cuda:
-        from rlhfspec.kernels import kv_pack_triton
-
-        kv_pack_triton.unpack_blocks(packed.contiguous(), kv, block_ids)
     else:
-        unpack_blocks_reference(packed, kv, block_ids)
+        _copy(kernel, packed.contiguous(), kv, slots, is_pack=False)
+
+
+@functools.cache
+def _kernel() -> Any:
+    kernel = build.function("kv_copy")
+    if kernel is not None:
+        kernel.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 4 + [ctypes.c_int] * 2
+    return kernel
+
+
+def _copy(kernel: Any, packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor, *, is_pack: bool) -> None:
+    _, num_layers, _, block_size, num_kv_heads, dim = kv.shape
+    slots, run = slots.contiguous(), num_kv_heads * dim * kv.element_size()
+    kernel(
+        kv.data_ptr(), packed.data_ptr(), slots.data_ptr(),
+        len(slots), num_layers * 2, block_size, run, is_pack, build.num_threads(),
+    )  # fmt: skip
 
 
 # ---- the twins ------------------------------------------------------------------------------------------------------
@@ -77,14 +83,6 @@ def unpack_slots_reference(packed: torch.Tensor, kv: torch.Tensor, slots: torch.
     kv[block, :, :, offset] = packed
 
 
-def pack_blocks_reference(kv: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    return kv.index_select(0, block_ids.long())
-
-
-def unpack_blocks_reference(packed: torch.Tensor, kv: torch.Tensor, block_ids: torch.Tensor) -> None:
-    kv.index_copy_(0, block_ids.long(), packed)
-
-
 def _places(kv: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     block_size = kv.shape[3]
     return slots.long() // block_size, slots.long() % block_size
@@ -93,20 +91,21 @@ def _places(kv: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check(kv: torch.Tensor, name: str, indices: torch.Tensor, limit: int, *, unique: bool = False) -> None:
+def _check(kv: torch.Tensor, slots: torch.Tensor, *, unique: bool = False) -> None:
     if kv.dim() != 6 or kv.shape[2] != 2 or not kv.is_contiguous():
         raise ValueError("kv: must be contiguous [blocks, layers, 2, block size, kv heads, head dim]")
-    if indices.dim() != 1 or indices.dtype != torch.int32 or indices.device != kv.device:
-        raise ValueError(f"{name}: must be int32 [n] on {kv.device} (got {indices.dtype} on {indices.device})")
-    if len(indices) == 0:
+    if slots.dim() != 1 or slots.dtype != torch.int32 or slots.device != kv.device:
+        raise ValueError(f"slots: must be int32 [n] on {kv.device} (got {slots.dtype} on {slots.device})")
+    if len(slots) == 0:
         return
-    lowest, highest = (int(value) for value in torch.stack(indices.aminmax()).tolist())
+    limit = kv.shape[0] * kv.shape[3]
+    lowest, highest = (int(value) for value in torch.stack(slots.aminmax()).tolist())
     if lowest < 0 or highest >= limit:
-        raise ValueError(f"{name}: must be in [0, {limit}) (got {lowest} to {highest})")
+        raise ValueError(f"slots: must be in [0, {limit}) (got {lowest} to {highest})")
     if unique:  # two writers of one place would leave either's bits
-        ordered = indices.sort().values
+        ordered = slots.sort().values
         if bool((ordered[1:] == ordered[:-1]).any()):
-            raise ValueError(f"{name}: must not repeat")
+            raise ValueError("slots: must not repeat")
 
 
 def _check_packed(packed: torch.Tensor, kv: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -1,7 +1,6 @@
 """Packing KV on a GPU: the Triton kernels behind `kv_pack` (contract and twins are there).
 
-Both shapes of journey are copies of runs that are contiguous on either side: of a slot, one run per layer and plane
-(key, value); of a block, the block. A program copies one piece of one run.
+A slot is one run per layer and plane (key, value), contiguous on either side. A program copies one piece of one run.
 """
 
 from __future__ import annotations
@@ -14,46 +13,24 @@ PIECE = 1024  # elements that one program copies
 
 
 def pack_slots(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    _, num_layers, _, _, num_kv_heads, dim = kv.shape
-    packed = torch.empty((len(slots), num_layers, 2, num_kv_heads, dim), dtype=kv.dtype, device=kv.device)
-    _copy_slots(packed, kv, slots, pack=True)
+    packed = torch.empty((len(slots), *kv.shape[1:3], *kv.shape[4:]), dtype=kv.dtype, device=kv.device)
+    _copy(packed, kv, slots, pack=True)
     return packed
 
 
 def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
-    _copy_slots(packed, kv, slots, pack=False)
+    _copy(packed, kv, slots, pack=False)
 
 
-def pack_blocks(kv: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    packed = torch.empty((len(block_ids), *kv.shape[1:]), dtype=kv.dtype, device=kv.device)
-    _copy_blocks(packed, kv, block_ids, pack=True)
-    return packed
-
-
-def unpack_blocks(packed: torch.Tensor, kv: torch.Tensor, block_ids: torch.Tensor) -> None:
-    _copy_blocks(packed, kv, block_ids, pack=False)
-
-
-def _copy_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor, *, pack: bool) -> None:
-    _, num_layers, _, block_size, num_kv_heads, dim = kv.shape
-    run = num_kv_heads * dim
-    _copy(packed, kv, slots, planes=num_layers * 2, run=run, rows_per_block=block_size, pack=pack)
-
-
-def _copy_blocks(packed: torch.Tensor, kv: torch.Tensor, block_ids: torch.Tensor, *, pack: bool) -> None:
-    _copy(packed, kv, block_ids, planes=1, run=kv[0].numel(), rows_per_block=1, pack=pack)
-
-
-def _copy(
-    packed: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor,
-    *, planes: int, run: int, rows_per_block: int, pack: bool,
-) -> None:  # fmt: skip
-    """kv seen as [blocks, planes, rows_per_block, run], packed as [n, planes, run]."""
-    if len(rows) == 0:
+def _copy(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor, *, pack: bool) -> None:
+    """kv seen as [blocks, planes, block size, run], packed as [n, planes, run]."""
+    if len(slots) == 0:
         return
+    _, num_layers, _, block_size, num_kv_heads, dim = kv.shape
+    planes, run = num_layers * 2, num_kv_heads * dim
     piece = min(PIECE, triton.next_power_of_2(run))
-    grid = (len(rows), planes, triton.cdiv(run, piece))
-    _copy_kernel[grid](packed, kv, rows, planes, run, ROWS_PER_BLOCK=rows_per_block, PIECE=piece, PACK=pack)
+    grid = (len(slots), planes, triton.cdiv(run, piece))
+    _copy_kernel[grid](packed, kv, slots, planes, run, ROWS_PER_BLOCK=block_size, PIECE=piece, PACK=pack)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

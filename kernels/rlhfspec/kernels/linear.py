@@ -1,4 +1,4 @@
-"""Linear layers, gated MLPs, norms and activations on CPU, whose every output is a fixed function of its own row.
+"""Linear layers, gated MLPs and activations on CPU, whose every output is a fixed function of its own row.
 
 A row's result has the same bits alone and in any batch, with any number of threads (csrc/linear.h states the order of
 summation); torch's own linear differs in every row. Each kernel has its plain-torch twin here, used where there is no
@@ -88,7 +88,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 @functools.cache
-def _native(name: str, suffix: str = "", isa: str | None = None) -> Any:
+def native_kernel(name: str, suffix: str = "", isa: str | None = None) -> Any:
     kernel = build.function(name + suffix, isa)
     kernel.argtypes = _SIGNATURES[name]
     return kernel
@@ -98,15 +98,15 @@ def _native(name: str, suffix: str = "", isa: str | None = None) -> Any:
 def matmul_kernel(name: str, arithmetic: str, dtype: torch.dtype) -> Any:
     """`linear` or `gated_mlp` for an arithmetic."""
     if arithmetic == "fma":
-        return _native(name, f"_{STORED[dtype]}")
-    return _native(name, "", ISA_OF[arithmetic])
+        return native_kernel(name, f"_{STORED[dtype]}")
+    return native_kernel(name, "", ISA_OF[arithmetic])
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _checked(x: Tensor, width: int) -> Tensor:
+def checked(x: Tensor, width: int) -> Tensor:
     """`x` as the kernels want it: fp32 on CPU, contiguous, of this width."""
     if x.dtype is not torch.float32 or not x.is_cpu or x.shape[-1] != width:
         raise ValueError(f"x: must be float32 [..., {width}] on CPU (got {x.dtype} {tuple(x.shape)} on {x.device})")
@@ -181,7 +181,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] fp32 -> [..., N] fp32"""
-        x = _checked(x, self.in_features)
+        x = checked(x, self.in_features)
         if self.arithmetic == "torch":
             return linear_twin(x, self.packed, self.bias, self.arithmetic)
         out = torch.empty((*x.shape[:-1], self.out_features))
@@ -222,9 +222,9 @@ def row_invariant_activation(x: Tensor, name: str) -> Tensor:
     different exponentials, so a row depends on its neighbours where the width is not a multiple of 16.)"""
     if name not in ACTIVATIONS or build.load() is None:
         return activation_twin(x, name)
-    x = _checked(x, x.shape[-1])
+    x = checked(x, x.shape[-1])
     out = torch.empty_like(x)
-    _native("activation")(x.data_ptr(), out.data_ptr(), x.numel(), ACTIVATIONS[name], build.num_threads())
+    native_kernel("activation")(x.data_ptr(), out.data_ptr(), x.numel(), ACTIVATIONS[name], build.num_threads())
     return out
 
 
@@ -353,7 +353,7 @@ class PackedGatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] fp32 -> [..., N] fp32"""
-        x = _checked(x, self.hidden_features)
+        x = checked(x, self.hidden_features)
         if self.arithmetic == "torch":
             gate = linear_twin(x, self.gate_up[0], self.gate_bias, self.arithmetic)
             up = linear_twin(x, self.gate_up[1], self.up_bias, self.arithmetic)
@@ -379,53 +379,3 @@ class PackedGatedMLP(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"{self.hidden_features} -> {self.intermediate_features} -> {self.out_features}"
         return f"{sizes}, {self.activation}, dtype={self.dtype}, arithmetic={self.arithmetic}"
-
-
-# ---- norm -----------------------------------------------------------------------------------------------------------
-
-
-def rms_norm_twin(x: Tensor, weight: Tensor, eps: float, *, add_one: bool = False) -> Tensor:
-    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return x * scale * (weight + 1 if add_one else weight)
-
-
-def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, *, add_one: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; `add_one`: * (1 + weight), as Gemma has it.
-
-    x [..., W] fp32, weight [W] fp32 -> [..., W]; one pass, the same bits for a row in any batch.
-
-    >>> fused_rms_norm(torch.tensor([[3.0, -3.0]]), torch.ones(2), 0.0)
-    tensor([[ 1., -1.]])
-    """
-    if build.load() is None:
-        return rms_norm_twin(x, weight, eps, add_one=add_one)
-    width = weight.shape[0]
-    x, weight = _checked(x, width), _checked(weight, width)
-    out = torch.empty_like(x)
-    _native("rms_norm")(
-        x.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        x.numel() // width,
-        width,
-        eps,
-        add_one,
-        build.num_threads(),
-    )
-    return out
-
-
-class FusedRMSNorm(nn.Module):
-    """`fused_rms_norm` with its weight, kept as fp32."""
-
-    def __init__(self, weight: Tensor, eps: float, *, add_one: bool = False) -> None:
-        super().__init__()
-        self.eps = eps
-        self.add_one = add_one
-        self.load_weight(weight)
-
-    def load_weight(self, weight: Tensor) -> None:
-        self.weight = weight.detach().float().clone()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return fused_rms_norm(x, self.weight, self.eps, add_one=self.add_one)

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rlhfspec.kernels.attention_indices import AttentionIndices
 from rlhfspec.kernels.cpu import build
 
 IndexArray = npt.NDArray[np.int32] | torch.Tensor
@@ -53,7 +54,7 @@ class AttentionMeta:
     extra: IndexArray  # [N, E], -1 padded behind; E may be 0
     slot_table: IndexArray  # [R, L]
     _native: NativeBatch | None = field(default=None, init=False, repr=False, compare=False)
-    _tensors: dict[torch.device, Tensors] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _tensors: dict[torch.device, AttentionIndices] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         num_rows = len(self.slots)
@@ -75,21 +76,12 @@ class AttentionMeta:
             self._native = NativeBatch.of(self)
         return self._native
 
-    def tensors(self, device: torch.device) -> Tensors:
+    def tensors(self, device: torch.device) -> AttentionIndices:
         """The same indices as tensors on `device`."""
         if device not in self._tensors:
             arrays = (self.slots, self.table_rows, self.context_lens, self.extra, self.slot_table)
-            self._tensors[device] = Tensors(*(torch.as_tensor(array, device=device) for array in arrays))
+            self._tensors[device] = AttentionIndices(*(torch.as_tensor(array, device=device) for array in arrays))
         return self._tensors[device]
-
-
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    slots: torch.Tensor  # [N]
-    table_rows: torch.Tensor  # [N]
-    context_lens: torch.Tensor  # [N]
-    extra: torch.Tensor  # [N, E]
-    slot_table: torch.Tensor  # [R, L]
 
 
 def tree_attention(
@@ -117,7 +109,7 @@ def tree_attention(
         from rlhfspec.kernels import tree_attention_triton  # lazily: a CPU machine may lack triton
 
         return tree_attention_triton.tree_attention(
-            query, key, value, kv, layer, meta,
+            query, key, value, kv, layer, meta.tensors(query.device),
             scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, sinks=sinks,
         )  # fmt: skip
     if query.dtype == torch.float32 and kv.dtype in (torch.float32, torch.bfloat16) and build.load() is not None:
@@ -187,7 +179,9 @@ def tree_attention_reference(
     return out
 
 
-def visible_slots(indices: Tensors, row: int, sliding_window: int | None, chunk: int | None = None) -> torch.Tensor:
+def visible_slots(
+    indices: AttentionIndices, row: int, sliding_window: int | None, chunk: int | None = None
+) -> torch.Tensor:
     """The slots that a row attends, in ascending position: [T]."""
     context = indices.slot_table[indices.table_rows[row], : indices.context_lens[row]]
     extra = indices.extra[row]
@@ -293,6 +287,7 @@ def _kernels(isa: str | None = None) -> _Kernels:
     """The C++ functions with their signatures, for one instruction set (default: the best)."""
     plan, attend = build.function("tree_attention_plan", isa), build.function("tree_attention", isa)
     plan.argtypes = attend.argtypes = [ctypes.c_void_p]
+    build.check_sizes("attention", ctypes.sizeof(_BatchStruct), CALL.size)
     return _Kernels(plan, attend)
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlhfspec.kernels.tree_attention import AttentionMeta
+from rlhfspec.kernels.attention_indices import AttentionIndices
 
 TILE_ELEMENTS = 8192  # query heads x positions x head dim that one program holds in registers
 
@@ -23,7 +23,7 @@ def tree_attention(
     value: torch.Tensor,  # [N, Hkv, D]
     kv: torch.Tensor,  # [blocks, layers, 2, block size, Hkv, D]
     layer: int,
-    meta: AttentionMeta,
+    indices: AttentionIndices,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -34,7 +34,6 @@ def tree_attention(
     """The arguments are checked by `rlhfspec.kernels.tree_attention.tree_attention`. Returns [N, H, D]."""
     num_rows, num_heads, dim = query.shape
     _, num_layers, _, block_size, num_kv_heads, _ = kv.shape
-    indices = meta.tensors(query.device)
     extra, slot_table = indices.extra.contiguous(), indices.slot_table
     if slot_table.stride(1) != 1:
         slot_table = slot_table.contiguous()

@@ -39,7 +39,7 @@ class OurWorker:
         )
         return {
             "loaded": {
-                "arithmetic": self._engine.target.config.arithmetic,
+                "arithmetic": self._engine.state.target.runner.config.arithmetic,
                 "costs": json.loads(self._engine.speculation.costs.to_json()),
                 "static": [name for name in static_grid(("model", "suffix")) if arguments["draft"] or "suffix" in name],
             }

@@ -64,6 +64,9 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         raise StorageError(folder, f"its {MANIFEST} cannot be read: {error}") from error
     if schema != SCHEMA:
         raise InvalidRequest(str(folder), schema, f"was written in another schema; this version reads {SCHEMA}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or STRUCTURE not in files or not all(isinstance(f, dict) for f in files.values()):
+        raise StorageError(folder, f"its {MANIFEST} does not list its files")
     assert isinstance(manifest, dict)
     return manifest
 

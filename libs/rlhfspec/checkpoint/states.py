@@ -1,4 +1,4 @@
-"""Any nested state as one JSON document plus named tensors, and back, with nothing changed on the way.
+"""Any nested state as one JSON document plus named tensors, and back, unchanged.
 
 Dictionaries (with keys of text or numbers), lists, tuples, text, numbers, None, bytes and tensors. JSON itself would
 turn tuples into lists and keys into text, which optimizers and random generators do not survive.

@@ -6,7 +6,6 @@ Whatever ends the process in between (a full disk, a kill, a power cut) leaves t
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 
 from rlhfspec.checkpoint.folders import manifest_of, read_checkpoint, verify, write_checkpoint
 from rlhfspec.errors import StorageError
+from rlhfspec.folder_lock import take_lock
 from rlhfspec.modeling.tensor_files import sync
 
 log = logging.getLogger(__name__)
@@ -43,13 +43,18 @@ class CheckpointStore:
         self._keep = keep
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self._folder / LOCK)
+            self._lock = take_lock(self._folder / LOCK)
             self._recover()
+        except BlockingIOError as error:
+            raise StorageError(folder, str(error.strerror)) from None
         except OSError as error:
             raise StorageError(folder, f"cannot keep checkpoints here: {error}") from error
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
-        """`state`: parts by name, each a nested state (`states.pack`). Earlier ones go once this one is there."""
+    def save(self, step: int, state: Mapping[str, Any], *, best: int | None = None) -> Path:
+        """`state`: parts by name, each a nested state (`states.pack`). Earlier ones go once this one is there.
+
+        best: the step of one that stays however old it is, the best by evaluation.
+        """
         writing = self._folder / f".writing-{PREFIX}{step:08d}"
         try:
             _remove(writing)
@@ -62,7 +67,7 @@ class CheckpointStore:
         finally:
             shutil.rmtree(writing, ignore_errors=True)
         try:
-            self._retire()
+            self._retire(best)
         except OSError as error:
             raise StorageError(self._folder, f"earlier checkpoints could not be removed: {error}") from error
         return self._path(step)
@@ -138,12 +143,12 @@ class CheckpointStore:
         elif aside.exists():
             aside.rename(home)
 
-    def _retire(self) -> None:
-        """The newest `keep` that look complete stay, and so does what is newer than they are."""
+    def _retire(self, best: int | None) -> None:
+        """The newest `keep` that look complete stay, and so do what is newer than they are and the best."""
         complete = [step for step in self.steps() if self._looks_complete(step)]
         oldest = complete[-self._keep :][0]
         for step in self.steps():
-            if step < oldest:
+            if step < oldest and step != best:
                 self._discard(step)
 
     def _looks_complete(self, step: int) -> bool:
@@ -168,20 +173,6 @@ class CheckpointStore:
         for pattern in (f".writing-{PREFIX}*", f".removing-{PREFIX}*"):
             for path in self._folder.glob(pattern):
                 _remove(path)
-
-
-def _locked(path: Path) -> int:
-    """An open file whose lock the system drops when the process ends, even by a kill."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(descriptor, 32).decode().strip() or "unknown"
-        os.close(descriptor)
-        raise StorageError(path.parent, f"another run writes here (process {holder})") from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, str(os.getpid()).encode())
-    return descriptor
 
 
 def _remove(folder: Path) -> None:

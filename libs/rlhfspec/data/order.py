@@ -42,6 +42,13 @@ def num_steps(num_rows: int, prompts_per_step: int, epochs: int | None) -> int |
     return None if epochs is None else epochs * num_rows // prompts_per_step
 
 
+def permutation(seed: int, purpose: str, size: int) -> IndexArray:
+    """Sorts raw words of a Philox generator keyed by a hash of (seed, what for)."""
+    digest = hashlib.blake2b(f"{seed}:{purpose}".encode(), digest_size=16).digest()
+    words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(size)
+    return np.argsort(words, kind="stable").astype(np.int64)
+
+
 @dataclass(slots=True, kw_only=True)
 class Order:
     """epochs: None goes round for ever. shuffle False: in the rows' own order; demands are drawn by the seed still."""
@@ -108,9 +115,7 @@ class Order:
 
     def _permutation(self, purpose: str) -> IndexArray:
         if purpose not in self._cache:
-            digest = hashlib.blake2b(f"{self.seed}:{purpose}".encode(), digest_size=16).digest()
-            words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(self.num_rows)
-            self._cache[purpose] = np.argsort(words, kind="stable").astype(np.int64)
+            self._cache[purpose] = permutation(self.seed, purpose, self.num_rows)
             if len(self._cache) > _KEPT:
                 self._cache.popitem(last=False)
         return self._cache[purpose]

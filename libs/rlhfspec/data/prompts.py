@@ -1,4 +1,4 @@
-"""Rows made prompts: text from a column or from chat messages, token ids, the other columns as JSON.
+"""Rows made prompts: text from a column or from chat messages, token ids, columns for the rewards.
 
 Example:
     >>> from rlhfspec.data.rows import Rows
@@ -16,24 +16,20 @@ Example:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from rlhfspec.data.columns import columns_json, columns_of_rows
 from rlhfspec.data.order import Order
 from rlhfspec.data.rows import Rows
 from rlhfspec.data.shape import check_rows
+from rlhfspec.engine.text import Tokenizer
 from rlhfspec.errors import InvalidRequest, JobError, Problem
 from rlhfspec.job import Dataset, Model
 
+_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
 _BATCH = 1000  # texts a call: fast tokenizers work on them in parallel
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts need; messages need `apply_chat_template` too."""
-
-    def __call__(self, texts: list[str], *, add_special_tokens: bool = ...) -> Mapping[str, list[list[int]]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +40,10 @@ class PromptRow:
 
 
 class Prompts:
-    """A dataset that a job can draw from. Everything malformed is found here, before the first step.
+    """A dataset that a job can draw from. Malformed rows are refused here, before the first step.
 
     seed: of the job; decides the order. num_too_long: rows left out by `maxPromptTokens`. longest: tokens of the
-    longest prompt that is kept. columns: what rewards get to see of a row.
+    longest prompt that is kept.
     """
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, dataset: Dataset, seed: int, prompts_per_step: int) -> None:
@@ -66,10 +62,9 @@ class Prompts:
         )
 
     @property
-    def columns(self) -> frozenset[str]:
-        """Of every row."""
-        first = self._rows.records[0]
-        return frozenset(first).difference({self._column}).intersection(*map(frozenset, self._rows.records))
+    def columns(self) -> dict[str, str]:
+        """What rewards may ask for; of a column that some prompt lacks, where it is missing first."""
+        return columns_of_rows(self._rows, self._dataset, self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -94,10 +89,17 @@ class Prompts:
             lengths += map(len, self._encode(texts))
         kept = [index for index, length in enumerate(lengths) if 0 < length <= longest]
         if not kept:
-            problem = f"every prompt is longer; the shortest of {len(lengths)} has {min(lengths)} tokens"
-            field = "spec.dataset.maxPromptTokens"
-            raise JobError(self._rows.source, [Problem(field=field, value=longest, problem=problem)])
+            raise JobError(self._rows.source, [self._no_prompt_left(lengths)])
         return kept, max(lengths[index] for index in kept)
+
+    def _no_prompt_left(self, lengths: list[int]) -> Problem:
+        if any(lengths):
+            problem = f"every prompt is longer; the shortest of {len(lengths)} has {min(lengths)} tokens"
+            return Problem(field="spec.dataset.maxPromptTokens", value=self._dataset.max_prompt_tokens, problem=problem)
+        of_chat = self._dataset.messages_column is not None
+        field, maker = ("messagesColumn", "chat template") if of_chat else ("promptColumn", "tokenizer")
+        problem = f"the {maker} makes no token of any of the {len(lengths)} prompts"
+        return Problem(field=f"spec.dataset.{field}", problem=problem)
 
     @property
     def _column(self) -> str:
@@ -107,9 +109,8 @@ class Prompts:
 
     def _prompt(self, index: int) -> PromptRow:
         text = self._text(index)
-        others = {name: value for name, value in self._rows.records[index].items() if name != self._column}
-        columns_json = json.dumps(others, ensure_ascii=False, allow_nan=False)
-        return PromptRow(text, tuple(self._encode([text])[0]), columns_json)
+        columns = columns_json(self._rows.records[index], self._dataset)
+        return PromptRow(text, tuple(self._encode([text])[0]), columns)
 
     def _text(self, index: int) -> str:
         value = self._rows.records[index][self._column]
@@ -127,7 +128,7 @@ def render(tokenizer: Any, messages: list[Mapping[str, Any]], rows: Rows, index:
     from jinja2.exceptions import TemplateError
 
     field = "spec.dataset.messagesColumn"
-    if getattr(tokenizer, "chat_template", None) is None:
+    if not getattr(tokenizer, "chat_template", None):
         problem = "the tokenizer has no chat template; use promptColumn, or a tokenizer that has one (model.tokenizer)"
         raise JobError(rows.source, [Problem(field=field, problem=problem)])
     try:
@@ -142,8 +143,30 @@ def load_tokenizer(model: Model) -> Any:
     from transformers import AutoTokenizer
 
     field, path = ("tokenizer", model.tokenizer) if model.tokenizer else ("path", model.path)
+    field = f"spec.model.{field}"
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except _LOAD_ERRORS as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InvalidRequest(f"spec.model.{field}", path, f"no tokenizer can be loaded from it: {first}") from error
+        raise InvalidRequest(field, path, f"no tokenizer can be loaded from it: {first}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what some classes make of a folder without their files
+        raise InvalidRequest(field, path, "its tokenizer knows no words: the folder lacks tokenizer.json")
+    _check_ids(tokenizer, model.path, field, path)
+    return tokenizer
+
+
+def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
+    """Of words, and of special tokens that texts and the chat template begin with: the embedding has a row for each.
+    Others need none: several models leave those of pictures out."""
+    from transformers import AutoConfig
+
+    try:
+        num_rows: int = AutoConfig.from_pretrained(model).get_text_config(decoder=True).vocab_size
+    except _LOAD_ERRORS:
+        return  # loading the model says more
+    template = str(tokenizer.chat_template or "")
+    in_template = [number for token, number in tokenizer.get_added_vocab().items() if token in template]
+    largest = max([tokenizer.vocab_size - 1, *tokenizer(["a"])["input_ids"][0], *in_template])
+    if largest >= num_rows:
+        problem = f"its tokens have ids up to {largest}, and the model's embedding {num_rows} rows"
+        raise InvalidRequest(field, path, problem)

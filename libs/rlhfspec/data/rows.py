@@ -1,4 +1,4 @@
-"""Where rows come from: JSON lines, Parquet, a `datasets` folder or a hub id. What is malformed is named by its line.
+"""Where rows come from: a text file (`text_files`), Parquet, a `datasets` folder or a hub id.
 
 Example:
     >>> import tempfile
@@ -11,18 +11,16 @@ Example:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhfspec.data.text_files import read_text_rows, unreadable
 from rlhfspec.errors import JobError, Problem
 from rlhfspec.job import Dataset
-from rlhfspec.job_file.paths import is_local, resolve
-
-FIELD = "spec.dataset.path"
-MOST_PROBLEMS = 10  # of one kind of file, then the rest is counted
+from rlhfspec.job_file.paths import NOT_ROWS, ROW_SUFFIXES, is_local, resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,54 +45,21 @@ def load_rows(dataset: Dataset, base: Path | None = None) -> Rows:
         return _from_hub(dataset)
     path = Path(resolve(dataset.path, base))
     if not path.exists():
-        raise _error(str(path), "no such file or folder")
+        raise unreadable(path, "no such file or folder")
     if path.is_dir():
         rows = _from_folder(path, dataset)
-    elif path.suffix == ".jsonl":
-        rows = _from_json_lines(path)
+    elif not path.is_file():
+        raise unreadable(path, "must be a regular file; this is a pipe or a device")
     elif path.suffix == ".parquet":
         rows = _from_parquet(path)
+    elif path.name.endswith(ROW_SUFFIXES):
+        records, lines = read_text_rows(path)
+        rows = Rows(source=str(path), records=records, lines=lines)
     else:
-        raise _error(str(path), "must be a .jsonl or .parquet file, or a folder written by datasets' save_to_disk")
+        raise unreadable(path, NOT_ROWS)
     if not rows.records:
-        raise _error(str(path), "holds no rows")
+        raise unreadable(path, "holds no rows")
     return rows
-
-
-def _from_json_lines(path: Path) -> Rows:
-    records: list[Mapping[str, Any]] = []
-    lines: list[int] = []
-    problems: list[Problem] = []
-    for number, line in enumerate(_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            records.append(_json_object(line))
-            lines.append(number)
-        except ValueError as error:
-            problems.append(Problem(field=FIELD, problem=str(error), where=f"line {number}"))
-    if problems:
-        raise JobError(str(path), at_most(problems))
-    return Rows(source=str(path), records=records, lines=lines)
-
-
-def _json_object(line: bytes) -> dict[str, Any]:
-    """One row, or a ValueError that says what the line is instead."""
-    try:
-        value = json.loads(line.decode(), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"must be UTF-8 text (byte {error.start + 1} of the line is not)") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError("is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise ValueError(f'must be an object such as {{"prompt": "..."}}, not a {type(value).__name__}')
-    return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number; write null, or leave it out")
 
 
 def _from_parquet(path: Path) -> Rows:
@@ -102,9 +67,15 @@ def _from_parquet(path: Path) -> Rows:
     import pyarrow.parquet
 
     try:
-        return Rows(source=str(path), records=pyarrow.parquet.read_table(path).to_pylist())
+        table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise _error(str(path), f"is not a readable Parquet file: {_first_line(error)}") from error
+        raise unreadable(path, f"is not a readable Parquet file: {_first_line(error)}") from error
+    columns = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        with suppress(ValueError, OverflowError):  # Python has no such value (a year 10000): the column is left out
+            columns[name] = column.to_pylist()
+    records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return Rows(source=str(path), records=records)
 
 
 def _from_folder(path: Path, dataset: Dataset) -> Rows:
@@ -112,11 +83,11 @@ def _from_folder(path: Path, dataset: Dataset) -> Rows:
 
     if not (path / "dataset_info.json").exists() and not (path / "dataset_dict.json").exists():
         inside = ", ".join(sorted(child.name for child in path.iterdir())[:5]) or "nothing"
-        raise _error(str(path), f"was not written by datasets' save_to_disk (it holds {inside}); name a file in it")
+        raise unreadable(path, f"was not written by datasets' save_to_disk (it holds {inside}); name a file in it")
     try:
         loaded = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
-        raise _error(str(path), f"cannot be read: {_first_line(error)}") from error
+        raise unreadable(path, f"cannot be read: {_first_line(error)}") from error
     return Rows(source=str(path), records=_split(loaded, dataset, str(path)))
 
 
@@ -128,40 +99,26 @@ def _from_hub(dataset: Dataset) -> Rows:
         loaded = datasets.load_dataset(dataset.path)
     except (OSError, ValueError, HfHubHTTPError) as error:
         problem = f"neither a file beside the job nor a hub dataset that can be had: {_first_line(error)}"
-        raise _error(dataset.path, problem) from error
+        raise unreadable(dataset.path, problem) from error
     return Rows(source=dataset.path, records=_split(loaded, dataset, dataset.path))
 
 
 def _split(loaded: Any, dataset: Dataset, source: str) -> Any:
     """One split of a DatasetDict; a plain Dataset is the split."""
     if not isinstance(loaded, dict):
-        return loaded
+        return _without_media(loaded)
     if dataset.split not in loaded:
         known = ", ".join(loaded)
         raise JobError(
             source, [Problem(field="spec.dataset.split", value=dataset.split, problem=f"must be one of {known}")]
         )
-    return loaded[dataset.split]
+    return _without_media(loaded[dataset.split])
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _error(str(path), f"cannot be read: {error.strerror}") from error
-
-
-def at_most(problems: list[Problem]) -> list[Problem]:
-    """The first few; the last line counts the rest."""
-    rest = len(problems) - MOST_PROBLEMS
-    if rest <= 0:
-        return problems
-    return [*problems[:MOST_PROBLEMS], Problem(field=problems[0].field, problem=f"and {rest} more rows like these")]
+def _without_media(rows: Any) -> Any:
+    """Images and sounds would be decoded with every row, and are not passed on."""
+    return rows.remove_columns([name for name, kind in rows.features.items() if hasattr(kind, "decode_example")])
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _error(source: str, problem: str) -> JobError:
-    return JobError(source, [Problem(field=FIELD, problem=problem)])

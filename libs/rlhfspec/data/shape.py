@@ -1,4 +1,4 @@
-"""Do the rows have what the job asks of them? Every malformed row is named by its line, column and value.
+"""Checks that rows have what the job needs. Every malformed row is named by its line, column and value.
 
 Example:
     >>> from rlhfspec.data.rows import Rows
@@ -11,13 +11,12 @@ Example:
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhfspec.data.rows import FIELD, Rows, at_most
-from rlhfspec.errors import JobError, Problem
+from rlhfspec.data.rows import Rows
+from rlhfspec.data.text_files import at_most
+from rlhfspec.errors import JobError, Problem, did_you_mean
 from rlhfspec.job import Dataset
 
 
@@ -38,24 +37,27 @@ def _row_problems(row: Mapping[str, Any], dataset: Dataset) -> Iterator[tuple[st
     field = f"spec.dataset.{name}"
     assert column is not None, "the job was checked"
     if column not in row:
-        near = difflib.get_close_matches(column, row, n=1)
         there = ", ".join(row) or "none"
-        yield (
-            field,
-            column,
-            f"no column {column}; this row has {there}" + (f"; did you mean {near[0]}?" if near else ""),
-        )
+        yield field, column, f"no column {column}; this row has {there}{did_you_mean(column, row)}"
         return
     problem = _messages_problem(row[column]) if chat else _prompt_problem(row[column])
     if problem:
         yield field, None, f"column {column} {problem}"
-    yield from _other_problems(row, column)
 
 
 def _prompt_problem(value: Any) -> str | None:
     if not isinstance(value, str):
         return f"must be text, not {_kind(value)}"
-    return None if value else "is empty; remove the row"
+    return _text_problem(value) if value else "is empty; remove the row"
+
+
+def _text_problem(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = ascii(text[error.start])[1:-1]
+        return f"holds half of a character ({found}, at position {error.start + 1}); write the whole one, or remove it"
+    return None
 
 
 def _messages_problem(value: Any) -> str | None:
@@ -67,21 +69,11 @@ def _messages_problem(value: Any) -> str | None:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 return f"message {number}: {key} must be text, not {_kind(message.get(key))}"
+            if problem := _text_problem(message[key]):
+                return f"message {number}: {key} {problem}"
     if value[-1]["role"] == "assistant":
         return "ends with an answer (role assistant); the last message must be one to answer"
     return None
-
-
-def _other_problems(row: Mapping[str, Any], column: str) -> Iterator[tuple[str, object, str]]:
-    """Rewards get the other columns as JSON, so JSON they must be."""
-    for name, value in row.items():
-        if name == column or type(value) in (str, int, bool, type(None)):
-            continue
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            reason = "is not a finite number" if isinstance(value, float) else f"cannot be passed on as JSON: {error}"
-            yield FIELD, None, f"column {name} {reason}; mend or remove it"
 
 
 def _kind(value: Any) -> str:

@@ -20,14 +20,13 @@ Example:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from rlhfspec.drafting.base import BoolArray, FloatArray, IntArray
-
-Floats = npt.NDArray[np.float64]
+from rlhfspec.arrays import BoolArray, FloatArray, Floats, IntArray
 
 GAP_EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 20.0)
 _CENTRES = np.array((0.1, 0.37, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 10.0, 16.0, 28.0))
@@ -204,6 +203,18 @@ class AcceptanceModel:
         """The sequence left its table row: the next one there starts from the drafters' means."""
         for book in self._books.values():
             book.forget(row)
+
+    def learnt(self, row: int) -> tuple[tuple[str, float, float], ...]:
+        """What is known of the sequence in this row alone: by drafter, its shift and how sure it is."""
+        books = ((name, book) for name, book in self._books.items() if row < len(book.shift))
+        return tuple((name, float(book.shift[row]), float(book.precision[row])) for name, book in books)
+
+    def take_over(self, row: int, learnt: Iterable[tuple[str, float, float]]) -> None:
+        """The row's sequence was drafted for elsewhere."""
+        for drafter, shift, precision in learnt:
+            book = self._book(drafter)
+            book.shift_of(np.array([row], np.int32))
+            book.shift[row], book.precision[row] = shift, precision
 
     def reset(self, drafter: str | None = None) -> None:
         """Weights changed (or one drafter's acceptance jumped): the tables fall back towards the prior."""

@@ -11,9 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float32]
-BoolArray = npt.NDArray[np.bool_]
+from rlhfspec.arrays import BoolArray, FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from rlhfspec.drafting.base import FloatArray, Forest, IntArray
+from rlhfspec.arrays import FloatArray, IntArray
+from rlhfspec.drafting.base import Forest
 
 _EVERY_BUDGET_UP_TO = 48
 _MOST_WEIGHT = 2.0  # of a sequence that has much more room than the others

@@ -18,11 +18,9 @@ Example: a drafter whose every proposal is right with probability exp(-1/2).
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from rlhfspec.arrays import Floats
 from rlhfspec.drafting.base import Forest, Plan
-
-Floats = npt.NDArray[np.float64]
 
 BIN = 0.0625  # width of a bin of -log(path acceptance)
 _BINS = 64  # down to a path acceptance of exp(-4) = .018; less is never worth a row

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from rlhfspec.drafting.base import FloatArray
+from rlhfspec.arrays import FloatArray, Floats
 from rlhfspec.drafting.cost import CostTable
-
-Floats = npt.NDArray[np.float64]
 
 LEVELS_AHEAD = (1, 2, 4)  # looked at together
 

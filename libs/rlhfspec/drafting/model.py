@@ -16,21 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rlhfspec.arrays import FloatArray, Floats, IntArray
 from rlhfspec.drafting.acceptance import AcceptanceModel
-from rlhfspec.drafting.base import (
-    Acceptance,
-    DraftBatch,
-    FloatArray,
-    Forest,
-    IntArray,
-    LevelRule,
-    Plan,
-    empty_forest,
-)
+from rlhfspec.drafting.base import Acceptance, DraftBatch, Forest, LevelRule, Plan, empty_forest
 from rlhfspec.drafting.budget import best_nodes
 from rlhfspec.drafting.levels import Always, LevelTerms, PayingLevel
-
-Floats = npt.NDArray[np.float64]
 
 _LARGEST_GAP = 30.0
 _NO_CANDIDATE = np.float32(-1e30)
@@ -38,7 +28,7 @@ _MAX_CATCH_UP_ROWS = 512  # one forward; longer gaps take several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class DraftRows:
     """Query rows of one draft forward; see rlhfspec.kernels.tree_attention.AttentionMeta for the fields."""
 
     tokens: IntArray  # [N]
@@ -80,9 +70,24 @@ class Roots:
 
 
 class DraftEngine(Protocol):
-    """What the drafter needs of the engine: a forward in its own namespace, and the slots of a row."""
+    """What the drafter needs of the engine: a forward in its own KV space, and the slots of a row there."""
 
-    def candidates(self, rows: Rows, slot_table: IntArray, k: int) -> tuple[IntArray, FloatArray]:
+    @property
+    def slots(self) -> IntArray:
+        """[R, L] the draft's slot table (a permutation of what each row owns)."""
+        ...
+
+    @property
+    def capacity(self) -> IntArray:
+        """[R] slots each row owns."""
+        ...
+
+    @property
+    def cached(self) -> IntArray:
+        """[R] leading positions with valid draft KV; the engine sets it when a row begins, the drafter from then on."""
+        ...
+
+    def candidates(self, rows: DraftRows, k: int) -> tuple[IntArray, FloatArray]:
         """Run the rows; best k tokens and perturbed scores of the wanted ones, [n, k] each."""
         ...
 
@@ -95,24 +100,12 @@ class DraftEngine(Protocol):
         """
         ...
 
-    def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray, cached: IntArray) -> bool:
-        """`keep_drafted` in one call, on `draft_slots()`; False, with nothing done, where there is no such call."""
+    def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
+        """`keep_drafted` in one call; False, with nothing done, where there is no such call."""
         ...
 
-    def draft_slots(self) -> IntArray:
-        """[R, L] the draft namespace's slot table (a permutation of what each row owns)."""
-        ...
-
-    def draft_capacity(self) -> IntArray:
-        """[R] slots each row owns."""
-        ...
-
-    def reusable_prefix(self, row: int) -> int:
-        """Leading positions of the row whose draft KV a sibling already computed in shared blocks."""
-        ...
-
-    def prefix_computed(self, row: int, length: int) -> None:
-        """The first `length` positions of the row now have draft KV."""
+    def prefix_computed(self, row: int) -> None:
+        """The `cached` positions of the row hold more of a prompt than before."""
         ...
 
 
@@ -121,9 +114,8 @@ class ModelDrafter:
 
     name = "model"
 
-    def __init__(self, engine: DraftEngine, num_rows: int) -> None:
+    def __init__(self, engine: DraftEngine) -> None:
         self.engine = engine
-        self.cached = np.zeros(num_rows, np.int32)  # positions with valid draft KV
         self._last: Expanded | None = None
 
     def propose(self, batch: DraftBatch, plan: Plan, acceptance: Acceptance, rule: LevelRule) -> Forest:
@@ -141,8 +133,8 @@ class ModelDrafter:
     def observe(self, batch: DraftBatch, new_lengths: IntArray) -> None:
         """Keep the draft KV of expanded nodes that the target chose."""
         last, self._last = self._last, None
-        if last is not None and len(last.level_rows) and not self.engine.keep(batch, last, new_lengths, self.cached):
-            keep_drafted(batch, last, new_lengths, self.engine.draft_slots(), self.cached)
+        if last is not None and len(last.level_rows) and not self.engine.keep(batch, last, new_lengths):
+            keep_drafted(batch, last, new_lengths, self.engine.slots, self.engine.cached)
 
     def _grow_at_once(
         self, batch: DraftBatch, plan: Plan, roots: Roots, acceptance: Acceptance, rule: LevelRule
@@ -157,20 +149,20 @@ class ModelDrafter:
         return grown
 
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
-        self.cached[row] = self.engine.reusable_prefix(row)
+        """The engine knows where the row's draft KV lies."""
 
     def forget(self, row: int) -> None:
-        self.cached[row] = 0
+        """Nothing of the row is kept here."""
 
     def reset(self) -> None:
-        self.cached[:] = 0
         self._last = None
 
     def _catch_up(self, batch: DraftBatch, active: IntArray, num_candidates: int) -> tuple[IntArray, FloatArray]:
         """Run every token the draft has not seen; the last token of each sequence gives its first candidates."""
+        slots, cached = self.engine.slots, self.engine.cached
         while True:
             rows_of = batch.rows[active]
-            missing = batch.lengths[active] - self.cached[rows_of]
+            missing = batch.lengths[active] - cached[rows_of]
             taken = missing
             if int(missing.sum()) > max(_MAX_CATCH_UP_ROWS, 2 * len(active)):
                 room = np.maximum(_MAX_CATCH_UP_ROWS - (np.cumsum(missing - 1) - (missing - 1)), 0)
@@ -179,11 +171,10 @@ class ModelDrafter:
             counts = taken.astype(np.int64)
             member = np.repeat(np.arange(len(active)), counts)
             offset = np.arange(len(member)) - np.repeat(np.cumsum(counts) - counts, counts)
-            positions = (self.cached[rows_of][member] + offset).astype(np.int32)
+            positions = (cached[rows_of][member] + offset).astype(np.int32)
             table_rows = rows_of[member]
-            slots = self.engine.draft_slots()
             last = np.cumsum(counts) - 1 if complete else np.empty(0, np.int64)
-            rows = Rows(
+            rows = DraftRows(
                 tokens=batch.tokens[table_rows, positions],
                 positions=positions,
                 slots=slots[table_rows, positions],
@@ -195,11 +186,11 @@ class ModelDrafter:
                 noise_positions=(batch.lengths - batch.prompt_lengths)[active].astype(np.int32),
                 temperatures=batch.temperatures[active],
             )
-            result = self.engine.candidates(rows, slots, num_candidates)
-            self.cached[rows_of] += taken
+            result = self.engine.candidates(rows, num_candidates)
+            cached[rows_of] += taken
             for row, count in zip(rows_of.tolist(), counts.tolist(), strict=True):
                 if count > 2:  # a prompt, not the tokens of the last step
-                    self.engine.prefix_computed(row, int(self.cached[row]))
+                    self.engine.prefix_computed(row)
             if complete:
                 return result
 
@@ -208,7 +199,7 @@ def grow(
     engine: DraftEngine, batch: DraftBatch, plan: Plan, roots: Roots, acceptance: Acceptance, rule: LevelRule
 ) -> Grown:
     """The trees, one level at a time: the slow twin of `DraftEngine.grow`."""
-    tree = _Tree(batch, plan, acceptance, engine.draft_slots(), engine.draft_capacity())
+    tree = _Tree(batch, plan, acceptance, engine.slots, engine.capacity)
     tree.add_children(roots.sequence, np.full(len(roots.sequence), -1, np.int32), roots.tokens, roots.scores)
     for level in range(2, plan.depth + 1):
         frontier = tree.frontier(level, limit=plan.width * batch.size)
@@ -218,7 +209,7 @@ def grow(
         if not worth:
             break
         rows = tree.expand(frontier)
-        tokens, scores = engine.candidates(rows, engine.draft_slots(), _num_candidates(plan))
+        tokens, scores = engine.candidates(rows, _num_candidates(plan))
         tree.add_children(tree.sequence_of(frontier), frontier, tokens, scores)
     return tree.grown()
 
@@ -314,7 +305,7 @@ class _Tree:
             allowed = allowed[order < free[sequence[allowed]]]
         return (allowed + self.starts[-2]).astype(np.int32)
 
-    def expand(self, frontier: IntArray) -> Rows:
+    def expand(self, frontier: IntArray) -> DraftRows:
         """Give each frontier node a free slot and describe its row for the draft forward."""
         batch, last = self.batch, self.levels[-1]
         inside = frontier - self.starts[-2]
@@ -336,7 +327,7 @@ class _Tree:
         self.expanded.append((sequence, parent_in_level.astype(np.int32), tokens, held_at))
         self._frontier, self.extra_of = frontier, extra
         depth = len(self.levels)
-        return Rows(
+        return DraftRows(
             tokens=tokens,
             positions=(batch.lengths[sequence] + depth - 1).astype(np.int32),
             slots=slots,

@@ -6,14 +6,12 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
+from rlhfspec.arrays import Floats
 from rlhfspec.drafting.base import PLAIN, Forest, Plan
 from rlhfspec.drafting.cost import TARGET, CostModel, draft_kind
 from rlhfspec.drafting.forecast import DraftProfile, Forecast
 from rlhfspec.drafting.journal import Option
-
-Floats = npt.NDArray[np.float64]
 
 _MOST_LESSONS_PER_FORECAST = 6  # between two forecasts of a drafter; fewer while it is new
 _RATIO_RATE = 0.1  # of a plan's forecast correction, per step that used it

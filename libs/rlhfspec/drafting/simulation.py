@@ -23,20 +23,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from rlhfspec.arrays import BoolArray, FloatArray, IntArray
 from rlhfspec.drafting.acceptance import AcceptanceModel
-from rlhfspec.drafting.base import (
-    PLAIN,
-    BatchState,
-    BoolArray,
-    FloatArray,
-    Forest,
-    IntArray,
-    LevelRule,
-    Outcome,
-    Plan,
-    Selector,
-    empty_forest,
-)
+from rlhfspec.drafting.base import PLAIN, BatchState, Forest, LevelRule, Outcome, Plan, Selector, empty_forest
 from rlhfspec.drafting.cost import TARGET, CostModel
 from rlhfspec.drafting.selector import AdaptiveSelector, FixedSelector
 

@@ -29,7 +29,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from rlhfspec.drafting.base import Acceptance, DraftBatch, Forest, IntArray, LevelRule, Plan, empty_forest
+from rlhfspec.arrays import IntArray
+from rlhfspec.drafting.base import Acceptance, DraftBatch, Forest, LevelRule, Plan, empty_forest
 from rlhfspec.drafting.contexts import LONGEST, ContextIndex
 from rlhfspec.drafting.noise import gumbels
 

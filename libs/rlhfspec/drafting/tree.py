@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.drafting.base import BoolArray, Forest, IntArray
+from rlhfspec.arrays import BoolArray, IntArray
+from rlhfspec.drafting.base import Forest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

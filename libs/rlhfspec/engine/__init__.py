@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rlhfspec.engine.base import Completion, EngineProtocol, EngineStats, Request, StepReport
+from rlhfspec.engine.base import Completion, EngineProtocol, EngineStats, EngineStep, Request
 from rlhfspec.engine.params import SamplingParams
 
 if TYPE_CHECKING:
     from rlhfspec.engine.core import Engine
 
-__all__ = ["Completion", "Engine", "EngineProtocol", "EngineStats", "Request", "SamplingParams", "StepReport"]
+__all__ = ["Completion", "Engine", "EngineProtocol", "EngineStats", "EngineStep", "Request", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

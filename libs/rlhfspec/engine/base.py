@@ -10,9 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from rlhfspec.arrays import FloatArray, IntArray
 from rlhfspec.engine.params import SamplingParams, is_int, plain
 from rlhfspec.errors import InvalidRequest
 
+MOST_BYTES = 4 << 20  # of one range, to be copied in about a millisecond between two steps
+Bytes = npt.NDArray[np.uint8]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -76,7 +82,9 @@ class SequenceStats:
     num_verifications: int = 0  # target forwards that produced at least one token
     num_drafted: int = 0  # nodes verified
     num_accepted: int = 0  # nodes accepted
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # times its KV was computed again
+    num_moves: int = 0  # to another engine
+    strategies: tuple[tuple[str, int], ...] = ()  # (plan name, decoding steps under it), by name
 
     @property
     def tokens_per_verification(self) -> float:
@@ -101,7 +109,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
+class EngineStep:
     """What one `step()` did."""
 
     finished: tuple[Completion, ...]
@@ -123,11 +131,81 @@ class EngineStats:
     num_steps: int
     num_generated_tokens: int
     num_preemptions: int
+    num_moves: int = 0  # sequences taken over from other engines
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # each expert's, by layer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What another engine looks at before anything else of a sequence is sent."""
+
+    schema: int
+    fingerprints: tuple[str, ...]  # of target and draft: model, weights, arithmetic; one only without a draft
+    architecture: str  # what of the target's fingerprint stays when the weights change
+    weights_version: int
+    epoch: int  # of the sequence's present stay in memory; KV of another stay does not fit to it
+    num_tokens: int
+    request: Request  # without its history
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watermark:
+    """Positions whose KV is at the destination, in each KV space (target, and draft where there is one)."""
+
+    epoch: int
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVRange:
+    """KV of committed positions, which never change: `kv[i]` [n, bytes a position] begins at `start.positions[i]`."""
+
+    request_id: str
+    start: Watermark
+    kv: tuple[Bytes, ...]
+
+    @property
+    def end(self) -> Watermark:
+        ends = (first + len(kv) for first, kv in zip(self.start.positions, self.kv, strict=True))
+        return Watermark(epoch=self.start.epoch, positions=tuple(ends))
+
+    @property
+    def num_positions(self) -> int:
+        return sum(map(len, self.kv))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceState:
+    """All that another engine needs to go on at its next step: the rest of the KV, and what is no KV.
+
+    A state without `rest` holds tokens only: the importer computes the KV again, with the same result.
+    """
+
+    manifest: Manifest
+    rest: KVRange | None
+    token_ids: IntArray  # prompt and response
+    log_probs: FloatArray  # of the response, as all that follow
+    tempered_log_probs: FloatArray
+    weights_versions: IntArray
+    counters: tuple[int, ...]  # rlhfspec.engine.sequences names them
+    strategies: tuple[tuple[str, int], ...]
+    acceptance: tuple[tuple[str, float, float], ...]  # drafter, and what it learnt of this sequence: shift, precision
+    history: tuple[tuple[int, ...], ...]  # the request's; the manifest leaves it out
+    age_seconds: float
+
+
 class EngineProtocol(Protocol):
-    """The contract. By the law, nothing here but submit and load_weights can change which tokens come out."""
+    """The contract. By the law, nothing here but submit and load_weights can change which tokens come out.
+
+    A sequence moves in this order, `here` and `there` being two engines; all of it between steps:
+
+        mark = there.reserve(here.manifest(name))          # refusals come now, before any KV is sent
+        while (kv := here.export_range(name, mark)).num_positions > few:  # `here` decodes on in between
+            there.import_range(kv)
+            mark = kv.end
+        there.import_sequence(here.export_sequence(name, mark))
+        here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
+    """
 
     def submit(self, request: Request) -> None:
         """Queue a sequence. Raises InvalidRequest naming the field when it can never run."""
@@ -138,24 +216,51 @@ class EngineProtocol(Protocol):
         """Is any sequence waiting or running?"""
         ...
 
-    def step(self) -> StepReport:
+    def step(self) -> EngineStep:
         """One target forward for everything that can run. Never raises for the fault of one sequence."""
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a sequence; False when it is not here."""
+        """Forget a sequence, also one that is on its way from or to here; False when it is not here."""
         ...
 
-    def load_weights(self, state_dict: dict[str, Any], *, version: int) -> None:
+    @property
+    def weights_version(self) -> int: ...
+
+    def load_weights(self, state_dict: Mapping[str, Any], *, version: int) -> None:
         """Swap the target's weights between steps. `version` must grow; running sequences recompute their KV."""
         ...
 
     def stats(self) -> EngineStats: ...
 
-    def export_sequence(self, request_id: str) -> Any:
-        """Detach a sequence with its KV; the engine forgets it."""
+    def manifest(self, request_id: str) -> Manifest:
+        """Raises InvalidRequest when there is no such sequence here (it may have finished)."""
         ...
 
-    def import_sequence(self, state: Any) -> None:
-        """Take over an exported sequence and go on at the next step."""
+    def reserve(self, manifest: Manifest) -> Watermark:
+        """Keep a row and blocks for a sequence until `import_sequence` or `cancel`; says what need not be sent, because
+        siblings have it here. Raises SequenceStateError or InvalidRequest naming what differs or does not fit."""
+        ...
+
+    def export_range(self, request_id: str, start: Watermark, *, max_bytes: int = MOST_BYTES) -> KVRange:
+        """Copy committed KV behind `start`, at least a position and else at most `max_bytes`; the sequence decodes on.
+        Raises SequenceStateError("epoch") when it lost its memory since `start`: then begin again."""
+        ...
+
+    def import_range(self, kv: KVRange) -> None:
+        """Write KV to what was reserved for it. Ranges come in order; what is refused changes nothing."""
+        ...
+
+    def export_sequence(self, request_id: str, start: Watermark | None = None) -> SequenceState:
+        """Stop a sequence and copy out what is left of it: KV behind `start`, or without `start` all of it. It stays
+        ours: `cancel` it when the other engine has it, or `reattach` it."""
+        ...
+
+    def import_sequence(self, arrived: SequenceState) -> None:
+        """Go on with a sequence at the next step, as old as it is. Without a reservation, without room, and under
+        newer weights it is queued and computes its KV again. What is refused changes nothing."""
+        ...
+
+    def reattach(self, request_id: str) -> None:
+        """Go on with a sequence that was exported."""
         ...

@@ -17,15 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rlhfspec.drafting.base import IntArray
-
-
-@dataclass(slots=True)
-class SharedBlock:
-    """A whole prompt block that others may use once `filled`."""
-
-    block: int
-    filled: bool = False
+from rlhfspec.arrays import IntArray
 
 
 @dataclass(slots=True)
@@ -36,15 +28,15 @@ class BlockPool:
     >>> mine = pool.allocate(3)
     >>> pool.num_free
     1
-    >>> pool.release(mine); pool.num_free
-    4
+    >>> pool.release(mine), pool.num_free
+    ([0, 1, 2], 4)
     """
 
     num_blocks: int
     block_size: int
     free: list[int] = field(default_factory=list)
     references: IntArray = field(init=False)
-    shared: dict[bytes, SharedBlock] = field(default_factory=dict)  # prefix hash -> block
+    shared: dict[bytes, int] = field(default_factory=dict)  # prefix hash -> whole prompt block; KVSpace: filled yet?
     hash_of: dict[int, bytes] = field(default_factory=dict)  # block -> prefix hash
 
     def __post_init__(self) -> None:
@@ -67,14 +59,18 @@ class BlockPool:
     def retain(self, blocks: list[int]) -> None:
         self.references[blocks] += 1
 
-    def release(self, blocks: list[int]) -> None:
+    def release(self, blocks: list[int]) -> list[int]:
+        """Those of the blocks that nobody owns any more."""
+        freed = []
         for block in blocks:
             self.references[block] -= 1
             if self.references[block] == 0:
                 self.free.append(block)
+                freed.append(block)
                 prefix_hash = self.hash_of.pop(block, None)
                 if prefix_hash is not None:
                     del self.shared[prefix_hash]
+        return freed
 
     def prefix_hashes(self, tokens: tuple[int, ...]) -> list[bytes]:
         """One chained hash for every whole block of `tokens`; the last token always stays outside,
@@ -90,13 +86,8 @@ class BlockPool:
 
     def register(self, prefix_hash: bytes, block: int) -> None:
         if prefix_hash not in self.shared:
-            self.shared[prefix_hash] = SharedBlock(block)
+            self.shared[prefix_hash] = block
             self.hash_of[block] = prefix_hash
-
-    def mark_filled(self, block: int) -> None:
-        prefix_hash = self.hash_of.get(block)
-        if prefix_hash is not None:
-            self.shared[prefix_hash].filled = True
 
 
 class SlotTable:

@@ -1,12 +1,17 @@
-"""Appending chosen tokens to the tables, and where a sequence ends."""
+"""Keeping what was accepted: where a sequence ends, its tokens in the tables, and the KV of accepted branches."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from rlhfspec.drafting.base import IntArray
+from rlhfspec.arrays import IntArray
+from rlhfspec.drafting.base import Forest
+from rlhfspec.drafting.tree import Walk
+from rlhfspec.engine import text
 from rlhfspec.engine.base import FinishReason
-from rlhfspec.engine.sequences import RowTable
+from rlhfspec.engine.scheduler import StepRows
+from rlhfspec.engine.sequences import ACCEPTED, DRAFTED, VERIFICATIONS, RowTable
+from rlhfspec.engine.state import EngineState
 from rlhfspec.engine.verify import Committed
 
 
@@ -44,3 +49,40 @@ def append(rows: RowTable, new: Committed, kept: IntArray, version: int) -> None
     rows.tempered[row, position] = new.tempered[sequence, column]
     rows.versions[row, position] = version
     rows.lengths[new.rows] += kept
+
+
+def keep_accepted(state: EngineState, step_rows: StepRows, walk: Walk, node_index: IntArray) -> None:
+    """Accepted branches stay where they are; the slot table learns their place. Prompts advance."""
+    decode, space = step_rows.decode_rows, state.target
+    lengths = state.rows.lengths[decode]
+    for level in range(1, walk.path.shape[1]):
+        sequences = np.flatnonzero(walk.path[:, level] >= 0)
+        position = lengths[sequences] + level - 1
+        held_at = lengths[sequences] + node_index[walk.path[sequences, level]]
+        space.table.keep_path(decode[sequences], position, held_at)
+    space.cached[decode] = lengths + walk.num_accepted
+    space.cached[step_rows.prefill_rows] += step_rows.prefill_counts
+    for row in step_rows.prefill_rows.tolist():
+        space.mark_prefix(state.by_row[row])
+
+
+def stop_at_strings(state: EngineState, new: Committed, kept: IntArray, reasons: dict[int, FinishReason]) -> None:
+    """Shorten what ends at a stop string; only rows that have any are looked at."""
+    rows = state.rows
+    for index, row in enumerate(new.rows.tolist()):
+        stops = state.by_row[row].request.params.stop
+        if stops and state.tokenizer is not None:
+            start, length = int(rows.prompt_lengths[row]), int(rows.lengths[row])
+            response = np.concatenate((rows.tokens[row, start:length], new.tokens[index, : kept[index]]))
+            found = text.first_stop(state.tokenizer, response, int(kept[index]), stops)
+            if found is not None:
+                kept[index] = found
+                reasons[row] = "stop"
+
+
+def count(rows: RowTable, decode_rows: IntArray, forest: Forest, new: Committed, kept: IntArray) -> None:
+    """Verifications and accepted nodes add up to the tokens that were kept."""
+    rows.counters[new.rows, VERIFICATIONS] += kept > 0
+    drafted = np.bincount(forest.sequence, minlength=len(decode_rows))
+    rows.counters[decode_rows, DRAFTED] += drafted.astype(np.int32)
+    rows.counters[new.rows, ACCEPTED] += np.maximum(kept - 1, 0)

@@ -1,105 +1,18 @@
-"""From a path to a running engine: models, tokenizer, kernels, cost tables."""
+"""An engine around models already in memory."""
 
 from __future__ import annotations
 
-import difflib
-import logging
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
-from rlhfspec.engine.runner import ModelRunner, RunnerConfig
-from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.causal_lm import max_positions
-from rlhfspec.huggingface.loading import load_model
-from rlhfspec.kernels.cpu import build
-from rlhfspec.kernels.linear import arithmetic_for
-
-log = logging.getLogger(__name__)
-
-
-def load_engine(path: str | Path, *, drafter: str | Path | None, options: dict[str, Any]) -> Engine:
-    config = _config(options)
-    model = load_model(path)
-    draft = None if drafter is None else load_model(drafter, field="drafter")
-    return make_engine(model, config, draft=draft, tokenizer=_tokenizer(path))
+from rlhfspec.engine.models import make_state
 
 
 def make_engine(model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None) -> Engine:
-    """An engine around Hugging Face models already in memory; they are swapped in place, so hand over copies.
+    """The models are Hugging Face's and are swapped in place, so hand over copies.
 
     Example (tests):
         >>> make_engine(LlamaForCausalLM(tiny), EngineConfig(max_context=64))    # doctest: +SKIP
     """
-    _check_positions(model, draft, config.max_context)
-    if config.device.startswith("cpu"):
-        build.tune_malloc()
-        build.set_num_threads(config.num_threads or torch.get_num_threads())
-    eos = _eos_token_ids(model)
-    target = ModelRunner(model, _runner_config(config, "model"))
-    draft_runner = None if draft is None else ModelRunner(draft, _runner_config(config, "drafter"))
-    if draft_runner is not None and draft_runner.vocab_size != target.vocab_size:
-        problem = f"vocabulary size must equal the target's {target.vocab_size}"
-        raise InvalidRequest("drafter", draft_runner.vocab_size, problem)
-    engine = Engine(target, config, draft=draft_runner, tokenizer=tokenizer, eos_token_ids=eos)
-    engine.set_speculation(config.speculation)
-    return engine
-
-
-def _check_positions(model: Any, draft: Any, max_context: int) -> None:
-    limit = max_positions(model)
-    if limit is not None and max_context > limit:
-        raise InvalidRequest("max_context", max_context, f"must be <= the model's {limit} positions")
-    limit = None if draft is None else max_positions(draft)
-    if limit is not None and max_context > limit:
-        raise InvalidRequest("drafter", limit, f"has fewer positions than max_context ({max_context})")
-
-
-def _config(options: dict[str, Any]) -> EngineConfig:
-    known = [field.name for field in fields(EngineConfig)]
-    for name in options:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise InvalidRequest(name, options[name], f"unknown option{hint}")
-    if isinstance(options.get("dtype"), torch.dtype):
-        options = {**options, "dtype": str(options["dtype"]).removeprefix("torch.")}
-    return EngineConfig(**options)
-
-
-def _runner_config(config: EngineConfig, name: str) -> RunnerConfig:
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    arithmetic = "torch" if dtype == torch.float64 else arithmetic_for(dtype, config.arithmetic)
-    return RunnerConfig(
-        name=name,
-        dtype=dtype,
-        arithmetic=arithmetic,
-        device=torch.device(config.device),
-        max_context=config.max_context,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-    )
-
-
-def _tokenizer(path: str | Path) -> Any:
-    """What transformers raises for a folder without tokenizer files differs from class to class."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        log.info("no tokenizer at %s (%s): token ids in, token ids out", path, type(error).__name__)
-        return None
-
-
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(model.config, "eos_token_id", None)
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    return Engine(make_state(model, config, draft=draft, tokenizer=tokenizer))

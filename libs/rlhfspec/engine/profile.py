@@ -6,18 +6,15 @@ Runs on the empty engine's own tensors, in a second or so on a small model; the 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlhfspec.drafting.base import IntArray
+from rlhfspec.arrays import IntArray
 from rlhfspec.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
+from rlhfspec.engine.runner import ModelRunner
+from rlhfspec.engine.state import EngineState
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
-
-if TYPE_CHECKING:
-    from rlhfspec.engine.core import Engine
-    from rlhfspec.engine.runner import ModelRunner
 
 _CANDIDATES = 4
 _SHORT_CONTEXT, _LONG_CONTEXT = 16, 256  # tokens a row; the difference is the price of reading context
@@ -25,21 +22,20 @@ _SHORT_CONTEXT, _LONG_CONTEXT = 16, 256  # tokens a row; the difference is the p
 _GUESSED_STEP, _GUESSED_ROW = 4e-3, 1e-4  # seconds
 
 
-def profile(engine: Engine) -> CostModel:
+def profile(state: EngineState) -> CostModel:
     """Cost tables of this engine on this machine, now."""
-    assert not engine.scheduler.running, "profiling writes over the cache"
-    space = engine.speculation.space
-    limit = max(4 * engine.config.max_sequences, 16)
+    assert not state.by_row, "profiling writes over the cache"
+    limit = max(4 * state.config.max_sequences, 16)
     grid = [rows for rows in ROW_GRID if rows <= limit]
-    long_context = min(_LONG_CONTEXT, engine.config.max_context)
+    long_context = min(_LONG_CONTEXT, state.config.max_context)
 
     def measure(kind: str, rows: int, kv_tokens: int) -> float:
-        runner = engine.target if kind == TARGET or space is None else space.runner
-        context = max(kv_tokens // rows, min(_SHORT_CONTEXT, engine.config.max_context))
-        return _time_forward(runner, rows, context, draft=kind != TARGET)
+        space = state.target if kind == TARGET or state.draft is None else state.draft
+        context = max(kv_tokens // rows, min(_SHORT_CONTEXT, state.config.max_context))
+        return _time_forward(space.runner, rows, context, draft=kind != TARGET)
 
     measure(TARGET, grid[-1], 0)  # first touch of scratch memory and code
-    drafters = [] if space is None else ["model"]
+    drafters = [] if state.draft is None else ["model"]
     return CostModel.profile(measure, drafters=drafters, row_grid=grid, kv_tokens_per_row=long_context)
 
 

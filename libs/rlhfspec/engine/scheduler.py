@@ -5,21 +5,25 @@ By the law none of these choices can change a token; they only decide when it ap
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, MutableSequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
-from rlhfspec.drafting.base import IntArray
-from rlhfspec.engine.cache import BlockPool, SlotTable
-from rlhfspec.engine.sequences import RowTable, Sequence
+from rlhfspec.arrays import IntArray
+from rlhfspec.engine.cache import check_blocks
+from rlhfspec.engine.sequences import PREEMPTIONS, Sequence
+from rlhfspec.engine.state import EngineState
+from rlhfspec.errors import InvalidRequest
 
 _RUNNING_PER_SPARE_BLOCK = 4  # blocks left free at admission, so that a newcomer is not preempted at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class StepRows:
     """Rows of this step. A decoding row has exactly one token without KV; a prefilling row gets a chunk."""
 
     decode_rows: IntArray  # [B]
@@ -37,33 +41,41 @@ class Schedule:
 
 
 class Scheduler:
-    """Owns the queue, the rows and the blocks."""
+    """Owns the queue, and who has a row and blocks."""
 
-    def __init__(
-        self,
-        *,
-        pool: BlockPool,
-        rows: RowTable,
-        tables: list[SlotTable],
-        prefill_chunk: int,
-        prefix_sharing: bool,
-        on_start: Callable[[Sequence], None],
-        on_leave: Callable[[Sequence], None],
-    ) -> None:
-        self.pool = pool
-        self.rows = rows
-        self.tables = tables  # target and draft namespaces: the same blocks, each its own permutation
-        self.prefill_chunk = prefill_chunk
-        self.prefix_sharing = prefix_sharing
-        self.on_start = on_start
-        self.on_leave = on_leave
+    def __init__(self, state: EngineState) -> None:
+        self.state = state
+        self.pool = state.pool
+        self.rows = state.rows
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission; the youngest is preempted first
+        self.running: list[Sequence] = []  # the youngest is preempted first
+        self.away: dict[str, Sequence] = {}  # exported, and still ours until they are cancelled or taken back
+        self.arriving: dict[str, Sequence] = {}  # rows and blocks kept for what another engine sends
         self.num_preemptions = 0
+        self.on_start: Callable[[Sequence], None] = lambda sequence: None
+        self.on_leave: Callable[[Sequence], None] = lambda sequence: None
+        self._epochs = count(time.time_ns())  # another engine's, or an earlier life's, are never taken for ours
+
+    def find(self, request_id: str) -> Sequence | None:
+        """Waiting, running or on its way."""
+        places = (self.state.sequences, self.away, self.arriving)
+        return next((place[request_id] for place in places if request_id in place), None)
+
+    def refuse_known(self, request_id: str) -> None:
+        if self.find(request_id) is not None:
+            raise InvalidRequest("id", request_id, "is already in the engine")
+
+    # -- a step ---------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Take waiting sequences while rows and blocks last. One whose shared prefix is still being computed
-        by a sibling waits for it rather than compute it twice; others may pass it."""
+        """Take waiting sequences while rows and blocks last."""
+        self._admit()
+        while self.waiting and not self.running and self.reclaim((*self.away.values(), *self.arriving.values())):
+            self._admit()  # nobody who runs could have made room
+
+    def _admit(self) -> None:
+        """One whose shared prefix is still being computed by a sibling waits for it rather than compute it twice;
+        others may pass it."""
         passed: list[Sequence] = []
         while self.waiting and self.rows.free_rows:
             sequence = self.waiting.popleft()
@@ -71,114 +83,205 @@ class Scheduler:
             if pending:
                 passed.append(sequence)
                 continue
-            need = self.pool.blocks_for(len(sequence.progress.token_ids) + 1) - len(shared)
-            spare = len(self.running) // _RUNNING_PER_SPARE_BLOCK
-            if need + spare > self.pool.num_free:
+            need = self.pool.blocks_for(sequence.num_tokens + 1) - len(shared)
+            if need + self._spare_blocks > self.pool.num_free:
                 passed.append(sequence)
                 break
-            self._start(sequence, shared, need)
+            self._enter_row(sequence, shared, need)
+            self.running.append(sequence)
+            self._register_prefix(sequence)
+            self.on_start(sequence)
         self.waiting.extendleft(reversed(passed))
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> StepRows:
         active = np.fromiter((sequence.row for sequence in self.running), np.int32, len(self.running))
-        missing = self.rows.lengths[active] - self.rows.cached[active]
+        cached = self.state.target.cached
+        missing = self.rows.lengths[active] - cached[active]
         prefill = active[missing > 1]
         counts = missing[missing > 1]
         before = np.cumsum(counts) - counts
-        counts = np.minimum(counts, np.maximum(self.prefill_chunk - before, 0)).astype(np.int32)
+        counts = np.minimum(counts, np.maximum(self.state.config.prefill_chunk - before, 0)).astype(np.int32)
         prefill, counts = prefill[counts > 0], counts[counts > 0]
-        return Schedule(
+        return StepRows(
             decode_rows=active[missing == 1],
             prefill_rows=prefill,
-            prefill_starts=self.rows.cached[prefill].copy(),
+            prefill_starts=cached[prefill],
             prefill_counts=counts,
         )
 
     def make_room(self) -> None:
         """Every running row gets a slot for its next token; the youngest give way when blocks run out."""
+        capacity = self.state.target.table.capacity
         for sequence in list(self.running):
-            while sequence.row >= 0 and self.tables[0].capacity[sequence.row] < self.rows.lengths[sequence.row] + 1:
+            while sequence.has_row and capacity[sequence.row] < self.rows.lengths[sequence.row] + 1:
                 if self.pool.num_free:
                     self._grow(sequence, 1)
-                else:
+                elif not self.reclaim(tuple(self.away.values())):
                     self.preempt(self.running[-1])
 
     def make_tree_room(self, decode_rows: IntArray, slots_wanted: int) -> None:
         """Spare blocks for tree nodes, only from what is free: speculation never evicts anyone."""
-        short = self.tables[0].capacity[decode_rows] - self.rows.lengths[decode_rows] < slots_wanted
+        table = self.state.target.table
+        short = table.capacity[decode_rows] - self.rows.lengths[decode_rows] < slots_wanted
         if not short.any():
             return
         needy = set(decode_rows[short].tolist())
-        width = self.tables[0].slots.shape[1]
+        width = table.slots.shape[1]
         for sequence in self.running:
             if sequence.row in needy:
-                capacity, length = int(self.tables[0].capacity[sequence.row]), int(self.rows.lengths[sequence.row])
+                capacity, length = int(table.capacity[sequence.row]), int(self.rows.lengths[sequence.row])
                 blocks = self.pool.blocks_for(min(length + slots_wanted, width) - capacity)
                 blocks = min(blocks, self.pool.num_free, (width - capacity) // self.pool.block_size)
                 if blocks > 0:
                     self._grow(sequence, blocks)
 
+    # -- coming and going -----------------------------------------------------------------------------------
+
     def preempt(self, sequence: Sequence) -> None:
         """Take the memory back; the sequence recomputes its KV later and, by the law, goes on with the same tokens."""
-        self.rows.counters[sequence.row, 3] += 1
+        self.rows.counters[sequence.row, PREEMPTIONS] += 1
         self.num_preemptions += 1
-        self.remove(sequence)
+        self.running.remove(sequence)
+        self._leave_row(sequence)
         self.waiting.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Out of its row and blocks; the progress stays in the sequence object."""
-        self.on_leave(sequence)
-        for table in self.tables:
-            table.clear(sequence.row)
-        self.rows.leave(sequence)
-        self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.num_shared_blocks = [], 0
-        self.running.remove(sequence)
+        """Out of the engine; what it generated stays in the sequence object."""
+        request_id = sequence.request.id
+        if request_id in self.state.sequences:
+            del self.state.sequences[request_id]
+            (self.running if sequence.has_row else self.waiting).remove(sequence)
+        if sequence.has_row:
+            self._leave_row(sequence)
+        self.away.pop(request_id, None)
+        self.arriving.pop(request_id, None)
 
-    def place(self, sequence: Sequence) -> bool:
-        """Give a row and private blocks to a sequence that brings its own KV; False when there is no room."""
-        need = self.pool.blocks_for(len(sequence.progress.token_ids) + 1)
-        if not self.rows.free_rows or need > self.pool.num_free:
+    def drop_kv(self) -> None:
+        """The weights changed: what runs computes its KV again, and what is on its way has none any more."""
+        for sequence in reversed(list(self.running)):
+            self.preempt(sequence)
+        while self.reclaim((*self.away.values(), *self.arriving.values())):
+            pass
+
+    def detach(self, sequence: Sequence) -> None:
+        """It does not run any more, and keeps its row and blocks as long as nobody else needs them."""
+        del self.state.sequences[sequence.request.id]
+        (self.running if sequence.has_row else self.waiting).remove(sequence)
+        self.away[sequence.request.id] = sequence
+        if sequence.has_row:
+            self.rows.save(sequence)
+
+    def reattach(self, sequence: Sequence) -> None:
+        """It goes on here after all, as old as it is."""
+        del self.away[sequence.request.id]
+        self.state.sequences[sequence.request.id] = sequence
+        by_age(self.running if sequence.has_row else self.waiting, sequence)
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """A row and blocks for a sequence that brings its own KV, beginning with the whole prompt blocks that
+        siblings hold filled; False when there is no room."""
+        shared, _ = self._shareable(sequence)
+        need = self.pool.blocks_for(num_tokens + 1) - len(shared)
+        if not self.rows.free_rows or need + self._spare_blocks > self.pool.num_free:
             return False
-        self._start(sequence, [], need)
+        self._enter_row(sequence, shared, need)
+        self.arriving[sequence.request.id] = sequence
         return True
 
-    def mark_prefilled(self, sequence: Sequence) -> None:
-        """Whole prompt blocks whose KV is now complete may be shared."""
-        whole = int(self.rows.cached[sequence.row]) // self.pool.block_size
-        for block in sequence.blocks[: min(whole, len(sequence.prefix_hashes))]:
-            self.pool.mark_filled(block)
+    def has_slots(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Does the row own slots for so many tokens, if need be after it was given more?"""
+        missing = num_tokens - int(self.state.target.table.capacity[sequence.row])
+        blocks = self.pool.blocks_for(max(missing, 0))
+        if blocks > self.pool.num_free:
+            return False
+        self._grow(sequence, blocks)
+        return True
+
+    def settle(self, sequence: Sequence) -> None:
+        """What arrived runs from the next step on, with its KV or after computing it again, as old as it is."""
+        del self.arriving[sequence.request.id]
+        self.state.sequences[sequence.request.id] = sequence
+        by_age(self.running if sequence.has_row else self.waiting, sequence)
+        if sequence.has_row:
+            self.rows.write(sequence)
+            self._register_prefix(sequence)
+            for space in self.state.spaces:
+                space.mark_prefix(sequence)
+            self.on_start(sequence)
+
+    # -- rows and blocks ------------------------------------------------------------------------------------
+
+    @property
+    def _spare_blocks(self) -> int:
+        return len(self.running) // _RUNNING_PER_SPARE_BLOCK
 
     def _shareable(self, sequence: Sequence) -> tuple[list[int], bool]:
         """Leading blocks that siblings hold filled, and whether the next one is being filled right now."""
         shared: list[int] = []
-        if not self.prefix_sharing:
+        if not self.state.config.prefix_sharing:
             return shared, False
         for prefix_hash in sequence.prefix_hashes:
-            entry = self.pool.shared.get(prefix_hash)
-            if entry is None:
+            block = self.pool.shared.get(prefix_hash)
+            if block is None:
                 break
-            if not entry.filled:
+            if not self.state.target.filled[block]:
                 return shared, True
-            shared.append(entry.block)
+            shared.append(block)
         return shared, False
 
-    def _start(self, sequence: Sequence, shared: list[int], need: int) -> None:
-        self.pool.retain(shared)
-        sequence.blocks, sequence.num_shared_blocks = list(shared), len(shared)
-        row = self.rows.enter(sequence)
-        for table in self.tables:
-            table.append(row, shared)
-        self.running.append(sequence)
-        self._grow(sequence, need)
-        self.rows.cached[row] = len(shared) * self.pool.block_size
-        if self.prefix_sharing:
+    def _register_prefix(self, sequence: Sequence) -> None:
+        if self.state.config.prefix_sharing:
             for prefix_hash, block in zip(sequence.prefix_hashes, sequence.blocks, strict=False):
                 self.pool.register(prefix_hash, block)
-        self.on_start(sequence)
+
+    def _enter_row(self, sequence: Sequence, shared: list[int], need: int) -> None:
+        self.pool.retain(shared)
+        sequence.blocks, sequence.num_shared_blocks = shared, len(shared)
+        sequence.epoch = next(self._epochs)
+        self.state.by_row[self.rows.enter(sequence)] = sequence
+        for space in self.state.spaces:
+            space.enter(sequence)
+        self._grow(sequence, need)
 
     def _grow(self, sequence: Sequence, count: int) -> None:
         blocks = self.pool.allocate(count)
         sequence.blocks.extend(blocks)
-        for table in self.tables:
-            table.append(sequence.row, blocks)
+        for space in self.state.spaces:
+            space.table.append(sequence.row, blocks)
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        if sequence.request.id not in self.arriving:
+            self.on_leave(sequence)
+        freed = self.pool.release(sequence.blocks)
+        for space in self.state.spaces:
+            space.leave(sequence.row, freed)
+        del self.state.by_row[sequence.row]
+        self.rows.leave(sequence)
+        sequence.blocks, sequence.num_shared_blocks, sequence.epoch = [], 0, 0
+
+    def reclaim(self, moving: Iterable[Sequence]) -> bool:
+        """Take the memory of one that is on its way to or from another engine; it stays ours, and may recompute."""
+        holder = next((sequence for sequence in moving if sequence.has_row), None)
+        if holder is not None:
+            self._leave_row(holder)
+        return holder is not None
+
+    def check(self) -> None:
+        """Free plus owned blocks are everything, and every sequence is in one place; AssertionError if not."""
+        on_rows = list(self.state.by_row.values())
+        check_blocks(self.pool, [sequence.blocks for sequence in on_rows])
+        for sequence in on_rows:
+            self.state.check_row(sequence)
+            for space in () if sequence.request.id in self.arriving else self.state.spaces:
+                cached, length = space.cached[sequence.row], self.rows.lengths[sequence.row]
+                assert 0 <= cached < length, f"row {sequence.row}: KV of {cached} positions, {length} tokens"
+        moving = [*self.away.values(), *self.arriving.values()]
+        num_rows = len(self.running) + sum(sequence.has_row for sequence in moving)
+        assert len(on_rows) == num_rows == len(self.rows.lengths) - len(self.rows.free_rows), "rows leaked"
+        assert len(self.state.sequences) == len(self.running) + len(self.waiting), "sequences leaked"
+
+
+def by_age(line: MutableSequence[Sequence], sequence: Sequence) -> None:
+    """Into the line, before the first one that came later."""
+    younger = (index for index, other in enumerate(line) if other.arrived > sequence.arrived)
+    line.insert(next(younger, len(line)), sequence)

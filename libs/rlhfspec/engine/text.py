@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
-from rlhfspec.drafting.base import IntArray
+from rlhfspec.arrays import IntArray
 from rlhfspec.errors import InvalidRequest
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used."""
+    """The part of a Hugging Face tokenizer that is used; chat messages need its `apply_chat_template` too."""
+
+    def __call__(self, texts: list[str], *, add_special_tokens: bool = ...) -> Mapping[str, list[list[int]]]: ...
 
     def encode(self, text: str) -> list[int]: ...
 

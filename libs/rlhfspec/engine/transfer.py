@@ -1,96 +1,191 @@
-"""A sequence on its way to another engine: what it has produced, its KV, and the manifest that says where it fits."""
+"""Sequences on their way between engines; `EngineProtocol` says in which order the calls come.
+
+Nothing that another process sends is believed: what does not fit is refused by name before anything here changes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import time
+from dataclasses import replace
 
 import numpy as np
-import torch
 
-from rlhfspec.engine.base import Request
-from rlhfspec.engine.sequences import Progress, Sequence
-from rlhfspec.errors import SequenceStateError
-from rlhfspec.kernels.kv_pack import pack_slots, unpack_slots
+from rlhfspec.engine import arrival
+from rlhfspec.engine.base import Bytes, KVRange, Manifest, SequenceState, Watermark
+from rlhfspec.engine.scheduler import Scheduler
+from rlhfspec.engine.sequences import MOVES, PREEMPTIONS, Generated, Sequence
+from rlhfspec.engine.speculation import Speculator
+from rlhfspec.engine.state import EngineState, KVSpace
+from rlhfspec.errors import InvalidRequest, SequenceStateError
 
-if TYPE_CHECKING:
-    from rlhfspec.engine.core import Engine
-
-SCHEMA = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceState:
-    """Everything another engine needs to go on at its next step.
-
-    `kv [positions, layers, 2, heads, dim]` and `draft_kv` hold leading positions; either may be empty, then the
-    importer computes them again, with the same result.
-    """
-
-    schema: int
-    target_fingerprint: str
-    draft_fingerprint: str  # "" without a draft model
-    weights_version: int
-    request: Request
-    progress: Progress
-    kv: torch.Tensor
-    draft_kv: torch.Tensor
+SCHEMA = 2
+_NOT_WANTED = np.iinfo(np.int32).max  # the position from which on KV is wanted that is not
 
 
-def pack(engine: Engine, sequence: Sequence) -> SequenceState:
-    """Copy a sequence out; the engine still owns it afterwards."""
-    kv, draft_kv = torch.empty(0), torch.empty(0)
-    if sequence.is_running:
-        row = sequence.row
-        engine.rows.save(sequence)
-        slots = engine.table.slots[row, : engine.rows.cached[row]]
-        kv = pack_slots(engine.target.kv, torch.from_numpy(slots.copy()))
-        space, drafter = engine.speculation.space, engine.speculation.model_drafter
-        if space is not None and drafter is not None:
-            draft_slots = space.table.slots[row, : drafter.cached[row]]
-            draft_kv = pack_slots(space.runner.kv, torch.from_numpy(draft_slots.copy()))
-    return SequenceState(
-        schema=SCHEMA,
-        target_fingerprint=engine.target.fingerprint(),
-        draft_fingerprint=_draft_fingerprint(engine),
-        weights_version=engine.weights_version,
-        request=sequence.request,
-        progress=sequence.progress,
-        kv=kv,
-        draft_kv=draft_kv,
-    )
+class Moves:
+    """Exports what runs here, and takes over what ran elsewhere."""
 
+    def __init__(self, state: EngineState, scheduler: Scheduler, speculation: Speculator) -> None:
+        self.state = state
+        self.scheduler = scheduler
+        self.speculation = speculation
+        self.num_imported = 0
 
-def check_manifest(engine: Engine, state: SequenceState) -> None:
-    """A sequence of another model, arithmetic or weights version would break the law here: refuse it by name."""
-    ours = (
-        ("schema", state.schema, SCHEMA),
-        ("target_fingerprint", state.target_fingerprint, engine.target.fingerprint()),
-        ("weights_version", state.weights_version, engine.weights_version),
-    )
-    for field, theirs, our in ours:
-        if theirs != our:
-            raise SequenceStateError(field, theirs, our)
+    # -- from here ------------------------------------------------------------------------------------------
 
+    def manifest(self, request_id: str) -> Manifest:
+        sequence, target = self._ours(request_id), self.state.target
+        return Manifest(
+            schema=SCHEMA,
+            fingerprints=tuple(space.runner.fingerprint() for space in self.state.spaces),
+            architecture=target.runner.architecture,
+            weights_version=self.state.weights_version,
+            epoch=sequence.epoch,
+            num_tokens=int(self.state.rows.lengths[sequence.row]) if sequence.has_row else sequence.num_tokens,
+            request=replace(sequence.request, history=()),
+        )
 
-def unpack(engine: Engine, sequence: Sequence, state: SequenceState) -> bool:
-    """Give the sequence a row and write its KV; False when there is no room (the caller queues it)."""
-    if not len(state.kv) or not engine.scheduler.place(sequence):
-        return False
-    row = sequence.row
-    slots = engine.table.slots[row, : len(state.kv)]
-    unpack_slots(state.kv, engine.target.kv, torch.from_numpy(slots.copy()))
-    engine.rows.cached[row] = len(state.kv)
-    engine.scheduler.mark_prefilled(sequence)
-    space, drafter = engine.speculation.space, engine.speculation.model_drafter
-    fits = state.draft_fingerprint == _draft_fingerprint(engine) and len(state.draft_kv)
-    if space is not None and drafter is not None and fits:
-        draft_slots = space.table.slots[row, : len(state.draft_kv)]
-        unpack_slots(state.draft_kv, space.runner.kv, torch.from_numpy(np.ascontiguousarray(draft_slots)))
-        drafter.cached[row] = len(state.draft_kv)
-    return True
+    def export_range(self, request_id: str, start: Watermark, *, max_bytes: int) -> KVRange:
+        return self._pack(self._ours(request_id), start, max_bytes)
 
+    def export_sequence(self, request_id: str, start: Watermark | None) -> SequenceState:
+        if request_id not in self.state.sequences:
+            raise InvalidRequest("request_id", request_id, "no such sequence here")
+        sequence, manifest = self.state.sequences[request_id], self.manifest(request_id)
+        everything = Watermark(epoch=sequence.epoch, positions=(0,) * len(self.state.spaces))
+        rest = self._pack(sequence, start or everything, None)
+        learnt = self.speculation.learnt(sequence)
+        self.scheduler.detach(sequence)
+        done = sequence.generated
+        return SequenceState(
+            manifest=manifest,
+            rest=rest if sequence.has_row else None,
+            token_ids=done.token_ids,
+            log_probs=done.log_probs,
+            tempered_log_probs=done.tempered_log_probs,
+            weights_versions=done.weights_versions,
+            counters=tuple(done.counters.tolist()),
+            strategies=tuple(sorted(done.strategies.items())),
+            acceptance=learnt,
+            history=sequence.request.history,
+            age_seconds=time.monotonic() - sequence.arrived,
+        )
 
-def _draft_fingerprint(engine: Engine) -> str:
-    space = engine.speculation.space
-    return "" if space is None else space.runner.fingerprint()
+    def reattach(self, request_id: str) -> None:
+        if request_id not in self.scheduler.away:
+            raise InvalidRequest("request_id", request_id, "was not exported from here")
+        self.scheduler.reattach(self.scheduler.away[request_id])
+
+    def _ours(self, request_id: str) -> Sequence:
+        sequence = self.state.sequences.get(request_id) or self.scheduler.away.get(request_id)
+        if sequence is None:
+            raise InvalidRequest("request_id", request_id, "no such sequence here")
+        return sequence
+
+    def _pack(self, sequence: Sequence, start: Watermark, max_bytes: int | None) -> KVRange:
+        """Committed positions behind `start`, one at least; the target's first."""
+        arrival.check_watermark(start, sequence.epoch, len(self.state.spaces))
+        parts: list[Bytes] = []
+        for space, first in zip(self.state.spaces, start.positions, strict=True):
+            end = int(space.cached[sequence.row]) if sequence.has_row else 0
+            if max_bytes is not None:
+                least = not any(map(len, parts))
+                end = min(end, first + max(max_bytes // space.runner.bytes_per_position, least))
+            parts.append(space.read(sequence.row, first, end))
+            if max_bytes is not None:
+                max_bytes = max(0, max_bytes - parts[-1].nbytes)
+        return KVRange(request_id=sequence.request.id, start=start, kv=tuple(parts))
+
+    # -- to here --------------------------------------------------------------------------------------------
+
+    def reserve(self, manifest: Manifest) -> Watermark:
+        sequence = self._new(manifest, history=())
+        self.scheduler.refuse_known(sequence.request.id)
+        arrival.check_weights(manifest, self.state)
+        if not self.scheduler.reserve(sequence, manifest.num_tokens):
+            raise self._no_room(f"{manifest.num_tokens} tokens")
+        cached = [_NOT_WANTED if space is None else int(space.cached[sequence.row]) for space in self._spaces(manifest)]
+        return Watermark(epoch=manifest.epoch, positions=tuple(cached))
+
+    def import_range(self, kv: KVRange) -> None:
+        arrival.check_type("kv", kv, KVRange)
+        sequence = self.scheduler.arriving.get(kv.request_id)
+        if sequence is None or sequence.origin is None or not sequence.has_row:
+            raise SequenceStateError("reservation", kv.request_id, "none, or its room was needed")
+        request, spaces = sequence.request, self._spaces(sequence.origin)
+        limit = len(request.prompt_token_ids) + request.params.max_tokens
+        arrival.check_range(kv, sequence.origin, spaces, limit)
+        arrival.check_no_gap(kv, sequence.row, spaces)
+        ends = [end for end, space in zip(kv.end.positions, spaces, strict=True) if space is not None]
+        if not self.scheduler.has_slots(sequence, max(end for end in ends if end != _NOT_WANTED)):
+            raise self._no_room(f"{kv.num_positions} positions")
+        self._write(kv, sequence, spaces)
+
+    def import_sequence(self, arrived: SequenceState) -> None:
+        arrival.check_type("state", arrived, SequenceState)
+        manifest, rest = arrived.manifest, arrived.rest
+        sequence = self._new(manifest, history=arrived.history)
+        num_tokens, reserved = manifest.num_tokens, self.scheduler.arriving.get(sequence.request.id)
+        if reserved is None:
+            self.scheduler.refuse_known(sequence.request.id)
+        arrival.check_state(arrived, self.state, sequence.stop_ids)
+        spaces, has_kv = self._spaces(manifest), manifest.weights_version == self.state.weights_version
+        if has_kv:
+            arrival.check_weights(manifest, self.state)
+        if rest is not None:
+            arrival.check_range(rest, manifest, spaces, num_tokens)
+            if has_kv and reserved is not None and reserved.has_row:
+                arrival.check_no_gap(rest, reserved.row, spaces)
+        if reserved is not None:
+            arrival.check_reserved(manifest, reserved, self.state.spaces)
+        # from here on nothing is refused
+        if reserved is not None:
+            reserved.request, sequence = sequence.request, reserved
+        elif not (has_kv and rest is not None and self.scheduler.reserve(sequence, num_tokens)):
+            self.scheduler.arriving[sequence.request.id] = sequence
+        if sequence.has_row and not self.scheduler.has_slots(sequence, num_tokens + 1):
+            self.scheduler.reclaim([sequence])
+        if sequence.has_row and has_kv and rest is not None:
+            self._write(rest, sequence, spaces)
+        self._settle(sequence, arrived)
+
+    def _settle(self, sequence: Sequence, arrived: SequenceState) -> None:
+        counters = np.array(arrived.counters, np.int32)
+        counters[MOVES] += 1
+        if not sequence.has_row and arrived.manifest.epoch:  # its KV is computed again
+            counters[PREEMPTIONS] += 1
+            self.scheduler.num_preemptions += 1
+        sequence.generated = Generated(
+            arrived.token_ids.copy(), arrived.log_probs.copy(), arrived.tempered_log_probs.copy(),
+            arrived.weights_versions.copy(), counters, dict(arrived.strategies),
+        )  # fmt: skip
+        sequence.arrived = time.monotonic() - arrived.age_seconds
+        self.scheduler.settle(sequence)
+        self.speculation.take_over(sequence, arrived.acceptance)
+        self.num_imported += 1
+
+    def _new(self, manifest: Manifest, *, history: tuple[tuple[int, ...], ...]) -> Sequence:
+        """Raises for what can never run here."""
+        arrival.check_manifest(manifest, self.state, SCHEMA)
+        request = replace(manifest.request, history=history)
+        self.state.validate(request)
+        sequence = self.state.new_sequence(request, Generated.of_prompt(request.prompt_token_ids))
+        sequence.origin = manifest
+        return sequence
+
+    def _spaces(self, manifest: Manifest) -> list[KVSpace | None]:
+        """For each of theirs, ours with the same weights; a draft may be another, then its KV is of no use here."""
+        ours = dict(zip(range(2), self.state.spaces, strict=False))
+        found = [ours.get(index) for index in range(len(manifest.fingerprints))]
+        same = zip(found, manifest.fingerprints, strict=True)
+        return [found[0], *[s if s and s.runner.fingerprint() == theirs else None for s, theirs in list(same)[1:]]]
+
+    def _write(self, kv: KVRange, sequence: Sequence, spaces: list[KVSpace | None]) -> None:
+        for space, first, part in zip(spaces, kv.start.positions, kv.kv, strict=True):
+            have = 0 if space is None else int(space.cached[sequence.row])
+            if space is not None and first <= have:
+                space.write(sequence.row, have, part[have - first :])
+
+    def _no_room(self, wanted: str) -> SequenceStateError:
+        rows, blocks = len(self.state.rows.free_rows), self.state.pool.num_free
+        return SequenceStateError("room", wanted, f"{rows} free rows, {blocks} free blocks")

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.drafting.base import BoolArray, FloatArray, Forest, IntArray
+from rlhfspec.arrays import BoolArray, FloatArray, IntArray, concatenate_ranges
+from rlhfspec.drafting.base import Forest
 from rlhfspec.drafting.tree import Walk, ancestors
-from rlhfspec.engine.cache import SlotTable
-from rlhfspec.engine.runner import concatenate_ranges
-from rlhfspec.engine.scheduler import Schedule
+from rlhfspec.engine.scheduler import StepRows
 from rlhfspec.engine.sequences import RowTable
+from rlhfspec.engine.state import EngineState
+from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
+
+SampledTokens = tuple[IntArray, FloatArray, FloatArray, BoolArray]  # tokens, log-probs, tempered log-probs, finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +35,9 @@ class VerifyBatch:
     finishing: IntArray  # [F] table rows whose prompt is complete after this forward
 
 
-def lay_out(rows: RowTable, table: SlotTable, schedule: Schedule, forest: Forest, node_index: IntArray) -> VerifyBatch:
+def lay_out(state: EngineState, schedule: StepRows, forest: Forest, node_index: IntArray) -> VerifyBatch:
     """Flatten everything that runs in this step into one batch of rows."""
+    rows, table = state.rows, state.target.table
     decode = schedule.decode_rows
     lengths = rows.lengths[decode]
     member = np.repeat(schedule.prefill_rows, schedule.prefill_counts)
@@ -79,7 +83,7 @@ def lay_out(rows: RowTable, table: SlotTable, schedule: Schedule, forest: Forest
     )
 
 
-def _finishing(rows: RowTable, schedule: Schedule) -> tuple[IntArray, IntArray]:
+def _finishing(rows: RowTable, schedule: StepRows) -> tuple[IntArray, IntArray]:
     """Rows whose chunk completes what they have, and where among the chunk tokens their last one stands."""
     ends = schedule.prefill_starts + schedule.prefill_counts
     complete = ends == rows.lengths[schedule.prefill_rows]
@@ -108,10 +112,33 @@ class Committed:
     counts: IntArray  # [S] valid columns
 
 
-def gather(batch: VerifyBatch, walk: Walk, num_decode: int, sample: tuple[IntArray, FloatArray, FloatArray, BoolArray],
-           ) -> Committed:  # fmt: skip
+def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
+    """The forward, and the target's choice by the law at every wanted row."""
+    logits = state.target.runner.forward(batch.tokens, batch.positions, batch.meta, batch.logit_rows)
+    rows, table = batch.sampled_rows, state.rows
+    if not len(rows):  # chunks in the middle of prompts
+        return np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.float32), np.empty(0, np.bool_)
+    result = gumbel.sample(
+        logits, table.seeds[rows], batch.noise_positions, table.temperatures[rows],
+        table.top_k[rows], table.top_p[rows],
+    )  # fmt: skip
+    return (
+        result.tokens.cpu().numpy(),
+        result.log_probs.cpu().numpy(),
+        result.tempered_log_probs.cpu().numpy(),
+        result.finite.cpu().numpy(),
+    )
+
+
+def choices(batch: VerifyBatch, sampled: SampledTokens, num_decode: int) -> tuple[IntArray, IntArray]:
+    """Of all sampled tokens, those after the roots and those after the tree nodes."""
+    tokens = sampled[0]
+    return tokens[:num_decode], tokens[num_decode + len(batch.finishing) :]
+
+
+def gather(batch: VerifyBatch, walk: Walk, num_decode: int, sampled: SampledTokens) -> Committed:
     """Read the target's choice after the root and after every accepted node."""
-    tokens, log_probs, tempered, finite = sample
+    tokens, log_probs, tempered, finite = sampled
     num_first = len(batch.finishing)
     first_node = num_decode + num_first
     path = np.full((first_node, walk.path.shape[1]), 0, np.int64)

@@ -25,7 +25,7 @@ from rlhfspec.huggingface.causal_lm import Anatomy, keep_anatomy, within_positio
 from rlhfspec.huggingface.past import past_of
 from rlhfspec.huggingface.trace import (
     FORWARD_ERRORS,
-    Run,
+    ForwardTrace,
     Seen,
     Tensors,
     first_line,
@@ -69,7 +69,7 @@ class _Tracer:
         self.name = name
         self.tokens = torch.arange(1, _NEAR_TOKENS + 1) % model.get_input_embeddings().num_embeddings
 
-    def run(self, num_tokens: int, *, past: int = 0) -> Run:
+    def run(self, num_tokens: int, *, past: int = 0) -> ForwardTrace:
         """Tokens in their order, as Hugging Face runs them of itself."""
         try:
             return self._forward(self.tokens[:num_tokens], past, **past_of(self.model, past))
@@ -80,7 +80,7 @@ class _Tracer:
             problem = f"{what}: {first_line(error)}"
             raise UnsupportedModel(self.name, type(self.model).__name__, problem) from error
 
-    def check_tokens_stay_apart(self, run: Run) -> None:
+    def check_tokens_stay_apart(self, run: ForwardTrace) -> None:
         """Some of the tokens again in another order: nothing but the order of rows may change."""
         places = torch.tensor([place for place in _SHUFFLED if place < run.num_tokens])
         shuffled = self._at(self.tokens[places], run.past + places)
@@ -97,7 +97,7 @@ class _Tracer:
         kind = type(self.model.get_submodule(culprit)).__name__
         raise UnsupportedModel(self.name, kind, f"{culprit or 'the model'} {problem}")
 
-    def check_lengths_do_not_matter(self, near: Run, max_context: int) -> None:
+    def check_lengths_do_not_matter(self, near: ForwardTrace, max_context: int) -> None:
         """RoPE may turn by other angles in a longer sequence (dynamic and long RoPE, behind their original length)."""
         for path, module, args, kwargs in near.rotary:
             few = _at_positions(module, args, kwargs, near.num_tokens)
@@ -111,7 +111,7 @@ class _Tracer:
                 )
                 raise UnsupportedModel(self.name, type(module).__name__, problem)
 
-    def specs(self, near: Run, far: Run) -> tuple[AttentionSpec, ...]:
+    def specs(self, near: ForwardTrace, far: ForwardTrace) -> tuple[AttentionSpec, ...]:
         if len(near.attentions) != len(far.attentions):
             problem = "runs other attentions at the beginning than behind it"
             raise UnsupportedModel(self.name, type(self.model).__name__, problem)
@@ -151,7 +151,7 @@ class _Tracer:
             return None, chunk
         raise UnsupportedModel(self.name, near.kind, "sees an irregular part of what is before a token")
 
-    def _at(self, tokens: torch.Tensor, positions: torch.Tensor) -> Run:
+    def _at(self, tokens: torch.Tensor, positions: torch.Tensor) -> ForwardTrace:
         try:
             return self._forward(tokens, 0, position_ids=positions[None], use_cache=False)
         except FORWARD_ERRORS as error:
@@ -160,8 +160,8 @@ class _Tracer:
             problem = f"cannot run tokens at any position: {first_line(error)}"
             raise UnsupportedModel(self.name, type(self.model).__name__, problem) from error
 
-    def _forward(self, tokens: torch.Tensor, past: int, **keywords: Any) -> Run:
-        run = Run(self.model, self.name, len(tokens), past)
+    def _forward(self, tokens: torch.Tensor, past: int, **keywords: Any) -> ForwardTrace:
+        run = ForwardTrace(self.model, self.name, len(tokens), past)
         with attending(self.model, _TRACE, run.attend, masks=True), run.watching(self.model):
             run.vocab_size = self.model(input_ids=tokens[None], **keywords).logits.shape[-1]
         return run

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rlhfspec.huggingface.attention import AttentionSpec
+from rlhfspec.huggingface.positions import positions_in
 
 _ATTRIBUTE = "rlhfspec_anatomy"
 
@@ -127,8 +128,7 @@ def text_config(model: Any) -> Any:
 
 def max_positions(model: Any) -> int | None:
     """How many positions the model was made for; None where it does not say."""
-    limit = getattr(text_config(model), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    return positions_in(model.config)
 
 
 def within_positions(model: Any, num_tokens: int) -> int:

@@ -15,22 +15,21 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rlhfspec.arrays import IntArray
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.attention import fit_cache
 from rlhfspec.huggingface.causal_lm import Anatomy, CausalLM
 from rlhfspec.huggingface.fuse import FusedModel, guard_rows
 from rlhfspec.huggingface.probes import Probe, random_past
-from rlhfspec.huggingface.reference import Answer, Choices, Reference, compare, same_bits
+from rlhfspec.huggingface.reference import Answer, ExpertChoices, Reference, compare, same_bits
 from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, write_kv_reference
 
 log = logging.getLogger(__name__)
-IntArray = npt.NDArray[np.int32]
 _ATTRIBUTE = "rlhfspec_report"
 OWN_BITS, BITS_BY_COMPANY = "every row's own", "may depend on the rows beside it"
 
@@ -124,7 +123,7 @@ def prove(proof: Proof, *, began: float) -> ModelReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ProbeToken:
     """One token of a forward."""
 
     token: int
@@ -152,14 +151,14 @@ class Place:
     def half(self) -> int:
         return len(self.probe.tokens) // 2
 
-    def alone(self) -> list[Row]:
+    def alone(self) -> list[ProbeToken]:
         return [self._row(place) for place in range(len(self.probe.tokens))]
 
-    def beginning(self) -> list[Row]:
+    def beginning(self) -> list[ProbeToken]:
         """The first half, as a chunk of a prompt."""
         return [self._row(place) for place in range(self.half)]
 
-    def ending(self, vocab_size: int, num_slots: int) -> list[Row]:
+    def ending(self, vocab_size: int, num_slots: int) -> list[ProbeToken]:
         """One token as decoding does it; the others as a branch of a tree, each beside one that leads nowhere
         (where there is room: the cache has `num_slots`)."""
         rows, root = [self._row(self.half)], self.probe.past + self.half + 1
@@ -171,14 +170,14 @@ class Place:
             token = self.probe.tokens[place]
             common: dict[str, Any] = {"position": position, "probe": self.index, "context": root}
             if decoy < num_slots:
-                rows.append(Row(token=(token + 1) % vocab_size, slot=decoy, extra=(*branch, decoy), **common))
+                rows.append(ProbeToken(token=(token + 1) % vocab_size, slot=decoy, extra=(*branch, decoy), **common))
             branch = (*branch, own)
-            rows.append(Row(token=token, slot=own, extra=branch, wanted=place, **common))
+            rows.append(ProbeToken(token=token, slot=own, extra=branch, wanted=place, **common))
         return rows
 
-    def _row(self, place: int) -> Row:
+    def _row(self, place: int) -> ProbeToken:
         position = self.probe.past + place
-        return Row(
+        return ProbeToken(
             token=self.probe.tokens[place], position=position, slot=self.first + position, probe=self.index,
             context=position + 1, wanted=place,
         )  # fmt: skip
@@ -199,7 +198,7 @@ class Check:
         answers = []
         for probe in self.probes:
             [place] = self._places([probe])
-            with Choices() as choices:
+            with ExpertChoices() as choices:
                 [logits] = self._run([place], place.alone(), fresh=True)
             answers.append(Answer(logits, choices.made))
         return answers
@@ -214,7 +213,7 @@ class Check:
             answers.extend(Answer(torch.cat(parts), []) for parts in zip(begun, ended, strict=True))
         return answers
 
-    def _ending(self, place: Place) -> list[Row]:
+    def _ending(self, place: Place) -> list[ProbeToken]:
         return place.ending(self.anatomy.vocab_size, self._num_slots)
 
     def a_forward(self) -> Callable[[], Tensor]:
@@ -244,7 +243,7 @@ class Check:
             first += places[-1].num_slots
         return places
 
-    def _run(self, places: list[Place], rows: list[Row], *, fresh: bool = False) -> list[Tensor]:
+    def _run(self, places: list[Place], rows: list[ProbeToken], *, fresh: bool = False) -> list[Tensor]:
         """One forward; the wanted logits of every place, in the order of its tokens."""
         if fresh:
             self._lay_out(places)
@@ -252,13 +251,15 @@ class Check:
         owners = [row.probe for row in rows if row.wanted is not None]
         return [logits[[place.index == owner for owner in owners]] for place in places]
 
-    def _arguments(self, places: list[Place], rows: list[Row]) -> tuple[IntArray, IntArray, AttentionMeta, IntArray]:
+    def _arguments(
+        self, places: list[Place], rows: list[ProbeToken]
+    ) -> tuple[IntArray, IntArray, AttentionMeta, IntArray]:
         """Of `Runnable.forward`."""
         tokens, positions = ([row.token for row in rows], [row.position for row in rows])
         wanted = [index for index, row in enumerate(rows) if row.wanted is not None]
         return _array(tokens), _array(positions), self._meta(places, rows), _array(wanted)
 
-    def _meta(self, places: list[Place], rows: list[Row]) -> AttentionMeta:
+    def _meta(self, places: list[Place], rows: list[ProbeToken]) -> AttentionMeta:
         longest = max(place.probe.length for place in places)
         firsts = _array([place.first for place in places])
         extra = np.full((len(rows), max(len(row.extra) for row in rows)), -1, np.int32)

@@ -29,12 +29,12 @@ from rlhfspec.huggingface.reference import rounded
 from rlhfspec.huggingface.rotary import RotaryTable
 from rlhfspec.kernels.linear import (
     ActivationName,
-    FusedRMSNorm,
     PackedGatedMLP,
     PackedLinear,
     RowInvariantActivation,
     activation_twin,
 )
+from rlhfspec.kernels.norm import FusedRMSNorm
 
 Loader = tuple[tuple[str, ...], Callable[..., None]]  # weight names, and what takes those weights ("" gives None)
 _ACTIVATIONS: dict[type, ActivationName] = {  # classes whose forward is exactly this function

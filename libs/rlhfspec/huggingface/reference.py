@@ -82,7 +82,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 _CHOOSING = (torch.topk, Tensor.topk, torch.max, Tensor.max)
 
 
-class Choices(TorchFunctionMode):
+class ExpertChoices(TorchFunctionMode):
     """Hears which experts a forward chooses for its rows: what `topk` and `max` return.
 
     A choice between two that are nearly equal may go either way with rounding, and what follows it is another number.
@@ -155,7 +155,7 @@ def _answer(model: Any, anatomy: Anatomy, probe: Probe, name: str, rounding: Rou
     function = _Eager(anatomy.attentions, probe.past, rounding).attend if probe.past or needs else None
     attention = attending(model, "eager" if function is None else _NAME, function, masks=function is not None)
     try:
-        with attention, Choices() as choices, rounding if needs else nullcontext():
+        with attention, ExpertChoices() as choices, rounding if needs else nullcontext():
             logits = model(input_ids=torch.tensor([probe.tokens]), **past).logits
     except FORWARD_ERRORS as error:
         if isinstance(error, UnsupportedModel):

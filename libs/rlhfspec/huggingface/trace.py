@@ -38,7 +38,7 @@ class Seen:
 Tensors = tuple[torch.Tensor, ...]
 
 
-class Run:
+class ForwardTrace:
     """One forward: what every attention said, and what went into and came out of every module."""
 
     def __init__(self, model: Any, name: str, num_tokens: int, past: int) -> None:
@@ -138,7 +138,7 @@ def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return ~hidden, not bool(((mask == 0) | hidden).all())
 
 
-def first_that_differs(one: Run, other: Run, places: torch.Tensor, first: int = 0) -> str | None:
+def first_that_differs(one: ForwardTrace, other: ForwardTrace, places: torch.Tensor, first: int = 0) -> str | None:
     """The first module with the same inputs and other outputs: `other` ran the tokens of `one` at `places`.
 
     first: the tokens before are not looked at. What has no tokens in its inputs (an expert, say, that is given some of

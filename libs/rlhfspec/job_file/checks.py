@@ -1,4 +1,4 @@
-"""What no single field can say: fields that contradict each other. Each finding names a field and the fix.
+"""Checks across fields: what contradicts each other. Each finding names a field and the fix.
 
 Defaults never count as a contradiction, so a job written out in full by a run reads back.
 
@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from rlhfspec.errors import Problem
 from rlhfspec.job import FunctionSource, RewardSource, RLHFJob, Workers
 from rlhfspec.job_file.problems import place_of
-from rlhfspec.job_file.yaml_text import Path_
+from rlhfspec.job_file.secrets import shown_url, shown_value
+from rlhfspec.job_file.yaml_text import Path_, parts_of
 
 GROUP_ALGORITHMS = ("grpo", "dr-grpo", "rloo", "dapo", "gspo")
-_MODULE_MEMBER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+MODULE_MEMBER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _CLASS = re.compile(r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*$")
 
 
@@ -40,8 +41,9 @@ class Finding:
     depends_on: tuple[str, ...] = ()
 
     def as_problem(self, places: Mapping[Path_, str]) -> Problem:
-        path = tuple(int(part) if part.isdecimal() else part for part in self.field.split("."))
-        return Problem(field=self.field, value=self.value, problem=self.problem, where=place_of(path, places))
+        path = parts_of(self.field)
+        value = shown_value(path, self.value)
+        return Problem(field=self.field, value=value, problem=self.problem, where=place_of(path, places))
 
     def rests_on(self, wrong: set[str]) -> bool:
         """Whether one of the fields it looks at is wrong."""
@@ -138,29 +140,31 @@ def _check_generation(job: RLHFJob) -> Iterator[Finding]:
         )  # fmt: skip
     for index, stop in enumerate(generation.stop):
         if not stop:
-            yield Finding(field=f"spec.generation.stop.{index}", value="", problem="must not be empty; remove it")
+            yield Finding(field=f"spec.generation.stop[{index}]", value="", problem="must not be empty; remove it")
 
 
 def _check_rewards(job: RLHFJob) -> Iterator[Finding]:
     sources, path = job.spec.rewards.sources, "spec.rewards.sources"
     for index, source in enumerate(sources):
-        yield from _check_source(source, f"{path}.{index}", job.spec.roles.reward)
+        yield from _check_source(source, f"{path}[{index}]", job.spec.roles.reward)
     counts = Counter(map(_shown_name, sources))
     for index, source in enumerate(sources):
         name = _shown_name(source)
         if counts[name] > 1 and name not in map(_shown_name, sources[:index]):
-            field = f"{path}.{index}.name"
-            yield Finding(field=field, value=name, problem=f"{counts[name]} sources share it; give each its own name")
+            field = f"{path}[{index}].name"
+            yield Finding(
+                field=field, value=shown_url(name), problem=f"{counts[name]} sources share it; give each its own name"
+            )
     zero = [index for index, source in enumerate(sources) if source.weight == 0]
     if len(zero) == len(sources) or (zero and job.spec.rewards.combine == "product"):
         problem = "the reward would always be 0: give a weight other than 0"
         yield Finding(
-            field=f"{path}.{zero[0]}.weight", value=0.0, problem=problem, depends_on=("spec.rewards.combine",)
+            field=f"{path}[{zero[0]}].weight", value=0.0, problem=problem, depends_on=("spec.rewards.combine",)
         )
 
 
 def _check_source(source: RewardSource, path: str, role: Workers) -> Iterator[Finding]:
-    if isinstance(source, FunctionSource) and not _MODULE_MEMBER.match(source.function):
+    if isinstance(source, FunctionSource) and not MODULE_MEMBER.match(source.function):
         yield Finding(
             field=f"{path}.function", value=source.function,
             problem="must be module:function, such as rewards:exact for the function exact in rewards.py",

@@ -18,7 +18,9 @@ from pathlib import Path
 from rlhfspec.job import ModelSource, RLHFJob
 
 MADE_HERE = "tiny:"
-DATA_SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".txt", ".gz")
+ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz", ".parquet")
+NOT_ROWS = "must be a .jsonl, .json or .csv file (or one of them .gz), .parquet, or a folder from save_to_disk"
+DATA_SUFFIXES = (*ROW_SUFFIXES, ".tsv", ".txt", ".gz")
 
 
 def is_local(path: str, base: Path) -> bool:
@@ -46,10 +48,14 @@ def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
         source.model_copy(update={"path": resolve(source.path, base)}) if isinstance(source, ModelSource) else source
         for source in job.spec.rewards.sources
     ]
+    evaluation = job.spec.evaluation
+    if evaluation is not None and evaluation.path is not None:
+        evaluation = evaluation.model_copy(update={"path": resolve(evaluation.path, base)})
     spec = job.spec.model_copy(
         update={
             "model": model.model_copy(update=paths),
             "dataset": dataset.model_copy(update={"path": resolve(dataset.path, base)}),
+            "evaluation": evaluation,
             "rewards": job.spec.rewards.model_copy(update={"sources": sources}),
         }
     )

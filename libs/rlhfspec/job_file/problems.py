@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in the words of the job file: the field's path, its line, what it must be, what is near.
+"""Pydantic's errors in the words of the job file: the field's path, its line, what it must be, the nearest name.
 
 Example:
     >>> known_keys(("spec", "checkpoint"), {})
@@ -9,8 +9,7 @@ Example:
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -19,8 +18,9 @@ from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rlhfspec.errors import Problem
+from rlhfspec.errors import Problem, did_you_mean, nearest
 from rlhfspec.job import Block, RLHFJob
+from rlhfspec.job_file.secrets import shown_value
 from rlhfspec.job_file.yaml_text import Path_, dotted
 
 _KINDS = {
@@ -51,17 +51,6 @@ def place_of(path: Path_, places: Mapping[Path_, str]) -> str:
     return places.get(path, "") if path else ""
 
 
-def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The known word that was probably meant.
-
-    >>> nearest("learning_rate", ["name", "learningRate"]), nearest("banana", ["name"])
-    ('learningRate', None)
-    """
-    by_folded = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(to_camel(word).lower(), by_folded, n=1, cutoff=0.7)
-    return by_folded[found[0]] if found else None
-
-
 def known_keys(path: Path_, value: Any) -> list[str]:
     """The fields of the block at a path."""
     return [_alias(name) for block in _blocks_at(path, value)[:1] for name in block.model_fields]
@@ -80,7 +69,7 @@ def unknown_key(path: Path_, value: Any) -> str:
 
 def _problem(details: ErrorDetails, path: Path_, value: Any, places: Mapping[Path_, str]) -> Problem:
     missing = details["type"] in ("missing", "extra_forbidden", "union_tag_not_found")
-    got = None if missing or isinstance(details["input"], (dict, list)) else details["input"]
+    got = None if missing or isinstance(details["input"], (dict, list)) else shown_value(path, details["input"])
     text = _text(details, path, value)
     if not missing and details["input"] is None:
         text += ", and is empty here"
@@ -113,8 +102,8 @@ def _text(details: ErrorDetails, path: Path_, value: Any) -> str:
 def _one_of(given: Any, options: list[str]) -> str:
     if len(options) == 1:
         return f"must be {options[0]}"
-    near = nearest(given, options) if isinstance(given, str) else None
-    return f"must be one of {', '.join(options)}" + (f"; did you mean {near}?" if near else "")
+    hint = did_you_mean(given, options) if isinstance(given, str) else ""
+    return f"must be one of {', '.join(options)}{hint}"
 
 
 def _bounds(field: FieldInfo | None) -> str:

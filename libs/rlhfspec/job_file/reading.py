@@ -23,9 +23,11 @@ from rlhfspec.errors import JobError, Problem
 from rlhfspec.job import API_VERSION, RLHFJob
 from rlhfspec.job_file.checks import check
 from rlhfspec.job_file.files import check_files
+from rlhfspec.job_file.memory import check_memory
 from rlhfspec.job_file.paths import with_resolved_paths
 from rlhfspec.job_file.problems import explain
-from rlhfspec.job_file.yaml_text import Path_, dotted, parse, parse_value, read_text
+from rlhfspec.job_file.secrets import shown_override
+from rlhfspec.job_file.yaml_text import Path_, dotted, parse, parse_value, parts_of, read_text
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> RLHFJob:
@@ -58,7 +60,7 @@ def _validate(value: dict[str, Any], places: dict[Path_, str], base: Path) -> tu
         wrong = set(map(dotted, wrong_paths))
         job = _without(value, wrong_paths)
     if job is not None:
-        for finding in [*check(job), *check_files(job, base)]:
+        for finding in [*check(job), *check_files(job, base), *check_memory(job, base)]:
             if not finding.rests_on(wrong):
                 problems.append(finding.as_problem(places))
     return (None if problems else job), problems
@@ -70,7 +72,7 @@ def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
     for path in sorted(wrong_paths, key=len, reverse=True):
         holder = pruned
         for part in path[:-1]:
-            holder = _child(holder, str(part))
+            holder = _child(holder, part)
         if isinstance(holder, dict) and path:
             holder.pop(path[-1], None)
     pruned = {"apiVersion": API_VERSION, "kind": "RLHFJob", **pruned}
@@ -90,52 +92,52 @@ def _copy(value: Any) -> Any:
 def _override(job: dict[str, Any], places: dict[Path_, str], override: str) -> list[Problem]:
     """Puts one `path=value` into the job; the schema says later whether the path exists."""
     name, equals, text = override.partition("=")
-    where = f"--set {override}"
-    keys = name.strip().removeprefix("spec.").split(".")
-    if not equals or not all(keys):
-        return [Problem(field="--set", value=override, problem="must look like training.steps=3")]
+    where = f"--set {shown_override(override)}"
+    keys = parts_of(name.strip().removeprefix("spec."))
+    field = dotted(("spec", *keys))
+    if not equals or "" in keys:
+        return [Problem(field="--set", value=shown_override(override), problem="must look like training.steps=3")]
     try:
         value = parse_value(text)
     except JobError as error:
-        return [Problem(field=f"spec.{'.'.join(keys)}", problem=error.problem, where=where)]
+        return [Problem(field=field, problem=error.problem, where=where)]
     path: Path_ = ("spec",)
     holder: Any = _step_into(job, "spec")
     for key in keys[:-1]:
-        holder, path = _step_into(holder, key), (*path, *_key(holder, key))
+        holder, path = _step_into(holder, key), (*path, _key(holder, key))
         places.setdefault(path, where)
     if not _put(holder, keys[-1], value):
         at = f"is a list of {len(holder)}" if isinstance(holder, list) else "is no block that has fields"
-        return [Problem(field=f"spec.{'.'.join(keys)}", problem=f"{dotted(path)} {at}", where=where)]
-    full = (*path, *_key(holder, keys[-1]))
+        return [Problem(field=field, problem=f"{dotted(path)} {at}", where=where)]
+    full = (*path, _key(holder, keys[-1]))
     for old in [place for place in places if place[: len(full)] == full]:
         del places[old]
     places[full] = where
     return []
 
 
-def _key(holder: Any, key: str) -> Path_:
-    return (int(key),) if isinstance(holder, list) and key.isdecimal() else (key,)
+def _key(holder: Any, key: str | int) -> str | int:
+    return key if isinstance(holder, list) else str(key)
 
 
-def _step_into(holder: Any, key: str) -> Any:
+def _step_into(holder: Any, key: str | int) -> Any:
     """The block under a key; an absent one is made."""
-    if isinstance(holder, dict) and holder.get(key) is None:
-        holder[key] = {}
+    if isinstance(holder, dict) and holder.get(str(key)) is None:
+        holder[str(key)] = {}
     return _child(holder, key)
 
 
-def _child(holder: Any, key: str) -> Any:
+def _child(holder: Any, key: str | int) -> Any:
     if isinstance(holder, dict):
-        return holder.get(key)
-    return holder[int(key)] if isinstance(holder, list) and key.isdecimal() and int(key) < len(holder) else None
+        return holder.get(str(key))
+    return holder[key] if isinstance(holder, list) and isinstance(key, int) and key < len(holder) else None
 
 
-def _put(holder: Any, key: str, value: Any) -> bool:
-    if isinstance(holder, dict):
-        holder[key] = value
-        return True
-    if isinstance(holder, list) and key.isdecimal() and int(key) < len(holder):
-        holder[int(key)] = value
+def _put(holder: Any, key: str | int, value: Any) -> bool:
+    if isinstance(holder, list) and not (isinstance(key, int) and key < len(holder)):
+        return False
+    if isinstance(holder, dict | list):
+        holder[_key(holder, key)] = value  # type: ignore[index]
         return True
     return False
 

@@ -1,4 +1,4 @@
-"""What is allowed and probably not meant. Said by `validate`, never an error.
+"""What is allowed but probably a mistake. `validate` prints it; it is never an error.
 
 Example:
     >>> from rlhfspec.job import RLHFJob
@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from rlhfspec.job import RLHFJob
@@ -37,6 +38,9 @@ def remarks(job: RLHFJob) -> Iterator[str]:
         ),
         f"training.schedule.warmupSteps: the rate is never reached in {num_updates} optimizer steps": (
             training.schedule.warmup_steps >= num_updates
+        ),
+        f"roles.generator.workers: more than the {os.cpu_count()} cores here; they cost memory and share the cores": (
+            job.spec.roles.generator.workers > (os.cpu_count() or 1)
         ),
     }
     yield from (text for text, holds in said.items() if holds)

@@ -20,7 +20,7 @@ from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlhfspec.job import ALGORITHM_DEFAULTS, API_VERSION, Block, Lora, Spec, Wandb
+from rlhfspec.job import ALGORITHM_DEFAULTS, API_VERSION, Block, HeldOut, Lora, Spec, Wandb
 
 DEFAULT_MODEL, DEFAULT_DATA = "tiny:sums", "tiny:sums.jsonl"  # made on this machine: the job runs as it is
 REWARD_MODULE = '''\
@@ -44,7 +44,7 @@ _ACTIVE = {
     "training.seed", "training.promptsPerStep", "training.optimizer.learningRate", "checkpoint.everySteps",
     "rewards.sources",
 }  # fmt: skip
-_WHEN_SET: dict[str, type[Block]] = {"model.lora": Lora, "observability.wandb": Wandb}
+_WHEN_SET: dict[str, type[Block]] = {"evaluation": HeldOut, "model.lora": Lora, "observability.wandb": Wandb}
 _EXAMPLES = {"observability.wandb.project": "my-project"}  # required in a block that is itself optional
 _HEAD = f"""# A job for rlhfspec. Check it with `rlhfspec validate`, start it with `rlhfspec run`.
 # `#field: value` stands at its default; remove the # to change it. Relative paths start at this file's folder.
@@ -81,7 +81,7 @@ def job_text(choices: Choices) -> str:
 
 
 class _Writer:
-    """Writes blocks; what a block of a kind means is said at its first appearance."""
+    """Writes blocks; the fields of a kind of block are described where it first appears."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values

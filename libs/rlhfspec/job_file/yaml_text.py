@@ -1,4 +1,4 @@
-"""YAML or JSON text into plain values, with the line of every value, and YAML's traps refused by name.
+"""YAML or JSON text into plain values, with the line of every value, with YAML's traps refused by name.
 
 Scalars follow YAML 1.2, because 1.1 surprises: there `1e-6` is a string, `mode: off` a truth value, `010` is eight
 and a date is not text. Here `1e-6` is a number, only `true` and `false` are truth values, and dates are text.
@@ -63,6 +63,8 @@ def read_text(path: Path) -> str:
         near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         there = f"; beside it: {', '.join(near[:5])}" if near else "; `rlhfspec init` writes one"
         raise _unreadable(path, f"no such file{there}")
+    if not path.is_file():
+        raise _unreadable(path, "must be a regular file; this is a pipe or a device")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -188,9 +190,20 @@ def dotted(path: Path_) -> str:
     """As users write paths.
 
     >>> dotted(("spec", "rewards", "sources", 0, "weight"))
-    'spec.rewards.sources.0.weight'
+    'spec.rewards.sources[0].weight'
     """
-    return ".".join(map(str, path)) or "file"
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".") or "file"
+
+
+def parts_of(text: str) -> Path_:
+    """A path as written; places in lists stand in brackets or between dots.
+
+    >>> parts_of("sources[0].weight") == parts_of("sources.0.weight") == ("sources", 0, "weight")
+    True
+    """
+    parts = re.sub(r"\[(\d+)\]", r".\1", text).split(".")
+    return tuple(int(part) if part.isdecimal() else part for part in parts)
 
 
 def _too_many() -> Problem:

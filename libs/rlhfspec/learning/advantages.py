@@ -31,7 +31,7 @@ def token_rewards(rewards: Tensor, lengths: Tensor, kl: Tensor | None, kl_coeffi
 
 
 def overlong_penalties(lengths: Tensor, *, max_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """DAPO's soft punishment: 0 up to max_tokens - buffer, then down a straight line to -penalty at max_tokens: [n].
+    """DAPO's length penalty: 0 up to max_tokens - buffer, then linear down to -penalty at max_tokens: [n].
 
     >>> overlong_penalties(torch.tensor([4, 8, 10]), max_tokens=10, buffer=4, penalty=1.0).tolist()
     [0.0, -0.5, -1.0]
@@ -65,7 +65,7 @@ def leave_one_out_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
 
 
 def informative_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """Which samples are in a group whose rewards differ: [n] bool. The others teach a group estimator nothing."""
+    """Which samples are in a group whose rewards differ: [n] bool. The others have advantage 0 in their group."""
     num_groups = int(group_index.max()) + 1 if len(group_index) else 0
     highest = rewards.new_full((num_groups,), -torch.inf).scatter_reduce(0, group_index, rewards, "amax")
     lowest = rewards.new_full((num_groups,), torch.inf).scatter_reduce(0, group_index, rewards, "amin")

@@ -1,4 +1,4 @@
-"""What an algorithm of a job makes of a step: its targets before the first update, its losses at each micro-batch.
+"""A job's algorithm applied to a step: targets before the first update, losses of each micro-batch.
 
 The fields of `job.Algorithm` decide; its name decides only how rewards become advantages. Every number a token is
 computed for the whole step or mini-batch first; micro-batches pick theirs, so their losses add up to the mini-batch's.
@@ -42,14 +42,14 @@ from rlhfspec.learning.importance import sequence_ratio, token_ratio, truncated_
 from rlhfspec.learning.kl import kl_estimate
 from rlhfspec.learning.losses import clip_values, clipped_policy_loss, clipped_value_loss, is_clipped
 from rlhfspec.learning.rollouts import Rollouts
-from rlhfspec.records import ScoringStage
+from rlhfspec.loop import scoring_stages
 
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What the tokens of some samples are trained towards; T is the number of their tokens."""
+    """The targets of some samples' tokens; T is the number of these tokens."""
 
     lengths: Tensor  # [n] int64
     weights: Tensor  # [T] of each token's loss, fixed by the mini-batch
@@ -100,16 +100,6 @@ class TokenTerms:
     sums: Metrics  # over tokens; divide by the mini-batch's number of tokens for means
 
 
-def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:
-    """Whose scores a sample needs before it can be trained on."""
-    stages: list[ScoringStage] = ["reward"]
-    if algorithm.kl_coefficient > 0:
-        stages.append("reference")
-    if algorithm.name == "ppo":
-        stages.append("critic")
-    return tuple(stages)
-
-
 def needs_policy_log_probs(algorithm: Algorithm) -> bool:
     """Whether `prepare` needs the trainer's own log-probs, because the KL is part of the reward."""
     return algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
@@ -118,7 +108,7 @@ def needs_policy_log_probs(algorithm: Algorithm) -> bool:
 def prepare(
     algorithm: Algorithm, rollouts: Rollouts, *, policy_log_probs: Tensor | None, max_tokens: int
 ) -> tuple[Targets, Metrics]:
-    """The step's targets, as one mini-batch, and what can be said of the step before training on it.
+    """The step's targets, as one mini-batch, and its metrics before training.
 
     `policy_log_probs` [T] are the trainer's before the first update, at the temperature of sampling.
     """
@@ -130,7 +120,7 @@ def prepare(
     advantages, returns = _advantages(algorithm, rollouts, at_tokens)
     if algorithm.whiten_advantages:
         advantages = whiten(advantages)
-    metrics |= _step_metrics(rollouts, advantages, returns, kl)
+    metrics |= _step_metrics(rollouts, advantages, returns)
     weights = token_weights(rollouts.lengths, algorithm.loss_aggregation, max_tokens)
     return Targets(
         lengths=rollouts.lengths,
@@ -144,7 +134,7 @@ def prepare(
 
 
 def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int) -> tuple[Tensor, Metrics]:
-    """Rewards [n] less the penalty for length, where the job asks for one."""
+    """Rewards [n] minus the penalty for length, if the job has one."""
     if algorithm.overlong_buffer == 0:
         return rollouts.rewards, {}
     penalties = overlong_penalties(
@@ -156,11 +146,18 @@ def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int)
     return rollouts.rewards + penalties, {"overlong_penalty_mean": float(penalties.mean())}
 
 
-def informative(rollouts: Rollouts, num_groups: int) -> Rollouts:
-    """Dynamic sampling: the first `num_groups` groups, in id order, whose rewards (as given, unshaped) differ."""
-    kept = informative_groups(rollouts.rewards, rollouts.group_index)
-    rank = torch.unique(rollouts.group_index[kept], return_inverse=True)[1]  # [kept] 0, 1, ... of the groups left
-    return rollouts.select(kept.nonzero()[:, 0][rank < num_groups].tolist())
+def metrics_before_updates(algorithm: Algorithm, rollouts: Rollouts, log_probs: Tensor, entropy: Tensor) -> Metrics:
+    """Of the policy that sampled: `log_probs` and `entropy` [T] are the trainer's before the step's first update.
+
+    The KL to the reference is given by the job's estimator, and by k3, which is never negative.
+    """
+    metrics = {"entropy": float(entropy.double().mean())}
+    if rollouts.reference_log_probs is not None:
+        policy, reference = log_probs.double(), rollouts.reference_log_probs.double()
+        for estimator in dict.fromkeys((algorithm.kl_estimator, "k3")):
+            kl = kl_estimate(policy, reference, estimator)
+            metrics[f"kl_{estimator}"] = float((kl if estimator == "k1" else kl.clamp(min=0)).mean())  # rounding aside
+    return metrics
 
 
 def policy_terms(
@@ -169,7 +166,7 @@ def policy_terms(
     """The policy's loss over a micro-batch of whole samples.
 
     `log_probs` [t] carry the gradient; `old_log_probs` [t] are the trainer's before the step's first update;
-    `entropy` [t] is needed where `entropy_coefficient` is above 0 and reported wherever it is given.
+    `entropy` [t] is needed where `entropy_coefficient` is above 0.
     """
     ratio = _ratio(algorithm, log_probs, old_log_probs, targets.lengths)
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
@@ -185,14 +182,9 @@ def policy_terms(
         policy = policy * weights
         sums |= {"importance_weight": weights, "importance_capped_fraction": weights >= algorithm.importance_cap}
     terms, losses = [policy], {"policy_loss": policy}
-    if targets.reference_log_probs is not None:
-        kl = kl_estimate(log_probs, targets.reference_log_probs, algorithm.kl_estimator)
-        sums["kl"] = kl
-        if algorithm.kl_placement == "loss":
-            losses["kl_loss"] = kl
-            terms.append(algorithm.kl_coefficient * kl)
-    if entropy is not None:
-        sums["entropy"] = entropy
+    if targets.reference_log_probs is not None and algorithm.kl_placement == "loss":
+        losses["kl_loss"] = kl_estimate(log_probs, targets.reference_log_probs, algorithm.kl_estimator)
+        terms.append(algorithm.kl_coefficient * losses["kl_loss"])
     if algorithm.entropy_coefficient > 0:
         assert entropy is not None, "entropyCoefficient is above 0: the forward must give the entropy"
         terms.append(-algorithm.entropy_coefficient * entropy)
@@ -254,7 +246,7 @@ def _check_scores(algorithm: Algorithm, rollouts: Rollouts) -> None:
             raise RolloutError(rollouts.ids[0], f"has no {stage} score")
 
 
-def _step_metrics(rollouts: Rollouts, advantages: Tensor, returns: Tensor | None, kl: Tensor | None) -> Metrics:
+def _step_metrics(rollouts: Rollouts, advantages: Tensor, returns: Tensor | None) -> Metrics:
     rewards, lengths = rollouts.rewards, rollouts.lengths.double()
     metrics = {
         "reward_mean": float(rewards.mean()),
@@ -268,8 +260,6 @@ def _step_metrics(rollouts: Rollouts, advantages: Tensor, returns: Tensor | None
         "advantage_abs_mean": float(advantages.abs().mean()),
     }
     metrics |= {f"reward_source_{name}": float(values.mean()) for name, values in rollouts.reward_components.items()}
-    if kl is not None:
-        metrics["kl_in_reward"] = float(kl.mean())
     if returns is not None and rollouts.values is not None:
         metrics["explained_variance"] = _explained_variance(rollouts.values.double(), returns)
     return metrics

@@ -36,10 +36,10 @@ from rlhfspec.learning.aggregation import token_indices
 from rlhfspec.learning.algorithms import (
     Targets,
     TokenTerms,
+    metrics_before_updates,
     needs_policy_log_probs,
     policy_terms,
     prepare,
-    scoring_stages,
     value_terms,
 )
 from rlhfspec.learning.distributed import Ranks
@@ -47,6 +47,7 @@ from rlhfspec.learning.network import Network, State
 from rlhfspec.learning.packing import pack, split_evenly
 from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.learning.tally import Tally
+from rlhfspec.loop import scoring_stages
 from rlhfspec.modeling import lora
 from rlhfspec.modeling.critic import Critic, load_critic
 from rlhfspec.modeling.loading import load_policy
@@ -81,30 +82,34 @@ class Learner:
         *,
         ranks: Ranks | None = None,
         num_threads: int | None = None,
+        device: str = "cpu",
     ) -> None:
         """`policy` and `critic` as `load_policy` and `load_critic` make them; they are trained in place."""
         self.version = 0
         self._spec = spec
         self._ranks = ranks or Ranks()
         self._num_threads = num_threads or torch.get_num_threads()
-        self._policy = policy
+        self._device = torch.device(device)
+        self._policy = policy.to(self._device)
         self._forward = _policy_forward(spec, policy, self._ranks)
         training = spec.training
-        self._policy_network = Network(policy, training.optimizer, training, field="training.optimizer")
+        self._policy_network = Network(policy, training.optimizer, training, field="spec.training.optimizer")
         self._critic_network: Network | None = None
         if "critic" in scoring_stages(spec.algorithm):
             assert critic is not None, "this algorithm trains a critic"
-            self._ranks.shard(critic, critic.trunk)
+            self._ranks.shard(critic.to(self._device), critic.trunk)
             settings = training.critic_optimizer
-            self._critic_network = Network(critic, settings, training, field="training.criticOptimizer")
+            self._critic_network = Network(critic, settings, training, field="spec.training.criticOptimizer")
 
     @classmethod
-    def from_spec(cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None) -> Learner:
-        max_context = _max_context(spec)
+    def from_spec(
+        cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None, device: str = "cpu"
+    ) -> Learner:
+        max_context = spec.max_context
         policy = load_policy(spec.model, seed=spec.training.seed, max_context=max_context)
         has_critic = "critic" in scoring_stages(spec.algorithm)
         critic = load_critic(spec.model, max_context=max_context) if has_critic else None
-        return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads)
+        return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads, device=device)
 
     @property
     def policy(self) -> Any:
@@ -121,18 +126,21 @@ class Learner:
         minis = self._mini_batches(rollouts)
         if len(minis) * epochs > 1 or needs_policy_log_probs(algorithm) or self._lora_dropout:
             self._keep_old_log_probs(rollouts, minis, tally)
-        old = tally.share_log_probs(self._ranks) if tally.has_old_log_probs else None
+        old = tally.log_probs if tally.is_complete else None
         targets, metrics = prepare(
             algorithm, rollouts, policy_log_probs=old, max_tokens=self._spec.generation.max_tokens
         )
         for _ in range(epochs):
             for mini in minis:
                 self._update(rollouts, targets, mini, tally)
-        log_probs = tally.share_log_probs(self._ranks)
+        tally.share(self._ranks)
+        metrics |= metrics_before_updates(algorithm, rollouts, tally.log_probs, tally.entropy)
         metrics |= tally.metrics(rollouts, self._ranks, epochs=epochs)
         metrics["staleness_max"] = float(self.version - int(rollouts.weights_versions.min()))
         self.version += 1
-        return LearnReport(version=self.version, metrics=metrics, advantages=targets.advantages, log_probs=log_probs)
+        return LearnReport(
+            version=self.version, metrics=metrics, advantages=targets.advantages, log_probs=tally.log_probs
+        )
 
     def _mini_batches(self, rollouts: Rollouts) -> list[MiniBatch]:
         prompts = torch.tensor([len(prompt) for prompt in rollouts.prompt_token_ids])
@@ -155,17 +163,17 @@ class Learner:
         for mini in minis:
             for micro in mini.micro_batches:
                 with self._autocast():
-                    out = self._forward(_packed(rollouts, micro or [mini.samples[0]]))
+                    out = self._forward(self._packed(rollouts, micro or [mini.samples[0]]))
                 if micro:
-                    tally.keep_log_probs(_tokens(rollouts, micro), out.log_probs, out.untempered)
-        tally.share_log_probs(self._ranks)
+                    tally.keep(_tokens(rollouts, micro), out)
+        tally.share(self._ranks)
 
     def _update(self, rollouts: Rollouts, targets: Targets, mini: MiniBatch, tally: Tally) -> None:
         """One optimizer step of the policy, then of the critic."""
         of_mini = targets.mini_batch(self._spec.algorithm, mini.samples, max_tokens=self._spec.generation.max_tokens)
 
         def targets_of(micro: list[int]) -> Targets:
-            return of_mini.select([sample - mini.samples.start for sample in micro])
+            return of_mini.select([sample - mini.samples.start for sample in micro]).to(self._device)
 
         def policy(micro: list[int]) -> TokenTerms:
             return self._policy_terms(rollouts, micro, targets_of(micro), tally)
@@ -181,17 +189,17 @@ class Learner:
     def _policy_terms(self, rollouts: Rollouts, micro: list[int], targets: Targets, tally: Tally) -> TokenTerms:
         algorithm = self._spec.algorithm
         with self._autocast(), self._dropout(micro[0]):
-            out = self._forward(_packed(rollouts, micro), entropy_gradient=algorithm.entropy_coefficient > 0)
+            out = self._forward(self._packed(rollouts, micro), entropy_gradient=algorithm.entropy_coefficient > 0)
         _watch(tally, rollouts, micro, out.log_probs, "log-probs")
         tokens = _tokens(rollouts, micro)
-        if not tally.has_old_log_probs:
-            tally.keep_log_probs(tokens, out.log_probs, out.untempered)
-        return policy_terms(algorithm, out.log_probs, tally.old(tokens), targets, out.entropy)
+        if not tally.is_complete:
+            tally.keep(tokens, out)
+        return policy_terms(algorithm, out.log_probs, tally.old(tokens).to(self._device), targets, out.entropy)
 
     def _critic_terms(self, rollouts: Rollouts, micro: list[int], targets: Targets, tally: Tally) -> TokenTerms:
         assert self._critic_network is not None
         with self._autocast():
-            values = self._critic_network.module(_packed(rollouts, micro))
+            values = self._critic_network.module(self._packed(rollouts, micro))
         _watch(tally, rollouts, micro, values, "values")
         return value_terms(self._spec.algorithm, values, targets)
 
@@ -222,7 +230,7 @@ class Learner:
         tally.add_update(name, network.update(norm))
 
     def _idle(self, network: Network, rollouts: Rollouts) -> None:
-        batch = _packed(rollouts, [0])
+        batch = self._packed(rollouts, [0])
         with self._autocast():
             out = self._forward(batch).log_probs if network is self._policy_network else network.module(batch)
         (out.sum() * 0).backward()
@@ -239,8 +247,13 @@ class Learner:
         first, last = (rollouts.ids[sample] for sample in (mini.samples[0], mini.samples[-1]))
         return f"the gradient of samples {first} to {last} together is not finite"
 
+    def _packed(self, rollouts: Rollouts, samples: Sequence[int]) -> Packed:
+        tokens = torch.split(rollouts.token_ids[_tokens(rollouts, samples)], rollouts.lengths[list(samples)].tolist())
+        prompts = [rollouts.prompt_token_ids[sample] for sample in samples]
+        return pack_sequences(prompts, [part.tolist() for part in tokens]).to(self._device)
+
     def _autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self._spec.training.autocast == "bfloat16")
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.training.autocast == "bfloat16")
 
     @property
     def _lora_dropout(self) -> bool:
@@ -305,26 +318,15 @@ def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks) -> PolicyForward:
     temperature = spec.generation.temperature
     if spec.training.exact_on_policy:
         if ranks.num_ranks > 1:
-            raise InvalidRequest("training.exactOnPolicy", True, f"runs on one rank, not on {ranks.num_ranks}")
+            raise InvalidRequest("spec.training.exactOnPolicy", True, f"runs on one rank, not on {ranks.num_ranks}")
         from rlhfspec.modeling.exact import ExactForward, check_exact
 
         check_exact(spec)
-        max_context = within_positions(policy, _max_context(spec))
+        max_context = within_positions(policy, spec.max_context)
         return ExactForward(policy, temperature, max_context=max_context, dtype=spec.generation.dtype)
     forward = TorchForward(policy, temperature)
     ranks.shard(forward, forward.parts.trunk)
     return forward
-
-
-def _max_context(spec: job.Spec) -> int:
-    """Tokens of the longest prompt and the longest response together."""
-    return spec.dataset.max_prompt_tokens + spec.generation.max_tokens
-
-
-def _packed(rollouts: Rollouts, samples: Sequence[int]) -> Packed:
-    tokens = torch.split(rollouts.token_ids[_tokens(rollouts, samples)], rollouts.lengths[list(samples)].tolist())
-    prompts = [rollouts.prompt_token_ids[sample] for sample in samples]
-    return pack_sequences(prompts, [part.tolist() for part in tokens])
 
 
 def _tokens(rollouts: Rollouts, samples: Sequence[int]) -> Tensor:

@@ -39,13 +39,3 @@ def clip_values(values: Tensor, old_values: Tensor, clip: float) -> Tensor:
     tensor([ 0.5000, -0.5000])
     """
     return torch.clamp(values, old_values - clip, old_values + clip)
-
-
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits) in nats: [t, V] -> [t].
-
-    >>> round(entropy_from_logits(torch.zeros(1, 8)).exp().item(), 4)
-    8.0
-    """
-    log_probs = torch.log_softmax(logits, dim=-1)
-    return -(log_probs.exp() * log_probs).sum(-1)

@@ -15,7 +15,6 @@ Example:
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import math
@@ -23,10 +22,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from pydantic.alias_generators import to_camel
 from torch.optim import lr_scheduler
 
 from rlhfspec import job
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.errors import InvalidRequest, did_you_mean
 
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times a step",
@@ -56,7 +56,7 @@ def make_schedule(
     optimizer: torch.optim.Optimizer, settings: job.Schedule, *, num_updates: int
 ) -> lr_scheduler.LRScheduler:
     """Stepped once an optimizer step; `num_updates` are all of the job's."""
-    field = "training.schedule"
+    field = "spec.training.schedule"
     if settings.name in SHAPES:
         if settings.arguments:
             raise InvalidRequest(f"{field}.arguments", settings.arguments, f"{settings.name} takes none")
@@ -69,6 +69,14 @@ def make_schedule(
         return known(optimizer, **settings.arguments)  # type: ignore[no-any-return]
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidRequest(f"{field}.arguments", settings.arguments, f"{settings.name} refuses: {error}") from error
+
+
+def check_settings(training: job.Training) -> None:
+    """What the learner would refuse once the model is loaded, asked of a matrix and a vector."""
+    for name in ("optimizer", "critic_optimizer"):
+        parameters = [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))]
+        optimizer = make_optimizer(parameters, getattr(training, name), field=f"spec.training.{to_camel(name)}")
+        make_schedule(optimizer, training.schedule, num_updates=training.steps)
 
 
 def _constant(_: float) -> float:
@@ -112,7 +120,5 @@ def _class(name: str, home: Any, kind: type, field: str, also: tuple[str, ...] =
     if inspect.isclass(found) and issubclass(found, kind) and found is not kind:
         return found
     names = [each for each, thing in vars(home).items() if inspect.isclass(thing) and issubclass(thing, kind)]
-    by_lower = {each.lower(): each for each in (*names, *also)}  # AdamW, not Adam, is what Adamw means
-    nearest = [by_lower[each] for each in difflib.get_close_matches(class_name.lower(), by_lower, n=1)]
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    hint = did_you_mean(class_name, (*names, *also))
     raise InvalidRequest(field, name, f"no {kind.__name__} of this name in {home.__name__}{hint}")

@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from rlhfspec.errors import RolloutError
-from rlhfspec.learning.aggregation import token_indices
 from rlhfspec.records import Sample, Score, ScoringStage
 
 ScoreTable = dict[tuple[str, ScoringStage], Score]
@@ -85,27 +84,6 @@ class Rollouts:
             reference_log_probs=_token_scores(ordered, table, "reference"),
             values=_token_scores(ordered, table, "critic"),
             truncated=torch.tensor([sample.finish_reason == "length" for sample in ordered]),
-        )
-
-    def select(self, indices: Sequence[int]) -> Rollouts:
-        """These samples only, in id order; groups are counted anew."""
-        chosen = torch.tensor(sorted(indices), dtype=torch.int64)
-        tokens = token_indices(self.lengths, chosen)
-        return replace(
-            self,
-            ids=tuple(self.ids[i] for i in chosen.tolist()),
-            group_index=torch.unique(self.group_index[chosen], return_inverse=True)[1],
-            lengths=self.lengths[chosen],
-            prompt_token_ids=tuple(self.prompt_token_ids[i] for i in chosen.tolist()),
-            token_ids=self.token_ids[tokens],
-            generator_log_probs=self.generator_log_probs[tokens],
-            log_probs=self.log_probs[tokens],
-            weights_versions=self.weights_versions[tokens],
-            rewards=self.rewards[chosen],
-            reward_components={name: values[chosen] for name, values in self.reward_components.items()},
-            reference_log_probs=None if self.reference_log_probs is None else self.reference_log_probs[tokens],
-            values=None if self.values is None else self.values[tokens],
-            truncated=self.truncated[chosen],
         )
 
 

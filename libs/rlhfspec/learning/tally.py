@@ -1,8 +1,9 @@
-"""What a step's forwards said: the log-probs from before its first update, sums for its metrics, and what went wrong.
+"""Results of a step's forwards: of every token before the first update, sums for metrics, and the first problem.
 
 Example:
     >>> tally = Tally(num_tokens=3)
-    >>> tally.keep_log_probs(torch.tensor([0, 2]), torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0]))
+    >>> numbers = torch.tensor([-1.0, -2.0])
+    >>> tally.keep(torch.tensor([0, 2]), TokenLogProbs(log_probs=numbers, untempered=numbers, entropy=-numbers))
     >>> tally.old(torch.tensor([2]))
     tensor([-2.])
 """
@@ -19,32 +20,47 @@ from rlhfspec.learning.algorithms import TokenTerms
 from rlhfspec.learning.distributed import Ranks
 from rlhfspec.learning.network import Update
 from rlhfspec.learning.rollouts import Rollouts
+from rlhfspec.modeling.log_probs import TokenLogProbs
 
 
 class Tally:
     def __init__(self, num_tokens: int) -> None:
-        self.has_old_log_probs = False  # of all tokens, of all ranks
+        self.is_complete = False  # of all tokens, of all ranks
         self.problem: str | None = None  # the first number that was not finite, and whose
         self._num_tokens = num_tokens
         self._log_probs = torch.zeros(num_tokens)
         self._untempered = torch.zeros(num_tokens)
+        self._entropy = torch.zeros(num_tokens)
         self._losses: Counter[str] = Counter()
         self._sums: Counter[str] = Counter()
         self._updates: dict[str, list[Update]] = {}
 
-    def keep_log_probs(self, tokens: Tensor, log_probs: Tensor, untempered: Tensor) -> None:
+    def keep(self, tokens: Tensor, said: TokenLogProbs) -> None:
         """Of these tokens, as long as nothing has been updated."""
-        assert not self.has_old_log_probs, "the old log-probs are complete"
-        self._log_probs[tokens] = log_probs.detach().cpu()
-        self._untempered[tokens] = untempered.cpu()
+        assert not self.is_complete, "every token has been kept"
+        self._log_probs[tokens] = said.log_probs.detach().cpu()
+        self._untempered[tokens] = said.untempered.cpu()
+        self._entropy[tokens] = said.entropy.detach().cpu()
 
-    def share_log_probs(self, ranks: Ranks) -> Tensor:
-        """All [T]: each rank kept those of its own micro-batches."""
-        if not self.has_old_log_probs:
-            self._log_probs = ranks.add(self._log_probs)
-            self._untempered = ranks.add(self._untempered)
-            self.has_old_log_probs = True
+    def share(self, ranks: Ranks) -> None:
+        """Each rank kept what its own micro-batches said; from now on all have it of all tokens."""
+        if not self.is_complete:
+            self._log_probs, self._untempered, self._entropy = map(
+                ranks.add, (self._log_probs, self._untempered, self._entropy)
+            )
+            self.is_complete = True
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[T] before the first update."""
+        assert self.is_complete
         return self._log_probs
+
+    @property
+    def entropy(self) -> Tensor:
+        """[T] likewise."""
+        assert self.is_complete
+        return self._entropy
 
     def old(self, tokens: Tensor) -> Tensor:
         return self._log_probs[tokens]

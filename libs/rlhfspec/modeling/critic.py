@@ -23,6 +23,7 @@ from torch import nn
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.causal_lm import CausalLM
+from rlhfspec.huggingface.loading import LOAD_ERRORS, refuse_other_weights
 from rlhfspec.modeling.loading import load_causal_lm, prepared
 from rlhfspec.modeling.packed import Packed, hidden_states
 
@@ -59,7 +60,7 @@ def load_critic(model: job.Model, *, max_context: int = 1024) -> Critic:
     """A critic saved by `Critic.save`, or a new head on the trunk of a causal LM."""
     path, field = (model.path, "model.path") if model.critic is None else (model.critic, "model.critic")
     if not (Path(path) / _FILE).exists():
-        return Critic(load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context))
+        return Critic(load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context, only_trunk=True))
     return _saved_critic(Path(path), field, model.dtype, max_context)
 
 
@@ -68,13 +69,16 @@ def _saved_critic(folder: Path, field: str, dtype: str, max_context: int) -> Cri
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
-    with torch.random.fork_rng():  # of the model only the shape is wanted
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    critic = Critic(prepared(model, dtype=dtype, max_context=max_context, name=field))
     try:
-        load_model(critic, str(folder / _FILE))
-    except RuntimeError as error:
-        problem = f"weights do not fit the configuration: {str(error).splitlines()[0]}"
+        config = AutoConfig.from_pretrained(folder)
+        with torch.random.fork_rng():  # of the model only the shape is wanted
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        critic = Critic(prepared(model, dtype=dtype, max_context=max_context, name=field))
+        missing, unexpected = load_model(critic, str(folder / _FILE), strict=False)
+    except LOAD_ERRORS as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        problem = f"is no critic that can be loaded: {str(error).strip().splitlines()[-1].strip()}"
         raise InvalidRequest(field, str(folder), problem) from error
+    refuse_other_weights(missing, unexpected, field=field, path=str(folder))
     return critic

@@ -38,7 +38,7 @@ from rlhfspec.huggingface.probes import Probe
 from rlhfspec.huggingface.reference import (
     TOLERANCES,
     Answer,
-    Choices,
+    ExpertChoices,
     Reference,
     Rounding,
     ask,
@@ -120,7 +120,7 @@ class ExactForward(TorchForward):
             return super().hidden(batch)
 
     def weights_changed(self) -> None:
-        """Pack them again before the next forward. (Changes in place are noticed without.)"""
+        """Pack them again before the next forward. (Changes in place are noticed anyway.)"""
         self._packed_versions = None
 
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
@@ -192,7 +192,7 @@ class ExactForward(TorchForward):
     def _answers(self, probes: list[Probe]) -> list[Answer]:
         """All of the probes in one packed row."""
         batch = every_row(probes)
-        with Choices() as choices:
+        with ExpertChoices() as choices:
             found = answers(self.parts.logits(self.hidden(batch)), batch)
         return found if len(probes) > 1 else [Answer(found[0].logits, choices.made)]
 

@@ -93,7 +93,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _GatedMLP(torch.autograd.Function):
-    """The kernel never writes its intermediate activations down; the backward pass computes them once more."""
+    """The kernel does not store its intermediate activations; the backward pass computes them again."""
 
     @staticmethod
     def forward(ctx: Any, packed: PackedGatedMLP, x: Tensor, *weights: Tensor | None) -> Tensor:

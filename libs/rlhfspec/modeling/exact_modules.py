@@ -22,14 +22,8 @@ from rlhfspec.huggingface.experts import PackedExperts, by_expert, gate, oriente
 from rlhfspec.huggingface.fuse import FusedModel, Loader, fuse, guard_forward, guard_rows, is_inside
 from rlhfspec.huggingface.guard import Guard
 from rlhfspec.huggingface.rotary import RotaryTable
-from rlhfspec.kernels.linear import (
-    FusedRMSNorm,
-    PackedGatedMLP,
-    PackedLinear,
-    RowInvariantActivation,
-    activation_twin,
-    rms_norm_twin,
-)
+from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear, RowInvariantActivation, activation_twin
+from rlhfspec.kernels.norm import FusedRMSNorm, rms_norm_twin
 from rlhfspec.modeling.exact_functions import exact, exact_gated_mlp, exact_linear, stored
 from rlhfspec.modeling.lora import is_adapter, merged_state
 

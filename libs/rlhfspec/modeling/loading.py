@@ -41,14 +41,17 @@ def load_policy(model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_
 
 
 def load_reference(model: job.Model, *, max_context: int = _DEFAULT_CONTEXT) -> Any:
-    """What KL is measured against: never trained, so never with an update."""
+    """The model that the KL is measured against: never trained, so without LoRA."""
     path, field = (model.path, "model.path") if model.reference is None else (model.reference, "model.reference")
     return load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context).requires_grad_(False)
 
 
-def load_causal_lm(path: str | Path, *, field: str, dtype: str, max_context: int = _DEFAULT_CONTEXT) -> Any:
+def load_causal_lm(
+    path: str | Path, *, field: str, dtype: str, max_context: int = _DEFAULT_CONTEXT, only_trunk: bool = False
+) -> Any:
     """The model at `path`, a folder or a hub id; `field` is what messages call it."""
-    return prepared(load_model(path, field=field), dtype=dtype, max_context=max_context, name=field)
+    model = load_model(path, field=field, only_trunk=only_trunk)
+    return prepared(model, dtype=dtype, max_context=max_context, name=field)
 
 
 def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_CONTEXT, name: str = "model") -> Any:
@@ -81,7 +84,7 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
 
 
 def near_probes(model: Any, max_context: int) -> list[Probe]:
-    """Those without a past: what lies behind is for the engine to know."""
+    """Only probes that start at position 0: the trainer has no KV cache."""
     probes = choose(anatomy_of(model), model.config, max_context, model.get_input_embeddings().num_embeddings)
     return [probe for probe in probes if not probe.past]
 

@@ -1,9 +1,9 @@
 """Log-probs of response tokens: what the trainer differentiates, and what is compared with the generator's.
 
 The policy is log_softmax(logits / temperature), without top-k or top-p masks. Only rows that predict a response token
-ever meet the head, and of many tokens times a large vocabulary only a part is in memory at a time.
+reach the output head, and the logits of many tokens are computed in parts.
 
-`PolicyForward` is the seam: `TorchForward` here, `rlhfspec.modeling.exact` on the engine's kernels.
+`PolicyForward` is the interface: `TorchForward` here, `rlhfspec.modeling.exact` on the engine's kernels.
 
 Example:
     >>> from rlhfspec.modeling.packed import pack_sequences
@@ -39,12 +39,12 @@ class TokenLogProbs:
 
 
 class PolicyForward(Protocol):
-    """Who computes the policy's log-probs. The model is the trained one; its parameters receive the gradients."""
+    """Computes the policy's log-probs. The model is the one being trained; its parameters receive the gradients."""
 
     def __call__(self, batch: Packed, *, entropy_gradient: bool = False) -> TokenLogProbs: ...
 
     def weights_changed(self) -> None:
-        """The optimizer moved the parameters: forget what was derived from them."""
+        """The optimizer changed the parameters: drop what was derived from them."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Low-rank updates through peft, under plain Hugging Face names on the outside.
+"""Low-rank updates (LoRA) through peft; others see plain Hugging Face names.
 
 The engine and exports see merged weights; the checkpoint and the optimizer see the update only.
 """
@@ -34,7 +34,7 @@ def add_lora(model: Any, lora: job.Lora, *, seed: int) -> None:
             inject_adapter_in_model(config, model, _ADAPTER)
         except ValueError as error:
             problem = f"no layer of {type(model).__name__} takes the update: {str(error).splitlines()[0]}"
-            raise InvalidRequest("model.lora.targetModules", lora.target_modules, problem) from error
+            raise InvalidRequest("spec.model.lora.targetModules", lora.target_modules, problem) from error
     _check_targets(model, lora)
     model.eval()
     for name, parameter in model.named_parameters():
@@ -52,7 +52,7 @@ def _check_targets(model: Any, lora: job.Lora) -> None:
         elif name not in called and name.rpartition(".")[0] in called:
             problem = f"{name} does not run itself, other code reads its weight past the update: name other layers"
         if problem:
-            raise InvalidRequest("model.lora.targetModules", lora.target_modules, problem)
+            raise InvalidRequest("spec.model.lora.targetModules", lora.target_modules, problem)
 
 
 def adapters(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

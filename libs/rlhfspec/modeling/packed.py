@@ -73,7 +73,7 @@ def pack_sequences(prompts: Sequence[Sequence[int]], responses: Sequence[Sequenc
 
 
 def use_packed_attention(model: Any) -> None:
-    """From now on the model's attention takes packed rows, and nothing but packed rows."""
+    """From now on the model's attention takes packed rows only."""
     AttentionInterface.register(ATTENTION_NAME, attend)
     model.set_attn_implementation(ATTENTION_NAME)
 

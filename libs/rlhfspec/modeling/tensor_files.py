@@ -1,6 +1,6 @@
-"""Named tensors in one safetensors file, written so that it is wholly there or not at all.
+"""Named tensors in one safetensors file, written atomically.
 
-Tensors that are one (tied embeddings) are stored once, and are one again when read.
+Tensors that share memory (tied embeddings) are stored once, and share memory again when read.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as file:
             same_as: dict[str, str] = json.loads((file.metadata() or {}).get(SAME_AS, "{}"))
             tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+        return tensors | {name: tensors[stored] for name, stored in same_as.items()}
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise StorageError(path, f"cannot be read: {error}") from error
-    return tensors | {name: tensors[stored] for name, stored in same_as.items()}
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

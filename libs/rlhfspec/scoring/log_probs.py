@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhfspec.drafting.base import IntArray
+from rlhfspec.arrays import IntArray
 from rlhfspec.engine.runner import ModelRunner, RunnerConfig
 from rlhfspec.errors import InvalidRequest, NumericalError
 from rlhfspec.huggingface.causal_lm import max_positions
@@ -42,10 +42,19 @@ class LogProbScorer:
     """
 
     def __init__(
-        self, model: Any, *, temperature: float, max_context: int, dtype: str = "float32", arithmetic: str = "auto"
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        max_context: int,
+        dtype: str = "float32",
+        arithmetic: str = "auto",
+        device: str = "cpu",
     ) -> None:
         self.temperature = temperature
-        self._rows = SequenceRows(model, "reference", max_context=max_context, dtype=dtype, arithmetic=arithmetic)
+        self._rows = SequenceRows(
+            model, "reference", max_context=max_context, dtype=dtype, arithmetic=arithmetic, device=device
+        )
         self.report = self._rows.runner.report
 
     def log_probs(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
@@ -72,7 +81,9 @@ def log_probs_reference(
 class SequenceRows:
     """A model on the engine's kernels that gives the output rows which predict a response's tokens."""
 
-    def __init__(self, model: Any, name: str, *, max_context: int, dtype: str, arithmetic: str) -> None:
+    def __init__(
+        self, model: Any, name: str, *, max_context: int, dtype: str, arithmetic: str, device: str = "cpu"
+    ) -> None:
         limit = max_positions(model)
         if limit is not None and max_context > limit:
             raise InvalidRequest("max_context", max_context, f"must be <= the model's {limit} positions")
@@ -87,7 +98,7 @@ class SequenceRows:
                 name=name,
                 dtype=kept_as,
                 arithmetic=arithmetic_for(kept_as, arithmetic),
-                device=torch.device("cpu"),
+                device=torch.device(device),
                 max_context=max_context,
                 num_blocks=num_blocks,
                 block_size=_BLOCK_SIZE,

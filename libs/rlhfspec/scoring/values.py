@@ -35,11 +35,20 @@ class ValueScorer:
     """
 
     def __init__(
-        self, critic: Critic, *, max_context: int, dtype: str = "float32", arithmetic: str = "auto", version: int = 0
+        self,
+        critic: Critic,
+        *,
+        max_context: int,
+        dtype: str = "float32",
+        arithmetic: str = "auto",
+        version: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.version = version
         model = ScoredCritic(critic)
-        self._rows = SequenceRows(model, "critic", max_context=max_context, dtype=dtype, arithmetic=arithmetic)
+        self._rows = SequenceRows(
+            model, "critic", max_context=max_context, dtype=dtype, arithmetic=arithmetic, device=device
+        )
         self._rows.load_weights(critic.state_dict())
         self.report = self._rows.runner.report
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 from rlhfspec.service.threads import ComputeThread
@@ -37,6 +38,8 @@ class Service(ABC):
         self.worker = worker
         self.vitals = vitals.worker(stage, worker)
         self.stopping = asyncio.Event()
+        self.models: Mapping[str, Any] = {}  # by role: how each of its models was found right when it was loaded
+        self.leaving = ExitStack()  # what is to be given back when the worker is closed
         self._thread = ComputeThread(f"{stage}-{worker}")
 
     @abstractmethod
@@ -61,5 +64,6 @@ class Service(ABC):
         return await self._thread.in_thread(function, *args, **kwargs)
 
     def close(self) -> None:
-        """Said by the supervisor when the run is over: the worker's thread may end."""
+        """Said when the run is over, however it ended: the worker's thread may end, and others take what it held."""
         self._thread.close()
+        self.leaving.close()

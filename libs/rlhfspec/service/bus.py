@@ -5,10 +5,11 @@ Example:
     >>> from rlhfspec.transport.memory import MemoryTransport
     >>> async def main() -> int:
     ...     bus = await Bus.open(MemoryTransport(), "sums", workers={"trainer": 1, "prompts": 1})
-    ...     inbox = await bus.of("prompts").subscribe(Demand)
-    ...     await bus.of("trainer").publish(Demand(id="sums/3/demand/1", job="sums", step=3, round=1, num_prompts=4))
-    ...     [delivery] = await inbox.pull(max_records=8, timeout_seconds=1.0)
-    ...     await delivery.ack()
+    ...     async with await bus.of("prompts").subscribe(Demand) as inbox:
+    ...         demand = Demand(id="sums/3/demand/1", job="sums", step=3, round=1, num_prompts=4)
+    ...         await bus.of("trainer").publish(demand)
+    ...         [delivery] = await inbox.pull(max_records=8, timeout_seconds=1.0)
+    ...         await delivery.ack()
     ...     return delivery.record.num_prompts
     >>> asyncio.run(main())
     4
@@ -17,52 +18,93 @@ Example:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar, get_args
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Generic, Self, TypeVar, get_args
 
 from rlhfspec import loop
 from rlhfspec.errors import InvalidRequest, MalformedRecord
-from rlhfspec.records import Demand, Load, Prompt, Record, Sample, Score, StepReport, Weights
-from rlhfspec.transport.base import Consumer, Message, Subscription, Transport
+from rlhfspec.records import (
+    DatasetInfo,
+    Demand,
+    EvaluationReport,
+    Heartbeat,
+    Load,
+    Prompt,
+    Record,
+    Sample,
+    Score,
+    StepReport,
+    Weights,
+)
+from rlhfspec.transport.base import Message, Receipt, Subscription, Transport
 from rlhfspec.transport.clock import Clock, SystemClock
 from rlhfspec.wire.codec import decode, encode
 
-R = TypeVar("R", Prompt, Sample, Score, Weights, Demand, Load, StepReport)
-DEAD_LETTER_CONSUMER = "supervisor"
+R = TypeVar("R", Prompt, Sample, Score, Weights, DatasetInfo, Demand, Load, StepReport, EvaluationReport, Heartbeat)
+AT_ONCE = 512  # acknowledgements on their way together
+
+
+class Held:
+    """The right to end one delivery (`transport.base.Receipt`); until it is ended, its inbox keeps it in progress."""
+
+    def __init__(self, message: Message, kept: dict[str, Receipt]) -> None:
+        self._receipt: Receipt = message
+        self._id = message.id
+        self._kept = kept
+        kept[message.id] = message  # of a message that comes again, the latest delivery
+
+    @property
+    def token(self) -> str:
+        return self._receipt.token
+
+    async def ack(self) -> None:
+        self._forget()
+        await self._receipt.ack()
+
+    async def nak(self, delay_seconds: float = 0.0) -> None:
+        self._forget()
+        await self._receipt.nak(delay_seconds)
+
+    async def term(self, reason: str) -> None:
+        self._forget()
+        await self._receipt.term(reason)
+
+    def _forget(self) -> None:
+        if self._kept.get(self._id) is self._receipt:
+            del self._kept[self._id]
 
 
 class Delivery(Generic[R]):
-    """A record to handle. Exactly one of ack, nak and term ends it (`transport.base.Message`)."""
+    """A record to handle. Exactly one of ack, nak and term ends it. `held` alone may be kept, without the record."""
 
-    def __init__(self, record: R, message: Message) -> None:
+    def __init__(self, record: R, held: Held, num_deliveries: int) -> None:
         self.record: R = record
-        self._message = message
-
-    @property
-    def num_deliveries(self) -> int:
-        return self._message.num_deliveries
+        self.held = held
+        self.num_deliveries = num_deliveries
 
     async def ack(self) -> None:
-        await self._message.ack()
+        await self.held.ack()
 
     async def nak(self, delay_seconds: float = 0.0) -> None:
-        await self._message.nak(delay_seconds)
-
-    async def in_progress(self) -> None:
-        await self._message.in_progress()
+        await self.held.nak(delay_seconds)
 
     async def term(self, reason: str) -> None:
-        await self._message.term(reason)
+        await self.held.term(reason)
 
 
 class Inbox(Generic[R]):
-    """Records of one type for one worker. What cannot be decoded goes to the dead letters and is never seen."""
+    """Records of one type for one worker. What cannot be decoded goes to the dead letters and is never seen.
+
+    Inside `async with`, nothing that was pulled and not ended is delivered to anybody else, however long it takes.
+    """
 
     def __init__(self, record_type: type[R], subscription: Subscription, clock: Clock) -> None:
         self._record_type: type[R] = record_type
         self._subscription = subscription
         self._clock = clock
+        self._kept: dict[str, Receipt] = {}  # in progress, by message
+        self._keeping: asyncio.Task[None] | None = None
 
     async def pull(self, *, max_records: int, timeout_seconds: float) -> list[Delivery[R]]:
         """At least one as soon as there is one, at most `max_records`; an empty list at the timeout."""
@@ -74,8 +116,25 @@ class Inbox(Generic[R]):
             if deliveries or not messages:
                 return deliveries
 
+    async def __aenter__(self) -> Self:
+        self._keeping = asyncio.create_task(self._keep_in_progress())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
     async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
         await self._subscription.close()
+
+    async def _keep_in_progress(self) -> None:
+        while True:
+            await self._clock.sleep(loop.ACK_WAIT_SECONDS / 4)
+            for receipt in list(self._kept.values()):
+                await receipt.in_progress()
 
     async def _decoded(self, message: Message) -> Delivery[R] | None:
         try:
@@ -86,7 +145,14 @@ class Inbox(Generic[R]):
         if not isinstance(record, self._record_type):
             await message.term(f"a {type(record).__name__} among records of {self._record_type.__name__}")
             return None
-        return Delivery(record, message)
+        return Delivery(record, Held(message, self._kept if message.token else {}), message.num_deliveries)
+
+
+async def ack_all(held: Iterable[Held]) -> None:
+    """Many at a time: one after the other, thousands would wait for a round trip each."""
+    waiting = list(held)
+    for start in range(0, len(waiting), AT_ONCE):
+        await asyncio.gather(*(one.ack() for one in waiting[start : start + AT_ONCE]))
 
 
 class StageBus:
@@ -102,66 +168,66 @@ class StageBus:
         """False: this id was published before, and nothing changed. Waits for room (`TransportFull` after long)."""
         if type(record) not in self.stage.produces:
             raise InvalidRequest("record", type(record).__name__, f"{self.stage.name} does not produce it (loop.py)")
-        return await self._bus.transport.publish(
-            loop.subject(self._bus.job, type(record)), encode(record), id=record.id
-        )
+        return await self._bus.publish(record)
 
-    async def subscribe(
-        self,
-        record_type: type[R],
-        *,
-        ack_wait_seconds: float = 60.0,
-        max_deliveries: int = 5,
-        max_unacknowledged: int = 1024,
-    ) -> Inbox[R]:
-        """Workers of one stage compete for records, but each gets every `loop.TO_EVERY_WORKER`."""
+    async def subscribe(self, record_type: type[R]) -> Inbox[R]:
+        """A stage's workers compete for work. State and signals they watch, as an observer does everything."""
         if record_type not in self.stage.consumes:
             raise InvalidRequest("record", record_type.__name__, f"{self.stage.name} does not consume it (loop.py)")
-        consumer = Consumer(
-            name=loop.consumer_name(record_type, self.stage.name, self.worker),
-            ack_wait_seconds=ack_wait_seconds,
-            max_deliveries=max_deliveries,
-            max_unacknowledged=max_unacknowledged,
-        )
-        subscription = await self._bus.transport.subscribe(loop.subject(self._bus.job, record_type), consumer)
-        return Inbox(record_type, subscription, self._bus.clock)
+        transport, subject = self._bus.transport, self._bus.subject(record_type)
+        if loop.KINDS[record_type] != "work" or self.stage in loop.OBSERVERS:
+            return Inbox(record_type, await transport.watch(subject), self.clock)
+        subscription = await transport.subscribe(subject, loop.work_consumer(self.stage))
+        return Inbox(record_type, subscription, self.clock)
+
+    async def take_over(self, record_type: type[R]) -> Inbox[R]:
+        """Like `subscribe`, for the only worker of its stage: what one that died held is delivered at once."""
+        await self._bus.transport.release(self._bus.subject(record_type), self.stage.name)
+        return await self.subscribe(record_type)
 
 
 class Bus:
-    """One job's records over one transport."""
+    """One run's records over one transport. `uid`: of the run, so that two runs of one job never meet.
 
-    def __init__(self, transport: Transport, job: str, workers: Mapping[str, int], clock: Clock) -> None:
+    `workers`: every stage and observer that runs in this job, and how many of each. Work is kept for these stages
+    only: a job without a critic has no consumer `critic`.
+    """
+
+    def __init__(
+        self, transport: Transport, job: str, *, uid: str, workers: Mapping[str, int], clock: Clock | None = None
+    ) -> None:
+        for name in workers:
+            _known(name)
         self.transport = transport
         self.job = job
+        self.uid = uid
         self.workers = dict(workers)
-        self.clock = clock
+        self.clock = clock or SystemClock()
 
     @classmethod
     async def open(
-        cls, transport: Transport, job: str, *, workers: Mapping[str, int], clock: Clock | None = None
+        cls,
+        transport: Transport,
+        job: str,
+        *,
+        workers: Mapping[str, int],
+        uid: str = "run",
+        clock: Clock | None = None,
     ) -> Bus:
-        """`workers`: every stage and observer that runs in this job, and how many of each.
-
-        Only they are waited for: a job without a critic has no consumer `critic`, and a record is forgotten when
-        everybody in here who reads it has acknowledged it.
-        """
-        for name in workers:
-            _known(name)
-        bus = cls(transport, job, workers, clock or SystemClock())
-        for record_type in get_args(Record):
-            await transport.declare(loop.subject(job, record_type), bus.consumer_names(record_type))
-        await transport.declare(loop.dead_letters(job), [DEAD_LETTER_CONSUMER])
+        bus = cls(transport, job, uid=uid, workers=workers, clock=clock)
+        await bus.declare()
         return bus
 
-    def consumer_names(self, record_type: type[Record]) -> list[str]:
-        """Everybody in this job who reads these records."""
-        names = [
-            loop.consumer_name(record_type, name, worker)
-            for name, num_workers in self.workers.items()
-            if record_type in loop.BY_NAME[name].consumes
-            for worker in range(num_workers)
-        ]
-        return list(dict.fromkeys(names))
+    async def declare(self) -> None:
+        """Opens every subject of the run; before anybody publishes or reads."""
+        for record_type in get_args(Record):
+            kind = loop.KINDS[record_type]
+            consumers = loop.work_consumers(record_type, self.workers) if kind == "work" else []
+            await self.transport.declare(self.subject(record_type), kind, consumers)
+        await self.transport.declare(loop.dead_letters(self.job, self.uid), "state")
+
+    def subject(self, record_type: type[Record]) -> str:
+        return loop.subject(self.job, self.uid, record_type)
 
     def of(self, name: str, worker: int = 0) -> StageBus:
         """The bus as this worker of this stage or observer may use it."""
@@ -170,31 +236,18 @@ class Bus:
             raise InvalidRequest("stage", f"{name} {worker}", f"this job runs {num_workers} workers of it")
         return StageBus(self, _known(name), worker)
 
+    async def publish(self, record: Record) -> bool:
+        """For who is no stage (the heartbeats of a process); a stage publishes through its `StageBus`."""
+        return await self.transport.publish(
+            self.subject(type(record)), encode(record), id=f"{self.uid}/{record.id}", key=loop.state_key(record)
+        )
+
     async def dead_letters(self) -> Subscription:
         """What nobody could handle; the data is a `transport.dead_letters.DeadLetter`."""
-        return await self.transport.subscribe(loop.dead_letters(self.job), Consumer(name=DEAD_LETTER_CONSUMER))
+        return await self.transport.watch(loop.dead_letters(self.job, self.uid))
 
 
 def _known(name: str) -> loop.Stage:
     if name not in loop.BY_NAME:
         raise InvalidRequest("stage", name, f"must be one of {', '.join(loop.BY_NAME)}")
     return loop.BY_NAME[name]
-
-
-@asynccontextmanager
-async def kept_in_progress(
-    held: Callable[[], Iterable[Delivery[Any]]], *, every_seconds: float, clock: Clock
-) -> AsyncIterator[None]:
-    """While the block runs, nothing of what is held at the time is delivered to anybody else, however long it takes."""
-
-    async def keep() -> None:
-        while True:
-            await clock.sleep(every_seconds)
-            for delivery in list(held()):
-                await delivery.in_progress()
-
-    keeping = asyncio.create_task(keep())
-    try:
-        yield
-    finally:
-        keeping.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhfspec.errors import RecordUndeliverable
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import DEAD_LETTER_CONSUMER, Bus
+from rlhfspec.service.bus import Bus
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.transport.dead_letters import DeadLetter, decode
 
@@ -19,7 +19,7 @@ class DeadLetterWatch(Service):
     """
 
     def __init__(self, bus: Bus, vitals: Vitals) -> None:
-        super().__init__(DEAD_LETTER_CONSUMER, 0, vitals)
+        super().__init__("supervisor", 0, vitals)
         self._bus = bus
 
     async def run(self) -> None:
@@ -28,10 +28,8 @@ class DeadLetterWatch(Service):
             with self.vitals.waiting("records that nobody could handle"):
                 messages = await self.unless_stopped(letters.pull(1, LOOK_EVERY_SECONDS))
             for message in messages:
-                await message.ack()
                 raise _undeliverable(decode(message.data))
 
 
 def _undeliverable(letter: DeadLetter) -> RecordUndeliverable:
-    stage, _, worker = letter.consumer.partition("-")  # as loop.consumer_name makes it
-    return RecordUndeliverable(stage, int(worker or 0), letter.subject, letter.id, letter.reason)
+    return RecordUndeliverable(letter.consumer, letter.subject, letter.id, letter.reason)

@@ -40,19 +40,20 @@ class TokenScoringService(Service):
         return 0
 
     async def run(self) -> None:
-        inbox = await self._bus.subscribe(Sample, ack_wait_seconds=self._deadline, max_unacknowledged=64)
-        while not self.stopping.is_set():
-            with self.vitals.waiting("finished samples"):
-                arrived = await self.unless_stopped(inbox.pull(max_records=1, timeout_seconds=PULL_SECONDS))
-            for delivery in arrived:
-                if delivery.record.finish_reason != "error":  # the trainer says what became of it
-                    if not await self.prepare(delivery.record):
-                        return
-                    await self._score(delivery.record)
-                await delivery.ack()
+        async with await self._bus.subscribe(Sample) as inbox:
+            while not self.stopping.is_set():
+                with self.vitals.waiting("finished samples"):
+                    arrived = await self.unless_stopped(inbox.pull(max_records=1, timeout_seconds=PULL_SECONDS))
+                for delivery in arrived:
+                    sample = delivery.record
+                    if sample.purpose == "training" and sample.finish_reason != "error":  # else no score is awaited
+                        if not await self.prepare(sample):
+                            return
+                        await self._score(sample)
+                    await delivery.ack()
 
     async def _score(self, sample: Sample) -> None:
-        with self.vitals.working(f"scoring {sample.id}", deadline_seconds=self._deadline):
+        with self.vitals.working(f"scoring {sample.id}", deadline_seconds=self._deadline) as worked:
             values = await self.in_thread(self.score, sample)
         await self._bus.publish(
             Score(
@@ -63,5 +64,6 @@ class TokenScoringService(Service):
                 stage=self._scoring_stage,
                 values=tuple(values),
                 weights_version=self.weights_version,
+                seconds=worked.seconds,
             )
         )

@@ -18,11 +18,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
+from rlhfspec.records import Doing
 from rlhfspec.transport.clock import Clock, SystemClock
 
-Doing = Literal["working", "waiting", "stopped"]
 SAID_NOTHING = "something it does not name"
 
 
@@ -44,6 +43,13 @@ class _Activity:
     deadline: float
 
 
+@dataclass(slots=True)
+class Worked:
+    """How long a piece of work took; known at its end."""
+
+    seconds: float = 0.0
+
+
 class WorkerVitals:
     """One worker's side of it. Several activities may overlap: it works while any of them is work."""
 
@@ -62,8 +68,9 @@ class WorkerVitals:
         self._busy_seconds = 0.0
 
     @contextmanager
-    def working(self, what: str, *, deadline_seconds: float) -> Iterator[None]:
+    def working(self, what: str, *, deadline_seconds: float) -> Iterator[Worked]:
         """Busy with this; the run ends, naming it, when it takes longer than the deadline."""
+        worked = Worked()
         with self._lock:
             now = self._clock.now()
             key = next(self._keys)
@@ -71,9 +78,10 @@ class WorkerVitals:
                 self._busy_since = now
             self._work[key] = _Activity(what, now, now + deadline_seconds)
         try:
-            yield
+            yield worked
         finally:
             with self._lock:
+                worked.seconds = self._clock.now() - now
                 self._end_work(key)
 
     @contextmanager

@@ -92,8 +92,8 @@ class _Judge:
 
     def verdict(self) -> Verdict:
         plain = self.engine()
-        report = plain.target.report
-        self.requests = list(self._requests(plain.target.num_token_ids))
+        report = plain.reports["model"]
+        self.requests = list(self._requests(plain.state.target.runner.num_token_ids))
         alone = one_by_one(plain, self.requests)
         del plain
         difference = self._check_oracle(alone)

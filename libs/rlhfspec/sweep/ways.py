@@ -47,9 +47,10 @@ def moving(one: Engine, other: Engine, requests: Sequence[Request]) -> Samples:
         for engine in engines:
             done |= {each.id: each for each in engine.step().finished} if engine.has_work else {}
         if (step := step + 1) % 4 == 0:
-            places = [(sequence, engine) for engine in engines for sequence in list(engine.sequences)]
+            places = [(sequence, engine) for engine in engines for sequence in list(engine.state.sequences)]
             for sequence, engine in places:
                 engines[engine is one].import_sequence(engine.export_sequence(sequence))
+                engine.cancel(sequence)
     one.check_integrity()
     other.check_integrity()
     return done

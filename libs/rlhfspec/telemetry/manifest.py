@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-Outcome = Literal["running", "completed", "stopped", "failed"]
+RunOutcome = Literal["running", "completed", "stopped", "failed"]
 PACKAGES = (
     "rlhfspec", "torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "pyarrow", "numpy",
     "pydantic", "protobuf",
@@ -37,7 +37,7 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Times are UTC, ISO 8601. A run that was killed stays "running": nobody was left to write."""
+    """Times are UTC, ISO 8601. A run that was killed stays "running": it could not write any more."""
 
     job: str
     versions: dict[str, str]
@@ -46,7 +46,7 @@ class Manifest:
     models: dict[str, dict[str, Any]] = field(default_factory=dict)  # by role: how each was found right at load
     resumed: tuple[Resumption, ...] = ()
     finished: str | None = None
-    outcome: Outcome = "running"
+    outcome: RunOutcome = "running"
     reason: str = ""
     num_steps: int = 0
 
@@ -54,14 +54,17 @@ class Manifest:
     def begin(cls, job: str, models: dict[str, dict[str, Any]]) -> Manifest:
         return cls(job=job, versions=versions(), machine=machine(), started=now(), models=models)
 
-    def resume(self, step: int, models: dict[str, dict[str, Any]]) -> Manifest:
+    def resume(self, models: dict[str, dict[str, Any]]) -> Manifest:
         """Goes on, perhaps on another machine: versions, machine and models are those of the latest start."""
-        again = Resumption(at=now(), step=step)
-        return replace(
-            Manifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again), num_steps=step
-        )
+        again = Resumption(at=now(), step=0)
+        return replace(Manifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again))
 
-    def end(self, outcome: Outcome, reason: str, *, num_steps: int) -> Manifest:
+    def going_on_after(self, step: int) -> Manifest:
+        """Where the trainer found its last checkpoint."""
+        resumed = (*self.resumed[:-1], *(replace(last, step=step) for last in self.resumed[-1:]))
+        return replace(self, resumed=resumed, num_steps=step)
+
+    def end(self, outcome: RunOutcome, reason: str, *, num_steps: int) -> Manifest:
         return replace(self, finished=now(), outcome=outcome, reason=reason, num_steps=num_steps)
 
     def to_content(self) -> dict[str, Any]:
@@ -106,7 +109,7 @@ def machine() -> Machine:
 
 
 def _torch() -> tuple[int, str | None]:
-    """Threads and GPU, asked of torch only where this process has loaded it: stages without torch have neither."""
+    """Threads and GPU, if this process has loaded torch: it is not imported just for this."""
     torch = sys.modules.get("torch")
     if torch is None:
         return 1, None

@@ -1,8 +1,8 @@
 """What one trained step reports: a line of `steps.jsonl`.
 
 Every field belongs to one of two kinds. The *curve* is what a job computes: two runs of one job agree in it bit for
-bit, whatever the speculation, the number of workers, the arrival order or the interruptions. *Measurements* are how
-this run went on this machine. A number that does not apply to a job (the KL without a reference) is null, never zero.
+bit, whatever the speculation, the number of workers, the arrival order or the interruptions. *Measurements* describe
+this run on this machine. A number that does not apply to a job (the KL without a reference) is null, not zero.
 
 Example:
     >>> line = example_step(step=3).to_line()
@@ -21,13 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlhfspec.errors import InvalidRequest, NumericalError
 
 NUM_LENGTH_BINS = 16
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, max_tokens: int) -> Lengths:
-        """A response has at least one token. The edges depend on `max_tokens` alone: steps can be laid over each other.
+        """A response has at least one token. The edges depend on `max_tokens` alone, so that steps can be compared.
 
         >>> Lengths.of([1, 2, 2, 8], max_tokens=8)  # doctest: +NORMALIZE_WHITESPACE
         Lengths(mean=3.25, min=1, p50=2, p95=8, max=8, edges=(0, 1, 2, 3, 4, 5, 6, 7, 8),
@@ -94,9 +95,9 @@ class LogProbDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Where a step's time went. Stages overlap: they may add up to more than `step`, which is what passed.
+    """Where a step's time went. Stages overlap, so they may add up to more than `step`, the time that passed.
 
-    `waiting` is what the trainer spent without work. A stage that does not run in this job has 0.
+    `waiting` is the trainer's time without work. A stage that does not run in this job has 0.
     """
 
     generation: float
@@ -117,14 +118,15 @@ class StepMetrics:
     num_samples: int  # trained on
     num_dropped: int  # left out: failed, or replaced by dynamic sampling
     num_prompts: int
+    equal_reward_groups: int | None = None  # prompts whose samples all got one reward; null where a prompt has one
     reward: Spread
     reward_components: Mapping[str, float]  # mean of each source, unweighted
     advantage: Spread
-    kl: float | None  # to the reference, mean over tokens
+    kl: Mapping[str, float] | None  # to the reference by the job's estimator and by k3, before the first update
     policy_loss: float
     value_loss: float | None
     kl_loss: float | None
-    entropy: float  # of the policy, nats a token
+    entropy: float  # nats a token, before the first update
     clip_fraction: float  # of tokens whose ratio was clipped
     explained_variance: float | None  # of the returns, by the critic
     grad_norm: float  # before clipping
@@ -133,8 +135,8 @@ class StepMetrics:
     response_length: Lengths
     truncated_fraction: float  # of responses that reached maxTokens
     num_response_tokens: int
-    tokens_per_second: float  # generated, while generating
-    accepted_per_verification: float | None  # drafted tokens; null where nothing was verified
+    tokens_per_second: float | None  # generated, while generating; null where that was not measured
+    accepted_per_verification: float | None  # drafted tokens; null where nothing was drafted
     strategy: Mapping[str, int]  # how often each way of drafting was chosen
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # that each expert of a layer ran
     log_prob_difference: LogProbDifference
@@ -145,24 +147,18 @@ class StepMetrics:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
+    @property
+    def kl_k3(self) -> float | None:
+        """The estimate that can be compared between jobs: it is never negative."""
+        return None if self.kl is None else self.kl["k3"]
+
     def to_line(self) -> str:
         """One line of JSON, keys in the order above, every float to its last bit."""
-        content = asdict(self)
-        for path, value in _floats(content):
-            if not math.isfinite(value):
-                raise NumericalError(f"metrics of step {self.step}: {path} is {value}")
-        return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+        return json_line(self, f"metrics of step {self.step}")
 
     @classmethod
     def from_line(cls, line: str) -> StepMetrics:
-        try:
-            return _adapter().validate_python(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise InvalidRequest("steps.jsonl", line[:40], f"is no JSON: {error.msg}") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise InvalidRequest(f"steps.jsonl: {field}", first["input"], first["msg"]) from None
+        return parse_line(cls, line, "steps.jsonl")
 
 
 MEASUREMENTS = frozenset(
@@ -180,7 +176,8 @@ MEASUREMENTS = frozenset(
 )
 CURVE = tuple(field.name for field in fields(StepMetrics) if field.name not in MEASUREMENTS)
 _ALWAYS_SAID = ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate", "truncated_fraction")
-_SAID_WHERE_IT_APPLIES = ("kl", "value_loss", "kl_loss", "explained_variance")
+_SAID_WHERE_IT_APPLIES = ("value_loss", "kl_loss", "explained_variance")
+_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def curve(line: str) -> dict[str, Any]:
@@ -190,19 +187,22 @@ def curve(line: str) -> dict[str, Any]:
 
 
 def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of a StepMetrics that the learner's report fills; what has no field of its own goes to `learning`.
+    """The fields of a StepMetrics that come from the learner; what has no field of its own goes to `learning`.
 
-    Rewards and lengths are left out: `Spread.of` and `Lengths.of` say more of them.
+    Rewards and lengths are left out: `Spread.of` and `Lengths.of` tell more about them.
 
     >>> said = {name: 0.5 for name in ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate")}
     >>> said |= {"truncated_fraction": 0.0, "log_prob_difference_max": 3e-7, "log_prob_difference_mean": 4e-8}
     >>> fields = learner_fields(said | {"staleness_max": 1.0, "approximate_kl": 0.25, "reward_mean": 0.5})
     >>> fields["kl"], fields["staleness_max"], fields["learning"]
     (None, 1, {'approximate_kl': 0.25})
+    >>> learner_fields(said | {"staleness_max": 0.0, "kl_k1": -0.25, "kl_k3": 0.125})["kl"]
+    {'k1': -0.25, 'k3': 0.125}
     """
     rest = {name: value for name, value in said.items() if not name.startswith(("reward_", "response_"))}
     found: dict[str, Any] = {name: rest.pop(name) for name in _ALWAYS_SAID}
     found |= {name: rest.pop(name, None) for name in _SAID_WHERE_IT_APPLIES}
+    found["kl"] = {name: rest.pop(f"kl_{name}") for name in _ESTIMATORS if f"kl_{name}" in rest} or None
     found["staleness_max"] = int(rest.pop("staleness_max"))
     found["log_prob_difference"] = LogProbDifference(
         max=rest.pop("log_prob_difference_max"), mean=rest.pop("log_prob_difference_mean")
@@ -220,8 +220,29 @@ def length_edges(max_tokens: int) -> tuple[int, ...]:
 
 
 def _percentile(ordered: Sequence[int], percent: int) -> int:
-    """The smallest value that so many percent of the values do not exceed."""
+    """The smallest value that at least so many percent of the values do not exceed."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def json_line(metrics: Any, name: str) -> str:
+    """A dataclass of numbers as JSON; NumericalError where one of them is not finite."""
+    content = asdict(metrics)
+    for path, value in _floats(content):
+        if not math.isfinite(value):
+            raise NumericalError(f"{name}: {path} is {value}")
+    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def parse_line(kind: type[T], line: str, file: str) -> T:
+    """A line of `file` as the dataclass that it was made of."""
+    try:
+        return _adapter(kind).validate_python(json.loads(line))  # type: ignore[arg-type, no-any-return]
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(file, line[:40], f"is no JSON: {error.msg}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(f"{file}: {field}", first["input"], first["msg"]) from None
 
 
 def _floats(content: Any, path: str = "") -> Iterator[tuple[str, float]]:
@@ -233,8 +254,8 @@ def _floats(content: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 @cache
-def _adapter() -> TypeAdapter[StepMetrics]:
-    return TypeAdapter(StepMetrics)
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def example_step(*, step: int = 1, reward: float = 0.5) -> StepMetrics:
@@ -249,7 +270,7 @@ def example_step(*, step: int = 1, reward: float = 0.5) -> StepMetrics:
         reward=Spread.of([reward - 0.25, reward, reward, reward + 0.25]),
         reward_components={"exact": reward},
         advantage=Spread.of([-1.0, 0.0, 0.0, 1.0]),
-        kl=0.001 * step,
+        kl={"k3": 0.001 * step},
         policy_loss=-0.01,
         value_loss=None,
         kl_loss=0.002,

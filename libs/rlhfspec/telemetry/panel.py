@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.box import ROUNDED
 from rich.cells import cell_len
@@ -11,9 +11,11 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rlhfspec.records import Load, Sample
+from rlhfspec.telemetry.equal_rewards import equal_rewards_warning
+from rlhfspec.telemetry.evaluations import Evaluation, best
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.progress import Progress, StageState
-from rlhfspec.telemetry.text import bar, duration, histogram, number, one_line, signed, sparkline, visible
+from rlhfspec.telemetry.text import bar, duration, estimates, histogram, number, one_line, signed, sparkline, visible
 
 WIDEST = 110
 _LABEL_WIDTH = 10
@@ -65,13 +67,17 @@ def _metrics(progress: Progress, width: int) -> Iterator[Text]:
     last = progress.steps[-1]
     room = max(8, min(32, width - _LABEL_WIDTH - 34))
     yield _row("reward", _reward(progress, room))
+    if progress.evaluations:
+        yield _row("held-out", _held_out(progress.evaluations, room))
     if last.kl is not None:
-        kls = [metrics.kl or 0.0 for metrics in progress.steps]
-        yield _row("KL", _curve(last.kl, kls, room, "yellow", "to the reference"))
+        kls = [metrics.kl_k3 or 0.0 for metrics in progress.steps]
+        yield _row("KL", _curve(last.kl["k3"], kls, room, "yellow", f"to the reference ({estimates(last.kl)})"))
     yield _row("length", _lengths(last))
     yield _row("loss", _losses(last))
     yield _row("speed", _speed_of_loads(progress) if progress.loads else _speed_of_step(last))
     yield _row("log-probs", _agreement(last))
+    if warning := equal_rewards_warning(progress.steps):
+        yield _row("warning", Text(warning, "bold red"))
 
 
 def _row(label: str, content: Text) -> Text:
@@ -86,6 +92,12 @@ def _reward(progress: Progress, room: int) -> Text:
     return _curve(
         rewards[-1], rewards, room, "green", f"{signed(rewards[-1] - first)} since step {progress.steps[0].step}"
     )
+
+
+def _held_out(evaluations: Sequence[Evaluation], room: int) -> Text:
+    rewards, top = [evaluation.reward.mean for evaluation in evaluations], best(evaluations)
+    remark = f"best {number(top.reward.mean)} after step {top.step}"
+    return _curve(rewards[-1], rewards, room, "green", remark)
 
 
 def _curve(value: float, values: list[float], room: int, colour: str, remark: str) -> Text:
@@ -113,12 +125,13 @@ def _losses(last: StepMetrics) -> Text:
 
 
 def _speed_of_loads(progress: Progress) -> Text:
-    """Generators add up; what is accepted is their mean; the strategy is the busiest one's."""
+    """Generators add up; what is accepted is the mean of those that drafted; the strategy is the busiest one's."""
     loads = list(progress.loads.values())
     if not loads:
         return Text("no generator has reported yet", "dim")
     busiest: Load = max(loads, key=lambda load: load.num_running)
-    accepted = sum(load.accepted_per_verification for load in loads) / len(loads)
+    told = [load.accepted_per_verification for load in loads if load.accepted_per_verification is not None]
+    accepted = sum(told) / len(told) if told else None
     return _speed(sum(load.tokens_per_second for load in loads), accepted, busiest.strategy)
 
 
@@ -127,9 +140,12 @@ def _speed_of_step(last: StepMetrics) -> Text:
     return _speed(last.tokens_per_second, last.accepted_per_verification, strategy)
 
 
-def _speed(tokens_per_second: float, accepted: float | None, strategy: str) -> Text:
-    text = Text(f"{number(tokens_per_second):<9}").append("tok/s  ", "dim")
-    text.append(number(accepted), "bold").append(" accepted per verification  ", "dim")
+def _speed(tokens_per_second: float | None, accepted: float | None, strategy: str) -> Text:
+    text = Text()
+    if tokens_per_second is not None:
+        text.append(f"{number(tokens_per_second):<9}").append("tok/s  ", "dim")
+    if accepted is not None:
+        text.append(number(accepted), "bold").append(" accepted per verification  ", "dim")
     return text.append(one_line(strategy), "blue")
 
 

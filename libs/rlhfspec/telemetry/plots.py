@@ -1,14 +1,16 @@
-"""Pictures of a run, and of several runs beside each other. Colours are Okabe and Ito's, told apart by everyone.
+"""Pictures of a run, and of several runs beside each other. Colours are Okabe and Ito's, for colour-blind readers too.
 
-matplotlib is imported when a picture is drawn, and no window system is touched.
+matplotlib is imported only when a picture is drawn, and needs no display.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhfspec.telemetry.evaluations import Evaluation, best
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.text import number
 
@@ -22,76 +24,155 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, GREY = (
 STAGE_COLOURS = {
     "generation": BLUE, "reward": ORANGE, "reference": SKY, "critic": PURPLE, "training": GREEN, "checkpoint": GREY,
 }  # fmt: skip
+COMPONENT_COLOURS = (ORANGE, GREEN, PURPLE, SKY, RED, YELLOW)
 Steps = Sequence[StepMetrics]
+Evaluations = Sequence[Evaluation]
+Points = Mapping[int, float]  # by step
+Panels = list[tuple[float, Callable[["Axes"], None]]]  # width, and who draws it
 _FEW_STEPS = 20
 _MOST_BESIDE = 3
+_WIDE = 2.0  # times a panel
+_NOTHING = 1e-6  # with one update a step the policy's loss is rounding about zero
 
 
-def overview(steps: Steps, path: Path, *, title: str) -> None:
-    """Everything of one run at a glance: did it learn, how far did it drift, how long, how fast, where time went."""
-    _save(overview_figure(steps, title=title), path)
+def overview(steps: Steps, path: Path, *, title: str, evaluations: Evaluations = ()) -> None:
+    """One run at a glance: did it learn, how steadily, how far did it drift, how fast, where time went."""
+    _save(overview_figure(steps, title=title, evaluations=evaluations), path)
 
 
-def compare(runs: Mapping[str, Steps], path: Path) -> None:
+def compare(runs: Mapping[str, Steps], path: Path, *, evaluations: Mapping[str, Evaluations] | None = None) -> None:
     """Reward, and below it the KL where there is one, of runs by their names; every row has one scale."""
-    _save(comparison_figure(runs), path)
+    _save(comparison_figure(runs, evaluations=evaluations), path)
 
 
-def overview_figure(steps: Steps, *, title: str) -> Figure:
+def overview_figure(steps: Steps, *, title: str, evaluations: Evaluations = ()) -> Figure:
+    """Three rows: what came out, how it was learnt, how it ran. A panel that does not apply to the job is left out."""
     assert steps, "a picture needs a step"
-    figure = _figure(14.0, 7.0)
-    figure.suptitle(_plain(title), fontsize=14, fontweight="bold")
-    grid = figure.add_gridspec(2, 4)
-    _reward(figure.add_subplot(grid[0, :2]), steps)
-    _kl(figure.add_subplot(grid[0, 2]), steps)
-    _histograms(figure.add_subplot(grid[0, 3]), steps)
-    _lengths(figure.add_subplot(grid[1, 0]), steps)
-    _speed(figure.add_subplot(grid[1, 1]), steps)
-    _accepted(figure.add_subplot(grid[1, 2]), steps)
-    _seconds(figure.add_subplot(grid[1, 3]), steps)
+    figure = _figure(18.0, 10.0)
+    figure.suptitle(_plain(title), fontsize=15, fontweight="bold")
+    rows = figure.add_gridspec(3, 1)
+    panels_of_rows = (_outcome_panels(steps, evaluations), _learning_panels(steps), _running_panels(steps))
+    for row, panels in enumerate(panels_of_rows):
+        grid = rows[row].subgridspec(1, len(panels), width_ratios=[width for width, _ in panels])
+        for column, (_, draw) in enumerate(panels):
+            axis = figure.add_subplot(grid[column])
+            draw(axis)
+            _scale(axis)
     return figure
 
 
-def comparison_figure(runs: Mapping[str, Steps]) -> Figure:
+def _outcome_panels(steps: Steps, evaluations: Evaluations) -> Panels:
+    names = dict.fromkeys(name for metrics in steps for name in metrics.reward_components)
+    sources = [
+        (name, colour, {m.step: m.reward_components[name] for m in steps if name in m.reward_components})
+        for name, colour in zip(names, cycle(COMPONENT_COLOURS), strict=False)
+    ]
+    mean = {metrics.step: metrics.response_length.mean for metrics in steps}
+    p95 = {metrics.step: float(metrics.response_length.p95) for metrics in steps}
+    return [
+        (_WIDE, lambda axis: _reward(axis, steps, evaluations)),
+        *(_curves("rewards by source, before weights", steps, *sources) if len(sources) > 1 else []),
+        *_curves("response length, tokens", steps, ("mean", BLUE, mean), ("95th percentile", ORANGE, p95)),
+        (1.0, lambda axis: _histograms(axis, steps)),
+    ]
+
+
+def _learning_panels(steps: Steps) -> Panels:
+    loss = ("policy", BLUE, {metrics.step: metrics.policy_loss for metrics in steps})
+    kl_loss = ("KL, before its coefficient", RED, _found(steps, lambda metrics: metrics.kl_loss))
+    gradient = ("policy", GREEN, {metrics.step: metrics.grad_norm for metrics in steps})
+    critic = ("critic", ORANGE, _found(steps, lambda metrics: metrics.learning.get("critic_grad_norm")))
+    clipped = ("", SKY, {metrics.step: 100 * metrics.clip_fraction for metrics in steps})
+    return [
+        *_curves("loss of the policy", steps, loss, kl_loss),
+        *_curves("gradient norm, before clipping", steps, gradient, critic),
+        *_curves("clipped tokens, %", steps, clipped),
+        *_curves("entropy, nats a token", steps, ("", PURPLE, {metrics.step: metrics.entropy for metrics in steps})),
+        *_kl(steps),
+    ]
+
+
+def _running_panels(steps: Steps) -> Panels:
+    """The critic, if there is one, is shown here because the row above is full."""
+    explained = _found(steps, lambda metrics: metrics.explained_variance)
+    shown = {
+        step: max(value, -1.0) for step, value in explained.items()
+    }  # early values far below would hide all others
+    speed = _found(steps, lambda metrics: metrics.tokens_per_second)
+    accepted = _found(steps, lambda metrics: metrics.accepted_per_verification)
+    return [
+        *_curves("loss of the critic", steps, ("", ORANGE, _found(steps, lambda metrics: metrics.value_loss))),
+        *_curves("explained variance of the returns", steps, ("", ORANGE, shown)),
+        *_curves("generation, tokens/s", steps, ("", GREEN, speed)),
+        *_curves("accepted per verification", steps, ("", PURPLE, accepted)),
+        (_WIDE, lambda axis: _seconds(axis, steps)),
+    ]
+
+
+def _kl(steps: Steps) -> Panels:
+    """By k3, and by the job's own estimator if that is another one."""
+    names = dict.fromkeys(name for metrics in steps for name in metrics.kl or {})
+    estimates = [
+        (name, RED if name == "k3" else GREY, {m.step: m.kl[name] for m in steps if m.kl is not None}) for name in names
+    ]
+    return _curves(f"KL to the reference, nats a token{' (k3)' if len(names) == 1 else ''}", steps, *estimates)
+
+
+def _curves(title: str, steps: Steps, *curves: tuple[str, str, Points]) -> Panels:
+    """A panel of curves (label, colour, points), those without points left out; no panel where none is left."""
+    shown = [curve for curve in curves if curve[2]]
+
+    def draw(axis: Axes) -> None:
+        for label, colour, points in shown:
+            _trend(axis, points, colour, label=label if len(shown) > 1 else None)
+        axis.axhline(0, color="black", linewidth=0.6, alpha=0.5)
+        _dress(axis, title, steps, legend=len(shown) > 1)
+
+    return [(1.0, draw)] if shown else []
+
+
+def comparison_figure(runs: Mapping[str, Steps], *, evaluations: Mapping[str, Evaluations] | None = None) -> Figure:
     assert runs
     assert all(runs.values()), "a picture needs a step"
-    rows = [_reward, _kl] if any(metrics.kl is not None for steps in runs.values() for metrics in steps) else [_reward]
+    num_rows = 2 if any(map(_kl, runs.values())) else 1
     num_columns = min(len(runs), _MOST_BESIDE)
     num_blocks = -(-len(runs) // num_columns)
-    heights = ([2.0, 1.0] if len(rows) == 2 else [1.0]) * num_blocks
-    figure = _figure(5.2 * num_columns, (4.8 if len(rows) == 2 else 3.4) * num_blocks)
-    grid = figure.add_gridspec(len(heights), num_columns, height_ratios=heights)
+    figure = _figure(5.2 * num_columns, (4.8 if num_rows == 2 else 3.4) * num_blocks)
+    grid = figure.add_gridspec(num_rows * num_blocks, num_columns, height_ratios=[2.0, 1.0][:num_rows] * num_blocks)
     first: dict[int, Axes] = {}
     for place, (name, steps) in enumerate(runs.items()):
         block, column = divmod(place, num_columns)
-        for row, draw in enumerate(rows):
-            axis = figure.add_subplot(grid[block * len(rows) + row, column], sharey=first.get(row))
+        for row in range(num_rows):
+            axis = figure.add_subplot(grid[block * num_rows + row, column], sharey=first.get(row))
             first.setdefault(row, axis)
-            draw(axis, steps)
             if row == 0:
+                _reward(axis, steps, (evaluations or {}).get(name, ()))
                 axis.set_title(_plain(f"{name}: {_change(steps)}"), loc="left", fontweight="bold")
                 axis.set_ylabel("reward")
+            elif panels := _kl(steps):
+                panels[0][1](axis)
+            else:
+                axis.text(0.5, 0.5, "no reference", ha="center", va="center", transform=axis.transAxes, color=GREY)
+                _dress(axis, "KL to the reference", steps)
     return figure
 
 
-def _reward(axis: Axes, steps: Steps) -> None:
-    x = [metrics.step for metrics in steps]
-    means = [metrics.reward.mean for metrics in steps]
+def _reward(axis: Axes, steps: Steps, evaluations: Evaluations) -> None:
     low = [max(metrics.reward.min, metrics.reward.mean - metrics.reward.std) for metrics in steps]
     high = [min(metrics.reward.max, metrics.reward.mean + metrics.reward.std) for metrics in steps]
-    axis.fill_between(x, low, high, color=BLUE, alpha=0.15, linewidth=0, label="one standard deviation of samples")
-    if len(steps) > _FEW_STEPS:
-        axis.plot(x, means, color=BLUE, alpha=0.4, linewidth=1.0)
-        axis.plot(x, _smooth(means), color=BLUE, linewidth=2.4, label="mean, smoothed over neighbours")
-    else:
-        _line(axis, steps, means, BLUE, label="mean")
+    means = {metrics.step: metrics.reward.mean for metrics in steps}
+    axis.fill_between(
+        list(means), low, high, color=BLUE, alpha=0.12, linewidth=0, label="one standard deviation of samples"
+    )
+    _trend(axis, means, BLUE, label="mean, smoothed over neighbours" if len(steps) > _FEW_STEPS else "mean")
+    places = [evaluation.step for evaluation in evaluations]
+    if evaluations:
+        rewards, top = [evaluation.reward.mean for evaluation in evaluations], best(evaluations)
+        axis.plot(places, rewards, color=RED, linewidth=1.6, marker="D", markersize=4, label="held-out prompts")
+        label = f"best: {number(top.reward.mean)} after step {top.step}"
+        axis.plot(top.step, top.reward.mean, color=RED, marker="*", markersize=14, linestyle="none", label=label)
     _dress(axis, f"reward: {_change(steps)}", steps, legend=True)
-
-
-def _kl(axis: Axes, steps: Steps) -> None:
-    points = {metrics.step: metrics.kl for metrics in steps if metrics.kl is not None}
-    _points(axis, points, RED, otherwise="no reference in this job")
-    _dress(axis, "KL to the reference, nats a token", steps)
+    axis.set_xlim(min([steps[0].step, *places]) - 0.5, max([steps[-1].step, *places]) + 0.5)
 
 
 def _histograms(axis: Axes, steps: Steps) -> None:
@@ -104,27 +185,8 @@ def _histograms(axis: Axes, steps: Steps) -> None:
     _dress(axis, "response lengths, % of samples", None, legend=True)
 
 
-def _lengths(axis: Axes, steps: Steps) -> None:
-    _line(axis, steps, [metrics.response_length.mean for metrics in steps], BLUE, label="mean")
-    _line(axis, steps, [metrics.response_length.p95 for metrics in steps], ORANGE, label="95th percentile")
-    _from_zero(axis)
-    _dress(axis, "response length, tokens", steps, legend=True)
-
-
-def _speed(axis: Axes, steps: Steps) -> None:
-    _line(axis, steps, [metrics.tokens_per_second for metrics in steps], GREEN)
-    _from_zero(axis)
-    _dress(axis, "generation, tokens/s", steps)
-
-
-def _accepted(axis: Axes, steps: Steps) -> None:
-    points = {m.step: m.accepted_per_verification for m in steps if m.accepted_per_verification is not None}
-    _points(axis, points, PURPLE, otherwise="nothing was drafted")
-    _dress(axis, "drafted tokens accepted per verification", steps)
-
-
 def _seconds(axis: Axes, steps: Steps) -> None:
-    """Work of the stages on top of each other, and what passed: below their sum where stages overlap."""
+    """The work of the stages, stacked, and the time that passed, which is less where stages overlap."""
     edges = [steps[0].step - 0.5, *(metrics.step + 0.5 for metrics in steps)]
     bottom = [0.0] * len(steps)
     for stage, colour in STAGE_COLOURS.items():
@@ -139,29 +201,32 @@ def _seconds(axis: Axes, steps: Steps) -> None:
     axis.legend(fontsize=7, ncols=3, frameon=False, loc="upper left", columnspacing=0.9, handlelength=1.2)
 
 
-def _line(axis: Axes, steps: Steps, values: Sequence[float], colour: str, label: str | None = None) -> None:
-    marker = "o" if len(steps) <= _FEW_STEPS else None
-    axis.plot([m.step for m in steps], values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=label)
+def _found(steps: Steps, value: Callable[[StepMetrics], float | None]) -> Points:
+    """By step, where there is a value."""
+    return {metrics.step: found for metrics in steps if (found := value(metrics)) is not None}
 
 
-def _points(axis: Axes, points: Mapping[int, float], colour: str, *, otherwise: str) -> None:
-    """By step, from zero; where a job has no such number the panel says why."""
-    if points:
-        marker = "o" if len(points) <= _FEW_STEPS else None
-        axis.plot(list(points), list(points.values()), color=colour, linewidth=1.8, marker=marker, markersize=4)
-        _from_zero(axis)
+def _trend(axis: Axes, points: Points, colour: str, label: str | None = None) -> None:
+    """Few points as they are; for many, a smoothed line over a faint line of the points themselves."""
+    x, y = list(points), list(points.values())
+    if len(points) <= _FEW_STEPS:
+        axis.plot(x, y, color=colour, linewidth=1.8, marker="o", markersize=4, label=label)
     else:
-        axis.text(0.5, 0.5, otherwise, ha="center", va="center", transform=axis.transAxes, color=GREY)
-        axis.tick_params(left=False, labelleft=False)  # ticks themselves may be shared with a neighbour
+        axis.plot(x, y, color=colour, alpha=0.3, linewidth=1.0)
+        axis.plot(x, _smooth(y), color=colour, linewidth=2.0, label=label)
 
 
-def _from_zero(axis: Axes) -> None:
-    """Unlike a limit it leaves the other end free, also where panels share a scale."""
-    axis.axhline(0, linewidth=0)
+def _scale(axis: Axes) -> None:
+    """From zero where nothing is below it; what differs from zero by rounding alone is drawn as zero."""
+    low, height = axis.dataLim.ymin, axis.dataLim.height
+    if height < _NOTHING:
+        axis.set_ylim(-1 if low < 0 else 0, 1)
+    elif low > -_NOTHING * height:
+        axis.set_ylim(bottom=0)
 
 
 def _dress(axis: Axes, title: str, steps: Steps | None, *, legend: bool = False) -> None:
-    """`steps` where they are what the panel goes along; else it goes along tokens."""
+    """steps: those of the x-axis; without them it shows tokens."""
     axis.set_title(_plain(title), fontsize=10, loc="left")
     axis.set_xlabel("tokens" if steps is None else "step", fontsize=9)
     axis.tick_params(labelsize=8)
@@ -205,14 +270,16 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _plain(text: str) -> str:
-    """matplotlib would set what stands between dollars as mathematics."""
+    """matplotlib would typeset text between dollar signs as mathematics."""
     return text.replace("$", r"\$")
 
 
 def _figure(width_inches: float, height_inches: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width_inches, height_inches), layout="constrained")
+    figure = Figure(figsize=(width_inches, height_inches))
+    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
+    return figure
 
 
 def _save(figure: Figure, path: Path) -> None:

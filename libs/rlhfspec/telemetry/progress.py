@@ -1,6 +1,6 @@
 """What the view knows of a run: the steps that are done and how far the one in progress is.
 
-What is iterated over is replaced, never changed in place, so that the thread that draws always reads something whole.
+Collections are replaced, never changed in place, so that the drawing thread always reads a consistent one.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Load, Sample
-from rlhfspec.service.vitals import WorkerState
+from rlhfspec.records import Heartbeat, Load, Sample
+from rlhfspec.telemetry.evaluations import Evaluation
 from rlhfspec.telemetry.metrics import StepMetrics
 
 _STEPS_OF_ETA = 8
@@ -37,6 +37,7 @@ class Progress:
         self.num_steps = job.spec.training.steps
         self.num_samples = job.spec.training.prompts_per_step * job.spec.algorithm.samples_per_prompt
         self.steps: tuple[StepMetrics, ...] = ()
+        self.evaluations: tuple[Evaluation, ...] = ()
         self.loads: Mapping[str, Load] = {}
         self.stages: tuple[StageState, ...] = ()
         self.last_sample: Sample | None = None
@@ -46,13 +47,16 @@ class Progress:
         self._began = self._step_began = now()
         self._busy_before: tuple[tuple[float, Mapping[tuple[str, int], float]], ...] = ()
 
-    def history(self, steps: Sequence[StepMetrics]) -> None:
+    def history(self, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> None:
         """Of the run that is resumed."""
-        self.steps = tuple(steps)
+        self.steps, self.evaluations = tuple(steps), tuple(evaluations)
 
     def step(self, metrics: StepMetrics) -> None:
         self.steps = (*self.steps, metrics)
         self._step_began = self._now()
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations = (*self.evaluations, evaluation)
 
     def sample(self, sample: Sample) -> None:
         """A redelivered sample counts once."""
@@ -64,8 +68,8 @@ class Progress:
     def load(self, load: Load) -> None:
         self.loads = {**self.loads, load.generator: load}
 
-    def vitals(self, states: Sequence[WorkerState]) -> None:
-        """Utilisation is over the last seconds, so a snapshot is remembered until it is older than those."""
+    def vitals(self, states: Sequence[Heartbeat]) -> None:
+        """Utilisation is over the last seconds, so snapshots are kept for that long."""
         now = self._now()
         busy = {(state.stage, state.worker): state.busy_seconds for state in states}
         kept = [entry for entry in self._busy_before if now - entry[0] <= _WINDOW_SECONDS]
@@ -103,8 +107,8 @@ class Progress:
         return max(0.0, remaining - min(mean, self._now() - self._step_began))
 
 
-def _stage(name: str, states: Sequence[WorkerState], shares: Mapping[tuple[str, int], float]) -> StageState:
-    """Says of the stage what its longest-working worker does, or, when none works, what it has waited for longest."""
+def _stage(name: str, states: Sequence[Heartbeat], shares: Mapping[tuple[str, int], float]) -> StageState:
+    """What the stage's longest-working worker does or, if none works, what its workers have waited for longest."""
     workers = [state for state in states if state.stage == name]
     told = max(workers, key=lambda state: (state.doing == "working", state.doing == "waiting", state.since_seconds))
     return StageState(

@@ -1,4 +1,4 @@
-"""May a run go on with this job? Only what cannot change the curve may differ from the job that it began with."""
+"""May a run be resumed with this job? Only fields that cannot change the curve may differ from the original job."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 
 from rlhfspec.job import RLHFJob
+from rlhfspec.job_file.secrets import shown_value
+from rlhfspec.job_file.yaml_text import parts_of
 
 # By the law speculation changes when a token appears, never which; the rest is about how much runs and what is kept.
 MAY_DIFFER = (
@@ -65,13 +67,14 @@ def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, 
     decays = now.get("spec", {}).get("training", {}).get("schedule", {}).get("name") in _DECAYING_SCHEDULES
     for path, old, new in _differences(before, now, ""):
         if not _may_differ(path) or (path == "spec.training.steps" and decays):
-            return path, old, new
+            at = parts_of(path)
+            return path, shown_value(at, old), shown_value(at, new)
     return None
 
 
 def _may_differ(path: str) -> bool:
-    if path.startswith("spec.rewards.sources."):
-        return path.split(".")[4:5] in [[name] for name in _MAY_DIFFER_IN_SOURCES]
+    if path.startswith("spec.rewards.sources["):
+        return path.split(".")[3:4] in [[name] for name in _MAY_DIFFER_IN_SOURCES]
     return any(path == free or path.startswith(free + ".") for free in MAY_DIFFER)
 
 
@@ -81,6 +84,6 @@ def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]
             yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for place, (left, right) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(left, right, f"{path}.{place}")
+            yield from _differences(left, right, f"{path}[{place}]")
     elif old != new:
         yield path, old, new

@@ -1,4 +1,4 @@
-"""A sample and its reward as a line of `samples.jsonl`. Nothing of the clock or of the way it was drafted is in it.
+"""A sample and its reward as a line of `samples.jsonl`. It holds nothing that depends on time or on drafting.
 
 Example:
     >>> sample = example_sample(step=3, text="4", log_probs=(-0.5, -0.25))

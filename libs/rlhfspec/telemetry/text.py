@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -13,7 +13,7 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def visible(text: str) -> str:
-    """What a model wrote, with every character that could command a terminal made visible. Line ends stay.
+    """What a model wrote, with every character that could control a terminal made visible. Line ends stay.
 
     >>> visible("red \\x1b[31m, back\\b, \\u202e turned")
     'red ␛[31m, back␈, � turned'
@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits that tell something, so that numbers below each other line up; "-" where there is no number.
+    """Three significant digits, so that numbers in a column line up; "-" if there is no number.
 
     >>> number(0.4), number(1234.5), number(3.1e-7), number(0.0), number(2e30), number(None)
     ('0.400', '1,234', '3.1e-07', '0', '2.0e+30', '-')
@@ -86,6 +86,14 @@ def number(value: float | None) -> str:
     if 999.5 <= abs(value) < 1e9:
         return f"{value:,.0f}"
     return f"{value:.1e}" if not 1e-4 <= abs(value) < 1e9 else f"{value:#.3g}".rstrip(".")
+
+
+def estimates(kl: Mapping[str, float]) -> str:
+    """
+    >>> estimates({"k1": -0.00125, "k3": 0.0005})
+    'k1 -0.00125, k3 0.000500'
+    """
+    return ", ".join(f"{name} {number(value)}" for name, value in kl.items())
 
 
 def signed(value: float) -> str:

@@ -1,9 +1,9 @@
-"""Where else a step is reported: TensorBoard's event files, Weights & Biases. Both take what a line has, nothing more.
+"""Reports steps to TensorBoard's event files and to Weights & Biases: the numbers of `steps.jsonl`, nothing more.
 
 Example:
     >>> from rlhfspec.telemetry.metrics import example_step
     >>> numbers = scalars(example_step())
-    >>> numbers["reward/mean"], numbers["training/kl"], numbers["seconds/generation"]
+    >>> numbers["reward/mean"], numbers["kl/k3"], numbers["seconds/generation"]
     (0.5, 0.001, 2.0)
 """
 
@@ -20,6 +20,8 @@ from typing import Any, Protocol, Self
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob, Wandb
+from rlhfspec.job_file.secrets import shown_value
+from rlhfspec.telemetry.evaluations import Evaluation
 from rlhfspec.telemetry.metrics import Lengths, StepMetrics
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.same_job import as_content
@@ -31,12 +33,15 @@ class Tracker(Protocol):
     def step(self, metrics: StepMetrics) -> None:
         """Reported at once; returns soon."""
 
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Likewise; later steps may have been reported already."""
+
     def close(self) -> None:
-        """What is on its way is written first."""
+        """Flushes first."""
 
 
 class Trackers:
-    """Those that the job asks for; steps after `resume_at` replace what an earlier, longer run reported."""
+    """The trackers of the job; steps after `resume_at` replace what an earlier, longer run reported."""
 
     def __init__(self, job: RLHFJob, folder: RunFolder, *, resume_at: int = 0) -> None:
         observability = job.spec.observability
@@ -49,6 +54,10 @@ class Trackers:
     def step(self, metrics: StepMetrics) -> None:
         for tracker in self._trackers:
             tracker.step(metrics)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        for tracker in self._trackers:
+            tracker.evaluation(evaluation)
 
     def close(self) -> None:
         with ExitStack() as closing:
@@ -64,7 +73,7 @@ class Trackers:
 
 
 def check_packages(job: RLHFJob) -> None:
-    """Said before anything is loaded or written, not when the tracker begins."""
+    """Checked before anything is loaded or written, not when the tracker starts."""
     observability = job.spec.observability
     if observability.tensorboard and find_spec("tensorboard") is None:
         raise _missing("spec.observability.tensorboard", True, "tensorboard")
@@ -86,12 +95,20 @@ class TensorBoard:
             self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=resume_at + 1, session_log=start))
 
     def step(self, metrics: StepMetrics) -> None:
+        histogram = {"response_length/histogram": metrics.response_length}
+        self._write(metrics.step, metrics.finished_unix_seconds, scalars(metrics), histogram)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._write(evaluation.step, time.time(), evaluation_scalars(evaluation), {})
+
+    def _write(
+        self, step: int, wall_time: float, numbers: Mapping[str, float], histograms: Mapping[str, Lengths]
+    ) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(metrics).items()]
-        values.append(Summary.Value(tag="response_length/histogram", histo=_histogram(metrics.response_length)))
-        event = self._Event(wall_time=metrics.finished_unix_seconds, step=metrics.step, summary=Summary(value=values))
-        self._writer.add_event(event)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        values += [Summary.Value(tag=name, histo=_histogram(lengths)) for name, lengths in histograms.items()]
+        self._writer.add_event(self._Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -99,7 +116,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run of theirs for one run folder: going on in the folder goes on there."""
+    """One of their runs for each run folder; resuming the folder resumes theirs."""
 
     def __init__(self, wanted: Wandb, job: RLHFJob, folder: RunFolder) -> None:
         import wandb
@@ -113,15 +130,19 @@ class WeightsAndBiases:
                 id=hashlib.blake2b(begun.encode(), digest_size=8).hexdigest(),
                 resume="allow",
                 dir=str(folder.path),
-                config=without_secrets(as_content(job)),
+                config=shown_value((), as_content(job)),
                 settings=wandb.Settings(console="off"),  # the terminal is the live view's
             )
         except wandb.errors.Error as error:
             problem = f"wandb does not start ({error}); log in with `wandb login`, or leave the field out"
             raise InvalidRequest("spec.observability.wandb", wanted.project, problem) from None
+        self._run.define_metric("evaluation/*", step_metric="evaluation/step")  # theirs may be further already
 
     def step(self, metrics: StepMetrics) -> None:
         self._run.log(scalars(metrics), step=metrics.step)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._run.log({"evaluation/step": evaluation.step} | evaluation_scalars(evaluation), commit=False)
 
     def close(self) -> None:
         self._run.finish()
@@ -140,28 +161,17 @@ def scalars(metrics: StepMetrics) -> dict[str, float]:
     return {path if "/" in path else f"training/{path}": value for path, value in _numbers(content, "")}
 
 
-def without_secrets(content: Any) -> Any:
-    """The job without what its HTTP sources send along.
-
-    >>> without_secrets({"sources": [{"url": "https://r", "headers": {"Authorization": "Bearer 1"}}]})
-    {'sources': [{'url': 'https://r', 'headers': {'Authorization': '(hidden)'}}]}
-    """
-    if isinstance(content, list):
-        return [without_secrets(entry) for entry in content]
-    if not isinstance(content, dict):
-        return content
-    return {
-        key: dict.fromkeys(value, "(hidden)") if key == "headers" else without_secrets(value)
-        for key, value in content.items()
-    }
-
-
 def _numbers(content: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:
     for name, value in content.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{path}{name}/")
         elif isinstance(value, int | float):
             yield path + name, float(value)
+
+
+def evaluation_scalars(evaluation: Evaluation) -> dict[str, float]:
+    content = {name: value for name, value in asdict(evaluation).items() if name != "step"}
+    return dict(_numbers(content, "evaluation/"))
 
 
 def _histogram(lengths: Lengths) -> Any:

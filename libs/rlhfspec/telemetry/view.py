@@ -1,6 +1,6 @@
 """Watching a run in the terminal: a live picture, or one plain line a step where there is no terminal.
 
-What a model wrote is data: its control characters never reach the terminal, and its brackets are no markup.
+Text from a model is only data: its control characters never reach the terminal, and its brackets are not markup.
 
 Example:
     >>> from rlhfspec.telemetry.metrics import example_step
@@ -8,7 +8,7 @@ Example:
     >>> with View(example_job(steps=9), Console(width=200)) as view:
     ...     view.step(example_step(step=1))  # doctest: +ELLIPSIS
     sums: grpo, 9 steps of 16 prompts x 8 samples
-    step 1/9  reward 0.500   KL 0.00100   length 27.5    1,234 tok/s  accepted 1.75   3.8s  ETA 30...s  generator/...
+    step 1/9  reward 0.500   KL k3 0.00100   length 27.5    1,234 tok/s  accepted 1.75   3.8s  ETA 30...s  generator/...
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from rich.live import Live
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Load, Sample
-from rlhfspec.service.vitals import WorkerState
+from rlhfspec.records import Heartbeat, Load, Sample
+from rlhfspec.telemetry.equal_rewards import equal_rewards_warning
+from rlhfspec.telemetry.evaluations import Evaluation, best
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.panel import panel
 from rlhfspec.telemetry.progress import Progress
-from rlhfspec.telemetry.text import duration, number, visible
+from rlhfspec.telemetry.text import duration, estimates, number, visible
 
 REFRESHES_PER_SECOND = 2  # at some 2 ms of one core each
 
@@ -42,9 +43,9 @@ class View:
         self._console = console
         self._live: Live | None = None
 
-    def history(self, steps: Sequence[StepMetrics]) -> None:
-        """The steps of the run that is resumed."""
-        self.progress.history(steps)
+    def history(self, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> None:
+        """Those of the run that is resumed."""
+        self.progress.history(steps, evaluations)
 
     def load(self, load: Load) -> None:
         self.progress.load(load)
@@ -52,13 +53,18 @@ class View:
     def sample(self, sample: Sample) -> None:
         self.progress.sample(sample)
 
-    def vitals(self, snapshot: Sequence[WorkerState]) -> None:
+    def vitals(self, snapshot: Sequence[Heartbeat]) -> None:
         self.progress.vitals(snapshot)
 
     def step(self, metrics: StepMetrics) -> None:
         self.progress.step(metrics)
         if self.mode == "plain":
             self.say(step_line(metrics, self.progress))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.progress.evaluation(evaluation)
+        if self.mode == "plain":
+            self.say(evaluation_line(evaluation, self.progress))
 
     def say(self, text: str) -> None:
         """A line that stays: above the live picture, or among the plain lines."""
@@ -84,22 +90,35 @@ class View:
 
 
 def step_line(metrics: StepMetrics, progress: Progress) -> str:
-    """All that tells whether a run goes well, in one line."""
+    """One line that tells whether a run goes well."""
     width = len(str(progress.num_steps))
-    eta = progress.eta_seconds
+    eta, accepted = progress.eta_seconds, metrics.accepted_per_verification
     parts = [
         f"step {metrics.step:{width}d}/{progress.num_steps}",
         f"reward {number(metrics.reward.mean):<6}",
-        f"KL {number(metrics.kl):<8}" if metrics.kl is not None else "",
+        f"KL {estimates(metrics.kl):<11}" if metrics.kl is not None else "",
         f"length {number(metrics.response_length.mean):<5}",
-        f"{number(metrics.tokens_per_second):>6} tok/s",
-        f"accepted {number(metrics.accepted_per_verification):<4}",
+        f"{number(metrics.tokens_per_second):>6} tok/s" if metrics.tokens_per_second is not None else "",
+        f"accepted {number(accepted):<4}" if accepted is not None else "",
         f"dropped {metrics.num_dropped}" if metrics.num_dropped else "",
         f"{duration(metrics.seconds.step):>5}",
         f"ETA {duration(eta):<5}" if eta else "",
         f"generator/trainer log-prob difference max {number(metrics.log_prob_difference.max)}",
+        equal_rewards_warning(progress.steps),
     ]
     return "  ".join(part for part in parts if part)
+
+
+def evaluation_line(evaluation: Evaluation, progress: Progress) -> str:
+    parts = [
+        f"evaluation after step {evaluation.step}: reward {number(evaluation.reward.mean)}",
+        f"(best {number(best(progress.evaluations).reward.mean)} after step {best(progress.evaluations).step})",
+        f"length {number(evaluation.response_length.mean)}",
+        f"{evaluation.num_samples} held-out samples"
+        + (f", {evaluation.num_failed} failed" * bool(evaluation.num_failed)),
+        duration(evaluation.seconds),
+    ]
+    return "  ".join(parts)
 
 
 def job_line(job: RLHFJob) -> str:

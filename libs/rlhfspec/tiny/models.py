@@ -16,7 +16,7 @@ Example:
 from __future__ import annotations
 
 import copy
-import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from rlhfspec.folder_lock import take_lock
 from rlhfspec.tiny.recipe import RECIPES, TARGET, Recipe, cache_folder
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.tiny.train import build, train
@@ -126,6 +127,8 @@ def _model(recipe: Recipe, report: Report) -> LlamaForCausalLM:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = take_lock(path, wait=True)
+    try:
         yield
+    finally:
+        os.close(lock)

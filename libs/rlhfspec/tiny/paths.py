@@ -1,7 +1,7 @@
 """`tiny:NAME` in a job: models and data made on this machine. Torch is imported only when a model has to be made.
 
     tiny:sums, tiny:sums-draft, tiny:target, ...   folders of models
-    tiny:sums.jsonl                                data, with the columns prompt and answer
+    tiny:sums.jsonl, tiny:held-out-sums.jsonl      data, with the columns prompt and answer; no sum is in both
 
 Example:
     >>> check("tiny:sums")
@@ -22,7 +22,8 @@ from rlhfspec.tiny import sums
 from rlhfspec.tiny.recipe import RECIPES, cache_folder
 
 PREFIX = "tiny:"
-DATA = {"sums.jsonl": (2000, 11)}  # rows and seed
+TRAINING, HELD_OUT = "sums.jsonl", "held-out-sums.jsonl"
+DATA = {TRAINING: (2000, 11), HELD_OUT: (64, 12)}  # rows and seed
 
 
 def check(path: str) -> None:
@@ -54,6 +55,7 @@ def _data(name: str) -> Path:
     file = cache_folder().parent / "data" / name
     file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_suffix(f".{os.getpid()}")
-    scratch.write_text(sums.jsonl(count, seed=seed))
+    without = sums.rows(*DATA[TRAINING]) if name == HELD_OUT else ()
+    scratch.write_text(sums.jsonl(count, seed, without=without))
     scratch.replace(file)
     return file

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 NUM_DIGITS = (1, 2, 3, 4)
@@ -64,19 +64,20 @@ def answer(left: str, right: str) -> str:
     return str(int(left) + int(right)).zfill(len(left))
 
 
-def rows(count: int, *, seed: int) -> list[dict[str, str]]:
-    """Data of the task: `prompt` and `answer`.
+def rows(count: int, seed: int, *, without: Sequence[Mapping[str, str]] = ()) -> list[dict[str, str]]:
+    """Data of the task: `prompt` and `answer`. `without`: rows whose prompts are left out.
 
     >>> rows(2, seed=1) == rows(2, seed=1)
     True
     """
-    rng = random.Random(seed)
-    pairs = [_pair(rng, rng.choices(NUM_DIGITS, TASK_WEIGHTS)[0]) for _ in range(count)]
-    return [{"prompt": f"{left}+{right}=", "answer": answer(left, right)} for left, right in pairs]
+    rng, known = random.Random(seed), {row["prompt"] for row in without}
+    pairs = iter(lambda: _pair(rng, rng.choices(NUM_DIGITS, TASK_WEIGHTS)[0]), None)
+    found = ({"prompt": f"{left}+{right}=", "answer": answer(left, right)} for left, right in pairs)
+    return list(islice((row for row in found if row["prompt"] not in known), count))
 
 
-def jsonl(count: int, *, seed: int) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows(count, seed=seed))
+def jsonl(count: int, seed: int, *, without: Sequence[Mapping[str, str]] = ()) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows(count, seed, without=without))
 
 
 def lessons(*, seed: int) -> Iterator[list[tuple[str, str]]]:

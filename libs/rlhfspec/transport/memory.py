@@ -1,7 +1,8 @@
 """The transport inside one process, with JetStream's semantics; `rlhfspec run` uses it, and so do tests.
 
 How it decides what `base` leaves open:
-- Memory is bounded: a subject holds at most `max_pending` messages (of dead letters the newest, for they never wait).
+- Memory is bounded: a work subject holds at most `max_pending` messages, a state subject as many keys, and of what a
+  watcher has yet to read the newest `max_pending` stay.
 - Ids are remembered for de-duplication while their message is held, and the last `num_remembered_ids` of a subject.
 - Deadlines are looked at where somebody calls: each call first does what has fallen due, on all subjects, and a pull
   that waits wakes for the next deadline of anybody.
@@ -10,9 +11,10 @@ How it decides what `base` leaves open:
 Example:
     >>> async def main() -> tuple[bool, bool, list[bytes]]:
     ...     transport = MemoryTransport()
-    ...     reward = await transport.subscribe("rlhf.sums.sample", Consumer(name="reward"))
+    ...     await transport.declare("rlhf.sums.sample", "work", [Consumer(name="reward")])
     ...     first = await transport.publish("rlhf.sums.sample", b"5", id="sums/3/7/1")
     ...     again = await transport.publish("rlhf.sums.sample", b"5", id="sums/3/7/1")
+    ...     reward = await transport.subscribe("rlhf.sums.sample", Consumer(name="reward"))
     ...     return first, again, [message.data for message in await reward.pull(8, timeout_seconds=1.0)]
     >>> asyncio.run(main())
     (True, False, [b'5'])
@@ -24,108 +26,13 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from rlhfspec.errors import InvalidRequest, TransportClosed, TransportFull
 from rlhfspec.transport import dead_letters
-from rlhfspec.transport.base import Consumer, Message, Subscription
+from rlhfspec.transport.base import Consumer, Kind, Message, Receipt, Subscription
 from rlhfspec.transport.clock import Clock, SystemClock, first_of
-
-Waiters = set[asyncio.Future[None]]
-
-
-@dataclass(slots=True)
-class _Stored:
-    number: int  # of publication: the order of delivery
-    id: str
-    data: bytes
-    owed: dict[str, int]  # the names that have yet to acknowledge it: how often it was delivered to each
-
-
-class _Queue:
-    """One consumer name on one subject. A message it is owed is in exactly one of ready, held and delayed."""
-
-    def __init__(self, subject: _Subject, name: str) -> None:
-        self.subject = subject
-        self.consumer = Consumer(name=name)  # until somebody subscribes under the name, and says more
-        self.subscribed = False
-        self.ready: list[int] = []  # heap of message numbers; acknowledged ones are skipped when they surface
-        self.held: dict[int, float] = {}  # number -> when it must be acknowledged
-        self.delayed: dict[int, float] = {}  # number -> when it may be delivered again
-        self.waiters: Waiters = set()
-
-    def is_owed(self, number: int) -> bool:
-        stored = self.subject.stored.get(number)
-        return stored is not None and self.consumer.name in stored.owed
-
-    def make_ready(self, number: int) -> None:
-        heapq.heappush(self.ready, number)
-        _wake(self.waiters)
-
-    def next_ready(self) -> _Stored | None:
-        while self.ready:
-            number = heapq.heappop(self.ready)
-            if self.is_owed(number):
-                return self.subject.stored[number]
-        return None
-
-    def forget(self, number: int) -> None:
-        """Done with, or dropped. Where it was held, there is room for another."""
-        self.delayed.pop(number, None)
-        if self.held.pop(number, None) is not None:
-            _wake(self.waiters)
-
-
-class _Subject:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.declared = False
-        self.num_published = 0
-        self.stored: dict[int, _Stored] = {}  # oldest first
-        self.queues: dict[str, _Queue] = {}
-        self.ids: dict[str, None] = {}  # remembered, oldest first
-        self.waiters: Waiters = set()  # for room
-
-    def queue(self, name: str) -> _Queue:
-        """A new name is owed everything that is still held."""
-        if name not in self.queues:
-            queue = self.queues[name] = _Queue(self, name)
-            for stored in self.stored.values():
-                stored.owed[name] = 0
-                queue.make_ready(stored.number)
-        return self.queues[name]
-
-    def put(self, data: bytes, id: str) -> None:
-        self.ids[id] = None
-        if self.declared and not self.queues:
-            return  # nobody will ever read it
-        self.num_published += 1
-        self.stored[self.num_published] = _Stored(self.num_published, id, data, dict.fromkeys(self.queues, 0))
-        for queue in self.queues.values():
-            queue.make_ready(self.num_published)
-
-    def settle(self, queue: _Queue, number: int) -> None:
-        """This name is done with the message; when all are, it goes."""
-        queue.forget(number)
-        stored = self.stored[number]
-        del stored.owed[queue.consumer.name]
-        if not stored.owed:
-            del self.stored[number]
-            _wake(self.waiters)
-
-    def drop_oldest(self) -> None:
-        number = next(iter(self.stored))
-        del self.stored[number]
-        for queue in self.queues.values():
-            queue.forget(number)
-
-    def forget_ids(self, num_kept: int) -> None:
-        """An id whose message is still held stays, whatever its age."""
-        if len(self.ids) > 2 * max(num_kept, len(self.stored)):
-            held = {stored.id for stored in self.stored.values()}
-            newest = set(list(self.ids)[-num_kept:])
-            self.ids = {id: None for id in self.ids if id in newest or id in held}
+from rlhfspec.transport.memory_subjects import Feed, Queue, Stored, Waiters, Watcher, Work, new_message, wake
 
 
 class MemoryTransport:
@@ -143,91 +50,169 @@ class MemoryTransport:
         self._max_pending = max_pending
         self._publish_timeout_seconds = publish_timeout_seconds
         self._num_remembered_ids = num_remembered_ids
-        self._subjects: dict[str, _Subject] = {}
-        self._due: list[tuple[float, int, int, _Queue]] = []  # heap; what holds no more is skipped as it surfaces
+        self._subjects: dict[str, Work | Feed] = {}
+        self._due: list[tuple[float, int, int, Queue]] = []  # heap; what holds no more is skipped as it surfaces
         self._order = itertools.count()
         self._due_waiters: Waiters = set()
         self._closed = False
 
-    async def declare(self, subject: str, names: Iterable[str]) -> None:
-        state = self._subject(subject)
-        state.declared = True
-        for name in names:
-            state.queue(name)
+    async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
+        wanted = {consumer.name: consumer for consumer in consumers}
+        if kind != "work" and wanted:
+            raise InvalidRequest("consumers", list(wanted), f"{subject} is {kind}: who reads it watches")
+        there = self._subjects.get(subject)
+        if there is None:
+            self._subjects[subject] = Work(subject, wanted.values()) if kind == "work" else Feed(subject, kind)
+        elif there.kind != kind or _consumers(there) != wanted:
+            raise InvalidRequest("subject", subject, f"was declared as {there.kind} for {_consumers(there)}")
 
-    async def publish(self, subject: str, data: bytes, *, id: str) -> bool:
-        state = self._subject(subject)
-        end = self._clock.now() + self._publish_timeout_seconds
-        while True:
-            self._do_what_is_due()
-            if id in state.ids:
-                return False
-            if len(state.stored) < self._max_pending:
-                state.put(data, id)
-                state.forget_ids(self._num_remembered_ids)
-                return True
-            if self._clock.now() >= end:
-                raise TransportFull(subject, len(state.stored), _behind(state), self._publish_timeout_seconds)
-            await self._wait(state.waiters, end)
-            self._refuse_if_closed(subject)
+    async def publish(
+        self, subject: str, data: bytes, *, id: str, key: str = "", headers: Mapping[str, str] | None = None
+    ) -> bool:
+        found = self._declared(subject)
+        if isinstance(found, Work):
+            return await self._publish_work(found, data, id, headers or {})
+        return self._publish_to_watchers(found, data, id, key, headers or {})
 
     async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
-        queue = self._subject(subject).queue(consumer.name)
-        if queue.subscribed and queue.consumer != consumer:
-            raise InvalidRequest("consumer", consumer, f"{subject} is read under this name with {queue.consumer}")
-        queue.consumer = consumer
-        queue.subscribed = True
+        queue = self._queue(subject, consumer.name)
+        if queue.consumer != consumer:
+            raise InvalidRequest("consumer", consumer, f"{subject} was declared with {queue.consumer}")
         return _MemorySubscription(self, queue)
+
+    async def watch(self, subject: str) -> Subscription:
+        found = self._declared(subject)
+        watcher = Watcher(found, dict(found.latest) if isinstance(found, Feed) else {})
+        found.watchers.append(watcher)
+        return _MemoryWatch(self, watcher)
+
+    async def release(self, subject: str, name: str) -> None:
+        queue = self._queue(subject, name)
+        for number in list(queue.held):
+            self._put_back(queue, number, 0.0, "its worker died")
+
+    async def adopt(self, token: str) -> Receipt:
+        subject, name, number, delivery = token.rsplit(" ", 3)
+        return _MemoryReceipt(self, self._queue(subject, name), int(number), int(delivery))
 
     async def close(self) -> None:
         self._closed = True
         for subject in self._subjects.values():
-            _wake(subject.waiters)
-            for queue in subject.queues.values():
-                _wake(queue.waiters)
+            waiting = [watcher.waiters for watcher in subject.watchers]
+            if isinstance(subject, Work):
+                waiting += [subject.waiters, *(queue.waiters for queue in subject.queues.values())]
+            for waiters in waiting:
+                wake(waiters)
 
-    async def _pull(
-        self, subscription: _MemorySubscription, max_messages: int, timeout_seconds: float
-    ) -> list[Message]:
+    # --- publishing ----------------------------------------------------------------------------------------------
+
+    async def _publish_work(self, subject: Work, data: bytes, id: str, headers: Mapping[str, str]) -> bool:
+        end = self._clock.now() + self._publish_timeout_seconds
+        while True:
+            self._do_what_is_due()
+            if id in subject.ids:
+                return False
+            if len(subject.stored) < self._max_pending:
+                break
+            if self._clock.now() >= end:
+                raise TransportFull(subject.name, len(subject.stored), subject.behind, self._publish_timeout_seconds)
+            await self._wait(subject.waiters, end)
+            self.refuse_if_closed(subject.name)
+        stored = new_message(subject, data, id, headers, dict.fromkeys(subject.queues, 0))
+        subject.put(stored)
+        self._show(subject, str(stored.number), stored)
+        subject.ids.add(id, subject.stored.values(), self._num_remembered_ids)
+        return True
+
+    def _publish_to_watchers(self, feed: Feed, data: bytes, id: str, key: str, headers: Mapping[str, str]) -> bool:
+        if feed.kind == "signal":
+            stored = new_message(feed, data, id, headers, {})
+            self._show(feed, str(stored.number), stored)
+            return True
+        if id in feed.ids:
+            return False
+        stored = new_message(feed, data, id, headers, {})
+        feed.put(key, stored, self._max_pending)
+        self._show(feed, key, stored)
+        feed.ids.add(id, feed.latest.values(), self._num_remembered_ids)
+        return True
+
+    def _show(self, subject: Work | Feed, key: str, stored: Stored) -> None:
+        for watcher in subject.watchers:
+            watcher.add(key, stored, self._max_pending)
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    async def pull_work(self, subscription: _MemorySubscription, most: int, timeout_seconds: float) -> list[Message]:
         queue = subscription.queue
         end = self._clock.now() + timeout_seconds
         while True:
-            self._refuse_if_closed(queue.subject.name)
+            self.refuse_if_closed(queue.subject.name)
             if subscription.closed:
                 raise TransportClosed(queue.subject.name)
             self._do_what_is_due()
-            taken = self._take(queue, max_messages)
+            taken = self._take(queue, most)
             if taken or self._clock.now() >= end:
                 return taken
             await self._wait(queue.waiters, end)
 
-    def _take(self, queue: _Queue, max_messages: int) -> list[Message]:
-        room = min(max_messages, queue.consumer.max_unacknowledged - len(queue.held))
+    async def pull_watched(self, watch: _MemoryWatch, most: int, timeout_seconds: float) -> list[Message]:
+        watcher = watch.watcher
+        end = self._clock.now() + timeout_seconds
+        while True:
+            self.refuse_if_closed(watcher.subject.name)
+            if watch.closed:
+                raise TransportClosed(watcher.subject.name)
+            if watcher.unread:
+                keys = list(itertools.islice(watcher.unread, most))
+                return [_WatchedMessage(watcher.subject.name, watcher.unread.pop(key)) for key in keys]
+            if self._clock.now() >= end:
+                return []
+            await self._wait(watcher.waiters, end)
+
+    def _take(self, queue: Queue, most: int) -> list[Message]:
+        room = min(most, queue.consumer.max_unacknowledged - len(queue.held))
         taken: list[Message] = []
         while len(taken) < room and (stored := queue.next_ready()) is not None:
             stored.owed[queue.consumer.name] += 1
-            self._hold(queue, stored.number)
+            self.hold(queue, stored.number)
             taken.append(_MemoryMessage(self, queue, stored))
         return taken
 
-    def _hold(self, queue: _Queue, number: int) -> None:
+    # --- the end of a delivery -----------------------------------------------------------------------------------
+
+    def hold(self, queue: Queue, number: int) -> None:
         queue.held[number] = self._clock.now() + queue.consumer.ack_wait_seconds
         self._remember_due(queue.held[number], number, queue)
 
-    def _put_back(self, queue: _Queue, number: int, delay_seconds: float, reason: str) -> None:
+    def is_owed(self, queue: Queue, number: int) -> bool:
+        self._do_what_is_due()
+        return queue.is_owed(number)
+
+    def is_held(self, queue: Queue, number: int, delivery: int) -> bool:
+        """Whether this very delivery is the one that holds the message, no later one."""
+        self._do_what_is_due()
+        return number in queue.held and queue.subject.stored[number].owed[queue.consumer.name] == delivery
+
+    def nak(self, queue: Queue, number: int, delay_seconds: float) -> None:
+        num_deliveries = queue.subject.stored[number].owed[queue.consumer.name]
+        self._put_back(queue, number, delay_seconds, f"refused after {num_deliveries} deliveries")
+
+    def _put_back(self, queue: Queue, number: int, delay_seconds: float, reason: str) -> None:
         """Not acknowledged: delivered again, unless it was often enough."""
         queue.forget(number)
-        stored = queue.subject.stored[number]
-        if stored.owed[queue.consumer.name] >= queue.consumer.max_deliveries:
-            self._bury(queue, stored, reason)
+        num_deliveries, most = queue.subject.stored[number].owed[queue.consumer.name], queue.consumer.max_deliveries
+        if most is not None and num_deliveries >= most:
+            self.dead_letter(queue, number, reason)
         elif delay_seconds > 0:
             queue.delayed[number] = self._clock.now() + delay_seconds
             self._remember_due(queue.delayed[number], number, queue)
         else:
             queue.make_ready(number)
 
-    def _bury(self, queue: _Queue, stored: _Stored, reason: str) -> None:
-        """To the dead letters, and done with."""
+    def dead_letter(self, queue: Queue, number: int, reason: str) -> None:
+        """To the dead letters, and done with. Where these are not declared, it is dropped: nobody wants to know."""
+        stored = queue.subject.stored[number]
         letter = dead_letters.DeadLetter(
             subject=queue.subject.name,
             id=stored.id,
@@ -236,17 +221,16 @@ class MemoryTransport:
             reason=reason,
             data=stored.data,
         )
-        queue.subject.settle(queue, stored.number)
-        grave = self._subject(dead_letters.dead_letter_subject(queue.subject.name))
-        if letter.letter_id not in grave.ids:
-            grave.put(dead_letters.encode(letter), letter.letter_id)
-            if len(grave.stored) > self._max_pending:
-                grave.drop_oldest()
-            grave.forget_ids(self._num_remembered_ids)
+        queue.subject.settle(queue, number)
+        feed = self._subjects.get(dead_letters.dead_letter_subject(queue.subject.name))
+        if isinstance(feed, Feed):
+            self._publish_to_watchers(feed, dead_letters.encode(letter), letter.letter_id, letter.letter_id, {})
 
-    def _remember_due(self, when: float, number: int, queue: _Queue) -> None:
+    # --- time ----------------------------------------------------------------------------------------------------
+
+    def _remember_due(self, when: float, number: int, queue: Queue) -> None:
         if when < self._next_due():
-            _wake(self._due_waiters)  # who waits now sleeps too long
+            wake(self._due_waiters)  # who waits now sleeps too long
         heapq.heappush(self._due, (when, next(self._order), number, queue))
 
     def _next_due(self) -> float:
@@ -272,98 +256,137 @@ class MemoryTransport:
         self._due_waiters.add(woken)
         try:
             await first_of(self._clock, [woken], max(min(end, self._next_due()) - self._clock.now(), 0.0))
+            self._do_what_is_due()
         finally:
             waiters.discard(woken)
             self._due_waiters.discard(woken)
 
-    def _subject(self, name: str) -> _Subject:
-        self._refuse_if_closed(name)
-        return self._subjects.setdefault(name, _Subject(name))
+    # --- subjects ------------------------------------------------------------------------------------------------
 
-    def _refuse_if_closed(self, subject: str) -> None:
+    def refuse_if_closed(self, subject: str) -> None:
         if self._closed:
             raise TransportClosed(subject)
 
+    def _declared(self, name: str) -> Work | Feed:
+        self.refuse_if_closed(name)
+        if name not in self._subjects:
+            raise InvalidRequest("subject", name, "was not declared")
+        return self._subjects[name]
+
+    def _queue(self, subject: str, name: str) -> Queue:
+        found = self._declared(subject)
+        if not isinstance(found, Work) or name not in found.queues:
+            raise InvalidRequest("consumer", name, f"was not declared for {subject}")
+        return found.queues[name]
+
 
 class _MemorySubscription:
-    def __init__(self, transport: MemoryTransport, queue: _Queue) -> None:
+    def __init__(self, transport: MemoryTransport, queue: Queue) -> None:
         self._transport = transport
         self.queue = queue
         self.closed = False
 
     async def pull(self, max_messages: int, timeout_seconds: float) -> list[Message]:
-        return await self._transport._pull(self, max_messages, timeout_seconds)
+        return await self._transport.pull_work(self, max_messages, timeout_seconds)
 
     async def close(self) -> None:
         self.closed = True
-        _wake(self.queue.waiters)
+        wake(self.queue.waiters)
 
 
-class _MemoryMessage:
-    """One delivery. Ack and term count even when they come too late, for then the work is done all the same."""
+class _MemoryWatch:
+    def __init__(self, transport: MemoryTransport, watcher: Watcher) -> None:
+        self._transport = transport
+        self.watcher = watcher
+        self.closed = False
 
-    def __init__(self, transport: MemoryTransport, queue: _Queue, stored: _Stored) -> None:
+    async def pull(self, max_messages: int, timeout_seconds: float) -> list[Message]:
+        return await self._transport.pull_watched(self, max_messages, timeout_seconds)
+
+    async def close(self) -> None:
+        self.closed = True
+        if self.watcher in self.watcher.subject.watchers:
+            self.watcher.subject.watchers.remove(self.watcher)
+        wake(self.watcher.waiters)
+
+
+class _MemoryReceipt:
+    """Ack and term count even when they come too late, for then the work is done all the same."""
+
+    def __init__(self, transport: MemoryTransport, queue: Queue, number: int, num_deliveries: int) -> None:
         self._transport = transport
         self._queue = queue
-        self._stored = stored
-        self.num_deliveries = stored.owed[queue.consumer.name]
+        self._number = number
+        self.num_deliveries = num_deliveries
         self._ended = False
 
     @property
-    def subject(self) -> str:
-        return self._queue.subject.name
-
-    @property
-    def id(self) -> str:
-        return self._stored.id
-
-    @property
-    def data(self) -> bytes:
-        return self._stored.data
+    def token(self) -> str:
+        queue = self._queue
+        return f"{queue.subject.name} {queue.consumer.name} {self._number} {self.num_deliveries}"
 
     async def ack(self) -> None:
-        if self._ends() and self._is_owed():
-            self._queue.subject.settle(self._queue, self._stored.number)
+        if self._ends() and self._transport.is_owed(self._queue, self._number):
+            self._queue.subject.settle(self._queue, self._number)
 
     async def nak(self, delay_seconds: float = 0.0) -> None:
         if self._is_held() and self._ends():
-            reason = f"refused after {self.num_deliveries} deliveries"
-            self._transport._put_back(self._queue, self._stored.number, delay_seconds, reason)
+            self._transport.nak(self._queue, self._number, delay_seconds)
 
     async def in_progress(self) -> None:
-        if self._is_held():
-            self._transport._hold(self._queue, self._stored.number)
+        if self._is_held() and not self._ended:
+            self._transport.hold(self._queue, self._number)
 
     async def term(self, reason: str) -> None:
-        if self._ends() and self._is_owed():
-            self._transport._bury(self._queue, self._stored, reason)
+        if self._ends() and self._transport.is_owed(self._queue, self._number):
+            self._transport.dead_letter(self._queue, self._number, reason)
 
     def _ends(self) -> bool:
         """Says whether this is what ends the delivery."""
         before, self._ended = self._ended, True
         return not before
 
-    def _is_owed(self) -> bool:
-        self._transport._do_what_is_due()
-        return self._queue.is_owed(self._stored.number)
-
     def _is_held(self) -> bool:
-        """Whether this very delivery is the one that holds the message, no later one."""
-        self._transport._do_what_is_due()
-        number = self._stored.number
-        return number in self._queue.held and self._stored.owed[self._queue.consumer.name] == self.num_deliveries
+        return self._transport.is_held(self._queue, self._number, self.num_deliveries)
 
 
-def _is_due_at(when: float, _order: int, number: int, queue: _Queue) -> bool:
+class _MemoryMessage(_MemoryReceipt):
+    def __init__(self, transport: MemoryTransport, queue: Queue, stored: Stored) -> None:
+        super().__init__(transport, queue, stored.number, stored.owed[queue.consumer.name])
+        self.subject = queue.subject.name
+        self.id = stored.id
+        self.data = stored.data
+        self.headers = stored.headers
+
+
+class _WatchedMessage:
+    """There is nothing to end: who looks on owes nothing."""
+
+    token = ""
+    num_deliveries = 1
+
+    def __init__(self, subject: str, stored: Stored) -> None:
+        self.subject = subject
+        self.id = stored.id
+        self.data = stored.data
+        self.headers = stored.headers
+
+    async def ack(self) -> None:
+        pass
+
+    async def nak(self, delay_seconds: float = 0.0) -> None:
+        pass
+
+    async def in_progress(self) -> None:
+        pass
+
+    async def term(self, reason: str) -> None:
+        pass
+
+
+def _consumers(subject: Work | Feed) -> dict[str, Consumer]:
+    return {name: queue.consumer for name, queue in subject.queues.items()} if isinstance(subject, Work) else {}
+
+
+def _is_due_at(when: float, _order: int, number: int, queue: Queue) -> bool:
     return when in (queue.held.get(number), queue.delayed.get(number))
-
-
-def _behind(subject: _Subject) -> list[str]:
-    """The consumers that have yet to acknowledge the oldest message."""
-    return list(next(iter(subject.stored.values())).owed)
-
-
-def _wake(waiters: Waiters) -> None:
-    for woken in waiters:
-        if not woken.done():
-            woken.set_result(None)

@@ -14,12 +14,12 @@ StateDict = Mapping[str, torch.Tensor]
 
 
 class WeightStore(Protocol):
-    """Keeps the newest `keep` versions of each job's role. Safe to use from several threads."""
+    """Keeps the newest `keep` versions of each job's role in one run. Safe to use from several threads."""
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
         """The record to publish. The tensors are copied: the caller may go on training them in place.
 
-        Putting a version replaces it and forgets later ones: after a resume their steps are trained again.
+        Later versions stay: a trainer that came back at its last checkpoint puts again what others are ahead of.
         """
         ...
 
@@ -54,11 +54,10 @@ def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights
         return None
 
 
-def retired_by(version: int, kept: Collection[int], keep: int) -> list[int]:
-    """What goes when `version` has been put: all but the newest `keep` up to it, and what an earlier run left later.
+def retired(kept: Collection[int], keep: int) -> list[int]:
+    """The versions that go.
 
-    >>> retired_by(3, [1, 2, 3, 7], keep=2)
-    [1, 7]
+    >>> retired([1, 7, 3, 2], keep=2)
+    [1, 2]
     """
-    staying = sorted(other for other in kept if other <= version)[-keep:]
-    return sorted(set(kept) - set(staying))
+    return sorted(kept)[:-keep]

@@ -11,13 +11,14 @@ from rlhfspec.errors import StorageError, WeightsVersionError
 from rlhfspec.modeling.digest import digest
 from rlhfspec.modeling.tensor_files import read_tensors, sync, write_tensors
 from rlhfspec.records import Role, Weights
-from rlhfspec.weights.base import StateDict, retired_by, weights_record
+from rlhfspec.weights.base import StateDict, retired, weights_record
 
 SCHEME = "file:"
 
 
 class FileWeightStore:
-    """
+    """`folder`: one for each run.
+
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
@@ -41,8 +42,8 @@ class FileWeightStore:
             sync(self._folder)
         finally:
             writing.unlink(missing_ok=True)
-        for retired in retired_by(version, self._kept(job, role), self._keep):
-            (self._folder / f"{job}-{role}-{retired}.safetensors").unlink(missing_ok=True)
+        for old in retired(self._kept(job, role), self._keep):
+            (self._folder / f"{job}-{role}-{old}.safetensors").unlink(missing_ok=True)
         return weights_record(job, role, version, uri=f"{SCHEME}{path}", digest=digest(state_dict))
 
     def _kept(self, job: str, role: Role) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from rlhfspec.errors import StorageError, WeightsVersionError
 from rlhfspec.modeling.digest import digest
 from rlhfspec.records import Role, Weights
-from rlhfspec.weights.base import StateDict, retired_by, weights_record
+from rlhfspec.weights.base import StateDict, retired, weights_record
 
 
 class MemoryWeightStore:
@@ -35,8 +35,8 @@ class MemoryWeightStore:
         with self._lock:
             versions = self._versions.setdefault((job, role), {})
             versions[version] = (record.digest, tensors)
-            for retired in retired_by(version, versions, self._keep):
-                del versions[retired]
+            for old in retired(versions, self._keep):
+                del versions[old]
         return record
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
@@ -58,6 +58,6 @@ def _copy(state_dict: StateDict) -> dict[str, torch.Tensor]:
     for name, tensor in state_dict.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.numel() or name)
         if key not in copies:
-            copies[key] = tensor.detach().clone()
+            copies[key] = tensor.detach().to("cpu", copy=True)
         result[name] = copies[key]
     return result

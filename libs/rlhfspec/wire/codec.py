@@ -22,7 +22,19 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from google.protobuf.message import DecodeError
 
 from rlhfspec.errors import InvalidRequest, MalformedRecord
-from rlhfspec.records import Demand, Load, Prompt, Record, Sample, Score, StepReport, Weights
+from rlhfspec.records import (
+    DatasetInfo,
+    Demand,
+    EvaluationReport,
+    Heartbeat,
+    Load,
+    Prompt,
+    Record,
+    Sample,
+    Score,
+    StepReport,
+    Weights,
+)
 from rlhfspec.wire.records_pb2 import Envelope
 
 # The envelope's field for each type of record.
@@ -34,6 +46,9 @@ ENVELOPE_FIELDS: dict[type[Record], str] = {
     Demand: "demand",
     Load: "load",
     StepReport: "step_report",
+    Heartbeat: "heartbeat",
+    DatasetInfo: "dataset_info",
+    EvaluationReport: "evaluation_report",
 }
 _TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
 _FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in ENVELOPE_FIELDS}
@@ -45,7 +60,14 @@ def _choices_of(record_type: type[Record]) -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
+def _optional_of(record_type: type[Record]) -> frozenset[str]:
+    """The fields that may be None."""
+    hints = get_type_hints(record_type)
+    return frozenset(name for name, hint in hints.items() if type(None) in get_args(hint))
+
+
 _CHOICES = {kind: _choices_of(kind) for kind in ENVELOPE_FIELDS}
+_OPTIONAL = {kind.__name__: _optional_of(kind) for kind in ENVELOPE_FIELDS}
 
 
 def encode(record: Record) -> bytes:
@@ -80,25 +102,31 @@ def decode(data: bytes) -> Record:
     return record
 
 
+# Fields that hold pairs: what the two parts of a pair are called in the message.
+_PAIRS = {"components": ("name", "value"), "experts": ("layer", "rows"), "strategies": ("name", "num_steps")}
+
+
 def _put(message: Any, name: str, value: Any) -> None:
-    if name == "components":
-        for component, number in value:
-            message.components.add(name=component, value=number)
-    elif name == "experts":
-        for layer, rows in value:
-            message.experts.add(layer=layer, rows=rows)
+    if name in _PAIRS:
+        for pair in value:
+            getattr(message, name).add(**dict(zip(_PAIRS[name], pair, strict=True)))
     elif isinstance(value, tuple):
         getattr(message, name).extend(value)
-    else:
+    elif value is not None or name not in _OPTIONAL[type(message).__name__]:
         setattr(message, name, value)
 
 
 def _get(message: Any, name: str) -> Any:
     value = getattr(message, name)
-    if name == "components":
-        return tuple((component.name, component.value) for component in value)
-    if name == "experts":
-        return tuple((experts.layer, tuple(experts.rows)) for experts in value)
+    if name in _PAIRS:
+        first, second = _PAIRS[name]
+        return tuple((getattr(pair, first), _plain(getattr(pair, second))) for pair in value)
+    if name in _OPTIONAL[type(message).__name__] and not message.HasField(name):
+        return None
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float) else tuple(value)
 
 

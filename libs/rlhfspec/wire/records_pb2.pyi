@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("prompt", "sample", "score", "weights", "demand", "load", "step_report")
+    __slots__ = ("prompt", "sample", "score", "weights", "demand", "load", "step_report", "heartbeat", "dataset_info", "evaluation_report")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,9 @@ class Envelope(_message.Message):
     DEMAND_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_REPORT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DATASET_INFO_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_REPORT_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     sample: Sample
     score: Score
@@ -22,10 +25,13 @@ class Envelope(_message.Message):
     demand: Demand
     load: Load
     step_report: StepReport
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    dataset_info: DatasetInfo
+    evaluation_report: EvaluationReport
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., dataset_info: _Optional[_Union[DatasetInfo, _Mapping]] = ..., evaluation_report: _Optional[_Union[EvaluationReport, _Mapping]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("id", "job", "step", "prompt", "replica", "text", "token_ids", "columns_json", "seed", "weights_version")
+    __slots__ = ("id", "job", "step", "prompt", "replica", "text", "token_ids", "columns_json", "seed", "weights_version", "purpose")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +42,7 @@ class Prompt(_message.Message):
     COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     step: int
@@ -46,10 +53,25 @@ class Prompt(_message.Message):
     columns_json: str
     seed: int
     weights_version: int
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., prompt: _Optional[int] = ..., replica: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., columns_json: _Optional[str] = ..., seed: _Optional[int] = ..., weights_version: _Optional[int] = ...) -> None: ...
+    purpose: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., prompt: _Optional[int] = ..., replica: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., columns_json: _Optional[str] = ..., seed: _Optional[int] = ..., weights_version: _Optional[int] = ..., purpose: _Optional[str] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("id", "job", "step", "prompt", "replica", "prompt_text", "prompt_token_ids", "columns_json", "text", "token_ids", "log_probs", "tempered_log_probs", "weights_versions", "finish_reason", "error", "num_verifications", "num_drafted", "num_accepted", "generator")
+    __slots__ = ("id", "job", "step", "prompt", "replica", "prompt_text", "prompt_token_ids", "columns_json", "text", "token_ids", "log_probs", "tempered_log_probs", "weights_versions", "finish_reason", "error", "num_verifications", "num_drafted", "num_accepted", "strategies", "experts", "seconds", "generator", "purpose")
+    class Strategy(_message.Message):
+        __slots__ = ("name", "num_steps")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        num_steps: int
+        def __init__(self, name: _Optional[str] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    class Experts(_message.Message):
+        __slots__ = ("layer", "rows")
+        LAYER_FIELD_NUMBER: _ClassVar[int]
+        ROWS_FIELD_NUMBER: _ClassVar[int]
+        layer: str
+        rows: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, layer: _Optional[str] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -68,7 +90,11 @@ class Sample(_message.Message):
     NUM_VERIFICATIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    STRATEGIES_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     GENERATOR_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     step: int
@@ -87,11 +113,15 @@ class Sample(_message.Message):
     num_verifications: int
     num_drafted: int
     num_accepted: int
+    strategies: _containers.RepeatedCompositeFieldContainer[Sample.Strategy]
+    experts: _containers.RepeatedCompositeFieldContainer[Sample.Experts]
+    seconds: float
     generator: str
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., prompt: _Optional[int] = ..., replica: _Optional[int] = ..., prompt_text: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., columns_json: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., tempered_log_probs: _Optional[_Iterable[float]] = ..., weights_versions: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[str] = ..., num_verifications: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., generator: _Optional[str] = ...) -> None: ...
+    purpose: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., prompt: _Optional[int] = ..., replica: _Optional[int] = ..., prompt_text: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., columns_json: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., tempered_log_probs: _Optional[_Iterable[float]] = ..., weights_versions: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[str] = ..., num_verifications: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., strategies: _Optional[_Iterable[_Union[Sample.Strategy, _Mapping]]] = ..., experts: _Optional[_Iterable[_Union[Sample.Experts, _Mapping]]] = ..., seconds: _Optional[float] = ..., generator: _Optional[str] = ..., purpose: _Optional[str] = ...) -> None: ...
 
 class Score(_message.Message):
-    __slots__ = ("id", "sample_id", "job", "step", "stage", "values", "components", "weights_version", "error")
+    __slots__ = ("id", "sample_id", "job", "step", "stage", "values", "components", "weights_version", "error", "seconds", "purpose")
     class Component(_message.Message):
         __slots__ = ("name", "value")
         NAME_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +138,8 @@ class Score(_message.Message):
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
     id: str
     sample_id: str
     job: str
@@ -117,7 +149,9 @@ class Score(_message.Message):
     components: _containers.RepeatedCompositeFieldContainer[Score.Component]
     weights_version: int
     error: str
-    def __init__(self, id: _Optional[str] = ..., sample_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., stage: _Optional[str] = ..., values: _Optional[_Iterable[float]] = ..., components: _Optional[_Iterable[_Union[Score.Component, _Mapping]]] = ..., weights_version: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    seconds: float
+    purpose: str
+    def __init__(self, id: _Optional[str] = ..., sample_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., stage: _Optional[str] = ..., values: _Optional[_Iterable[float]] = ..., components: _Optional[_Iterable[_Union[Score.Component, _Mapping]]] = ..., weights_version: _Optional[int] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ..., purpose: _Optional[str] = ...) -> None: ...
 
 class Weights(_message.Message):
     __slots__ = ("id", "job", "version", "role", "uri", "digest")
@@ -135,6 +169,20 @@ class Weights(_message.Message):
     digest: str
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., version: _Optional[int] = ..., role: _Optional[str] = ..., uri: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
+class DatasetInfo(_message.Message):
+    __slots__ = ("id", "job", "num_prompts", "num_held_out", "last_step")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    num_prompts: int
+    num_held_out: int
+    last_step: int
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_held_out: _Optional[int] = ..., last_step: _Optional[int] = ...) -> None: ...
+
 class Demand(_message.Message):
     __slots__ = ("id", "job", "step", "round", "num_prompts")
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -150,14 +198,7 @@ class Demand(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., num_prompts: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "experts")
-    class Experts(_message.Message):
-        __slots__ = ("layer", "rows")
-        LAYER_FIELD_NUMBER: _ClassVar[int]
-        ROWS_FIELD_NUMBER: _ClassVar[int]
-        layer: str
-        rows: _containers.RepeatedScalarFieldContainer[int]
-        def __init__(self, layer: _Optional[str] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATOR_FIELD_NUMBER: _ClassVar[int]
@@ -169,7 +210,6 @@ class Load(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_VERIFICATION_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
-    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     generator: str
@@ -181,8 +221,7 @@ class Load(_message.Message):
     tokens_per_second: float
     accepted_per_verification: float
     strategy: str
-    experts: _containers.RepeatedCompositeFieldContainer[Load.Experts]
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[Load.Experts, _Mapping]]] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("id", "job", "step", "weights_version", "weights_digest", "metrics_json")
@@ -199,3 +238,37 @@ class StepReport(_message.Message):
     weights_digest: str
     metrics_json: str
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., weights_version: _Optional[int] = ..., weights_digest: _Optional[str] = ..., metrics_json: _Optional[str] = ...) -> None: ...
+
+class EvaluationReport(_message.Message):
+    __slots__ = ("id", "job", "step", "metrics_json")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    METRICS_JSON_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    step: int
+    metrics_json: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., metrics_json: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("id", "job", "stage", "worker", "doing", "what", "since_seconds", "overdue_seconds", "busy_seconds")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OVERDUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    stage: str
+    worker: int
+    doing: str
+    what: str
+    since_seconds: float
+    overdue_seconds: float
+    busy_seconds: float
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., doing: _Optional[str] = ..., what: _Optional[str] = ..., since_seconds: _Optional[float] = ..., overdue_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ...) -> None: ...

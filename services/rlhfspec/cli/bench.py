@@ -219,7 +219,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _checked(call: Any, **arguments: Any) -> Any:
-    """A value the user can mend is said in one line, not in a traceback."""
+    """User errors are one line that names the field to fix, never a traceback."""
     try:
         return call(**arguments)
     except InvalidRequest as error:

@@ -14,6 +14,7 @@ from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from rlhfspec.telemetry.evaluations import Evaluation
     from rlhfspec.telemetry.metrics import StepMetrics
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
@@ -21,17 +22,22 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also 
 
 
 def compare(runs: Runs, plot: Plot = None) -> None:
-    """Compare runs: reward from first to last, KL, length, speed."""
+    """Compare runs: reward from first to last, on held-out prompts where all were evaluated, KL, length, speed."""
     from rlhfspec.telemetry import plots
+    from rlhfspec.telemetry.run_folder import RunFolder
 
     steps: dict[str, list[StepMetrics]] = {}
+    evaluations: dict[str, list[Evaluation]] = {}
     with exit_on_problems():
         for path in runs:
-            steps[_name(path, steps)] = _steps(path)
-    wide_console().print(_table(steps))
+            name = _name(path, steps)
+            steps[name], evaluations[name] = _steps(path), RunFolder(path).evaluations()
+    if not all(evaluations.values()):
+        evaluations = {}
+    wide_console().print(_table(steps, evaluations))
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plots.compare(steps, plot)
+        plots.compare(steps, plot, evaluations=evaluations)
         typer.echo(f"picture: {plot.absolute()}")
 
 
@@ -49,25 +55,31 @@ def _steps(path: Path) -> list[StepMetrics]:
     return folder.steps()
 
 
-def _table(runs: dict[str, list[StepMetrics]]) -> Table:
+def _table(runs: dict[str, list[StepMetrics]], evaluations: dict[str, list[Evaluation]]) -> Table:
+    from rlhfspec.telemetry.evaluations import best
     from rlhfspec.telemetry.plots import ends
     from rlhfspec.telemetry.text import number
 
     table = Table()
     table.add_column("run")
-    for title in ("steps", "reward, first", "last", "change", "KL, last", "length, last", "tokens/s", "seconds a step"):
+    held_out = ("held-out, best", "after step") if evaluations else ()
+    for title in ("steps", "reward, first", "last", "change", *held_out, "KL (k3), last", "length, last", "tokens/s",
+                  "seconds a step"):  # fmt: skip
         table.add_column(title, justify="right")
     for name, steps in runs.items():
         first, last = ends(steps)
+        top = [best(evaluations[name])] if evaluations else []
+        speeds = [metrics.tokens_per_second for metrics in steps if metrics.tokens_per_second is not None]
         table.add_row(
             name,
             str(len(steps)),
             number(first),
             number(last),
             f"{last - first:+.3f}",
-            number(steps[-1].kl),
+            *(text for run in top for text in (number(run.reward.mean), str(run.step))),
+            number(steps[-1].kl_k3),
             number(steps[-1].response_length.mean),
-            number(sum(s.tokens_per_second for s in steps) / len(steps)),
+            number(sum(speeds) / len(speeds) if speeds else None),
             number(sum(s.seconds.step for s in steps) / len(steps)),
         )
     return table

@@ -1,9 +1,11 @@
-"""`rlhfspec validate`, `init` and `schema`: the commands around a job file. None of them imports torch."""
+"""`rlhfspec validate`, `init` and `schema`: the commands around a job file. None imports torch for a usual job."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -35,7 +37,9 @@ def validate(
     with exit_on_problems():
         checked = read_job(job, overrides or [])
         check_made_here(checked, job)
-        lines = [*_summary(checked), *_data_lines(checked, prompts)]
+        lines, columns = _data_lines(checked, prompts)
+        _check_as_run_does(checked, job.parent, columns)
+        lines = [*_summary(checked), *lines]
     typer.echo(f"{job}: valid")
     for line in lines:
         typer.echo(f"  {line}")
@@ -46,7 +50,9 @@ def validate(
 def init(
     job: Job,
     model: Annotated[str, typer.Option(help="Folder or hub id of the policy.")] = DEFAULT_MODEL,
-    data: Annotated[str, typer.Option(help="A .jsonl or .parquet file, datasets folder, hub id.")] = DEFAULT_DATA,
+    data: Annotated[
+        str, typer.Option(help="Rows: .jsonl, .json, .csv, .parquet; datasets folder; hub id.")
+    ] = DEFAULT_DATA,
     algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(AlgorithmName))}.")] = "grpo",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the job file if there is one.")] = False,
 ) -> None:
@@ -114,27 +120,50 @@ def _summary(job: RLHFJob) -> list[str]:
     ]
 
 
-def _data_lines(job: RLHFJob, with_tokenizer: bool) -> list[str]:
-    """Reads the data when it lies on this machine; prompts are tokenized only when asked for."""
-    from rlhfspec.data import Prompts, load_rows, load_tokenizer
-    from rlhfspec.data.order import num_steps
+def _check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | None) -> None:
+    """What `run` would refuse once it loads; torch is imported only for an optimizer or a schedule of the job's own."""
+    from rlhfspec.scoring.rewards.sources import check_functions
+    from rlhfspec.telemetry.trackers import check_packages
+
+    check_functions(job.spec.rewards, base, columns)
+    check_packages(job)
+    training = job.spec.training
+    usual = {"AdamW", "constant", "linear", "cosine"}
+    own = [
+        s for s in (training.optimizer, training.critic_optimizer, training.schedule) if {s.name} - usual or s.arguments
+    ]
+    if own and find_spec("torch") is not None:
+        from rlhfspec.learning.optim import check_settings
+
+        check_settings(training)
+
+
+def _data_lines(job: RLHFJob, with_tokenizer: bool) -> tuple[list[str], dict[str, str] | None]:
+    """Lines on the data when it is on this machine, and its columns; prompts are tokenized only when asked for."""
+    from rlhfspec.data import Order, Prompts, load_rows, load_tokenizer
+    from rlhfspec.data.columns import columns_of_rows
+    from rlhfspec.data.held_out import held_out_of
     from rlhfspec.data.shape import check_rows
 
     dataset, spec = job.spec.dataset, job.spec
     if not Path(dataset.path).is_absolute():
-        return [f"data        {dataset.path} (not read: it is not on this machine yet)"]
+        return [f"data        {dataset.path} (not read: it is not on this machine yet)"], None
     rows = load_rows(dataset)
     check_rows(rows, dataset)
+    if spec.evaluation is not None:
+        rows, held_out = held_out_of(rows, spec, Path())
+        check_rows(held_out, dataset)
     lines = [f"data        {dataset.path}, {len(rows)} rows"]
-    num_prompts = len(rows)
+    num_prompts, columns = len(rows), columns_of_rows(rows, dataset, range(len(rows)))
     if with_tokenizer:
         prompts = Prompts(rows, load_tokenizer(spec.model), dataset, spec.training.seed, spec.training.prompts_per_step)
-        num_prompts = len(prompts)
+        num_prompts, columns = len(prompts), prompts.columns
         lengths = [len(prompts[index].token_ids) for index in range(num_prompts)]
         lines.append(
             f"prompts     {num_prompts} of {min(lengths)} to {max(lengths)} tokens, {prompts.num_too_long} too long"
         )
-    last = num_steps(num_prompts, spec.training.prompts_per_step, dataset.epochs)
+    order = Order(num_rows=num_prompts, prompts_per_step=spec.training.prompts_per_step, seed=0, epochs=dataset.epochs)
+    last = order.last_step
     if last is not None and last < spec.training.steps:
         lines.append(f"remark: the data ends after step {last} of {spec.training.steps} (dataset.epochs)")
-    return lines
+    return lines, columns

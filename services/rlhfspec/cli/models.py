@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections import Counter
 from functools import partial
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhfspec.cli.problems import FAILED, exit_on_problems
+from rlhfspec.cli.exit_codes import FAILED
+from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.errors import InvalidRequest, nearest
 
 if TYPE_CHECKING:
     from rlhfspec.sweep.run import Judged
@@ -73,9 +73,9 @@ def check(
 
 def _refuse_misspelt(name: str, types: list[str]) -> None:
     """Before the hub is asked for a model of that name."""
-    near = [] if Path(name).exists() else difflib.get_close_matches(name, types, n=1, cutoff=0.8)
+    near = None if Path(name).exists() else nearest(name, types, cutoff=0.8)
     if near:
-        raise InvalidRequest("models", name, f"no such folder or type; did you mean {near[0]}?")
+        raise InvalidRequest("models", name, f"no such folder or type; did you mean {near}?")
 
 
 def _check_own(path: str, max_context: int) -> int:

@@ -8,9 +8,8 @@ from typing import NoReturn
 
 import typer
 
+from rlhfspec.cli.exit_codes import FAILED
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
-
-FAILED = 1
 
 
 @contextmanager
@@ -33,5 +32,5 @@ def exit_on_problems() -> Iterator[None]:
 
 
 def refuse(message: str, *, code: int = 2) -> NoReturn:
-    typer.echo(message, err=True)
+    typer.echo(message.encode(errors="backslashreplace"), err=True)
     raise typer.Exit(code)

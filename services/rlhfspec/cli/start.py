@@ -7,10 +7,12 @@ import sys
 import threading
 from typing import NoReturn
 
-STOPPED = 130  # as a shell says of Ctrl-C
+from rlhfspec.cli.exit_codes import STOPPED
+from rlhfspec.kernels.malloc import tune_malloc
 
 
 def main() -> None:
+    tune_malloc()  # before torch, and before any thread
     try:
         from rlhfspec.cli.main import app
 

@@ -12,11 +12,15 @@ from rlhfspec.job_file.paths import MADE_HERE
 def with_tiny_paths(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
     """The same job with local paths in their place; what is not there yet is made, which takes a minute once."""
     model, dataset = job.spec.model, job.spec.dataset
+    evaluation = job.spec.evaluation
+    if evaluation is not None and evaluation.path is not None:
+        evaluation = evaluation.model_copy(update={"path": _made(evaluation.path, report)})
     paths = {name: _made(path, report) for name in MODEL_FIELDS if (path := getattr(model, name)) is not None}
     spec = job.spec.model_copy(
         update={
             "model": model.model_copy(update=paths),
             "dataset": dataset.model_copy(update={"path": _made(dataset.path, report)}),
+            "evaluation": evaluation,
         }
     )
     return job.model_copy(update={"spec": spec})

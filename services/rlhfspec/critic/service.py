@@ -42,8 +42,6 @@ class CriticService(TokenScoringService):
                 pulling = self._inbox.pull(max_records=1024, timeout_seconds=WEIGHTS_PULL_SECONDS if late else 0.0)
                 arrived = await self.unless_stopped(pulling)
             await self._take([delivery.record for delivery in arrived if delivery.record.role == "critic"])
-            for delivery in arrived:
-                await delivery.ack()
             if not arrived and self.weights_version >= wanted:
                 return True
         return False

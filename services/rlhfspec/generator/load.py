@@ -1,16 +1,17 @@
-"""What a generator says of itself a few times a second. Nothing that decides a token or a curve reads it."""
+"""What a generator says of itself: a record a few times a second for the eyes, and on each sample what it cost."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 
-from rlhfspec.engine.base import EngineProtocol, StepReport
+from rlhfspec.engine.base import EngineProtocol, EngineStep
 from rlhfspec.records import Load
 
 EVERY_SECONDS = 0.25
+Experts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Meter:
@@ -28,30 +29,30 @@ class Meter:
         self._num_finished = 0
         self._num_tokens = 0
         self._strategies: Counter[str] = Counter()
-        self._num_rows = self._num_committed = 0  # of decoding steps since the last record
+        self._num_rows = self._num_drafted = self._num_committed = 0  # of decoding steps since the last record
         self._seconds = 0.0
-        self._expert_rows: Mapping[str, tuple[int, ...]] = {}  # until the last record
-        self._last = now()
+        self._expert_rows: Mapping[str, tuple[int, ...]] = {}  # said so far
+        self._last = self._experts_said = now()
 
     def submitted(self, step: int) -> None:
         if step > self._step:
             self._step, self._num_finished = step, 0
 
-    def stepped(self, report: StepReport) -> None:
+    def stepped(self, report: EngineStep) -> None:
         self._num_finished += len(report.finished)
         self._num_tokens += report.num_committed
         self._num_rows += report.num_decoding
+        self._num_drafted += report.num_verified_nodes
         self._num_committed += report.num_committed
         self._seconds += report.seconds
         self._strategies[report.strategy] += 1
 
     def load(self) -> Load | None:
         """When it is due: from time to time, and when the engine has run out of work."""
-        now = self._now()
-        is_due = now - self._last >= EVERY_SECONDS or not self._engine.has_work
-        if not is_due or not self._strategies:
+        if not self._is_due(self._last) or not self._strategies:
             return None
         stats = self._engine.stats()
+        accepted = max(self._num_committed / self._num_rows - 1.0, 0.0) if self._num_drafted else None
         record = Load(
             id=f"{self._job}/{self.name}/load/{next(self._numbers)}",
             job=self._job,
@@ -62,17 +63,28 @@ class Meter:
             num_finished=self._num_finished,
             num_tokens=self._num_tokens,
             tokens_per_second=self._num_committed / self._seconds if self._seconds else 0.0,
-            accepted_per_verification=max(self._num_committed / self._num_rows - 1.0, 0.0) if self._num_rows else 0.0,
+            accepted_per_verification=accepted,
             strategy=self._strategies.most_common(1)[0][0],
-            experts=tuple(self._experts_since(stats.expert_rows)),
         )
-        self._expert_rows = stats.expert_rows
-        self._last, self._seconds = now, 0.0
-        self._num_rows = self._num_committed = 0
+        self._last, self._seconds = self._now(), 0.0
+        self._num_rows = self._num_drafted = self._num_committed = 0
         self._strategies.clear()
         return record
 
-    def _experts_since(self, rows: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for layer, counts in rows.items():
-            before = self._expert_rows.get(layer, (0,) * len(counts))
-            yield layer, tuple(now - then for now, then in zip(counts, before, strict=True))
+    def experts(self) -> Experts:
+        """Rows that each expert ran and no sample has told of; nothing when they were told a moment ago.
+
+        Every row is told once, the last ones with the last sample: then the engine has run dry.
+        """
+        if not self._is_due(self._experts_said):
+            return ()
+        self._experts_said = self._now()
+        rows, before = self._engine.stats().expert_rows, self._expert_rows
+        self._expert_rows = rows
+        return tuple(
+            (layer, tuple(now - then for now, then in zip(counts, before.get(layer, (0,) * len(counts)), strict=True)))
+            for layer, counts in rows.items()
+        )
+
+    def _is_due(self, last: float) -> bool:
+        return self._now() - last >= EVERY_SECONDS or not self._engine.has_work

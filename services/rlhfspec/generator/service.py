@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from rlhfspec.engine.base import Completion, Request
-from rlhfspec.engine.core import Engine
+from rlhfspec.engine.base import Completion, EngineProtocol, Request
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.generator.history import Histories
-from rlhfspec.generator.load import Meter
+from rlhfspec.generator.load import Experts, Meter
 from rlhfspec.job import Generation, RLHFJob
 from rlhfspec.records import Prompt, Sample, Weights
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Delivery, Inbox, StageBus, kept_in_progress
+from rlhfspec.service.bus import Delivery, Inbox, StageBus
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.weights import WeightStore, newest_kept
 
 IDLE_SECONDS = 0.5
 EARLY_SECONDS = 0.02  # prompts whose weights are not here yet are rare; others that could run may come after them
 BURST_SECONDS = 0.05  # so long the engine steps between two looks at the inboxes; a finished sample ends it sooner
-ACK_WAIT_SECONDS = 60.0
 
 
 class GeneratorService(Service):
@@ -28,7 +26,7 @@ class GeneratorService(Service):
     prompts, trainer. A prompt is acknowledged once its sample is published, so a lost generator loses no sample."""
 
     def __init__(
-        self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, engine: Engine, weights: WeightStore
+        self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, engine: EngineProtocol, weights: WeightStore
     ) -> None:
         super().__init__("generator", worker, vitals)
         self._bus = bus
@@ -39,22 +37,18 @@ class GeneratorService(Service):
         self._params = sampling_params(job.spec.generation)
         self._early: deque[Delivery[Prompt]] = deque()  # their weights are not here yet
         self._running: dict[str, Delivery[Prompt]] = {}
+        self._shares: dict[str, float] = {}  # of what runs: `_share_seconds` when it came
+        self._share_seconds = 0.0  # of each piece of work, what fell to each sample that was there
         self._histories = Histories(keep=job.spec.algorithm.samples_per_prompt)
         self._meter = Meter(job.metadata.name, f"generator-{worker}", engine)
 
     async def run(self) -> None:
-        prompts = await self._bus.subscribe(Prompt, ack_wait_seconds=ACK_WAIT_SECONDS, max_unacknowledged=1 << 16)
-        weights = await self._bus.subscribe(Weights)
-        async with kept_in_progress(self._held, every_seconds=ACK_WAIT_SECONDS / 4, clock=self._bus.clock):
+        async with await self._bus.subscribe(Prompt) as prompts, await self._bus.subscribe(Weights) as weights:
             while not self.stopping.is_set():
                 await self._take_weights(weights)
                 await self._take_prompts(prompts)
                 if self._engine.has_work:
                     await self._generate()
-
-    def _held(self) -> list[Delivery[Prompt]]:
-        """Prompts that stay ours until their samples are out."""
-        return [*self._running.values(), *self._early]
 
     async def _take_weights(self, inbox: Inbox[Weights]) -> None:
         """Between two steps of the engine. What runs goes on under the new version, and says so token by token."""
@@ -67,8 +61,6 @@ class GeneratorService(Service):
         if newer:
             with self.vitals.working(f"loading weights version {newer[-1].version}", deadline_seconds=self._deadline):
                 await self.in_thread(self._load, newer)
-        for delivery in arrived:
-            await delivery.ack()
 
     def _load(self, records: list[Weights]) -> None:
         if (found := newest_kept(self._weights, records)) is not None:
@@ -86,6 +78,7 @@ class GeneratorService(Service):
         for delivery in ready:
             if delivery.record.id not in self._running:  # a redelivery of what already runs here
                 self._submit(delivery.record)
+                self._shares[delivery.record.id] = self._share_seconds
             self._running[delivery.record.id] = delivery
 
     def _submit(self, prompt: Prompt) -> None:
@@ -102,13 +95,17 @@ class GeneratorService(Service):
 
     async def _generate(self) -> None:
         what = f"{len(self._running)} samples, the first {next(iter(self._running))}"
-        with self.vitals.working(what, deadline_seconds=self._deadline):
+        with self.vitals.working(what, deadline_seconds=self._deadline) as worked:
             finished = await self.in_thread(self._burst)
-        if (load := self._meter.load()) is not None:  # first: who trains on the samples has heard of it
+        self._share_seconds += worked.seconds / len(self._running)
+        if (load := self._meter.load()) is not None:
             await self._bus.publish(load)
         for completion in finished:
             delivery = self._running.pop(completion.id)
-            await self._bus.publish(sample_of(delivery.record, completion, self._meter.name))
+            seconds = self._share_seconds - self._shares.pop(completion.id)
+            experts = self._meter.experts()
+            sample = sample_of(delivery.record, completion, self._meter.name, seconds=seconds, experts=experts)
+            await self._bus.publish(sample)
             await delivery.ack()
             self._histories.add(completion.prompt_token_ids, completion.token_ids)
 
@@ -134,7 +131,9 @@ def sampling_params(generation: Generation) -> SamplingParams:
     )
 
 
-def sample_of(prompt: Prompt, completion: Completion, generator: str) -> Sample:
+def sample_of(
+    prompt: Prompt, completion: Completion, generator: str, *, seconds: float = 0.0, experts: Experts = ()
+) -> Sample:
     """Pure: the record of a finished response."""
     failed = completion.finish_reason not in ("stop", "length")
     return Sample(
@@ -156,5 +155,9 @@ def sample_of(prompt: Prompt, completion: Completion, generator: str) -> Sample:
         num_verifications=completion.stats.num_verifications,
         num_drafted=completion.stats.num_drafted,
         num_accepted=completion.stats.num_accepted,
+        strategies=completion.stats.strategies,
+        experts=experts,
+        seconds=seconds,
         generator=generator,
+        purpose=prompt.purpose,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from rlhfspec.data import Prompts
-from rlhfspec.job import RLHFJob
-from rlhfspec.records import Demand, Prompt, Weights, sample_id, sample_seed
+from collections.abc import Callable
+from typing import Any
+
+from rlhfspec.data import PromptRow, Prompts
+from rlhfspec.job import HeldOut, RLHFJob
+from rlhfspec.records import DatasetInfo, Demand, Prompt, Weights, evaluation_id, sample_id, sample_seed
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Inbox, StageBus
 from rlhfspec.service.tasks import together
@@ -14,23 +17,40 @@ PULL_SECONDS = 0.5
 
 
 class PromptsService(Service):
-    """Consumes Weights, Demand; produces Prompt; waits for a weights version not older than the step allows;
-    unblocked by trainer."""
+    """Consumes Weights, Demand; produces Prompt, DatasetInfo; waits for a weights version not older than the step
+    allows; unblocked by trainer."""
 
     def __init__(
-        self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, prompts: Prompts, last_step: int
+        self,
+        worker: int,
+        vitals: Vitals,
+        bus: StageBus,
+        *,
+        job: RLHFJob,
+        prompts: Prompts,
+        held_out: Prompts | None = None,
     ) -> None:
         super().__init__("prompts", worker, vitals)
+        self.prompts = prompts
+        self.held_out = held_out  # where the job evaluates
         self._bus = bus
         self._job = job
-        self._prompts = prompts
-        self._last_step = last_step
+        self._evaluation = job.spec.evaluation or HeldOut()
+        self._last_step = min(job.spec.training.steps, prompts.order.last_step or job.spec.training.steps)
         self._published = 0  # the last step whose prompts are out; 0: none since this worker began
 
     async def run(self) -> None:
-        weights = await self._bus.subscribe(Weights)
-        demands = await self._bus.subscribe(Demand)
-        await together(self._follow(weights), self._answer(demands))
+        name = self._job.metadata.name
+        info = DatasetInfo(
+            id=f"{name}/dataset",
+            job=name,
+            num_prompts=len(self.prompts),
+            num_held_out=min(len(self.held_out), self._evaluation.num_prompts) if self.held_out else 0,
+            last_step=self.prompts.order.last_step or 0,
+        )
+        async with await self._bus.subscribe(Weights) as weights, await self._bus.subscribe(Demand) as demands:
+            await self._bus.publish(info)
+            await together(self._follow(weights), self._answer(demands))
 
     async def _follow(self, weights: Inbox[Weights]) -> None:
         while not self.stopping.is_set():
@@ -39,7 +59,6 @@ class PromptsService(Service):
             for delivery in arrived:
                 if delivery.record.role == "policy":
                     await self._publish_steps(delivery.record.version)
-                await delivery.ack()
 
     async def _answer(self, demands: Inbox[Demand]) -> None:
         while not self.stopping.is_set():
@@ -47,45 +66,68 @@ class PromptsService(Service):
                 arrived = await self.unless_stopped(demands.pull(max_records=8, timeout_seconds=PULL_SECONDS))
             for delivery in arrived:
                 demand = delivery.record
-                await self._publish(demand.step, demand.round, demand.num_prompts)
+                asked = (demand.step, demand.round, demand.num_prompts)
+                await self._publish(f"step {demand.step}", prompts_of, self.prompts, *asked)
                 await delivery.ack()
 
     async def _publish_steps(self, version: int) -> None:
         """Every step that version may sample: the next one, and as many more as staleness allows."""
+        if self.held_out and self._evaluation.is_due(version, self._last_step):
+            await self._publish(f"the evaluation after step {version}", evaluation_prompts, self.held_out, version)
         newest = min(version + 1 + self._job.spec.training.max_staleness, self._last_step)
         for step in range(max(self._published, version) + 1, newest + 1):
-            await self._publish(step)
+            await self._publish(f"step {step}", prompts_of, self.prompts, step, 0, None)
             self._published = step
 
-    async def _publish(self, step: int, round: int = 0, count: int | None = None) -> None:
-        with self.vitals.working(f"prompts of step {step}", deadline_seconds=self._deadline):
-            for prompt in await self.in_thread(prompts_of, self._job, self._prompts, step, round, count):
+    async def _publish(self, what: str, make: Callable[..., list[Prompt]], *arguments: object) -> None:
+        deadline = self._job.spec.roles.prompts.deadline_seconds
+        with self.vitals.working(f"prompts of {what}", deadline_seconds=deadline):
+            for prompt in await self.in_thread(make, self._job, *arguments):
                 await self._bus.publish(prompt)
-
-    @property
-    def _deadline(self) -> float:
-        return self._job.spec.roles.prompts.deadline_seconds
 
 
 def prompts_of(job: RLHFJob, prompts: Prompts, step: int, round: int, count: int | None) -> list[Prompt]:
     """Pure: the records of a step, or of one of its demands. The replicas of a prompt stand together."""
-    training, name = job.spec.training, job.metadata.name
-    records = []
-    for place, row in prompts.take(step, round, count):
-        for replica in range(job.spec.algorithm.samples_per_prompt):
-            record_id = sample_id(name, step=step, prompt=place, replica=replica)
-            records.append(
-                Prompt(
-                    id=record_id,
-                    job=name,
-                    step=step,
-                    prompt=place,
-                    replica=replica,
-                    text=row.text,
-                    token_ids=row.token_ids,
-                    columns_json=row.columns_json,
-                    seed=sample_seed(training.seed, record_id),
-                    weights_version=max(step - 1 - training.max_staleness, 0),
-                )
-            )
-    return records
+    name, training = job.metadata.name, job.spec.training
+    version = max(step - 1 - training.max_staleness, 0)
+    ids = [
+        (place, replica, row, sample_id(name, step=step, prompt=place, replica=replica))
+        for place, row in prompts.take(step, round, count)
+        for replica in range(job.spec.algorithm.samples_per_prompt)
+    ]
+    return [
+        _prompt(job, row, id=id, step=step, prompt=place, replica=replica, seed_of=id, weights_version=version)
+        for place, replica, row, id in ids
+    ]
+
+
+def evaluation_prompts(job: RLHFJob, held_out: Prompts, step: int) -> list[Prompt]:
+    """Pure: the held-out prompts, for the policy after a step. Each has the same noise in every evaluation."""
+    name, evaluation = job.metadata.name, job.spec.evaluation
+    assert evaluation is not None, "an evaluation is asked for where the job has one"
+    return [
+        _prompt(
+            job,
+            held_out[place],
+            id=evaluation_id(name, step=step, prompt=place, replica=replica),
+            step=step,
+            prompt=place,
+            replica=replica,
+            seed_of=f"{name}/evaluation/{place}/{replica}",
+            weights_version=step,
+            purpose="evaluation",
+        )
+        for place in range(min(evaluation.num_prompts, len(held_out)))
+        for replica in range(evaluation.samples_per_prompt)
+    ]
+
+
+def _prompt(job: RLHFJob, row: PromptRow, *, seed_of: str, **fields: Any) -> Prompt:
+    return Prompt(
+        job=job.metadata.name,
+        text=row.text,
+        token_ids=row.token_ids,
+        columns_json=row.columns_json,
+        seed=sample_seed(job.spec.training.seed, seed_of),
+        **fields,
+    )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from dataclasses import replace
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Sample
+from rlhfspec.records import Purpose, Sample
 from rlhfspec.scoring.rewards.sources import RewardSources
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Delivery, StageBus, kept_in_progress
+from rlhfspec.service.bus import Delivery, StageBus
 from rlhfspec.service.vitals import Vitals
 
 PULL_SECONDS = 0.5
-ACK_WAIT_SECONDS = 60.0
 
 
 class RewardService(Service):
@@ -25,21 +25,25 @@ class RewardService(Service):
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, sources: RewardSources) -> None:
         super().__init__("reward", worker, vitals)
         self._bus = bus
-        self._sources = sources
+        self.sources = sources
         self._deadline = job.spec.roles.reward.deadline_seconds
-        self._group_size = job.spec.algorithm.samples_per_prompt if sources.grouping == "group" else 1
+        evaluation = job.spec.evaluation
+        self._group_sizes: dict[Purpose, int] = {
+            "training": job.spec.algorithm.samples_per_prompt,
+            "evaluation": evaluation.samples_per_prompt if evaluation else 1,
+        }
         # So many groups at once that every source is busy; those that wait for it have not begun their deadline.
         self._slots = asyncio.Semaphore(max(source.concurrency for source in job.spec.rewards.sources))
         self._held: dict[str, Delivery[Sample]] = {}
         self._groups: defaultdict[str, set[str]] = defaultdict(set)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._told_seconds = 0.0  # of work, on the scores published so far
 
     async def run(self) -> None:
-        inbox = await self._bus.subscribe(Sample, ack_wait_seconds=ACK_WAIT_SECONDS, max_unacknowledged=1 << 16)
         with self.vitals.working("making the reward sources ready", deadline_seconds=self._deadline):
-            await self._sources.start()
+            await self.sources.start()
         try:
-            async with kept_in_progress(self._held.values, every_seconds=ACK_WAIT_SECONDS / 4, clock=self._bus.clock):
+            async with await self._bus.subscribe(Sample) as inbox:
                 while not self.stopping.is_set():
                     with self.vitals.waiting("finished samples"):
                         pulling = inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS)
@@ -48,7 +52,7 @@ class RewardService(Service):
                     self._raise_failure()
         finally:
             await self._end_tasks()
-            await self._sources.close()
+            await self.sources.close()
 
     def _collect(self, delivery: Delivery[Sample]) -> None:
         sample = delivery.record
@@ -56,9 +60,10 @@ class RewardService(Service):
         self._held[sample.id] = delivery
         if again:
             return  # delivered anew while it is held here: acknowledged once its score is out
-        group = self._groups[sample.group_id if self._group_size > 1 else sample.id]
+        whole = self._group_sizes[sample.purpose] if self.sources.grouping == "group" else 1
+        group = self._groups[sample.group_id if whole > 1 else sample.id]
         group.add(sample.id)
-        if len(group) == self._group_size:
+        if len(group) == whole:
             self._tasks.add(asyncio.create_task(self._score(sorted(group))))
             group.clear()
 
@@ -66,10 +71,18 @@ class RewardService(Service):
         samples = [self._held[name].record for name in ids]
         async with self._slots:
             with self.vitals.working(f"reward of {samples[0].id}", deadline_seconds=self._deadline):
-                for score in await self._sources.score_many(samples):
-                    await self._bus.publish(score)
+                scores = await self.sources.score_many(samples)
+        seconds = self._seconds_since_told() / len(scores)
+        for score in scores:
+            await self._bus.publish(replace(score, seconds=seconds))
         for name in ids:
             await self._held.pop(name).ack()
+
+    def _seconds_since_told(self) -> float:
+        """Groups are scored at the same time: all that this worker worked is told, and once."""
+        worked, before = self.vitals.state().busy_seconds, self._told_seconds
+        self._told_seconds = worked
+        return worked - before
 
     def _raise_failure(self) -> None:
         for task in [task for task in self._tasks if task.done()]:

@@ -18,10 +18,11 @@ Example: two prompts with two samples each; the second prompt's rewards are all 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfspec.errors import NumericalError, RolloutError
-from rlhfspec.records import Demand, Sample, Score, ScoringStage, sample_id
+from rlhfspec.records import Demand, Purpose, Sample, Score, ScoringStage, sample_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,10 @@ class StepShape:
     samples_per_prompt: int
     stages: tuple[ScoringStage, ...]
     max_demands: int = 0
+    purpose: Purpose = "training"
+
+    def __str__(self) -> str:
+        return f"step {self.step}" if self.purpose == "training" else f"the evaluation after step {self.step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,34 +49,42 @@ class Chosen:
     scores: tuple[Score, ...]
     num_dropped: int  # of all: failed rewards, and groups that dynamic sampling left out
     all_samples: tuple[Sample, ...]
-    rewards: dict[str, Score]  # of all, by sample id
+    all_scores: tuple[Score, ...]
+
+    @property
+    def rewards(self) -> dict[str, Score]:
+        """Of all, by sample id."""
+        return {score.sample_id: score for score in self.all_scores if score.stage == "reward"}
 
 
 class Collector:
-    """Fed with whatever arrives for its step."""
+    """Fed with whatever arrives for its step. Samples of a demand that this trainer has not made yet (an earlier one,
+    before it died, had) are kept and count once it has made it: so a step repeats itself, whatever is there already."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
         self._samples: dict[str, Sample] = {}
         self._scores: dict[tuple[str, ScoringStage], Score] = {}
-        self._num_scores: Counter[ScoringStage] = Counter()
-        self._num_prompts = shape.num_prompts
-        self._round = 0
+        self._asked = [shape.num_prompts]  # prompts, by round
+        self._num_arrived: Counter[str] = Counter()  # of what was asked for
 
     def add_sample(self, sample: Sample) -> None:
-        """A second arrival of the same sample changes nothing: by the law it is the same."""
+        """The first that arrives counts; a second that one and the same version sampled has the same tokens."""
         if sample.finish_reason == "error":
             raise NumericalError(f"sample {sample.id} was not generated: {sample.error}")
-        self._samples[sample.id] = sample
+        first = self._samples.setdefault(sample.id, sample)
+        if first is sample:
+            self._num_arrived["sample"] += self._is_asked_for(sample.id)
+        elif len({*first.weights_versions, *sample.weights_versions}) == 1 and first.token_ids != sample.token_ids:
+            raise RolloutError(sample.id, "came twice, under the same weights, with other tokens")
 
     def add_score(self, score: Score) -> None:
-        key = (score.sample_id, score.stage)
-        self._num_scores[score.stage] += key not in self._scores
-        self._scores[key] = score
+        if self._scores.setdefault((score.sample_id, score.stage), score) is score:
+            self._num_arrived[f"{score.stage} score"] += self._is_asked_for(score.sample_id)
 
     @property
     def num_expected(self) -> int:
-        return self._num_prompts * self.shape.samples_per_prompt
+        return sum(self._asked) * self.shape.samples_per_prompt
 
     @property
     def is_complete(self) -> bool:
@@ -79,23 +92,26 @@ class Collector:
 
     def waits_for(self) -> str:
         parts = [f"{count} {what}{'s' if count > 1 else ''}" for what, count in self._missing().items()]
-        return f"{' and '.join(parts) or 'nothing'} of step {self.shape.step}"
+        return f"{' and '.join(parts) or 'nothing'} of {self.shape}"
 
     def demand(self) -> Demand | None:
         """More prompts, if this complete step has too few whose rewards differ and may still ask."""
         assert self.is_complete
         shape, missing = self.shape, self.shape.num_prompts - len(self._informative())
-        if missing <= 0 or self._round >= shape.max_demands:
+        round = len(self._asked)
+        if missing <= 0 or round > shape.max_demands:
             return None
-        self._round += 1
-        self._num_prompts += missing
-        return Demand(
-            id=f"{shape.job}/{shape.step}/demand/{self._round}",
-            job=shape.job,
-            step=shape.step,
-            round=self._round,
-            num_prompts=missing,
-        )
+        self._asked.append(missing)
+        self._count_again()
+        name = f"{shape.job}/{shape.step}/demand/{round}"
+        return Demand(id=name, job=shape.job, step=shape.step, round=round, num_prompts=missing)
+
+    def collected(self) -> Chosen:
+        """Everything, used or not."""
+        assert self.is_complete
+        every = tuple(self._ordered())
+        scores = tuple(self._scores_of(every))
+        return Chosen(samples=every, scores=scores, num_dropped=0, all_samples=every, all_scores=scores)
 
     def chosen(self) -> Chosen:
         """The first groups in id order: with dynamic sampling those whose rewards differ, as long as there are any."""
@@ -105,27 +121,41 @@ class Collector:
         samples = [sample for name in wanted[: self.shape.num_prompts] for sample in groups[name]]
         if not samples:
             raise RolloutError(f"{self.shape.job}/{self.shape.step}/*", f"all were dropped; {self._first_error()}")
-        every = tuple(self._ordered())
+        every = self._ordered()
         return Chosen(
             samples=tuple(samples),
-            scores=tuple(self._scores[sample.id, stage] for sample in samples for stage in self.shape.stages),
+            scores=tuple(self._scores_of(samples)),
             num_dropped=len(every) - len(samples),
-            all_samples=every,
-            rewards={sample.id: self._scores[sample.id, "reward"] for sample in every},
+            all_samples=tuple(every),
+            all_scores=tuple(self._scores_of(every)),
         )
 
+    def _scores_of(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._scores[sample.id, stage] for sample in samples for stage in self.shape.stages]
+
     def _first_error(self) -> str:
-        failed = (self._scores[sample.id, stage] for sample in self._ordered() for stage in self.shape.stages)
-        return next((f"the first, {score.sample_id}: {score.error}" for score in failed if score.error), "none failed")
+        failed = (score for score in self._scores_of(self._ordered()) if score.error)
+        return next((f"the first, {score.sample_id}: {score.error}" for score in failed), "none failed")
 
     def _ordered(self) -> list[Sample]:
-        return sorted(self._samples.values(), key=lambda sample: sample.sort_key)
+        asked_for = (sample for sample in self._samples.values() if self._is_asked_for(sample.id))
+        return sorted(asked_for, key=lambda sample: sample.sort_key)
 
-    def _missing(self) -> Counter[str]:
-        expected = self.num_expected
-        wanted = {"sample": expected - len(self._samples)}
-        wanted |= {f"{stage} score": expected - self._num_scores[stage] for stage in self.shape.stages}
-        return Counter({what: count for what, count in wanted.items() if count > 0})
+    def _is_asked_for(self, sample_id: str) -> bool:
+        """Each round has places of its own (`data.order`)."""
+        round, offset = divmod(int(sample_id.split("/")[-2]), self.shape.num_prompts)
+        return round < len(self._asked) and offset < self._asked[round]
+
+    def _count_again(self) -> None:
+        self._num_arrived = Counter(
+            ["sample" for name in self._samples if self._is_asked_for(name)]
+            + [f"{stage} score" for name, stage in self._scores if self._is_asked_for(name)]
+        )
+
+    def _missing(self) -> dict[str, int]:
+        names = ["sample", *(f"{stage} score" for stage in self.shape.stages)]
+        missing = {name: self.num_expected - self._num_arrived[name] for name in names}
+        return {name: count for name, count in missing.items() if count > 0}
 
     def _usable_groups(self) -> dict[str, list[Sample]]:
         """Samples that have their scores, by prompt, in id order."""

@@ -1,25 +1,32 @@
-"""The training stage: collect a step, learn from it, hand out new weights."""
+"""The training stage: collect a step, learn from it, hand out new weights.
+
+What a step was trained on is acknowledged once a checkpoint covers it. So a trainer that dies finds, when it comes
+back at its last checkpoint, everything it needs to train the same steps again to the same bits, and nobody else
+goes back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlhfspec.errors import DataExhausted
 from rlhfspec.job import RLHFJob
-from rlhfspec.learning.algorithms import scoring_stages
 from rlhfspec.learning.learner import LearnReport
 from rlhfspec.learning.rollouts import Rollouts
-from rlhfspec.records import Sample, Score, StepReport, Weights
+from rlhfspec.loop import scoring_stages
+from rlhfspec.records import DatasetInfo, EvaluationReport, Purpose, Sample, Score, StepReport, Weights
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Delivery, Inbox, StageBus, kept_in_progress
-from rlhfspec.service.vitals import Vitals
+from rlhfspec.service.bus import Delivery, Held, Inbox, StageBus, ack_all
+from rlhfspec.service.vitals import Vitals, WorkerVitals
 from rlhfspec.trainer.collector import Chosen, Collector, StepShape
+from rlhfspec.transport.clock import Clock
 from rlhfspec.weights import WeightStore
 
 PULL_SECONDS = 0.5
-ACK_WAIT_SECONDS = 60.0
-MOST_HELD = 1 << 20  # records of the steps that are collected
 
 
 class Learns(Protocol):
@@ -31,6 +38,18 @@ class Learns(Protocol):
     def policy_state(self) -> dict[str, Any]: ...
     def critic_state(self) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Of the trainer, from the end of one step to the end of the next. Writing a step down, checkpoint and all,
+    counts for the next."""
+
+    began_unix: float
+    passed: float
+    worked: float
+    checkpoint: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +61,42 @@ class Trained:
     rollouts: Rollouts
     report: LearnReport
     weights_digest: str
+    time: StepTime
 
 
 class Recorder(Protocol):
     """Where a step's results and checkpoints go. Called from the trainer's thread, in the order of the steps."""
 
-    def learnt(self) -> None:
-        """The step is learnt and nobody samples under its weights yet: what is measured from now on is the next's."""
+    def restore(self) -> dict[str, Any] | None:
+        """The state of the last checkpoint, if there is one; what was written down of later steps goes."""
         ...
 
     def record(self, trained: Trained) -> str:
         """Writes the step's lines; returns that of `steps.jsonl`."""
         ...
 
-    def checkpoint(self, step: int, state: dict[str, Any]) -> None: ...
+    def evaluate(self, collected: Collector, seconds: float) -> str:
+        """Writes the line of an evaluation down, and returns it."""
+        ...
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether its line is there."""
+        ...
+
+    def checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        """On disk when this returns."""
+        ...
+
+    def finish(self, policy_state: dict[str, Any]) -> None:
+        """The last step is trained."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class TrainerService(Service):
-    """Consumes Sample, Score; produces Weights, Demand, StepReport; waits for every sample of the step and every score
-    of a sample; unblocked by generator, reward, reference, critic."""
+    """Consumes Sample, Score, DatasetInfo; produces Weights, Demand, StepReport, EvaluationReport; waits for every
+    sample of the step and every score of a sample; unblocked by prompts, generator, reward, reference, critic."""
 
     def __init__(
         self,
@@ -72,97 +108,188 @@ class TrainerService(Service):
         learner: Learns,
         weights: WeightStore,
         recorder: Recorder,
-        last_step: int,
     ) -> None:
         super().__init__("trainer", worker, vitals)
+        self.data_ended: DataExhausted | None = None  # before the job's steps did
         self._bus = bus
         self._job = job
         self._learner = learner
         self._weights = weights
         self._recorder = recorder
-        self._last_step = last_step
+        self._last_step = job.spec.training.steps
         self._stages = scoring_stages(job.spec.algorithm)
         self._deadline = job.spec.roles.trainer.deadline_seconds
-        self._collectors: dict[int, Collector] = {}
-        self._held: dict[int, list[Delivery[Sample] | Delivery[Score]]] = {}
-        self._saved_at = learner.version  # what was begun from needs no checkpoint
+        self._num_held_out = 0
+        self._collectors: dict[tuple[Purpose, int], Collector] = {}  # by step
+        self._held: dict[tuple[Purpose, int], list[Held]] = {}  # until a checkpoint covers it
+        self._samples: Inbox[Sample]
+        self._scores: Inbox[Score]
+        self._saved_at = learner.version
+        self._lap = _Lap(self.vitals, bus.clock)
+        self.leaving.callback(recorder.close)
+
+    @property
+    def is_done(self) -> bool:
+        return self._learner.version >= self._last_step
 
     async def run(self) -> None:
-        samples = await self._bus.subscribe(Sample, ack_wait_seconds=ACK_WAIT_SECONDS, max_unacknowledged=MOST_HELD)
-        scores = await self._bus.subscribe(Score, ack_wait_seconds=ACK_WAIT_SECONDS, max_unacknowledged=MOST_HELD)
-        await self._publish_weights(await self._work("weights to begin with", self._put_weights))
-        async with kept_in_progress(self._all_held, every_seconds=ACK_WAIT_SECONDS / 4, clock=self._bus.clock):
-            while self._learner.version < self._last_step:
-                step = self._learner.version + 1
-                chosen = await self._collect(step, samples, scores)
-                if chosen is None:  # asked to stop
-                    break
-                await self._train(step, chosen)
-        if self._learner.version > self._saved_at:
-            await self._save()
+        await self._restore()
+        self._lap.end()
+        async with (
+            await self._bus.take_over(Sample) as samples,
+            await self._bus.take_over(Score) as scores,
+            await self._bus.subscribe(DatasetInfo) as infos,
+        ):
+            self._samples, self._scores = samples, scores
+            await self._publish_weights(await self._work("weights to begin with", self._put_weights))
+            if await self._hear_of_the_data(infos):
+                await self._train_all()
+            if self._learner.version > self._saved_at:
+                await self._save()
+        if self.is_done:
+            await self._work("writing the policy", self._finish)
 
-    def _all_held(self) -> list[Delivery[Sample] | Delivery[Score]]:
-        """Acknowledged when their step is trained, which may be hours from now."""
-        return [delivery for deliveries in self._held.values() for delivery in deliveries]
+    async def _train_all(self) -> None:
+        """Until the last step, or until asked to stop."""
+        while await self._evaluated() and not self.is_done:
+            step = self._learner.version + 1
+            chosen = await self._collected(step)
+            if chosen is None:
+                return
+            await self._train(step, chosen)
 
-    async def _collect(self, step: int, samples: Inbox[Sample], scores: Inbox[Score]) -> Chosen | None:
-        """Everything the step needs, however long its demands take; None when the run is to stop."""
-        collector = self._collector(step)
+    async def _restore(self) -> None:
+        state = await self._work("reading the last checkpoint", self._recorder.restore)
+        if state is not None:
+            await self._work("taking the checkpoint over", self._learner.load_state, state)
+        self._saved_at = self._learner.version
+
+    async def _hear_of_the_data(self, infos: Inbox[DatasetInfo]) -> bool:
+        """How many steps there are prompts for. False: asked to stop before that was known."""
         while not self.stopping.is_set():
-            if collector.is_complete:
-                demand = collector.demand()
-                if demand is None:
-                    return collector.chosen()
-                await self._bus.publish(demand)
-            with self.vitals.waiting(collector.waits_for()):
-                pulling = scores.pull(max_records=1024, timeout_seconds=PULL_SECONDS)
-                new_scores = await self.unless_stopped(pulling)
-                new_samples = await samples.pull(max_records=1024, timeout_seconds=0.0)
-            for sample in new_samples:
-                if await self._is_wanted(sample):
-                    self._collector(sample.record.step).add_sample(sample.record)
-            for score in new_scores:
-                if await self._is_wanted(score):
-                    self._collector(score.record.step).add_score(score.record)
+            with self.vitals.waiting("how many steps the data lasts"):
+                arrived = await self.unless_stopped(infos.pull(max_records=1, timeout_seconds=PULL_SECONDS))
+            for delivery in arrived:
+                info, epochs = delivery.record, self._job.spec.dataset.epochs
+                self._num_held_out = info.num_held_out
+                if info.last_step and info.last_step < self._last_step:
+                    self._last_step = info.last_step
+                    self.data_ended = DataExhausted(info.last_step, info.num_prompts, epochs or 1)
+                return True
+        return False
+
+    async def _collected(self, step: int) -> Chosen | None:
+        """Everything the step needs, however long its demands take; None when the run is to stop."""
+        collector = self._collector("training", step)
+        while await self._complete(collector):
+            demand = collector.demand()
+            if demand is None:
+                return collector.chosen()
+            await self._bus.publish(demand)
         return None
 
-    async def _is_wanted(self, delivery: Delivery[Sample] | Delivery[Score]) -> bool:
-        """Held until its step is trained. What comes again after that is only acknowledged."""
-        step = delivery.record.step
-        if step <= self._learner.version:
-            await delivery.ack()
+    async def _evaluated(self) -> bool:
+        """Where an evaluation is due, it is made before these weights are trained further. False: asked to stop."""
+        step, evaluation = self._learner.version, self._job.spec.evaluation
+        is_due = evaluation is not None and evaluation.is_due(step, self._last_step)
+        if not is_due or self._recorder.is_evaluated(step):
+            return True
+        began = self._bus.clock.now()
+        collector = self._collector("evaluation", step)
+        if not await self._complete(collector):
             return False
-        self._held.setdefault(step, []).append(delivery)
+        seconds = self._bus.clock.now() - began
+        line = await self._work(f"writing down {collector.shape}", self._recorder.evaluate, collector, seconds)
+        name = self._job.metadata.name
+        report = EvaluationReport(id=f"{name}/{step}/evaluation", job=name, step=step, metrics_json=line)
+        await self._bus.publish(report)
+        del self._collectors["evaluation", step]
+        await self._acknowledge_what_is_saved()
         return True
 
-    def _collector(self, step: int) -> Collector:
-        if step not in self._collectors:
-            algorithm = self._job.spec.algorithm
-            shape = StepShape(
-                job=self._job.metadata.name,
+    async def _complete(self, collector: Collector) -> bool:
+        """Takes in what arrives, of whatever step, until this is whole; False: asked to stop before."""
+        while not collector.is_complete:
+            if self.stopping.is_set():
+                return False
+            with self.vitals.waiting(collector.waits_for()):
+                pulling = self._scores.pull(max_records=1024, timeout_seconds=PULL_SECONDS)
+                new_scores = await self.unless_stopped(pulling)
+                new_samples = await self._samples.pull(max_records=1024, timeout_seconds=0.0)
+            for sample in new_samples:
+                if await self._is_wanted(sample):
+                    self._collector(sample.record.purpose, sample.record.step).add_sample(sample.record)
+            for score in new_scores:
+                if await self._is_wanted(score):
+                    self._collector(score.record.purpose, score.record.step).add_score(score.record)
+        return True
+
+    async def _is_wanted(self, delivery: Delivery[Sample] | Delivery[Score]) -> bool:
+        """Held until a checkpoint covers it, also when it comes again after it was used."""
+        purpose, step = delivery.record.purpose, delivery.record.step
+        if self._is_saved(purpose, step):
+            await delivery.ack()
+            return False
+        self._held.setdefault((purpose, step), []).append(delivery.held)
+        return step > self._learner.version if purpose == "training" else not self._recorder.is_evaluated(step)
+
+    def _is_saved(self, purpose: Purpose, step: int) -> bool:
+        """No trainer that comes back will ask for it."""
+        return step <= self._saved_at and (purpose == "training" or self._recorder.is_evaluated(step))
+
+    async def _acknowledge_what_is_saved(self) -> None:
+        for purpose, step in [key for key in self._held if self._is_saved(*key)]:
+            await ack_all(self._held.pop((purpose, step)))
+
+    def _collector(self, purpose: Purpose, step: int) -> Collector:
+        if (purpose, step) not in self._collectors:
+            self._collectors[purpose, step] = Collector(self._shape(purpose, step))
+        return self._collectors[purpose, step]
+
+    def _shape(self, purpose: Purpose, step: int) -> StepShape:
+        name, spec = self._job.metadata.name, self._job.spec
+        if purpose == "evaluation":
+            return StepShape(
+                job=name,
                 step=step,
-                num_prompts=self._job.spec.training.prompts_per_step,
-                samples_per_prompt=algorithm.samples_per_prompt,
-                stages=self._stages,
-                max_demands=algorithm.max_demands if algorithm.dynamic_sampling else 0,
+                num_prompts=self._num_held_out,
+                samples_per_prompt=spec.evaluation.samples_per_prompt if spec.evaluation else 1,
+                stages=("reward",),
+                purpose=purpose,
             )
-            self._collectors[step] = Collector(shape)
-        return self._collectors[step]
+        return StepShape(
+            job=name,
+            step=step,
+            num_prompts=spec.training.prompts_per_step,
+            samples_per_prompt=spec.algorithm.samples_per_prompt,
+            stages=self._stages,
+            max_demands=spec.algorithm.max_demands if spec.algorithm.dynamic_sampling else 0,
+        )
 
     async def _train(self, step: int, chosen: Chosen) -> None:
         rollouts = Rollouts.of(chosen.samples, chosen.scores)
         report = await self._work(f"learning from step {step}", self._learner.learn, rollouts)
         weights = await self._work(f"handing out weights version {step}", self._put_weights)
-        self._recorder.learnt()
+        trained = Trained(
+            step=step,
+            chosen=chosen,
+            rollouts=rollouts,
+            report=report,
+            weights_digest=weights[-1].digest,
+            time=self._lap.end(),
+        )
         await self._publish_weights(weights)  # generators go on while the step is written down
-        trained = Trained(step=step, chosen=chosen, rollouts=rollouts, report=report, weights_digest=weights[-1].digest)
         line = await self._work(f"writing down step {step}", self._recorder.record, trained)
-        if step % self._job.spec.checkpoint.every_steps == 0 or step == self._last_step:
-            await self._save()
+        del self._collectors["training", step]
         await self._publish_report(trained, line)
-        for delivery in self._held.pop(step, []):
-            await delivery.ack()
-        del self._collectors[step]
+        if self._is_checkpoint_due(step):
+            await self._save()
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        """Also where the policy is evaluated: the best one is kept."""
+        evaluation = self._job.spec.evaluation
+        due = step % self._job.spec.checkpoint.every_steps == 0 or step == self._last_step
+        return due or (evaluation is not None and evaluation.is_due(step, self._last_step))
 
     def _put_weights(self) -> list[Weights]:
         """The critic first: when a sample of this version comes to be scored, the critic's version is there."""
@@ -190,13 +317,50 @@ class TrainerService(Service):
         )
 
     async def _save(self) -> None:
+        """What the checkpoint covers is done with."""
         step = self._learner.version
-        await self._work(f"writing the checkpoint of step {step}", self._checkpoint, step)
+        with self._lap.checkpoint():
+            await self._work(f"writing the checkpoint of step {step}", self._checkpoint, step)
         self._saved_at = step
+        await self._acknowledge_what_is_saved()
 
     def _checkpoint(self, step: int) -> None:
         self._recorder.checkpoint(step, self._learner.state())
 
+    def _finish(self) -> None:
+        self._recorder.finish(self._learner.policy_state())
+
     async def _work(self, what: str, function: Any, *arguments: Any) -> Any:
         with self.vitals.working(what, deadline_seconds=self._deadline):
             return await self.in_thread(function, *arguments)
+
+
+class _Lap:
+    """How long the trainer worked since the last step's end."""
+
+    def __init__(self, vitals: WorkerVitals, clock: Clock) -> None:
+        self._vitals = vitals
+        self._clock = clock
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began, self._began_unix = self._clock.now(), time.time()
+        self._worked = self._vitals.state().busy_seconds
+        self._checkpoint_seconds = 0.0
+
+    def end(self) -> StepTime:
+        """Of this lap; the next begins."""
+        ended = StepTime(
+            began_unix=self._began_unix,
+            passed=self._clock.now() - self._began,
+            worked=self._vitals.state().busy_seconds - self._worked,
+            checkpoint=self._checkpoint_seconds,
+        )
+        self._begin()
+        return ended
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        began = self._clock.now()
+        yield
+        self._checkpoint_seconds += self._clock.now() - began

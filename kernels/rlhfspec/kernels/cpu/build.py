@@ -246,7 +246,15 @@ def function(name: str, isa: str | None = None) -> Any:
     return found
 
 
-# ---- threads and memory ---------------------------------------------------------------------------------------------
+def check_sizes(name: str, *sizes: int) -> None:
+    """Raises RuntimeError unless the structs of csrc/`name`.cpp are as long as Python's mirrors of them."""
+    there = (ctypes.c_long * len(sizes))()
+    function(f"{name}_sizes")(there)
+    if tuple(there) != sizes:
+        raise RuntimeError(f"{name}.cpp: its structs have {tuple(there)} bytes, Python's mirrors of them {sizes}")
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
 
 _num_threads: int | None = None
 
@@ -262,19 +270,6 @@ def set_num_threads(count: int | None) -> None:
     if count is not None and count < 1:
         raise ValueError(f"num_threads: must be >= 1 (got {count})")
     _num_threads = count
-
-
-def tune_malloc() -> bool:
-    """Makes glibc keep freed memory. By default it returns every large activation to the system after each operation,
-    and a forward pass spends up to 1.7x its time on page faults. True when the allocator took the settings."""
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_* of <malloc.h>
-    settings = ((mmap_threshold, 1 << 30), (trim_threshold, (1 << 31) - 1), (top_pad, 256 << 20))
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # not glibc
-        return False
-    results = [mallopt(option, value) for option, value in settings]  # all of them, even if one is refused
-    return all(result == 1 for result in results)
 
 
 if __name__ == "__main__":

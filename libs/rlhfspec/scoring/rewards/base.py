@@ -29,7 +29,7 @@ Reward = float | CallFailed  # failure is a value where others' rewards go on
 
 
 class Source(Protocol):
-    """One way to get rewards. A call's deadline, its retries and how many run at a time are the caller's business.
+    """One way to get rewards. The caller sets deadline, retries and how many calls run at a time.
 
     A reward depends on the sample alone, or on its prompt group when `grouped`: never on when or with what else
     it was asked for.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Collection, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.records import Sample
 from rlhfspec.scoring.rewards.base import CallFailed, Reward, columns_of, number, numbers_of
-from rlhfspec.scoring.rewards.threads import LoopThread, Outcome, in_daemon_thread
+from rlhfspec.scoring.rewards.user_code import CallResult, LoopThread, in_daemon_thread
 
 Function = Callable[..., Any]
 
@@ -47,17 +46,22 @@ class FunctionRewards:
         texts = ("prompts", "completions") if self.grouped else ("prompt", "completion")
         return (*texts, "finish_reason")
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Every argument without a default must be given: by the sample or by a column of the data."""
+    def check_columns(self, columns: Mapping[str, str]) -> None:
+        """Every argument without a default must be given: by the sample or by a column that every row has.
+
+        columns: by name, where it is missing first; empty where it is always there.
+        """
         for name in self.wanted_columns:
+            if columns.get(name):
+                problem = f"the function needs this column, and {columns[name]} of the data lacks it: fill it in, or "
+                raise InvalidRequest(self._field, name, f"{problem}give the argument a default")
             if name not in columns:
                 offered = [*self._given_names, *columns]
-                near = get_close_matches(name, offered, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                hint = did_you_mean(name, offered)
                 raise InvalidRequest(
                     self._field,
                     name,
-                    f"the function wants an argument that nothing gives{hint} There are: {', '.join(offered)}",
+                    f"the function needs an argument that nothing provides{hint} There are: {', '.join(offered)}",
                 )
 
     async def start(self) -> None:
@@ -71,7 +75,7 @@ class FunctionRewards:
             raise CallFailed(f"it raised {type(error).__name__}: {error}", temporary=True, cause=error)
         return numbers_of(outcome.value, samples) if self.grouped else [number(outcome.value, "what it returned")]
 
-    async def _call(self, arguments: dict[str, Any]) -> Outcome:
+    async def _call(self, arguments: dict[str, Any]) -> CallResult:
         if self._is_async:
             return await self._loop.outcome(lambda: self._function(**arguments))
         return await asyncio.wrap_future(in_daemon_thread(lambda: self._function(**arguments)))
@@ -88,7 +92,7 @@ class FunctionRewards:
         offered = columns_of(sample) | dict(zip(self._given_names, texts, strict=True))
         for name in self.wanted_columns:
             if name not in offered:
-                raise CallFailed(f"its data row has no column {name!r}, which the function wants", temporary=False)
+                raise CallFailed(f"its data row has no column {name!r}, which the function needs", temporary=False)
         if self._takes_all:
             return offered
         return {p.name: offered[p.name] for p in self._parameters if p.name in offered}

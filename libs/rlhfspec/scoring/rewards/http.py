@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 import httpx
 
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.job_file.secrets import HIDDEN, secrets_of
 from rlhfspec.records import Sample
 from rlhfspec.scoring.rewards.base import CallFailed, Reward, columns_of, number
 
 MAX_REPLY_BYTES = 1 << 20
 # Other client errors mean that the same request will fail again.
 TEMPORARY_STATUS = frozenset({408, 425, 429})
+for _name in ("httpx", "httpcore"):  # they log URLs and headers
+    logging.getLogger(_name).setLevel(logging.WARNING)
 
 
 class HttpRewards:
@@ -23,17 +26,12 @@ class HttpRewards:
 
     grouped = False
 
-    def __init__(self, url: str, headers: Mapping[str, str], *, concurrency: int, field: str) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], *, concurrency: int) -> None:
         self._url = url
-        self._headers = _checked(headers, field) | {"content-type": "application/json"}
+        self._headers = {**headers, "content-type": "application/json"}
+        self._secrets = secrets_of(url, list(headers.values()))
         self._limits = httpx.Limits(max_connections=concurrency)
         self._client: httpx.AsyncClient | None = None
-        try:
-            host = httpx.URL(url).host
-        except httpx.InvalidURL as error:
-            raise InvalidRequest(f"{field}.url", url, f"is no URL: {error}") from None
-        if not host:
-            raise InvalidRequest(f"{field}.url", url, "names no host")
 
     async def start(self) -> None:
         self._connected()
@@ -42,11 +40,20 @@ class HttpRewards:
         (sample,) = samples
         try:
             return [_reward(await self._post(_request(sample)))]
+        except CallFailed as failure:
+            raise self._without_secrets(failure) from None
         except httpx.DecodingError as error:
             raise CallFailed(f"the reply cannot be decoded: {error}", temporary=False, cause=error) from error
         except httpx.TransportError as error:
             detail = str(error) or type(error).__name__
             raise CallFailed(f"the connection failed: {detail}", temporary=True, cause=error) from error
+
+    def _without_secrets(self, failure: CallFailed) -> CallFailed:
+        """The endpoint may repeat what it was sent."""
+        problem = failure.problem
+        for secret in self._secrets:
+            problem = problem.replace(secret, HIDDEN)
+        return CallFailed(problem, temporary=failure.temporary, wait_seconds=failure.wait_seconds)
 
     async def _post(self, body: bytes) -> bytes:
         client = self._connected()
@@ -70,15 +77,6 @@ class HttpRewards:
         if self._client is not None:
             await self._client.aclose()
             self._client = None
-
-
-def _checked(headers: Mapping[str, str], field: str) -> dict[str, str]:
-    for name, value in headers.items():
-        if not (name.isascii() and name.isprintable() and name and " " not in name and ":" not in name):
-            raise InvalidRequest(f"{field}.headers", name, "is no header name")
-        if not (value.isascii() and value.isprintable()):  # its value may be a secret
-            raise InvalidRequest(f"{field}.headers.{name}", "...", "must be printable ASCII")
-    return {name.lower(): value for name, value in headers.items()}
 
 
 def _request(sample: Sample) -> bytes:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhfspec.errors import InvalidRequest
-from rlhfspec.scoring.rewards.threads import in_daemon_thread
+from rlhfspec.errors import InvalidRequest, did_you_mean
+from rlhfspec.scoring.rewards.user_code import in_daemon_thread
 
-IMPORT_SECONDS = 120.0  # reward code may import large libraries on a slow disk
+IMPORT_SECONDS = 60.0  # reward code may import large libraries on a slow disk
+SILENT_SECONDS = 5.0  # then a warning says what it waits for
+log = logging.getLogger(__name__)
 
 
 def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[..., Any]:
@@ -33,8 +36,7 @@ def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[
         raise InvalidRequest(field, reference, "must be module:function")
     module = _module(module_name, base_folder, reference, field)
     if not hasattr(module, name):
-        near = get_close_matches(name, [entry for entry in vars(module) if not entry.startswith("_")], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, [entry for entry in vars(module) if not entry.startswith("_")])
         raise InvalidRequest(field, reference, f"module {module_name!r} has no {name!r}{hint}")
     function = getattr(module, name)
     if not callable(function):
@@ -45,8 +47,10 @@ def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[
 def _module(name: str, base_folder: Path, reference: str, field: str) -> ModuleType:
     """Imports run a user's code: in a thread, with a deadline, and whatever they raise becomes one clear error."""
     future = in_daemon_thread(lambda: _import(name, base_folder.absolute()))
+    if not wait([future], timeout=min(SILENT_SECONDS, IMPORT_SECONDS)).done:
+        log.warning("%s: importing %r takes long; it is given up after %g s", field, name, IMPORT_SECONDS)
     try:
-        outcome = future.result(timeout=IMPORT_SECONDS)
+        outcome = future.result(timeout=max(0.0, IMPORT_SECONDS - SILENT_SECONDS))
     except TimeoutError:
         problem = f"importing {name!r} took longer than {IMPORT_SECONDS:g} s"
         raise InvalidRequest(field, reference, problem) from None
@@ -61,8 +65,7 @@ def _module(name: str, base_folder: Path, reference: str, field: str) -> ModuleT
 
 
 def _not_found(name: str, base_folder: Path) -> str:
-    near = get_close_matches(name, [path.stem for path in base_folder.glob("*.py")], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(name, [path.stem for path in base_folder.glob("*.py")])
     return f"no module {name!r} beside the job file (in {base_folder}) or installed{hint}"
 
 

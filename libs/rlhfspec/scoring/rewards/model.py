@@ -11,7 +11,7 @@ from typing import Any
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.records import Sample
 from rlhfspec.scoring.rewards.base import CallFailed, Reward, number
-from rlhfspec.scoring.rewards.threads import in_daemon_thread
+from rlhfspec.scoring.rewards.user_code import in_daemon_thread
 
 
 class ModelRewards:
@@ -32,7 +32,7 @@ class ModelRewards:
         self._loaded: tuple[Any, Any] | None = None
 
     async def start(self) -> None:
-        outcome = await asyncio.wrap_future(in_daemon_thread(self._load))
+        outcome = await asyncio.wrap_future(in_daemon_thread(self.load))
         if outcome.error is not None:
             raise outcome.error
 
@@ -49,7 +49,7 @@ class ModelRewards:
     def _score(self, sample: Sample) -> float:
         import torch
 
-        model, tokenizer = self._load()
+        model, tokenizer = self.load()
         token_ids = self._token_ids(sample, tokenizer)
         limit = getattr(model.config, "max_position_embeddings", None)
         if not token_ids or (limit is not None and len(token_ids) > limit):
@@ -68,7 +68,8 @@ class ModelRewards:
         ]
         return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
-    def _load(self) -> tuple[Any, Any]:
+    def load(self) -> tuple[Any, Any]:
+        """Model and tokenizer. InvalidRequest for what is no reward model."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = self._read()
@@ -78,13 +79,16 @@ class ModelRewards:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        from rlhfspec.huggingface.loading import LOAD_ERRORS
+        from rlhfspec.huggingface.trace import first_line
+
         try:
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 self._path, dtype=torch.float32, output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(self._path)
-        except (OSError, ValueError, KeyError) as error:
-            problem = f"is no sequence-classification model with a tokenizer: {error}"
+        except LOAD_ERRORS as error:
+            problem = f"is no sequence-classification model with a tokenizer: {first_line(error)}"
             raise InvalidRequest(f"{self._field}.path", self._path, problem) from error
         if missing := sorted(report["missing_keys"]):  # transformers would draw them at random
             problem = f"has no trained classification head: {', '.join(missing)} missing"

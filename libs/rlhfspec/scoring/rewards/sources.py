@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal
 from urllib.parse import urlsplit
 
 from rlhfspec.errors import InvalidRequest, RewardError
 from rlhfspec.job import FunctionSource, HttpSource, ModelSource, Rewards
+from rlhfspec.job_file.secrets import request_of
 from rlhfspec.records import Sample, Score
 from rlhfspec.scoring.rewards.attempts import Attempts, Limits, Sleep
 from rlhfspec.scoring.rewards.base import CallFailed, Reward, Source
 from rlhfspec.scoring.rewards.combine import combine
 from rlhfspec.scoring.rewards.function import FunctionRewards
-from rlhfspec.scoring.rewards.http import HttpRewards
 from rlhfspec.scoring.rewards.imports import load_function
 from rlhfspec.scoring.rewards.model import ModelRewards
 
@@ -27,6 +27,7 @@ AnySource = FunctionSource | ModelSource | HttpSource
 
 class RewardSources:
     """Scores samples with every source of the job at once. One object may serve several workers of one event loop.
+    Making it imports functions and loads models, so their errors come before a run begins.
 
     A failing source ends the job (`RewardError`) or leaves the sample out (a score with `error`), as its `onError`
     says. It never counts as zero.
@@ -44,14 +45,17 @@ class RewardSources:
     """
 
     def __init__(self, rewards: Rewards, base_folder: Path, *, sleep: Sleep = asyncio.sleep) -> None:
+        made = [
+            _make(source, base_folder, f"spec.rewards.sources[{index}]") for index, source in enumerate(rewards.sources)
+        ]
         self.names = _names(rewards.sources)
         self._how = rewards.combine
         self._told_step = 0  # the last step of which a dropped sample was told
         self._weights = [source.weight for source in rewards.sources]
         self._drops = [source.on_error == "drop" for source in rewards.sources]
         self._attempts = [
-            Attempts(name, _make(source, base_folder, f"spec.rewards.sources.{index}"), _limits(source), sleep)
-            for index, (name, source) in enumerate(zip(self.names, rewards.sources, strict=True))
+            Attempts(name, source, _limits(settings), sleep)
+            for name, source, settings in zip(self.names, made, rewards.sources, strict=True)
         ]
 
     @property
@@ -59,8 +63,8 @@ class RewardSources:
         """group: some source wants all samples of a prompt, so `score_many` is called once they are there."""
         return "group" if any(attempts.source.grouped for attempts in self._attempts) else "sample"
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """To be asked once the data is known: every function's arguments can be given."""
+    def check_columns(self, columns: Mapping[str, str]) -> None:
+        """To be asked once the data is known (`Prompts.columns`): every function's arguments can be given."""
         for attempts in self._attempts:
             if isinstance(attempts.source, FunctionRewards):
                 attempts.source.check_columns(columns)
@@ -139,6 +143,7 @@ def _score(
         sample_id=sample.id,
         job=sample.job,
         step=sample.step,
+        purpose=sample.purpose,
         stage="reward",
         values=values,
         components=components,
@@ -157,19 +162,38 @@ def _limits(source: AnySource) -> Limits:
 def _make(source: AnySource, base_folder: Path, field: str) -> Source:
     match source:
         case FunctionSource():
-            field = f"{field}.function"
-            function = load_function(source.function, base_folder, field=field)
-            return FunctionRewards(function, batched=source.batched, field=field)
+            return _function(source, base_folder, field)
         case ModelSource():
-            return ModelRewards(
+            model = ModelRewards(
                 source.path,
                 label=source.label,
                 chat_template=source.chat_template,
                 base_folder=base_folder,
                 field=field,
             )
+            model.load()
+            return model
         case HttpSource():
-            return HttpRewards(source.url, source.headers, concurrency=source.concurrency, field=field)
+            from rlhfspec.scoring.rewards.http import HttpRewards
+
+            url, headers = request_of(source, field)
+            return HttpRewards(url, headers, concurrency=source.concurrency)
+
+
+def _function(source: FunctionSource, base_folder: Path, field: str) -> FunctionRewards:
+    field = f"{field}.function"
+    return FunctionRewards(
+        load_function(source.function, base_folder, field=field), batched=source.batched, field=field
+    )
+
+
+def check_functions(rewards: Rewards, base_folder: Path, columns: Mapping[str, str] | None) -> None:
+    """Before a run: every function can be imported, and called with these columns where they are known."""
+    for index, source in enumerate(rewards.sources):
+        if isinstance(source, FunctionSource):
+            function = _function(source, base_folder, f"spec.rewards.sources[{index}]")
+            if columns is not None:
+                function.check_columns(columns)
 
 
 def _names(sources: Sequence[AnySource]) -> list[str]:
@@ -177,7 +201,7 @@ def _names(sources: Sequence[AnySource]) -> list[str]:
     given = [source.name for source in sources if source.name is not None]
     for index, source in enumerate(sources):
         if source.name is not None and given.count(source.name) > 1:
-            raise InvalidRequest(f"spec.rewards.sources.{index}.name", source.name, "is given twice")
+            raise InvalidRequest(f"spec.rewards.sources[{index}].name", source.name, "is given twice")
     names: list[str] = []
     for source in sources:
         name = source.name or _free(_derived(source), {*given, *names})
@@ -193,7 +217,7 @@ def _derived(source: AnySource) -> str:
             return PurePosixPath(source.path).name or source.path
         case HttpSource():  # never what may hold a secret: user, password, query
             parts = urlsplit(source.url)
-            return f"{parts.hostname}{parts.path}".rstrip("/")
+            return f"{parts.hostname or ''}{parts.path}".rstrip("/")
 
 
 def _free(name: str, taken: Collection[str]) -> str:

@@ -323,3 +323,9 @@ RS_EXPORT void RS_NAME(tree_attention)(const Layer* layer) {
     if (layer->kv_is_bf16) run<uint16_t>(batch, *layer, threads);
     else run<float>(batch, *layer, threads);
 }
+
+// What Python fills in must be as long as what is read here.
+RS_EXPORT void RS_NAME(attention_sizes)(long* sizes) {
+    long here[] = {sizeof(Batch), sizeof(AttentionCall)};
+    sizes[0] = here[0], sizes[1] = here[1];
+}

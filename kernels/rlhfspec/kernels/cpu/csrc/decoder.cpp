@@ -144,3 +144,9 @@ RS_EXPORT void RS_NAME(decoder_forward)(const void* decoder, const Batch* batch,
     apply(d.final_norm, a.update, a.normed, num_wanted, width, threads);
     d.head_linear(a.normed, d.head.packed, d.head.bias, logits, num_wanted, d.head.inputs, d.head.outputs, threads);
 }
+
+// What Python fills in must be as long as what is read here.
+RS_EXPORT void RS_NAME(decoder_sizes)(long* sizes) {
+    long here[] = {sizeof(Decoder), sizeof(Layer)};
+    sizes[0] = here[0], sizes[1] = here[1];
+}

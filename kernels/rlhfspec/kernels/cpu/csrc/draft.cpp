@@ -265,3 +265,9 @@ RS_EXPORT void RS_NAME(draft_keep)(const Keep* keep) {
         above = start, start = end;
     }
 }
+
+// What Python fills in must be as long as what is read here.
+RS_EXPORT void RS_NAME(draft_sizes)(long* sizes) {
+    long here[] = {sizeof(Draft), sizeof(Keep)};
+    sizes[0] = here[0], sizes[1] = here[1];
+}

@@ -18,28 +18,28 @@ IDLE_SECONDS = 1.0  # so long a thread waits for another call: starting one cost
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallResult:
     """What became of a call: `error` when it raised, else `value`."""
 
     value: Any = None
     error: BaseException | None = None
 
 
-_Jobs = queue.SimpleQueue[tuple[Callable[[], object], Future[Outcome]]]
+_Jobs = queue.SimpleQueue[tuple[Callable[[], object], Future[CallResult]]]
 _idle: list[_Jobs] = []  # of threads that have nothing to do; the last to become idle is the first to be used
 _idle_lock = threading.Lock()
 
 
-def in_daemon_thread(function: Callable[[], object]) -> Future[Outcome]:
+def in_daemon_thread(function: Callable[[], object]) -> Future[CallResult]:
     """Starts at once, in a thread that does nothing else: one that hangs is used for no other call.
 
     Example:
         >>> in_daemon_thread(lambda: 6 * 7).result(timeout=10.0)
-        Outcome(value=42, error=None)
+        CallResult(value=42, error=None)
         >>> in_daemon_thread(lambda: int("x")).result(timeout=10.0).error
         ValueError("invalid literal for int() with base 10: 'x'")
     """
-    future: Future[Outcome] = Future()
+    future: Future[CallResult] = Future()
     future.set_running_or_notify_cancel()  # a caller that gives up cannot cancel it, and the thread may still end it
     with _idle_lock:
         jobs = _idle.pop() if _idle else None
@@ -54,16 +54,16 @@ def _work(jobs: _Jobs) -> None:
     while (job := _next(jobs)) is not None:
         function, future = job
         try:
-            outcome = Outcome(function())
+            outcome = CallResult(function())
         except BaseException as error:
-            outcome = Outcome(error=error)
+            outcome = CallResult(error=error)
         with _idle_lock:
             _idle.append(jobs)
         future.set_result(outcome)
         del job, function, future, outcome  # hold neither arguments nor result while waiting for the next
 
 
-def _next(jobs: _Jobs) -> tuple[Callable[[], object], Future[Outcome]] | None:
+def _next(jobs: _Jobs) -> tuple[Callable[[], object], Future[CallResult]] | None:
     """None: nobody needs this thread any more."""
     try:
         return jobs.get(timeout=IDLE_SECONDS)
@@ -82,7 +82,7 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gave_up = False
 
-    async def outcome(self, start: Callable[[], Awaitable[object]]) -> Outcome:
+    async def outcome(self, start: Callable[[], Awaitable[object]]) -> CallResult:
         loop = await self._responsive_loop()
         try:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_outcome(start), loop))
@@ -113,11 +113,11 @@ def _serve(runner: asyncio.Runner) -> None:
         runner.get_loop().run_forever()
 
 
-async def _outcome(start: Callable[[], Awaitable[object]]) -> Outcome:
+async def _outcome(start: Callable[[], Awaitable[object]]) -> CallResult:
     try:
-        return Outcome(await start())
+        return CallResult(await start())
     except BaseException as error:  # SystemExit would end the loop of every other call
-        return Outcome(error=error)
+        return CallResult(error=error)
 
 
 async def _answers(loop: asyncio.AbstractEventLoop) -> bool:

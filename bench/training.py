@@ -1,0 +1,108 @@
+"""Where the time of a training step goes: python bench/training.py [--tiny wide|target] [--dtype bfloat16] [--exact].
+
+One learner, in a thread of its own as in a run, trains the same made-up step a few times (4 prompts x 4 samples of 256
+tokens, GRPO). Of each step: seconds, processor seconds in the program and in the system, page faults, and the digest
+of the weights, which may not change when something is made faster. Then what each kind of operation took, by torch's
+profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import threading
+import time
+from collections import Counter
+
+import torch
+
+from rlhfspec.bench.step import StepSettings, job_of
+from rlhfspec.job import RLHFJob
+from rlhfspec.learning.learner import Learner
+from rlhfspec.learning.rollouts import Rollouts
+from rlhfspec.modeling.digest import digest
+from rlhfspec.tiny.corpus import prompts
+from rlhfspec.tiny.models import ensure
+
+NUM_SAMPLES, NUM_TOKENS, GROUP = 16, 256, 4
+KINDS = {
+    "aten::mm": "matrix products",
+    "aten::addmm": "matrix products",
+    "aten::bmm": "matrix products",
+    "aten::_scaled_dot_product": "attention",
+    "aten::silu": "activation",
+    "aten::mul": "activation",
+    "aten::_fused_adam": "optimizer",
+}
+
+
+def rollouts() -> Rollouts:
+    random = torch.Generator().manual_seed(0)
+    asked = prompts(NUM_SAMPLES // GROUP, seed=20)
+    log_probs = -5 * torch.rand(NUM_SAMPLES * NUM_TOKENS, generator=random)
+    return Rollouts(
+        ids=tuple(f"bench/1/{place // GROUP}/{place % GROUP}" for place in range(NUM_SAMPLES)),
+        group_index=torch.arange(NUM_SAMPLES) // GROUP,
+        lengths=torch.full((NUM_SAMPLES,), NUM_TOKENS),
+        prompt_token_ids=tuple(tuple(asked[place // GROUP]) for place in range(NUM_SAMPLES)),
+        token_ids=torch.randint(200, (NUM_SAMPLES * NUM_TOKENS,), generator=random),
+        generator_log_probs=log_probs,
+        log_probs=log_probs,
+        weights_versions=torch.zeros(NUM_SAMPLES * NUM_TOKENS, dtype=torch.int64),
+        rewards=torch.rand(NUM_SAMPLES, generator=random, dtype=torch.float64),
+        reward_components={},
+        reference_log_probs=log_probs - 0.1,
+        values=None,
+        truncated=torch.ones(NUM_SAMPLES, dtype=torch.bool),
+    )
+
+
+def train(learner: Learner, step: Rollouts, num_steps: int) -> None:
+    for number in range(1, num_steps + 1):
+        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+        learner.learn(step)
+        spent = resource.getrusage(resource.RUSAGE_SELF)
+        user, system = spent.ru_utime - before.ru_utime, spent.ru_stime - before.ru_stime
+        faults, peak = (spent.ru_minflt - before.ru_minflt) / 1e6, spent.ru_maxrss / 2**20
+        print(
+            f"step {number}: {time.perf_counter() - began:6.2f} s; processors {user:.2f} s + system {system:.2f} s, "
+            f"{faults:.2f}M page faults, peak {peak:.1f} GiB, weights {digest(learner.policy_state())[:12]}",
+            flush=True,
+        )
+
+
+def profile(learner: Learner, step: Rollouts) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        learner.learn(step)
+    seconds: Counter[str] = Counter()
+    for entry in found.key_averages():
+        kind = next((kind for start, kind in KINDS.items() if entry.key.startswith(start)), "everything else")
+        seconds[kind] += entry.self_cpu_time_total / 1e6
+    total = sum(seconds.values())
+    for kind, spent in seconds.most_common():
+        print(f"{kind:<16} {spent:7.2f} s {spent / total:6.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", default="wide", help="wide (77M parameters) or target (3.3M)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--exact", action="store_true", help="exactly on-policy: the forward on our kernels")
+    parser.add_argument("--steps", type=int, default=3)
+    given = parser.parse_args()
+    model = str(getattr(ensure(given.tiny), given.tiny))
+    job = job_of(StepSettings(model=model, draft=model, dtype=given.dtype), "off")
+    job["spec"]["training"]["exactOnPolicy"] = given.exact
+    learner, step = Learner.from_spec(RLHFJob.model_validate(job).spec), rollouts()
+
+    def work() -> None:
+        train(learner, step, given.steps)
+        profile(learner, step)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

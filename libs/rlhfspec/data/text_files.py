@@ -1,0 +1,135 @@
+"""Rows of text files: JSON lines, a JSON list, CSV with a header; each also compressed (`.gz`).
+
+Example:
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "sums.csv"
+    >>> _ = file.write_text('prompt,answer\\n1+1=,2\\n"one, two",3\\n')
+    >>> read_text_rows(file)
+    ([{'prompt': '1+1=', 'answer': '2'}, {'prompt': 'one, two', 'answer': '3'}], [2, 3])
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.errors import JobError, Problem
+
+FIELD = "spec.dataset.path"
+MOST_PROBLEMS = 10  # of one kind of file, then the rest is counted
+Found = tuple[int, Mapping[str, Any] | ValueError]  # a row's line, and the row or what is wrong with it
+
+
+def read_text_rows(path: Path) -> tuple[list[Mapping[str, Any]], list[int]]:
+    """All rows and their lines (none where lines mean nothing). Every malformed row is named."""
+    data = _bytes(path)
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    unit, found = "line", _json_lines
+    if suffix == ".csv":
+        found = _csv_rows
+    elif suffix == ".json" and data.lstrip()[:1] == b"[":
+        unit, found = "row", _json_list
+    try:
+        rows = list(found(data))
+    except ValueError as error:  # of the whole file
+        raise unreadable(path, str(error)) from error
+    problems = [
+        Problem(field=FIELD, problem=str(row), where=f"{unit} {number}")
+        for number, row in rows
+        if isinstance(row, ValueError)
+    ]
+    if problems:
+        raise JobError(str(path), at_most(problems))
+    lines = [number for number, _ in rows] if unit == "line" else []
+    return [row for _, row in rows if not isinstance(row, ValueError)], lines
+
+
+def _json_lines(data: bytes) -> Iterator[Found]:
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            try:
+                yield number, _object(_json(line))
+            except ValueError as error:
+                yield number, error
+
+
+def _json_list(data: bytes) -> Iterator[Found]:
+    for number, value in enumerate(_json(data), start=1):
+        try:
+            yield number, _object(value)
+        except ValueError as error:
+            yield number, error
+
+
+def _json(data: bytes) -> Any:
+    """The value, or a ValueError that says what the text is instead."""
+    try:
+        return json.loads(data.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"must be UTF-8 text (byte {error.start + 1} of the line is not)") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"is not JSON: {error.msg} at {line}column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f'must be an object such as {{"prompt": "..."}}, not a {type(value).__name__}')
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number; write null, or leave it out")
+
+
+def _csv_rows(data: bytes) -> Iterator[Found]:
+    """Every value is text. The line is the row's last, where a quoted text has several."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        line = data[: error.start].count(b"\n") + 1
+        raise ValueError(f"must be UTF-8 text (line {line} is not)") from error
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = next(reader, [])
+        if "" in header or len(set(header)) < len(header):
+            raise ValueError(f"its first line must name every column once; it says {', '.join(header)}")
+        for row in reader:
+            wrong = ValueError(f"has {len(row)} values, and the first line names {len(header)} columns")
+            if row:
+                yield reader.line_num, dict(zip(header, row, strict=True)) if len(row) == len(header) else wrong
+    except csv.Error as error:
+        raise ValueError(f"is not CSV: {error}, in line {reader.line_num}") from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise unreadable(path, f"is not a whole gzip file: {error}") from error
+    except OSError as error:
+        raise unreadable(path, f"cannot be read: {error.strerror}") from error
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+
+def at_most(problems: list[Problem]) -> list[Problem]:
+    """The first few; the last line counts the rest."""
+    rest = len(problems) - MOST_PROBLEMS
+    if rest <= 0:
+        return problems
+    return [*problems[:MOST_PROBLEMS], Problem(field=problems[0].field, problem=f"and {rest} more rows like these")]
+
+
+def unreadable(source: object, problem: str) -> JobError:
+    return JobError(str(source), [Problem(field=FIELD, problem=problem)])

@@ -1,0 +1,130 @@
+"""What an engine holds. It is made first and given to every part: scheduler, speculation, moves, profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rlhfspec.arrays import BoolArray, IntArray
+from rlhfspec.engine.base import Bytes, Request, check_types
+from rlhfspec.engine.cache import BlockPool, SlotTable, check_slots
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.runner import ModelRunner
+from rlhfspec.engine.sequences import Generated, RowTable, Sequence
+from rlhfspec.engine.text import Tokenizer
+from rlhfspec.errors import InvalidRequest, WeightsVersionError
+from rlhfspec.kernels.kv_pack import pack_slots, unpack_slots
+
+
+class KVSpace:
+    """One model's namespace in the paged cache: its KV over the engine's blocks, and its own permutation of the slots.
+
+    Target and draft have one each. `cached[row]` is the only place that says up to where a row's KV is valid.
+    """
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        self.runner = runner
+        self.table = SlotTable(config.max_sequences, config.table_width, config.block_size)
+        self.cached: IntArray = np.zeros(config.max_sequences, np.int32)  # leading positions whose KV is valid
+        self.filled: BoolArray = np.zeros(config.num_blocks, np.bool_)  # whole prompt blocks whose KV is there
+
+    def enter(self, sequence: Sequence) -> None:
+        """Its blocks become the row's; what siblings computed in the shared ones is there already."""
+        self.table.append(sequence.row, sequence.blocks)
+        filled = self.filled[sequence.blocks[: sequence.num_shared_blocks]]
+        leading = len(filled) if filled.all() else int(filled.argmin())
+        self.cached[sequence.row] = leading * self.table.block_size
+
+    def leave(self, row: int, freed: list[int]) -> None:
+        """`freed`: the blocks that nobody owns any more."""
+        self.table.clear(row)
+        self.cached[row] = 0
+        self.filled[freed] = False
+
+    def read(self, row: int, first: int, end: int) -> Bytes:
+        """KV of positions [first, end) of a row, [n, bytes a position]."""
+        if end <= first:
+            return np.empty((0, self.runner.bytes_per_position), np.uint8)
+        packed = pack_slots(self.runner.kv, self._slots(row, first, end))
+        return packed.reshape(end - first, -1).view(torch.uint8).cpu().numpy()
+
+    def write(self, row: int, first: int, kv: Bytes) -> None:
+        """KV [n, bytes a position] of the positions from `first` on, which is as far as the row's KV went."""
+        assert first == self.cached[row], "a gap in the KV"
+        if len(kv):
+            shape = (len(kv), *self.runner.kv_shape)
+            packed = torch.from_numpy(np.require(kv, requirements=["C", "W"])).view(self.runner.kv.dtype).reshape(shape)
+            slots = self._slots(row, first, first + len(kv))
+            unpack_slots(packed.to(self.runner.kv.device), self.runner.kv, slots)
+            self.cached[row] = first + len(kv)
+
+    def _slots(self, row: int, first: int, end: int) -> torch.Tensor:
+        return torch.from_numpy(self.table.slots[row, first:end].copy()).to(self.runner.kv.device)
+
+    def mark_prefix(self, sequence: Sequence) -> None:
+        """Whole prompt blocks whose KV is now complete may be shared."""
+        whole = int(self.cached[sequence.row]) // self.table.block_size
+        self.filled[sequence.blocks[: min(whole, len(sequence.prefix_hashes))]] = True
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineState:
+    """Sequences, their rows and blocks, and the KV spaces over them."""
+
+    config: EngineConfig
+    target: KVSpace
+    draft: KVSpace | None = None
+    tokenizer: Tokenizer | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    weights_version: int = 0
+    pool: BlockPool = field(init=False)
+    rows: RowTable = field(init=False)
+    sequences: dict[str, Sequence] = field(default_factory=dict)  # that wait or run here
+    by_row: dict[int, Sequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.config.num_blocks, self.config.block_size)
+        self.rows = RowTable(self.config.max_sequences, self.config.table_width)
+
+    @property
+    def spaces(self) -> tuple[KVSpace, ...]:
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    def new_sequence(self, request: Request, generated: Generated) -> Sequence:
+        eos = () if request.params.ignore_eos else self.eos_token_ids
+        return Sequence(
+            request=request,
+            group=request.group or f"prompt-{hash(request.prompt_token_ids)}",
+            generated=generated,
+            stop_ids=(*request.params.stop_token_ids, *eos),
+            prefix_hashes=self.pool.prefix_hashes(request.prompt_token_ids),
+        )
+
+    def validate(self, request: Request) -> None:
+        """Raise InvalidRequest, naming the field, for what can never run here."""
+        check_types(request)
+        prompt, params, num_token_ids = request.prompt_token_ids, request.params, self.target.runner.num_token_ids
+        ids = (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids))
+        for name, token_ids in (*ids, *(("history", sample) for sample in request.history)):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < num_token_ids:
+                outside = next(token for token in token_ids if not 0 <= token < num_token_ids)
+                raise InvalidRequest(name, outside, f"token id outside [0, {num_token_ids})")
+        limit = min(self.config.max_context, (self.pool.num_blocks - 1) * self.config.block_size)
+        if len(prompt) >= limit:
+            raise InvalidRequest("prompt_token_ids", f"{len(prompt)} tokens", f"must be shorter than {limit}")
+        if len(prompt) + params.max_tokens > limit:
+            raise InvalidRequest(
+                "max_tokens", params.max_tokens, f"with a prompt of {len(prompt)} must be <= {limit - len(prompt)}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest("stop", params.stop, "stop strings need a tokenizer, and the model folder holds none")
+        if request.weights_version not in (None, self.weights_version):
+            raise WeightsVersionError(request.weights_version or 0, self.weights_version, "not the loaded one")
+
+    def check_row(self, sequence: Sequence) -> None:
+        """It is the sequence's, and its tables are permutations of its blocks' slots."""
+        assert self.by_row[sequence.row] is sequence, f"row {sequence.row} belongs to another"
+        for space in self.spaces:
+            check_slots(space.table, sequence.row, sequence.blocks)

@@ -1,0 +1,36 @@
+"""A folder that one process at a time writes.
+
+Example:
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / ".lock"
+    >>> held = take_lock(path)
+    >>> take_lock(path)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    BlockingIOError: [Errno 11] another run writes here (process ...)
+    >>> os.close(held); os.close(take_lock(path))
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+
+def take_lock(path: Path, *, wait: bool = False) -> int:
+    """An open file whose lock the system drops when it is closed or the process ends, even by a kill."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+    except BlockingIOError:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise BlockingIOError(errno.EAGAIN, f"another run writes here (process {holder})") from None
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

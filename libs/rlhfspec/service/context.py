@@ -1,0 +1,36 @@
+"""What a stage's builder gets beside the job: where the worker speaks, where weights are, where the run keeps things.
+
+Torch-free, like every builder's module: what is heavy is imported when a service is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhfspec.service.bus import StageBus
+from rlhfspec.service.vitals import Vitals
+
+if TYPE_CHECKING:
+    from rlhfspec.weights import WeightStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of a job. `uid`: of this start, in every subject. `base_folder`: the job file's. `folder`: the run's."""
+
+    uid: str
+    base_folder: Path
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    worker: int
+    bus: StageBus
+    weights: WeightStore
+    vitals: Vitals
+    run: Run
+    say: Callable[[str], None]  # a line for the person who watches

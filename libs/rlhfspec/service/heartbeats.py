@@ -1,0 +1,31 @@
+"""Says on the bus what the workers of this process do, for whoever looks on from another."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import asdict
+
+from rlhfspec.records import Heartbeat
+from rlhfspec.service.base import Service
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.vitals import Vitals
+
+EVERY_SECONDS = 0.25
+
+
+class Heartbeats(Service):
+    """consumes: the vitals of this process; produces: Heartbeat; waits for: the next beat; unblocked by: time."""
+
+    def __init__(self, bus: Bus, vitals: Vitals) -> None:
+        super().__init__("heartbeats", 0, vitals)
+        self._all = vitals
+        self._bus = bus
+
+    async def run(self) -> None:
+        while not self.stopping.is_set():
+            for state in self._all.snapshot():
+                beat = Heartbeat(id=f"{self._bus.job}/{state.stage}/{state.worker}", job=self._bus.job, **asdict(state))
+                await self._bus.publish(beat)
+            with self.vitals.waiting("the next beat"), suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), EVERY_SECONDS)

@@ -1,0 +1,52 @@
+"""Ctrl-C and SIGTERM, heard at once: also while the main thread is inside compiled code, a tokenizer's say, where
+Python's own handlers would wait until it comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from rlhfspec.cli.exit_codes import STOPPED
+
+SHOW_CURSOR = b"\x1b[?25h"
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def on_signals(act: Callable[[], object]) -> Iterator[None]:
+    """Either of them calls `act` in a thread of its own. Around another such block, until that one ends."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    thread = threading.Thread(target=_hear, args=(reading, act), name="signals", daemon=True)
+    thread.start()
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # written to by the system's handler itself
+    handlers = {number: signal.signal(number, lambda *_: None) for number in _NUMBERS}
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(writing)
+        thread.join()
+        os.close(reading)
+
+
+def _hear(reading: int, act: Callable[[], object]) -> None:
+    while numbers := os.read(reading, 64):
+        for number in numbers:
+            if number in _NUMBERS:
+                act()
+
+
+def leave_at_once(message: str) -> NoReturn:
+    """Nothing is unwound, so the terminal gets back here what the live view took."""
+    if os.isatty(sys.stderr.fileno()):
+        os.write(sys.stderr.fileno(), SHOW_CURSOR)
+    os.write(sys.stderr.fileno(), f"\n{message}\n".encode())
+    os._exit(STOPPED)

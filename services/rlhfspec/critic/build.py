@@ -1,0 +1,30 @@
+"""Makes one worker of the critic stage of a job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.service.context import Context
+
+if TYPE_CHECKING:
+    from rlhfspec.critic.service import CriticService
+
+
+def build(job: RLHFJob, context: Context) -> CriticService:
+    """A copy of the trainer's critic; its weights come with the first version that is handed out."""
+    from rlhfspec.critic.service import CriticService
+    from rlhfspec.huggingface.devices import device_of
+    from rlhfspec.huggingface.positions import max_context
+    from rlhfspec.modeling.critic import load_critic
+    from rlhfspec.scoring.values import ValueScorer
+
+    context.say("loading the critic")
+    most = max_context(job)
+    critic = load_critic(job.spec.model, max_context=most)
+    scorer = ValueScorer(critic, max_context=most, device=device_of(job.spec))
+    service = CriticService(
+        context.worker, context.vitals, context.bus, job=job, scorer=scorer, weights=context.weights
+    )
+    service.models = {"critic": scorer.report}
+    return service

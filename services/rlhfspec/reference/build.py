@@ -1,0 +1,40 @@
+"""Makes one worker of the reference stage of a job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.service.context import Context
+
+if TYPE_CHECKING:
+    from rlhfspec.reference.service import ReferenceService
+
+
+def build(job: RLHFJob, context: Context) -> ReferenceService:
+    from rlhfspec.huggingface.devices import device_of
+    from rlhfspec.huggingface.positions import max_context
+    from rlhfspec.modeling.loading import load_reference
+    from rlhfspec.reference.service import ReferenceService
+    from rlhfspec.scoring.log_probs import LogProbScorer
+
+    context.say("loading the reference")
+    most = max_context(job)
+    scorer = LogProbScorer(
+        load_reference(job.spec.model, max_context=most),
+        temperature=job.spec.generation.temperature,
+        max_context=most,
+        dtype=_dtype(job),
+        device=device_of(job.spec),
+    )
+    service = ReferenceService(context.worker, context.vitals, context.bus, job=job, scorer=scorer)
+    service.models = {"reference": scorer.report}
+    return service
+
+
+def _dtype(job: RLHFJob) -> str:
+    """The precision in which the trainer computes: the KL must not measure a difference of rounding."""
+    training = job.spec.training
+    if training.autocast == "bfloat16":
+        return "bfloat16"
+    return job.spec.generation.dtype if training.exact_on_policy else job.spec.model.dtype

@@ -1,0 +1,81 @@
+"""Makes the training stage of a job. Launched by torchrun, this is rank 0, and the other ranks follow it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.service.context import Context
+
+if TYPE_CHECKING:
+    from rlhfspec.trainer.service import Learns, TrainerService
+
+
+def build(job: RLHFJob, context: Context) -> TrainerService:
+    from rlhfspec.huggingface.devices import device_of
+    from rlhfspec.learning.distributed import Leader, joined
+    from rlhfspec.learning.learner import Learner
+    from rlhfspec.telemetry.trackers import check_packages
+
+    check_packages(job)
+    context.say("loading the policy")
+    with ExitStack() as leaving:
+        ranks = leaving.enter_context(joined(**patience(job)))
+        learner = Learner.from_spec(job.spec, ranks=ranks, device=device_of(job.spec))
+        leader = Leader(learner, ranks)
+        leaving.callback(leader.close)
+        service = _service(job, context, leader, learner.policy)
+        service.leaving.push(leaving.pop_all())
+        return service
+
+
+def _service(job: RLHFJob, context: Context, learner: Learns, policy: Any) -> TrainerService:
+    from rlhfspec.checkpoint import export_hf
+    from rlhfspec.data import load_tokenizer
+    from rlhfspec.huggingface.check import report_of
+    from rlhfspec.telemetry.run_folder import RunFolder
+    from rlhfspec.trainer.recorder import RunRecorder
+    from rlhfspec.trainer.service import TrainerService
+
+    folder = RunFolder(context.run.folder)
+    export = partial(
+        export_hf,
+        folder.export,
+        config=policy.config,
+        tokenizer=load_tokenizer(job.spec.model),
+        generation_config=policy.generation_config,
+    )
+    service = TrainerService(
+        context.worker,
+        context.vitals,
+        context.bus,
+        job=job,
+        learner=learner,
+        weights=context.weights,
+        recorder=RunRecorder(job, folder, export=export, say=context.say),
+    )
+    service.models = {"trainer": report_of(policy)}
+    return service
+
+
+def is_follower() -> bool:
+    """Whether torchrun started this process as a rank other than 0."""
+    return int(os.environ.get("RANK", "0")) > 0
+
+
+def follow(job: RLHFJob) -> None:
+    """Such a rank: trains along until rank 0 says stop."""
+    from rlhfspec.learning import distributed
+    from rlhfspec.learning.learner import Learner
+
+    with distributed.joined(**patience(job)) as ranks:
+        distributed.follow(Learner.from_spec(job.spec, ranks=ranks), ranks)
+
+
+def patience(job: RLHFJob) -> dict[str, float]:
+    """Rank 0 is silent for as long as the other stages take for a step."""
+    deadline = job.spec.roles.trainer.deadline_seconds
+    return {"timeout_seconds": deadline, "silence_seconds": deadline + job.spec.roles.generator.deadline_seconds}

@@ -1,0 +1,159 @@
+"""Writes down what was trained: the run folder's lines, the trackers, the checkpoints, the policy at the end."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rlhfspec.checkpoint import CheckpointStore
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import Sample, Score
+from rlhfspec.telemetry.equal_rewards import equal_reward_groups
+from rlhfspec.telemetry.evaluations import Evaluation, best
+from rlhfspec.telemetry.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
+from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.telemetry.trackers import Trackers
+from rlhfspec.trainer.collector import Collector
+from rlhfspec.trainer.service import StepTime, Trained
+
+Export = Callable[[dict[str, Any]], object]
+
+
+class RunRecorder:
+    """Implements rlhfspec.trainer.service.Recorder. `export` writes the policy where others can load it."""
+
+    def __init__(self, job: RLHFJob, folder: RunFolder, *, export: Export, say: Callable[[str], None]) -> None:
+        self._job = job
+        self._folder = folder
+        self._export = export
+        self._say = say
+        self._checkpoints: CheckpointStore | None = None
+        self._trackers: Trackers | None = None
+        self._evaluations: list[Evaluation] = []
+
+    def restore(self) -> dict[str, Any] | None:
+        self._checkpoints = CheckpointStore(self._folder.checkpoints, keep=self._job.spec.checkpoint.keep)
+        step = self._checkpoints.latest() or 0
+        opening = self._folder.go_on_after(step)
+        for line in opening.told() if opening.resumed else ():
+            self._say(line)
+        self._evaluations = self._folder.evaluations()
+        self._trackers = Trackers(self._job, self._folder, resume_at=step)
+        if not step:
+            return None
+        state: dict[str, Any] = self._checkpoints.load(step)["learner"]
+        self._checkpoints.discard_after(step)
+        return state
+
+    def record(self, trained: Trained) -> str:
+        assert self._trackers is not None, "restore comes first"
+        self._folder.append_samples(trained.chosen.all_samples, trained.chosen.rewards)
+        metrics = step_metrics(self._job, trained)
+        self._folder.append_step(metrics)
+        self._trackers.step(metrics)
+        return metrics.to_line()
+
+    def evaluate(self, collected: Collector, seconds: float) -> str:
+        assert self._trackers is not None, "restore comes first"
+        chosen, step = collected.collected(), collected.shape.step
+        evaluation = Evaluation.of(
+            step,
+            step,
+            chosen.all_samples,
+            chosen.rewards,
+            max_tokens=self._job.spec.generation.max_tokens,
+            seconds=seconds,
+        )
+        self._folder.append_evaluation(evaluation, chosen.all_samples, chosen.rewards)
+        self._trackers.evaluation(evaluation)
+        self._evaluations.append(evaluation)
+        return evaluation.to_line()
+
+    def is_evaluated(self, step: int) -> bool:
+        return any(evaluation.step == step for evaluation in self._evaluations)
+
+    def checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        assert self._checkpoints is not None, "restore comes first"
+        kept = best(self._evaluations).step if self._evaluations else None
+        self._checkpoints.save(step, {"learner": state}, best=kept)
+
+    def finish(self, policy_state: dict[str, Any]) -> None:
+        if self._job.spec.checkpoint.export:
+            self._export(policy_state)
+
+    def close(self) -> None:
+        """Others may write the checkpoints again."""
+        if self._trackers is not None:
+            self._trackers.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+
+def step_metrics(job: RLHFJob, trained: Trained) -> StepMetrics:
+    """Pure: a step's line from what was trained. All but the trainer's own time is a function of its records."""
+    chosen, samples = trained.chosen, trained.chosen.samples
+    seconds = _seconds(trained.time, chosen.all_samples, chosen.all_scores)
+    num_generated = sum(len(sample.token_ids) for sample in chosen.all_samples)
+    lengths = [len(sample.token_ids) for sample in samples]
+    return StepMetrics(
+        step=trained.step,
+        weights_version=trained.report.version,
+        weights_digest=trained.weights_digest,
+        num_samples=len(samples),
+        num_dropped=chosen.num_dropped,
+        num_prompts=len({sample.group_id for sample in samples}),
+        reward=Spread.of(trained.rollouts.rewards.tolist()),
+        reward_components={name: float(v.mean()) for name, v in trained.rollouts.reward_components.items()},
+        advantage=Spread.of(trained.report.advantages.tolist()),
+        response_length=Lengths.of(lengths, max_tokens=job.spec.generation.max_tokens),
+        num_response_tokens=trained.rollouts.num_tokens,
+        equal_reward_groups=equal_reward_groups([s.group_id for s in samples], trained.rollouts.rewards.tolist()),
+        tokens_per_second=num_generated / seconds.generation if seconds.generation > 0 else None,
+        accepted_per_verification=_accepted(chosen.all_samples),
+        strategy=_strategies(chosen.all_samples),
+        expert_rows=_expert_rows(chosen.all_samples),
+        seconds=seconds,
+        started_unix_seconds=trained.time.began_unix,
+        finished_unix_seconds=trained.time.began_unix + seconds.step,
+        **learner_fields(trained.report.metrics),
+    )
+
+
+def _seconds(time: StepTime, samples: Iterable[Sample], scores: Iterable[Score]) -> Seconds:
+    scored: defaultdict[str, float] = defaultdict(float)
+    for score in scores:
+        scored[score.stage] += score.seconds
+    return Seconds(
+        generation=sum(sample.seconds for sample in samples),
+        reward=scored["reward"],
+        reference=scored["reference"],
+        critic=scored["critic"],
+        training=max(time.worked - time.checkpoint, 0.0),
+        checkpoint=time.checkpoint,
+        waiting=max(time.passed - time.worked, 0.0),
+        step=time.passed,
+    )
+
+
+def _accepted(samples: Sequence[Sample]) -> float | None:
+    verifications = sum(sample.num_verifications for sample in samples)
+    if not verifications or not any(sample.num_drafted for sample in samples):
+        return None
+    return sum(sample.num_accepted for sample in samples) / verifications
+
+
+def _strategies(samples: Iterable[Sample]) -> dict[str, int]:
+    """In how many of their steps the samples were made under each."""
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        counts.update(dict(sample.strategies))
+    return dict(sorted(counts.items()))
+
+
+def _expert_rows(samples: Iterable[Sample]) -> dict[str, tuple[int, ...]]:
+    rows: dict[str, tuple[int, ...]] = {}
+    for layer, counts in (told for sample in samples for told in sample.experts):
+        before = rows.get(layer, (0,) * len(counts))
+        rows[layer] = tuple(a + b for a, b in zip(before, counts, strict=True))
+    return dict(sorted(rows.items()))

@@ -1,0 +1,166 @@
+"""Records by THE MAP: who may say and hear what, and what is kept for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from rlhfspec.errors import (
+    InvalidRequest,
+    RecordUndeliverable,
+)
+from rlhfspec.loop import ACK_WAIT_SECONDS
+from rlhfspec.records import Demand, Sample, Score, StepReport, Weights
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.dead_letters import DeadLetterWatch
+from rlhfspec.service.vitals import Vitals
+from rlhfspec.transport.clock import FakeClock
+from rlhfspec.transport.dead_letters import decode
+from rlhfspec.transport.memory import MemoryTransport
+from rlhfspec.transport.memory_subjects import Work
+from rlhfspec.wire.codec import encode
+
+ALL = {"prompts": 1, "generator": 2, "reward": 2, "reference": 1, "trainer": 1, "view": 1}
+SAMPLE = Sample(
+    id="sums/1/0/0", job="sums", step=1, prompt=0, replica=0, prompt_text="2+2=", prompt_token_ids=(1,),
+    columns_json="{}", text="4", token_ids=(2,), log_probs=(-0.5,), tempered_log_probs=(-0.5,), weights_versions=(0,),
+    finish_reason="stop",
+)  # fmt: skip
+WEIGHTS = Weights(id="sums/weights/1", job="sums", version=1, role="policy", uri="memory:1", digest="00")
+SCORE = Score(id="sums/1/0/0/reward", sample_id=SAMPLE.id, job="sums", step=1, stage="reward", values=(1.0,))
+
+
+def with_bus(check: Callable[[Bus, FakeClock], Awaitable[None]], **workers: int) -> None:
+    async def main() -> None:
+        clock = FakeClock()
+        transport = MemoryTransport(clock=clock)
+        await check(await Bus.open(transport, "sums", workers=workers or ALL, clock=clock), clock)
+
+    asyncio.run(main())
+
+
+def test_workers_compete_for_samples_and_each_gets_the_weights() -> None:
+    async def check(bus: Bus, clock: FakeClock) -> None:
+        scorers = [await bus.of("reward", worker).subscribe(Sample) for worker in (0, 1)]
+        generators = [await bus.of("generator", worker).subscribe(Weights) for worker in (0, 1)]
+        assert await bus.of("generator").publish(SAMPLE)
+        assert not await bus.of("generator", 1).publish(SAMPLE), "the second generator made the same"
+        await bus.of("trainer").publish(WEIGHTS)
+        assert [len(await inbox.pull(max_records=9, timeout_seconds=0)) for inbox in scorers] == [1, 0]
+        got = [await inbox.pull(max_records=9, timeout_seconds=0) for inbox in generators]
+        assert [[delivery.record for delivery in each] for each in got] == [[WEIGHTS], [WEIGHTS]]
+
+    with_bus(check)
+
+
+def test_a_record_goes_when_all_who_run_have_it() -> None:
+    async def check(bus: Bus, clock: FakeClock) -> None:
+        assert isinstance(bus.transport, MemoryTransport)
+        samples = bus.transport._subjects[bus.subject(Sample)]
+        assert isinstance(samples, Work)
+        await bus.of("generator").publish(SAMPLE)
+        for name in ("reward", "reference", "trainer"):  # no critic runs, and nobody waits for the view
+            assert samples.stored
+            inbox = await bus.of(name).subscribe(Sample)
+            for delivery in await inbox.pull(max_records=9, timeout_seconds=0):
+                await delivery.ack()
+        assert not samples.stored
+
+    with_bus(check)
+
+
+def test_nobody_speaks_or_hears_but_by_the_map() -> None:
+    async def check(bus: Bus, clock: FakeClock) -> None:
+        with pytest.raises(InvalidRequest, match="reward does not produce it"):
+            await bus.of("reward").publish(SAMPLE)
+        with pytest.raises(InvalidRequest, match="reward does not consume it"):
+            await bus.of("reward").subscribe(Demand)
+        with pytest.raises(InvalidRequest, match="view does not produce it"):
+            await bus.of("view").publish(SCORE)
+        with pytest.raises(InvalidRequest, match="stage: this job runs 0 workers of it"):
+            bus.of("critic")
+        with pytest.raises(InvalidRequest, match="stage: this job runs 2 workers of it"):
+            bus.of("reward", 2)
+        with pytest.raises(InvalidRequest, match="must be one of prompts, generator"):
+            await Bus.open(bus.transport, "sums", workers={"rewards": 1})
+
+    with_bus(check)
+
+
+def test_whoever_starts_late_sees_the_latest_weights() -> None:
+    async def check(bus: Bus, clock: FakeClock) -> None:
+        newer = replace(WEIGHTS, id="sums/weights/2", version=2)
+        await bus.of("trainer").publish(WEIGHTS)
+        await bus.of("trainer").publish(newer)
+        inbox = await bus.of("generator", 1).subscribe(Weights)
+        assert [d.record for d in await inbox.pull(max_records=9, timeout_seconds=0)] == [newer]
+
+    with_bus(check)
+
+
+def test_nobody_waits_for_an_observer() -> None:
+    async def check(bus: Bus, clock: FakeClock) -> None:
+        report = StepReport(id="sums/1", job="sums", step=1, weights_version=1, weights_digest="00", metrics_json="{}")
+        reports, samples = [await bus.of("view").subscribe(kind) for kind in (StepReport, Sample)]
+        await bus.of("trainer").publish(report)
+        await bus.of("generator").publish(SAMPLE)
+        for inbox, record in ((reports, report), (samples, SAMPLE)):
+            assert [d.record for d in await inbox.pull(max_records=9, timeout_seconds=0)] == [record]
+        await clock.advance(1000.0)
+        assert await samples.pull(max_records=9, timeout_seconds=0) == [], "nothing that is owed to it comes again"
+
+    with_bus(check)
+
+
+def test_two_runs_of_one_job_never_meet() -> None:
+    async def main() -> None:
+        transport = MemoryTransport(clock=FakeClock())
+        first, second = [await Bus.open(transport, "sums", uid=uid, workers=ALL) for uid in ("a1", "b2")]
+        assert await first.of("generator").publish(SAMPLE)
+        assert await second.of("generator").publish(SAMPLE), "what the first run did is not there already"
+        for bus in (first, second):
+            inbox = await bus.of("reward").subscribe(Sample)
+            assert len(await inbox.pull(max_records=9, timeout_seconds=0)) == 1
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_decoded_never_reaches_the_stage_and_ends_the_run_by_name() -> None:
+    async def check(bus: Bus, clock: FakeClock) -> None:
+        inbox = await bus.of("reward").subscribe(Sample)
+        topic = bus.subject(Sample)
+        await bus.transport.publish(topic, b"\xff", id="broken")
+        await bus.transport.publish(topic, encode(SCORE), id="mistaken")
+        await bus.of("generator").publish(SAMPLE)
+        assert [d.record for d in await inbox.pull(max_records=9, timeout_seconds=1)] == [SAMPLE]
+        waiting = asyncio.create_task(inbox.pull(max_records=9, timeout_seconds=5))
+        await bus.transport.publish(topic, b"\xff", id="broken too")
+        await clock.advance(4.0)
+        assert not waiting.done(), "a broken record does not end the wait"
+        await clock.advance(2.0)
+        assert await waiting == []
+        with pytest.raises(RecordUndeliverable, match=r"reward: could not handle broken of rlhf\.sums\.\S+: malf"):
+            await DeadLetterWatch(bus, Vitals(clock)).run()
+        letters = await bus.dead_letters()
+        reasons = [decode(message.data).reason for message in await letters.pull(9, 0.0)]
+        assert "a Score among records of Sample" in reasons[1]
+
+    with_bus(check)
+
+
+def test_inside_its_inbox_nothing_that_is_held_is_delivered_to_anybody_else() -> None:
+    async def check(bus: Bus, clock: FakeClock) -> None:
+        other = await bus.of("reward", 1).subscribe(Sample)
+        async with await bus.of("reward").subscribe(Sample) as inbox:
+            await bus.of("generator").publish(SAMPLE)
+            [_] = await inbox.pull(max_records=9, timeout_seconds=0)
+            await clock.advance(10 * ACK_WAIT_SECONDS)
+            assert await other.pull(max_records=9, timeout_seconds=0) == []
+        await clock.advance(2 * ACK_WAIT_SECONDS)
+        [again] = await other.pull(max_records=9, timeout_seconds=0)
+        assert again.num_deliveries == 2
+
+    with_bus(check)
