@@ -8,7 +8,7 @@ Example:
     >>> check("tiny:sum")
     Traceback (most recent call last):
     ...
-    rlhfspec.errors.InvalidRequest: path: must be tiny: and one of draft, sums, ..., wide (got 'tiny:sum')
+    rlhfspec.errors.InvalidRequest: path: must be tiny: and one of draft, ..., wide (got 'tiny:sum')
 """
 
 from __future__ import annotations
