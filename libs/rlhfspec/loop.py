@@ -36,7 +36,7 @@ from rlhfspec.transport.base import Consumer, Kind
 ACK_WAIT_SECONDS = 12.0
 # Work is kept until every stage that consumes it has acknowledged it. Of state the latest stays, and whoever starts
 # sees it first. A signal may be lost, and nobody waits for who reads it.
-KINDS: dict[type[Record], Kind] = {
+KINDS: dict[type, Kind] = {
     Prompt: "work", Sample: "work", Score: "work", Demand: "work",
     Weights: "state", DatasetInfo: "state",
     Load: "signal", StepReport: "signal", EvaluationReport: "signal", Heartbeat: "signal",
@@ -120,7 +120,7 @@ OBSERVERS: tuple[Stage, ...] = (
 BY_NAME = {stage.name: stage for stage in (*STAGES, *OBSERVERS)}
 
 
-def subject(job: str, uid: str, record: type[Record]) -> str:
+def subject(job: str, uid: str, record: type) -> str:
     """Where records of this type travel in one run of the job; another run of the same name has another uid."""
     return f"rlhf.{job}.{uid}.{record.__name__.lower()}"
 

@@ -24,24 +24,12 @@ from typing import Generic, Self, TypeVar, get_args
 
 from rlhfspec import loop
 from rlhfspec.errors import InvalidRequest, MalformedRecord
-from rlhfspec.records import (
-    DatasetInfo,
-    Demand,
-    EvaluationReport,
-    Heartbeat,
-    Load,
-    Prompt,
-    Record,
-    Sample,
-    Score,
-    StepReport,
-    Weights,
-)
+from rlhfspec.records import Record
 from rlhfspec.transport.base import Message, Receipt, Subscription, Transport
 from rlhfspec.transport.clock import Clock, SystemClock
 from rlhfspec.wire.codec import decode, encode
 
-R = TypeVar("R", Prompt, Sample, Score, Weights, DatasetInfo, Demand, Load, StepReport, EvaluationReport, Heartbeat)
+R = TypeVar("R", bound=Record)
 AT_ONCE = 512  # acknowledgements on their way together
 
 
@@ -226,7 +214,7 @@ class Bus:
             await self.transport.declare(self.subject(record_type), kind, consumers)
         await self.transport.declare(loop.dead_letters(self.job, self.uid), "state")
 
-    def subject(self, record_type: type[Record]) -> str:
+    def subject(self, record_type: type) -> str:
         return loop.subject(self.job, self.uid, record_type)
 
     def of(self, name: str, worker: int = 0) -> StageBus:
