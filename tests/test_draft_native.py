@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import DraftBatch, Forest, Plan
 from rlhfspec.drafting.cost import CostTable
-from rlhfspec.drafting.levels import Always, PayingLevel
+from rlhfspec.drafting.fixed import Always
+from rlhfspec.drafting.levels import LevelTerms, PayingLevel
 from rlhfspec.drafting.model import Expanded, Grown, ModelDrafter, Roots, grow, keep_drafted
 from rlhfspec.engine.cache import SlotTable
 from rlhfspec.engine.config import EngineConfig
@@ -92,10 +93,10 @@ def rule_for(rng: np.random.Generator, kind: str) -> Always | PayingLevel:
         return Always()
     knots = (1, 6, 8, 12, 16, 30)
     target = CostTable(knots, np.cumsum(rng.choice([1e-5, 4e-3], 6)))  # in steps, as of tiles
-    target.correct(9, 0, 4e-3)
+    target.correct(target.seconds(9), 4e-3)
     level = CostTable(knots, np.cumsum(rng.exponential(1e-5, 6)))
     rate, success = float(np.exp(rng.uniform(np.log(100.0), np.log(4000.0)))), float(rng.uniform(0.5, 1.0))
-    return PayingLevel(target, level, rows=5, tokens_per_second=rate, success=success, clock=lambda: 0.0)
+    return PayingLevel(LevelTerms(target, level, tokens_per_second=rate, success=success, verified_rows=5))
 
 
 def fresh_drafter(space: Space) -> ModelDrafter:
@@ -112,7 +113,7 @@ def roots_of(space: Space, batch: DraftBatch, branch: int) -> Roots:
 def both(space: Space, batch: DraftBatch, plan: Plan, rng: np.random.Generator, kind: str) -> tuple[Grown, Grown]:
     roots, acceptance = roots_of(space, batch, plan.branch), taught_acceptance(rng)
     rule = rule_for(rng, kind)
-    terms = rule.terms() if isinstance(rule, PayingLevel) else None
+    terms = rule.terms if isinstance(rule, PayingLevel) else None
     native = space.grow(batch, plan, roots, acceptance.curves("model", batch.rows), terms)
     assert native is not None
     return native, grow(space, batch, plan, roots, acceptance, rule)
@@ -128,7 +129,6 @@ def assert_same(native: Grown, twin: Grown) -> None:
     np.testing.assert_allclose(native.forest.path_acceptance, twin.forest.path_acceptance, rtol=1e-6)
     assert np.array_equal(native.expanded.nodes, twin.expanded.nodes)
     assert native.expanded.level_rows.tolist() == twin.expanded.level_rows.tolist()
-    assert len(native.level_seconds) == len(native.expanded.level_rows)
 
 
 plans = st.builds(
@@ -166,7 +166,7 @@ def test_drafts_stop_where_the_rule_of_the_loop_stops_them() -> None:
         batch.room[:], space.table.capacity[:] = 30, MAX_CONTEXT
         native, twin = both(space, batch, plan, rng, "paying")
         assert_same(native, twin)
-        depths.add(len(native.level_seconds))
+        depths.add(len(native.expanded.level_rows))
     assert depths >= {0, 1, 2, 5}, "they stop at once, in the middle, and at the end"
 
 
@@ -255,13 +255,10 @@ def test_a_rule_is_told_what_its_draft_ran() -> None:
     batch = batch_of(space, rng, 1.0)
     batch.room[:], space.table.capacity[:] = 30, MAX_CONTEXT
     free = CostTable([1, 100], [1e-6, 1e-6])
-    rule = PayingLevel(free, free, rows=2, tokens_per_second=1.0, success=0.9, clock=lambda: 0.0)
+    rule = PayingLevel(LevelTerms(free, free, tokens_per_second=1.0, success=0.9, verified_rows=2))
     drafter = fresh_drafter(space)
     drafter.propose(batch, Plan(drafter="model", depth=4), AcceptanceModel(NUM_ROWS), rule)
-    levels = rule.finish(1.0)
-    assert [rows for rows, _ in levels] == [0, batch.size, batch.size, batch.size]
-    assert all(seconds > 0.0 for _, seconds in levels)
-    assert sum(seconds for _, seconds in levels) == pytest.approx(1.0)
+    assert rule.level_rows == [batch.size, batch.size, batch.size]
 
 
 def test_nothing_is_kept_of_an_empty_draft() -> None:

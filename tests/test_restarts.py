@@ -22,6 +22,7 @@ from rlhfspec.errors import RolloutError
 from rlhfspec.learning.learner import LearnReport
 from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.service.base import Service
+from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.trainer.build import build
 from rlhfspec.trainer.collector import Collector, StepShape, example_sample
 from rlhfspec.transport.clock import SystemClock
@@ -165,7 +166,8 @@ def test_a_real_trainer_killed_five_times_draws_the_same_curve(
     job_file: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its policy, optimizer, run folder and checkpoints are real; a death leaves half a step behind."""
-    steps = ("training.steps=9", "checkpoint.everySteps=3")
+    steps = ["training.steps=9", "checkpoint.everySteps=3"]
+    steps += ["evaluation.everySteps=4", "evaluation.numPrompts=3"] if seed % 2 else []
     whole = train(job_file, "whole", *steps)
     draw = random.Random(seed)
     deaths: list[int] = []
@@ -208,6 +210,12 @@ def test_a_real_trainer_killed_five_times_draws_the_same_curve(
     monkeypatch.setattr(local.LocalRun, "_trainer", property(lambda run: run._services[-1].inner))
     assert train(job_file, "killed", *steps) == whole
     assert len(deaths) == 5
+    folders = [RunFolder(job_file.parent / name) for name in ("whole", "killed")]
+    evaluations = [[replace(run, seconds=0.0) for run in folder.evaluations()] for folder in folders]
+    assert evaluations[0] == evaluations[1]
+    assert len(evaluations[0]) == (4 if seed % 2 else 0)
+    answers = [list(folder.evaluation_samples()) for folder in folders]
+    assert answers[0] == answers[1]
     manifest = json.loads((job_file.parent / "killed" / "manifest.json").read_text())
     assert (manifest["outcome"], manifest["num_steps"]) == ("completed", 9)
     assert curve_of(job_file, "killed") == whole

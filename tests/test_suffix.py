@@ -15,7 +15,7 @@ from rlhfspec.arrays import FloatArray, IntArray
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import DraftBatch, Forest, Plan
 from rlhfspec.drafting.contexts import ORDERS, ContextIndex
-from rlhfspec.drafting.levels import Always
+from rlhfspec.drafting.fixed import Always
 from rlhfspec.drafting.noise import gumbel, gumbels, philox
 from rlhfspec.drafting.suffix import SuffixDrafter
 
@@ -313,7 +313,7 @@ def test_calibration_learns_how_far_to_trust_a_context() -> None:
         table.begin(drafter, row, text[:400], "g")
     num_accepted, acceptance = generate(drafter, table, [0, 1, 2, 3], target_of(text, 4), 80, plan=TREE)
     assert num_accepted > 320, "more than one a sequence and step"
-    assert acceptance.calibration().error < 0.06
+    assert acceptance.calibration_error() < 0.06
     gaps = np.array([0.1, 2.0, 8.0], np.float32)
     ones = np.ones(3, np.int32)
     chances: FloatArray = acceptance.predict("suffix", ones * 0, ones * 3, ones * 0, gaps)

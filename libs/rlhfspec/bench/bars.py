@@ -1,9 +1,9 @@
 """The promises the benchmark holds itself to. Pure: results in, bars out; a bar whose modes did not run is left out.
 
 Example:
-    >>> from rlhfspec.bench.results import Results, Row
+    >>> from rlhfspec.bench.results import Results, ResultRow
     >>> rows = [
-    ...     Row(scenario="batch-1", mode=mode, num_threads=1, tokens_per_second=speed, repeats=(speed,),
+    ...     ResultRow(scenario="batch-1", mode=mode, num_threads=1, tokens_per_second=speed, repeats=(speed,),
     ...         accepted_per_verification=0.0)
     ...     for mode, speed in (("plain", 100.0), ("adaptive", 97.0))
     ... ]
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhfspec.bench.results import Bar, Results, Row
+from rlhfspec.bench.ratios import Ratio, against_best, paired
+from rlhfspec.bench.results import Bar, ResultRow, Results
 
-ADAPTIVE_OVER_STATIC = 0.95
-ADAPTIVE_OVER_PLAIN = 0.98  # at every batch, whatever the CPU
-REALISED_OVER_OPTIMUM = 0.85
+ADAPTIVE_OVER_STATIC = 0.97
+ADAPTIVE_OVER_PLAIN = 1.0  # at every batch, whatever the CPU and the models
 SELECTOR_SHARE = 0.01  # of step time, at batch 64
 
-# adaptive / plain, by scenario
+# adaptive / plain on templated English, by scenario
 ON_FAST_BFLOAT16 = {
     "batch-1": 3.3,
     "batch-4": 2.4,
@@ -40,32 +40,27 @@ ADAPTIVE_OVER_VLLM_BEST = {"batch-1": 1.5, "batch-8": 1.3, "batch-32": 1.1}
 def bars(results: Results) -> tuple[Bar, ...]:
     found: list[Bar] = []
     for num_threads, scenario in results.scenes():
-        for check in (_against_static, _against_plain, _against_optimum, _against_vllm, _selector_share, _equality):
+        for check in (_against_static, _against_plain, _against_vllm, _selector_share, _equality):
             found += check(results, num_threads, scenario)
     found += _equality_across_threads(results)
     return tuple(found)
 
 
 def _against_static(results: Results, num_threads: int, scenario: str) -> Iterator[Bar]:
-    adaptive, static = results.row(num_threads, scenario, "adaptive"), results.best_static(num_threads, scenario)
-    if adaptive and static and scenario != "long-tail":
-        name = f"adaptive / best static ({static.mode.removeprefix('static:')})"
-        yield _ratio(adaptive, static, name, ADAPTIVE_OVER_STATIC)
+    adaptive, statics = results.row(num_threads, scenario, "adaptive"), results.statics(num_threads, scenario)
+    if adaptive and statics and scenario != "long-tail":
+        found = against_best(adaptive.repeats, {row.mode.removeprefix("static:"): row.repeats for row in statics})
+        yield _at_least(num_threads, scenario, f"adaptive / best static ({found.against})", found, ADAPTIVE_OVER_STATIC)
 
 
 def _against_plain(results: Results, num_threads: int, scenario: str) -> Iterator[Bar]:
     adaptive, plain = results.row(num_threads, scenario, "adaptive"), results.row(num_threads, scenario, "plain")
     if adaptive and plain:
         is_fast = results.machine is not None and results.machine.has_fast_bfloat16
-        wanted = (ON_FAST_BFLOAT16 if is_fast else ON_SLOW_BFLOAT16).get(scenario, ADAPTIVE_OVER_PLAIN)
+        by_scenario = ON_FAST_BFLOAT16 if is_fast else ON_SLOW_BFLOAT16
+        is_english = results.settings.get("pair", "english") == "english"
+        wanted = by_scenario.get(scenario, ADAPTIVE_OVER_PLAIN) if is_english else ADAPTIVE_OVER_PLAIN
         yield _ratio(adaptive, plain, "adaptive / plain", wanted)
-
-
-def _against_optimum(results: Results, num_threads: int, scenario: str) -> Iterator[Bar]:
-    adaptive = results.row(num_threads, scenario, "adaptive")
-    share = adaptive.selector.get("realised_of_optimum") if adaptive else None
-    if share is not None and scenario != "long-tail":
-        yield _at_least(num_threads, scenario, "adaptive / optimum of tables", share, REALISED_OVER_OPTIMUM)
 
 
 def _against_vllm(results: Results, num_threads: int, scenario: str) -> Iterator[Bar]:
@@ -107,23 +102,23 @@ def _equality_across_threads(results: Results) -> Iterator[Bar]:
             yield _same(max(counts), scenario, f"same with {' and '.join(map(str, sorted(counts)))} threads", rows)
 
 
-def _same(num_threads: int, scenario: str, name: str, rows: list[Row]) -> Bar:
+def _same(num_threads: int, scenario: str, name: str, rows: list[ResultRow]) -> Bar:
     common = min(len(row.digests) for row in rows)  # a mode may lack the last repetition when time ran out
     different = [row.mode for row in rows if row.digests[:common] != rows[0].digests[:common]]
     found = f"{len(rows)} rows equal" if not different else f"{', '.join(different)} differ from {rows[0].mode}"
     return Bar(num_threads=num_threads, scenario=scenario, name=name, wanted="equal", found=found, holds=not different)
 
 
-def _ratio(ours: Row, other: Row, name: str, wanted: float) -> Bar:
-    return _at_least(ours.num_threads, ours.scenario, name, ours.tokens_per_second / other.tokens_per_second, wanted)
+def _ratio(ours: ResultRow, other: ResultRow, name: str, wanted: float) -> Bar:
+    return _at_least(ours.num_threads, ours.scenario, name, paired(ours.repeats, other.repeats), wanted)
 
 
-def _at_least(num_threads: int, scenario: str, name: str, found: float, wanted: float) -> Bar:
+def _at_least(num_threads: int, scenario: str, name: str, found: Ratio, wanted: float) -> Bar:
     return Bar(
         num_threads=num_threads,
         scenario=scenario,
         name=name,
         wanted=f">= {wanted:.2f}",
-        found=f"{found:.2f}",
-        holds=found >= wanted,
+        found=str(found),
+        holds=found.value >= wanted,
     )

@@ -14,7 +14,7 @@ from rlhfspec.engine import Completion, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class DrainingStep:
     seconds: float  # since the start of the run, at the end of the step
     num_active: int
     num_tokens: int  # committed by this step
@@ -27,7 +27,7 @@ class Trace:
     """One run over the batch. `completions` is filled at the end."""
 
     mode: str
-    steps: list[Step] = field(default_factory=list)
+    steps: list[DrainingStep] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
 
     @property
@@ -83,7 +83,7 @@ def drain_and_watch(engine: Any, requests: list[Request], mode: str, on_step: Ca
         seconds += report.seconds
         finished.update({completion.id: completion for completion in report.finished})
         trace.steps.append(
-            Step(
+            DrainingStep(
                 seconds=seconds,
                 num_active=report.num_decoding,
                 num_tokens=report.num_committed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.bench.draining import Step, Trace
+from rlhfspec.bench.draining import DrainingStep, Trace
 
 COLORS = {"plain": "#30638e", "adaptive": "#d1495b"}
 _SPEED_WINDOW = 15  # steps over which tokens/s is averaged
@@ -64,7 +64,7 @@ def _strategies(axis: Any, trace: Trace) -> None:
     axis.set(xlabel="seconds", ylabel="adaptive chose")
 
 
-def _speeds(steps: list[Step]) -> tuple[list[float], list[float]]:
+def _speeds(steps: list[DrainingStep]) -> tuple[list[float], list[float]]:
     seconds, speeds = [], []
     for end in range(_SPEED_WINDOW, len(steps)):
         window = steps[end - _SPEED_WINDOW + 1 : end + 1]

@@ -6,13 +6,12 @@ Answers of `run` carry a digest of the tokens, so that the benchmark can assert 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import time
+from collections import Counter
 from typing import Any
 
 from rlhfspec.bench.rivals.serve import serve
-from rlhfspec.drafting.plans import static_grid
+from rlhfspec.drafting.fixed import static_grid
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 
 MODES = {"plain": "off", "adaptive": "adaptive"}  # and static:NAME for every strategy of the grid
@@ -40,7 +39,7 @@ class OurWorker:
         return {
             "loaded": {
                 "arithmetic": self._engine.state.target.runner.config.arithmetic,
-                "costs": json.loads(self._engine.speculation.costs.to_json()),
+                "costs": {kind: table.to_dict() for kind, table in self._engine.speculation.costs.tables.items()},
                 "static": [name for name in static_grid(("model", "suffix")) if arguments["draft"] or "suffix" in name],
             }
         }
@@ -63,14 +62,12 @@ class OurWorker:
         }
 
     def _selector(self) -> dict[str, Any]:
-        """What the selector says of itself; numbers it cannot know yet are null."""
+        """What the selector says of itself."""
         explanation = self._engine.speculation.selector.explain()
-        calibration = self._engine.speculation.acceptance.calibration()
         return {
             "share_of_step": explanation.share_of_step,
-            "realised_of_optimum": _finite(explanation.realised_of_optimum),
-            "mape": {kind: _finite(value) for kind, value in explanation.mape.items()},
-            "calibration_error": _finite(calibration.error),
+            "cost_errors": explanation.cost_errors,
+            "calibration_error": self._engine.speculation.acceptance.calibration_error(),
             "plans": _plan_counts(explanation.decisions),
         }
 
@@ -113,14 +110,7 @@ def digest(completions: list[Completion]) -> str:
 
 
 def _plan_counts(decisions: tuple[Any, ...]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for decision in decisions:
-        counts[decision.plan] = counts.get(decision.plan, 0) + 1
-    return counts
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return dict(Counter(decision.plan for decision in decisions))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.bench.results import Results, Row
+from rlhfspec.bench.results import ResultRow, Results
 
 STYLES: dict[str, dict[str, Any]] = {
     "adaptive": {"color": "#d1495b", "linewidth": 2.6, "zorder": 5},
@@ -47,10 +47,10 @@ def plot(results: Results, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _curve(rows: list[Row], mode: str) -> tuple[list[int], list[float]]:
+def _curve(rows: list[ResultRow], mode: str) -> tuple[list[int], list[float]]:
     points = sorted((_size(row), row.tokens_per_second) for row in rows if row.mode == mode)
     return [size for size, _ in points], [speed for _, speed in points]
 
 
-def _size(row: Row) -> int:
+def _size(row: ResultRow) -> int:
     return int(row.scenario.removeprefix("batch-"))

@@ -6,7 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfspec.bench.results import Bar, Results, Row
+from rlhfspec.bench.results import Bar, ResultRow, Results
 
 
 def show(results: Results, console: Console) -> None:
@@ -31,7 +31,10 @@ def _heading(results: Results) -> Text:
     return Text(
         f"{machine.cpu}, {machine.num_cores} cores, {' '.join(machine.features)}; "
         f"arithmetic {machine.arithmetic} ({'fast' if machine.has_fast_bfloat16 else 'no fast'} bfloat16)\n"
-        "tokens/s: medians of interleaved repetitions; prefill included, start-up and warm-up not"
+        f"models: {results.settings.get('target')}, draft {results.settings.get('draft')}\n"
+        "tokens/s: medians of interleaved repetitions; prefill included, start-up and warm-up not\n"
+        "bars: ratios paired within a repetition, with their 95 % interval; the best static strategy "
+        "is chosen on the other repetitions"
     )
 
 
@@ -50,11 +53,12 @@ def _speeds(results: Results, num_threads: int) -> Table:
     return table
 
 
-def _speed(results: Results, row: Row | None) -> Text:
+def _speed(results: Results, row: ResultRow | None) -> Text:
     if row is None:
         return Text("-")
     accepted = f" ({row.accepted_per_verification:.2f})" if row.accepted_per_verification else ""
-    best = results.best_static(row.num_threads, row.scenario)
+    statics = results.statics(row.num_threads, row.scenario)
+    best = max(statics, key=lambda other: other.tokens_per_second, default=None)
     return Text(f"{row.tokens_per_second:.0f}{accepted}", style="underline" if row is best else "")
 
 
@@ -63,7 +67,6 @@ def _selector(results: Results, num_threads: int) -> Table:
     for name in (
         "scenario",
         "of step time",
-        "of optimum",
         "step cost error",
         "acceptance error",
         "plans of the last steps",
@@ -77,8 +80,7 @@ def _selector(results: Results, num_threads: int) -> Table:
         table.add_row(
             row.scenario,
             _percent(said["share_of_step"], 2),
-            _percent(said["realised_of_optimum"]),
-            _percent(said["mape"].get("step")),
+            _percent(said["cost_errors"].get("step")),
             _percent(said["calibration_error"], 1),
             ", ".join(f"{name} {count}" for name, count in plans),
         )

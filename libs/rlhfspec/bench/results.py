@@ -1,23 +1,24 @@
 """What one run of the benchmark found, as records that become JSON.
 
 Example:
-    >>> row = Row(scenario="batch-1", mode="plain", num_threads=1, tokens_per_second=80.0, repeats=(79.0, 80.0, 81.0),
-    ...           accepted_per_verification=0.0)
-    >>> Results(machine=None, rows=(row,)).speed(1, "batch-1", "plain")
+    >>> row = ResultRow(scenario="batch-1", mode="plain", num_threads=1, tokens_per_second=80.0,
+    ...                 repeats=(79.0, 80.0, 81.0), accepted_per_verification=0.0)
+    >>> Results(machine=None, rows=(row,)).row(1, "batch-1", "plain").tokens_per_second
     80.0
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlhfspec.bench.machine import Machine
+from rlhfspec.bench.processor import Processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """One mode in one scenario. `tokens_per_second` is the median of `repeats`; prefill counts, start-up does not."""
 
     scenario: str
@@ -44,40 +45,35 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    machine: Machine | None
-    rows: tuple[Row, ...]
+    machine: Processor | None
+    rows: tuple[ResultRow, ...]
     bars: tuple[Bar, ...] = ()
     costs: dict[str, Any] = field(default_factory=dict)  # cost tables by thread count, as profiled at start-up
     settings: dict[str, Any] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()  # modes that could not run, and why
 
-    def row(self, num_threads: int, scenario: str, mode: str) -> Row | None:
+    def row(self, num_threads: int, scenario: str, mode: str) -> ResultRow | None:
         for row in self.rows:
             if (row.num_threads, row.scenario, row.mode) == (num_threads, scenario, mode):
                 return row
         return None
 
-    def speed(self, num_threads: int, scenario: str, mode: str) -> float | None:
-        row = self.row(num_threads, scenario, mode)
-        return row.tokens_per_second if row else None
+    def statics(self, num_threads: int, scenario: str) -> list[ResultRow]:
+        return self._rows_of(num_threads, scenario, "static:")
 
-    def best_static(self, num_threads: int, scenario: str) -> Row | None:
-        return self._fastest(num_threads, scenario, "static:")
-
-    def best_vllm(self, num_threads: int, scenario: str) -> Row | None:
-        return self._fastest(num_threads, scenario, "vllm-")
+    def best_vllm(self, num_threads: int, scenario: str) -> ResultRow | None:
+        rows = self._rows_of(num_threads, scenario, "vllm-")
+        return max(rows, key=lambda row: row.tokens_per_second, default=None)
 
     def scenes(self) -> list[tuple[int, str]]:
         """(threads, scenario) pairs in the order they ran."""
         return list(dict.fromkeys((row.num_threads, row.scenario) for row in self.rows))
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+    def _rows_of(self, num_threads: int, scenario: str, prefix: str) -> list[ResultRow]:
+        at = num_threads, scenario
+        return [row for row in self.rows if (row.num_threads, row.scenario) == at and row.mode.startswith(prefix)]
 
-    def _fastest(self, num_threads: int, scenario: str, prefix: str) -> Row | None:
-        rows = [
-            row
-            for row in self.rows
-            if (row.num_threads, row.scenario) == (num_threads, scenario) and row.mode.startswith(prefix)
-        ]
-        return max(rows, key=lambda row: row.tokens_per_second, default=None)
+
+def to_json(results: Mapping[str, Results]) -> str:
+    """By pair of models."""
+    return json.dumps({pair: asdict(found) for pair, found in results.items()}, indent=1)

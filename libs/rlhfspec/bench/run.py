@@ -6,6 +6,7 @@ turns. Start-up, profiling and one warm-up a scenario are not timed; prefill is.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.bench.bars import bars
-from rlhfspec.bench.machine import machine
-from rlhfspec.bench.results import Results, Row
-from rlhfspec.bench.scenarios import MAX_CONTEXT, NAMES, Scenario, scenarios
+from rlhfspec.bench.processor import processor
+from rlhfspec.bench.results import ResultRow, Results
+from rlhfspec.bench.scenarios import MAX_CONTEXT, NAMES, PAIRS, Scenario, scenarios
 from rlhfspec.bench.worker import Worker, WorkerFailed, hf_command, our_command, vllm_command
 from rlhfspec.errors import InvalidRequest
 
@@ -30,16 +31,18 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """modes: of MODES; `static` is every strategy of the grid, `static:NAME` one of them.
+    """pair: of PAIRS, whose text the prompts are of.
+    modes: of MODES; `static` is every strategy of the grid, `static:NAME` one of them.
     budget_seconds: no repetition starts after that; what was measured by then is the result.
     """
 
     target: str
     draft: str
+    pair: str = PAIRS[0]
     modes: tuple[str, ...] = MODES
     scenarios: tuple[str, ...] = NAMES
     threads: tuple[int, ...] = (1, 2)
-    repeats: int = 3
+    repeats: int = 5
     num_tokens: int = 128
     dtype: str = "bfloat16"
     vllm_python: str | None = None
@@ -80,7 +83,7 @@ class Benchmark:
         self._skipped: dict[str, str] = {}
 
     def run(self) -> Results:
-        rows: list[Row] = []
+        rows: list[ResultRow] = []
         costs: dict[str, Any] = {}
         arithmetic = ""
         for index, num_threads in enumerate(self._settings.threads):
@@ -89,7 +92,7 @@ class Benchmark:
                 costs[str(num_threads)], arithmetic = loaded["costs"], loaded["arithmetic"]
                 rows += self._measure(workers, num_threads, self._share_of_time(index))
         results = Results(
-            machine=machine(arithmetic=arithmetic),
+            machine=processor(arithmetic=arithmetic),
             rows=tuple(rows),
             costs=costs,
             settings=self._settings.published(),
@@ -161,11 +164,12 @@ class Benchmark:
             "num_draft_tokens": num_draft_tokens,
         }
 
-    def _measure(self, workers: dict[str, Worker], num_threads: int, deadline: float) -> Iterator[Row]:
+    def _measure(self, workers: dict[str, Worker], num_threads: int, deadline: float) -> Iterator[ResultRow]:
         """Repetition after repetition over all scenarios, so that a cut leaves every scenario measured."""
-        todo = scenarios(self._settings.scenarios, num_tokens=self._settings.num_tokens)
+        settings = self._settings
+        todo = scenarios(settings.scenarios, num_tokens=settings.num_tokens, pair=settings.pair)
         modes = {scenario.name: [_Mode(name, worker) for name, worker in workers.items()] for scenario in todo}
-        for repetition in range(self._settings.repeats):
+        for repetition in range(settings.repeats):
             for scenario in todo:
                 self._repeat(scenario, modes[scenario.name], repetition, num_threads, deadline)
         for scenario in todo:
@@ -174,9 +178,8 @@ class Benchmark:
     def _repeat(
         self, scenario: Scenario, modes: list[_Mode], repetition: int, num_threads: int, deadline: float
     ) -> None:
-        """Every mode once, after a warm-up the first time; it starts at another mode each time."""
-        start = repetition * 5 % len(modes)
-        for mode in modes[start:] + modes[:start]:
+        """Every mode once, after a warm-up the first time, in another order each time."""
+        for mode in random.Random(repetition).sample(modes, len(modes)) if repetition else modes:
             if self._clock() >= deadline:
                 if repetition == 0:
                     self._skip(f"{mode.name} in {scenario.name}", "no time left")
@@ -219,9 +222,9 @@ def _speed(answer: dict[str, Any]) -> float:
     return float(answer["num_tokens"] / answer["seconds"])
 
 
-def _row(mode: _Mode, scenario: Scenario, num_threads: int) -> Row:
+def _row(mode: _Mode, scenario: Scenario, num_threads: int) -> ResultRow:
     speeds = tuple(_speed(answer) for answer in mode.answers)
-    return Row(
+    return ResultRow(
         scenario=scenario.name,
         mode=mode.name,
         num_threads=num_threads,

@@ -16,12 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.tiny.corpus import prompts
+from rlhfspec.tiny import corpus, library
 
 BATCHES = (1, 4, 8, 16, 32, 64)
 NAMES = (*(f"batch-{size}" for size in BATCHES), "long-tail")
 MAX_CONTEXT = 640  # prompts are shorter than 128 tokens, responses at most 512
 
+PAIRS = ("english", "library")  # of tiny models: target and draft, and the text they were trained on
 _TAIL_SEQUENCES, _TAIL_LIMIT = 64, 512
 _TAIL_MEDIAN_OF_BATCH, _TAIL_SIGMA = 0.75, 0.9  # a few sequences run several times longer than the median
 
@@ -46,25 +47,27 @@ class Scenario:
         return [1_000_003 * (repetition + 1) + index for index in range(self.num_sequences)]
 
 
-def scenarios(names: Iterable[str], *, num_tokens: int) -> list[Scenario]:
-    """`num_tokens`: the length of every response of a batch; long-tail lengths are lognormal around 3/4 of it."""
-    return [_scenario(name, num_tokens) for name in names]
+def scenarios(names: Iterable[str], *, num_tokens: int, pair: str = "english") -> list[Scenario]:
+    """`num_tokens`: the length of every response of a batch; long-tail lengths are lognormal around 3/4 of it.
+    `pair`: whose text the prompts are of."""
+    return [_scenario(name, num_tokens, pair) for name in names]
 
 
-def batch_scenario(size: int, num_tokens: int) -> Scenario:
-    return _of_lengths(f"batch-{size}", [num_tokens] * size)
+def batch_scenario(size: int, num_tokens: int, pair: str = "english") -> Scenario:
+    return _of_lengths(f"batch-{size}", [num_tokens] * size, pair)
 
 
-def _scenario(name: str, num_tokens: int) -> Scenario:
+def _scenario(name: str, num_tokens: int, pair: str) -> Scenario:
     if name not in NAMES:
         raise InvalidRequest("scenarios", name, f"must be among {', '.join(NAMES)}")
     if name == "long-tail":
-        return _of_lengths(name, _tail_lengths(num_tokens))
-    return batch_scenario(int(name.removeprefix("batch-")), num_tokens)
+        return _of_lengths(name, _tail_lengths(num_tokens), pair)
+    return batch_scenario(int(name.removeprefix("batch-")), num_tokens, pair)
 
 
-def _of_lengths(name: str, lengths: list[int]) -> Scenario:
-    chosen = tuple(tuple(prompt) for prompt in prompts(len(lengths), seed=7))
+def _of_lengths(name: str, lengths: list[int], pair: str) -> Scenario:
+    text = library if pair == "library" else corpus
+    chosen = tuple(tuple(prompt) for prompt in text.prompts(len(lengths), seed=7))
     return Scenario(name=name, prompts=chosen, max_tokens=tuple(lengths))
 
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.bench.machine import Machine, machine
+from rlhfspec.bench.processor import Processor, processor
 from rlhfspec.bench.worker import RIVALS, Worker, WorkerFailed, environment
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny.corpus import prompts
@@ -123,7 +123,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResults:
-    machine: Machine
+    machine: Processor
     settings: dict[str, Any]
     rows: tuple[StepRow, ...]
     skipped: tuple[str, ...] = ()
@@ -163,7 +163,7 @@ class StepBenchmark:
         rows = tuple(StepRow.of(mode, measured) for mode, measured in steps.items() if measured)
         check_equal_work(rows)
         return StepResults(
-            machine=machine(arithmetic=_arithmetic(self._settings.dtype)),
+            machine=processor(arithmetic=_arithmetic(self._settings.dtype)),
             settings=self._settings.published(),
             rows=rows,
             skipped=tuple(f"{mode}: {reason}" for mode, reason in self._skipped.items()),

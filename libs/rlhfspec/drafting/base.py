@@ -176,7 +176,6 @@ class Choice:
     keep: IntArray  # [N] ascending node indices
     predicted_accepted: float  # expected accepted nodes in total
     predicted_verify_seconds: float
-    runner_up: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

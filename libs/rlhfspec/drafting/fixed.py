@@ -1,47 +1,66 @@
-"""A static strategy, to compare the adaptive one with.
+"""Static strategies, to compare the adaptive one with.
 
 Example:
+    >>> import numpy as np
     >>> FixedSelector(Plan(drafter="model", depth=4)).plan(
     ...     BatchState(rows=np.arange(2), room=np.full(2, 9), num_prefill_rows=0, kv_tokens=0)
     ... ).name
     'model-d4-w1-b1'
+    >>> static_grid(("model",))["model-d6-w2-b3"].depth
+    6
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from time import perf_counter
 
-import numpy as np
-
+from rlhfspec.arrays import FloatArray
 from rlhfspec.drafting.acceptance import AcceptanceModel
-from rlhfspec.drafting.base import PLAIN, BatchState, Choice, Forest, LevelRule, Outcome, Plan, empty_forest
-from rlhfspec.drafting.budget import best_nodes, best_nodes_of_each
-from rlhfspec.drafting.cost import CostModel
+from rlhfspec.drafting.base import PLAIN, BatchState, Choice, Forest, LevelRule, Outcome, Plan
+from rlhfspec.drafting.budget import best_nodes
+from rlhfspec.drafting.cost import TARGET, CostModel, host_kind
 from rlhfspec.drafting.journal import Explanation, Journal
-from rlhfspec.drafting.lessons import Lessons, observe_costs
-from rlhfspec.drafting.levels import Always
+from rlhfspec.drafting.outcomes import OutcomeBuffer
+
+
+class Always:
+    """The level rule of a static plan."""
+
+    def go_on(self, *, frontier_acceptance: FloatArray, num_rows: int, level: int) -> bool:
+        return True
+
+
+def static_grid(drafters: Iterable[str]) -> dict[str, Plan]:
+    """The named static strategies: chains, trees, and trees with a global budget of 4 or 8 nodes a sequence."""
+    grid: dict[str, Plan] = {}
+    for name in drafters:
+        for depth in (4, 8) if name == "suffix" else (1, 2, 3, 4, 6, 8):
+            grid[f"{name}-d{depth}"] = Plan(drafter=name, depth=depth)
+        if name == "suffix":
+            continue
+        for depth, width, branch in ((2, 1, 2), (4, 1, 2), (4, 2, 2), (6, 2, 3), (8, 4, 3)):
+            plan = Plan(drafter=name, depth=depth, width=width, branch=branch)
+            grid[plan.name] = plan
+        for depth, nodes in ((6, 4), (8, 8)):
+            plan = Plan(drafter=name, depth=depth, width=1, branch=2, max_nodes=nodes)
+            grid[plan.name] = plan
+    return grid
 
 
 class FixedSelector:
-    """Always the same plan, every node of it.
+    """Always the same plan, every node of it; with `plan.max_nodes` the most promising ones of the whole batch.
 
-    With `plan.max_nodes` only so many nodes a sequence are verified: the most promising of the whole batch, or, with
-    `per_row=True`, of each sequence on its own. Costs and acceptance, when given, are calibrated as they go.
+    Costs and acceptance, when given, are calibrated as they go.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        *,
-        costs: CostModel | None = None,
-        acceptance: AcceptanceModel | None = None,
-        per_row: bool = False,
+        self, plan: Plan, *, costs: CostModel | None = None, acceptance: AcceptanceModel | None = None
     ) -> None:
         self._plan = plan
         self._costs = costs
         self._acceptance = acceptance
-        self._per_row = per_row
-        self._lessons = Lessons(acceptance)
+        self._outcomes = OutcomeBuffer(acceptance)
         self._journal = Journal(costs)
 
     def plan(self, state: BatchState) -> Plan:
@@ -51,40 +70,27 @@ class FixedSelector:
         return Always()
 
     def budget(self, plan: Plan, state: BatchState, forest: Forest, draft_seconds: float) -> Choice:
-        started = perf_counter()
-        num_sequences = len(state.rows)
-        if plan.max_nodes is None or forest.size == 0:
-            keep = np.arange(forest.size, dtype=np.int32)
-        elif self._per_row:
-            keep = best_nodes_of_each(forest, plan.max_nodes)
-        else:
-            keep = best_nodes(forest.path_acceptance, plan.max_nodes * num_sequences)
-        verify_seconds = 0.0
+        limit = forest.size if plan.max_nodes is None else plan.max_nodes * len(state.rows)
+        keep = best_nodes(forest.path_acceptance, limit)
+        rows, verify_seconds = len(state.rows) + state.num_prefill_rows + len(keep), 0.0
         if self._costs is not None:
-            rows = num_sequences + state.num_prefill_rows + len(keep)
-            verify_seconds = float(self._costs.target_seconds(rows, state.kv_tokens))
-        choice = Choice(
-            keep=keep,
-            predicted_accepted=float(forest.path_acceptance[keep].sum()),
-            predicted_verify_seconds=verify_seconds,
-        )
-        self._journal.spend(started)
-        return choice
+            verify_seconds = self._costs.table(TARGET).seconds(rows, state.kv_tokens)
+        accepted = float(forest.path_acceptance[keep].sum())
+        return Choice(keep=keep, predicted_accepted=accepted, predicted_verify_seconds=verify_seconds)
 
     def observe(self, outcome: Outcome) -> None:
-        started = perf_counter()
-        verify_seconds = host_seconds = 0.0
-        if self._costs is not None:
-            verify_seconds, host_seconds = observe_costs(self._costs, outcome)
-        self._lessons.add(outcome, empty_forest())
-        if self._lessons.is_due:
-            self._lessons.teach()
-        predicted = outcome.draft_seconds, verify_seconds, host_seconds
-        self._journal.close(outcome, is_probe=False, predicted=predicted, optimum=0.0, started=started)
+        started, predicted, state = perf_counter(), outcome.draft_seconds, outcome.state
+        rows = len(state.rows) + state.num_prefill_rows + outcome.forest.size
+        if self._costs is not None and rows:
+            rest = max(outcome.step_seconds - outcome.draft_seconds - outcome.verify_seconds, 1e-6)
+            predicted += self._costs.observe(TARGET, rows, outcome.verify_seconds, state.kv_tokens)
+            predicted += self._costs.observe(host_kind(outcome.plan.drafter), len(state.rows), rest)
+        self._outcomes.add(outcome)
+        self._journal.close(outcome, is_trial=False, predicted_seconds=predicted, started=started)
 
     def reset(self) -> None:
         """Weights changed."""
-        self._lessons.start_over()
+        self._outcomes.start_over()
         if self._acceptance is not None:
             self._acceptance.reset()
 
@@ -93,4 +99,4 @@ class FixedSelector:
         self._journal.start_totals()
 
     def explain(self) -> Explanation:
-        return self._journal.explain((), ())
+        return self._journal.explain()

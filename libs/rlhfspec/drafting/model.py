@@ -20,7 +20,8 @@ from rlhfspec.arrays import FloatArray, Floats, IntArray
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import Acceptance, DraftBatch, Forest, LevelRule, Plan, empty_forest
 from rlhfspec.drafting.budget import best_nodes
-from rlhfspec.drafting.levels import Always, LevelTerms, PayingLevel
+from rlhfspec.drafting.fixed import Always
+from rlhfspec.drafting.levels import LevelTerms, PayingLevel
 
 _LARGEST_GAP = 30.0
 _NO_CANDIDATE = np.float32(-1e30)
@@ -57,7 +58,6 @@ class Grown:
 
     forest: Forest
     expanded: Expanded
-    level_seconds: list[float]  # one for each of expanded.level_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +142,10 @@ class ModelDrafter:
         """In one call, if what it would have to ask is known as plain numbers."""
         if not (isinstance(acceptance, AcceptanceModel) and isinstance(rule, Always | PayingLevel)):
             return None
-        terms = rule.terms() if isinstance(rule, PayingLevel) else None
+        terms = rule.terms if isinstance(rule, PayingLevel) else None
         grown = self.engine.grow(batch, plan, roots, acceptance.curves(self.name, batch.rows), terms)
         if grown is not None and isinstance(rule, PayingLevel):
-            rule.ran(list(zip(grown.expanded.level_rows.tolist(), grown.level_seconds, strict=True)))
+            rule.level_rows = grown.expanded.level_rows.tolist()
         return grown
 
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
@@ -346,7 +346,7 @@ class _Tree:
         level_rows = np.array([len(level[0]) for level in self.expanded], np.int64)
         levels = [np.stack(level) for level in self.expanded]
         nodes = np.concatenate(levels, axis=1) if levels else np.empty((4, 0), np.int32)
-        return Grown(forest, Expanded(nodes, level_rows), [])
+        return Grown(forest, Expanded(nodes, level_rows))
 
 
 def _num_candidates(plan: Plan) -> int:

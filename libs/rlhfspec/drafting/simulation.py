@@ -1,13 +1,13 @@
 """A machine and a drafter made of numbers: what the selector is tested against, and a place to try ideas in.
 
-Time is simulated (`World.clock`), so nothing here depends on the machine it runs on. A drafted node's children carry
+Time is simulated (`World.now`), so nothing here depends on the machine it runs on. A drafted node's children carry
 gaps, the gaps carry the truth about acceptance, and every sequence agrees with its drafter more or less than others.
 
 Example:
-    >>> from rlhfspec.drafting.selector import default_plans
+    >>> from rlhfspec.drafting.outlook import default_plans
     >>> world = World(machine=FLAT_TO_16, agreement={"model": 0.5}, seed=1)
     >>> costs, acceptance = world.profiled(), AcceptanceModel(num_rows=8)
-    >>> adaptive = AdaptiveSelector(costs, acceptance, default_plans(("model",), 8), clock=world.clock)
+    >>> adaptive = AdaptiveSelector(costs, acceptance, default_plans(("model",)))
     >>> fast = world.run(adaptive, acceptance, num_sequences=8, num_steps=30)
     >>> plain = world.run(FixedSelector(PLAIN), acceptance, num_sequences=8, num_steps=30)
     >>> fast.tokens_per_second > 1.3 * plain.tokens_per_second
@@ -27,7 +27,8 @@ from rlhfspec.arrays import BoolArray, FloatArray, IntArray
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import PLAIN, BatchState, Forest, LevelRule, Outcome, Plan, Selector, empty_forest
 from rlhfspec.drafting.cost import TARGET, CostModel
-from rlhfspec.drafting.selector import AdaptiveSelector, FixedSelector
+from rlhfspec.drafting.fixed import FixedSelector
+from rlhfspec.drafting.selector import AdaptiveSelector
 
 __all__ = [
     "CHEAP_LEVELS",
@@ -36,8 +37,8 @@ __all__ = [
     "PLAIN",
     "AdaptiveSelector",
     "FixedSelector",
-    "Machine",
-    "Run",
+    "SimulatedMachine",
+    "SimulatedRun",
     "World",
 ]
 
@@ -45,7 +46,7 @@ _SHARES = np.array([0.75, 0.45, 0.3])  # ranks 1, 2, 3: of what rank 0 leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class SimulatedMachine:
     """Seconds of everything, as a function of rows."""
 
     target: Callable[[float], float]
@@ -64,19 +65,19 @@ class Machine:
         return self.draft_first(rows) if kind.startswith("draft-first:") else self.draft_level(rows)
 
 
-FLAT_TO_16 = Machine(  # bound by memory: rows are free until arithmetic takes over
+FLAT_TO_16 = SimulatedMachine(  # bound by memory: rows are free until arithmetic takes over
     target=lambda rows: 6e-3 + 3.5e-4 * max(rows - 16.0, 0.0),
     draft_level=lambda rows: 5e-4 + 4e-6 * rows,
     draft_first=lambda rows: 6e-4 + 8e-6 * rows,
 )
-EVERY_ROW_COSTS = Machine(
+EVERY_ROW_COSTS = SimulatedMachine(
     target=lambda rows: 8e-3 + 1.1e-3 * rows,
     draft_level=lambda rows: 4e-4 + 1.5e-5 * rows,
     draft_first=lambda rows: 5e-4 + 3e-5 * rows,
 )
 
 
-CHEAP_LEVELS = Machine(  # the tiny 77M pair on one core of a server, levels in one native call
+CHEAP_LEVELS = SimulatedMachine(  # the tiny 77M pair on one core of a server, levels in one native call
     target=lambda rows: 1.2e-2 + 1.7e-4 * max(rows - 24.0, 0.0),
     draft_level=lambda rows: 4e-5 + 5e-6 * rows,
     draft_first=lambda rows: 4e-4 + 1.2e-5 * rows,
@@ -86,7 +87,7 @@ CHEAP_LEVELS = Machine(  # the tiny 77M pair on one core of a server, levels in 
 
 
 @dataclass(slots=True)
-class Run:
+class SimulatedRun:
     num_tokens: int = 0
     seconds: float = 0.0
     plans: Counter[str] = field(default_factory=Counter)
@@ -104,7 +105,7 @@ class World:
     def __init__(
         self,
         *,
-        machine: Machine,
+        machine: SimulatedMachine,
         agreement: dict[str, float],
         seed: int = 0,
         spread: float = 0.5,
@@ -119,9 +120,6 @@ class World:
         self._noise = noise
         self._outliers = outliers
         self._shift = self._random.normal(0.0, spread, 512)  # per table row
-
-    def clock(self) -> float:
-        return self.now
 
     def profiled(self) -> CostModel:
         """Cost tables as a start-up profile would give them: no host kinds, a little noise."""
@@ -138,9 +136,9 @@ class World:
         num_sequences: int,
         num_steps: int,
         finish: bool = False,
-    ) -> Run:
+    ) -> SimulatedRun:
         """Steps at a constant batch. `finish`: afterwards the sequences leave and new ones take their rows."""
-        run = Run()
+        run = SimulatedRun()
         for _ in range(num_steps):
             self.step(selector, acceptance, np.arange(num_sequences, dtype=np.int32), run)
         if finish:
@@ -148,9 +146,11 @@ class World:
                 self.renew(row, acceptance)
         return run
 
-    def drain(self, selector: Selector, acceptance: AcceptanceModel, *, num_sequences: int, num_tokens: int) -> Run:
+    def drain(
+        self, selector: Selector, acceptance: AcceptanceModel, *, num_sequences: int, num_tokens: int
+    ) -> SimulatedRun:
         """All sequences start together and generate `num_tokens` each; who is done leaves, and nobody follows."""
-        run, room = Run(), np.full(num_sequences, num_tokens, np.int32)
+        run, room = SimulatedRun(), np.full(num_sequences, num_tokens, np.int32)
         while room.any():
             rows = np.flatnonzero(room).astype(np.int32)
             outcome = self.step(selector, acceptance, rows, run, room=room[rows])
@@ -167,7 +167,13 @@ class World:
         self._shift[row] = self._random.normal(0.0, self._spread)
 
     def step(
-        self, selector: Selector, acceptance: AcceptanceModel, rows: IntArray, run: Run, *, room: IntArray | None = None
+        self,
+        selector: Selector,
+        acceptance: AcceptanceModel,
+        rows: IntArray,
+        run: SimulatedRun,
+        *,
+        room: IntArray | None = None,
     ) -> Outcome:
         """`room`: tokens that each sequence may still generate; None = as many as it likes."""
         room = np.full(len(rows), 10_000, np.int32) if room is None else room

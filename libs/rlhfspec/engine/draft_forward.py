@@ -68,7 +68,7 @@ class DraftForward:
             sequence=sequence, parent=parent, depth=depth, token=token, rank=rank,
             gap=gap, path_acceptance=path_acceptance,
         )  # fmt: skip
-        return Grown(forest, Expanded(grown.expanded, grown.level_rows), grown.level_seconds.tolist())
+        return Grown(forest, Expanded(grown.expanded, grown.level_rows))
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
         return draft.keep(

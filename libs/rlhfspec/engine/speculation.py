@@ -25,9 +25,10 @@ from rlhfspec.drafting.base import (
     empty_forest,
 )
 from rlhfspec.drafting.cost import CostModel
+from rlhfspec.drafting.fixed import FixedSelector, static_grid
 from rlhfspec.drafting.model import ModelDrafter
-from rlhfspec.drafting.plans import default_plans, static_grid
-from rlhfspec.drafting.selector import AdaptiveSelector, FixedSelector
+from rlhfspec.drafting.outlook import default_plans
+from rlhfspec.drafting.selector import AdaptiveSelector
 from rlhfspec.drafting.suffix import SuffixDrafter
 from rlhfspec.drafting.tree import Walk, index_in_sequence
 from rlhfspec.engine.draft_forward import DraftForward
@@ -192,7 +193,7 @@ class Speculator:
             return FixedSelector(plan, costs=self.costs if self.costs.tables else None, acceptance=self.acceptance)
         if speculation in self.drafters or speculation == "adaptive":
             names = self._names() if speculation == "adaptive" else [speculation]
-            return AdaptiveSelector(self.costs, self.acceptance, default_plans(names, self.state.config.max_sequences))
+            return AdaptiveSelector(self.costs, self.acceptance, default_plans(names))
         if speculation == "model":
             raise InvalidRequest("speculation", speculation, "needs a draft model: give drafter=PATH")
         known = ", ".join(["adaptive", *self._names(), *grid])

@@ -3,6 +3,7 @@
     target   4 x 256, 3.3M parameters, trained for a minute
     draft    1 x 128, .3M parameters, trained likewise
     wide     the target widened to 77M: the same function with the memory traffic of a larger model
+    library, library-draft, library-wide  the same three for real text (Python's standard library), learnt less well
     sums     2 x 128, .5M parameters: solves sums now and then, the start of the demo's training
     sums-draft  1 x 64, a draft for it
 
@@ -30,7 +31,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from rlhfspec.folder_lock import take_lock
-from rlhfspec.tiny.recipe import RECIPES, TARGET, Recipe, cache_folder
+from rlhfspec.tiny.recipe import LIBRARY, RECIPES, TARGET, Recipe, cache_folder
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.tiny.train import build, train
 
@@ -45,6 +46,9 @@ class TinyModels:
     target: Path
     draft: Path
     wide: Path
+    library: Path
+    library_draft: Path
+    library_wide: Path
     sums: Path
     sums_draft: Path
 
@@ -117,7 +121,8 @@ def _make(recipe: Recipe, folder: Path, report: Report) -> None:
 def _model(recipe: Recipe, report: Report) -> LlamaForCausalLM:
     if recipe.widened_from_intermediate is None:
         return train(recipe, report)
-    narrow_recipe = replace(TARGET, intermediate_size=recipe.widened_from_intermediate)
+    narrow_recipe = LIBRARY if recipe.task == "library" else TARGET
+    narrow_recipe = replace(narrow_recipe, intermediate_size=recipe.widened_from_intermediate)
     narrow = build(narrow_recipe, seed=0)
     narrow_folder = ensure_recipe(narrow_recipe, report)
     trained = LlamaForCausalLM.from_pretrained(narrow_folder, dtype=torch.float32)

@@ -13,12 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from rlhfspec.tiny import sums
-from rlhfspec.tiny.corpus import documents
+from rlhfspec.tiny import corpus, library, sums
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 
@@ -29,7 +28,7 @@ class Recipe:
     batch_shapes: (sequences, tokens a sequence), taken in turn. Short windows teach the language; a long one now
     and then makes the model hold up over the contexts that generation reaches.
     widened_from_intermediate: when set, the model is not trained but widened from a trained one of that FFN width.
-    task: english learns the corpus; sums learns the lessons of `rlhfspec.tiny.sums`, whose batches come as they are.
+    task: english and library learn their text; sums learns the lessons of `rlhfspec.tiny.sums`, batch by batch.
     """
 
     name: str
@@ -44,14 +43,15 @@ class Recipe:
     seed: int = 1
     vocab_size: int = VOCAB_SIZE
     widened_from_intermediate: int | None = None
-    task: Literal["english", "sums"] = "english"
+    task: Literal["english", "library", "sums"] = "english"
 
     @property
     def folder_name(self) -> str:
         """Changes with any field and with the text that the corpus gives, so a cached model is never a stale one."""
         fields = asdict(self)
         fields.pop("task")  # its text says it
-        texts = documents(64, seed=self.seed) if self.task == "english" else sums.lesson_texts(64, seed=self.seed)
+        text_of = {"english": corpus.documents, "library": library.documents, "sums": sums.lesson_texts}
+        texts = text_of[self.task](64, seed=self.seed)
         content = json.dumps([fields, texts])
         return f"{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
@@ -82,6 +82,9 @@ WIDE = Recipe(
     num_steps=TARGET.num_steps,
     widened_from_intermediate=TARGET.intermediate_size,
 )
+LIBRARY = replace(TARGET, name="library", num_steps=400, task="library")
+LIBRARY_DRAFT = replace(DRAFT, name="library-draft", num_steps=180, task="library")
+LIBRARY_WIDE = replace(WIDE, name="library-wide", num_steps=LIBRARY.num_steps, task="library")
 SUMS = Recipe(
     name="sums",
     num_layers=2,
@@ -102,7 +105,9 @@ SUMS_DRAFT = Recipe(
     learning_rate=1.5e-2,
     task="sums",
 )
-RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT, WIDE, SUMS, SUMS_DRAFT)}
+RECIPES = {
+    recipe.name: recipe for recipe in (TARGET, DRAFT, WIDE, LIBRARY, LIBRARY_DRAFT, LIBRARY_WIDE, SUMS, SUMS_DRAFT)
+}
 
 
 def cache_folder() -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,22 +12,28 @@ from rlhfspec.cli import drain
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from rlhfspec.bench.results import Results
+
 app = typer.Typer(help="How fast the engine generates, against what, and why.", no_args_is_help=True)
 app.command()(drain.drain)
 
-# At most three minutes: the strategies that tell most, two batches and the long tail, one thread count.
+# At most three minutes for both pairs: the strategies that tell most, two batches and the long tail, one thread count.
 QUICK: dict[str, Any] = {
     "modes": ("plain", "adaptive", "static:model-d2", "static:model-d4", "static:model-d8", "static:suffix-d4", "hf",
               "vllm-plain", "vllm-draft"),
     "scenarios": ("batch-1", "batch-8", "batch-32", "long-tail"),
     "threads": (2,),
-    "repeats": 3,
+    "repeats": 5,
     "num_tokens": 64,
-    "budget_seconds": 140.0,
+    "budget_seconds": 140.0,  # of all pairs together
 }  # fmt: skip
 # A whole step, small: says whether it works and roughly how it compares.
 QUICK_STEP: dict[str, Any] = {"num_tokens": 128, "steps": 2, "repeats": 1}
 
+Pair = Annotated[
+    Literal["english", "library"], typer.Option(help="Which tiny models: of templated English, or of real text.")
+]
 Model = Annotated[str | None, typer.Option(help="Folder of the target; without it, the tiny 77M model.")]
 Draft = Annotated[str | None, typer.Option(help="Folder of the draft model; without it, the tiny draft.")]
 
@@ -36,6 +42,9 @@ Draft = Annotated[str | None, typer.Option(help="Folder of the draft model; with
 def generate(
     model: Model = None,
     draft: Draft = None,
+    pairs: Annotated[
+        str, typer.Option(help="Tiny models: english, library (real text; the draft is right .6 of the time), or both.")
+    ] = "english,library",
     quick: Annotated[bool, typer.Option("--quick", help="A smaller grid; done within three minutes.")] = False,
     threads: Annotated[str | None, typer.Option(help="Thread counts, such as 1,2 (the default).")] = None,
     modes: Annotated[
@@ -53,12 +62,14 @@ def generate(
         typer.Option(help="Python of an environment with vLLM.", envvar="RLHFSPEC_VLLM_PYTHON"),
     ] = None,
     vllm_draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens vLLM drafts a step in vllm-draft.")] = 4,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything measured to this file, by pair.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw it into this PNG; of several pairs, one each.")
+    ] = None,
 ) -> None:
     """Compare plain, static strategies, adaptive, Hugging Face and vLLM: same model, prompts and seeds, one run."""
-    from rlhfspec.bench.plot import plot
-    from rlhfspec.bench.report import show
     from rlhfspec.bench.run import Benchmark, Settings
 
     given = {
@@ -69,24 +80,40 @@ def generate(
         "num_tokens": tokens,
     }
     chosen = (QUICK if quick else {}) | {name: value for name, value in given.items() if value is not None}
+    wanted = [_checked_pair(name) for name in pairs.split(",")] if model is None else ["english"]
+    if "budget_seconds" in chosen:
+        chosen["budget_seconds"] /= len(wanted)
+    results = {}
     with StatusLine() as status:
-        target_path, draft_path = _models(model, draft, status)
-        settings = _checked(
-            Settings,
-            target=target_path,
-            draft=draft_path,
-            dtype=dtype,
-            vllm_python=vllm_python,
-            vllm_draft_tokens=vllm_draft_tokens,
-            **chosen,
-        )
-        results = _checked(Benchmark(settings, report=status).run)
-    show(results, wide_console())
+        for pair in wanted:
+            target_path, draft_path = _models(model, draft, status, pair=pair)
+            settings = _checked(
+                Settings,
+                target=target_path,
+                draft=draft_path,
+                pair=pair,
+                dtype=dtype,
+                vllm_python=vllm_python,
+                vllm_draft_tokens=vllm_draft_tokens,
+                **chosen,
+            )
+            results[pair] = _checked(Benchmark(settings, report=status).run)
+    _show(results, json_file, plot_file)
+
+
+def _show(results: dict[str, Results], json_file: Path | None, plot_file: Path | None) -> None:
+    from rlhfspec.bench.plot import plot
+    from rlhfspec.bench.report import show
+    from rlhfspec.bench.results import to_json
+
+    for pair, found in results.items():
+        show(found, wide_console())
+        if plot_file is not None:
+            path = plot_file if len(results) == 1 else plot_file.with_stem(f"{plot_file.stem}-{pair}")
+            plot(found, path)
+            typer.echo(f"plot: {path}")
     if json_file is not None:
-        json_file.write_text(results.to_json())
-    if plot_file is not None:
-        plot(results, plot_file)
-        typer.echo(f"plot: {plot_file}")
+        json_file.write_text(to_json(results))
 
 
 @app.command()
@@ -145,27 +172,28 @@ def step(
 def explain(
     model: Model = None,
     draft: Draft = None,
+    pair: Pair = "english",
     batch: Annotated[int, typer.Option(min=1, max=64, help="Sequences generated together.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, max=512, help="Response length.")] = 64,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     decisions: Annotated[int, typer.Option(min=1, help="How many of the last decisions to show.")] = 12,
 ) -> None:
-    """Show how the strategy was chosen: predicted and real cost, predicted and real acceptance, N, the runner-up."""
+    """Show how the strategy was chosen: predicted and real seconds and acceptance of the last steps, and every plan."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     from rlhfspec.bench.explain import observe, render
     from rlhfspec.bench.scenarios import MAX_CONTEXT, batch_scenario
     from rlhfspec.engine import Engine
 
     with StatusLine() as status:
-        target_path, draft_path = _models(model, draft, status)
+        target_path, draft_path = _models(model, draft, status, pair=pair)
         status("measuring the cost tables")
         engine = Engine.from_pretrained(
             target_path, drafter=draft_path, dtype=dtype, num_threads=threads, max_context=MAX_CONTEXT
         )
         status("generating")
-        explanation, calibration = observe(engine, batch_scenario(batch, tokens))
-    wide_console().print(render(explanation, calibration, num_decisions=decisions))
+        explanation, acceptance = observe(engine, batch_scenario(batch, tokens, pair))
+    wide_console().print(render(explanation, acceptance, num_decisions=decisions))
 
 
 @app.command()
@@ -196,7 +224,9 @@ def trees(
     wide_console().print(render(gains))
 
 
-def _models(model: str | None, draft: str | None, status: StatusLine, *, tiny_target: str = "wide") -> tuple[str, str]:
+def _models(
+    model: str | None, draft: str | None, status: StatusLine, *, tiny_target: str = "wide", pair: str = "english"
+) -> tuple[str, str]:
     """The folders given, or a tiny pair, made when it is not there yet."""
     if (model is None) != (draft is None):
         raise typer.BadParameter("--model and --draft go together: their vocabularies must be the same")
@@ -207,8 +237,18 @@ def _models(model: str | None, draft: str | None, status: StatusLine, *, tiny_ta
         return model, draft
     from rlhfspec.tiny import ensure
 
-    made = ensure(tiny_target, "draft", report=status)
-    return str(getattr(made, tiny_target)), str(made.draft)
+    names = ("library-wide", "library-draft") if pair == "library" else (tiny_target, "draft")
+    made = ensure(*names, report=status)
+    target_path, draft_path = (str(getattr(made, name.replace("-", "_"))) for name in names)
+    return target_path, draft_path
+
+
+def _checked_pair(name: str) -> str:
+    from rlhfspec.bench.scenarios import PAIRS
+
+    if name not in PAIRS:
+        raise typer.BadParameter(f"--pairs: must be among {', '.join(PAIRS)} (got {name!r})")
+    return name
 
 
 def _numbers(text: str) -> list[int]:

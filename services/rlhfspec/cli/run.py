@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import traceback
@@ -20,7 +21,6 @@ from rlhfspec.cli.signals import leave_at_once, on_signals
 from rlhfspec.errors import DataExhausted, RLHFSpecError, StorageError
 from rlhfspec.job_file import read_job
 from rlhfspec.job_file.secrets import shown_override
-from rlhfspec.trainer.build import follow, is_follower
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +49,7 @@ def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False
     with exit_on_problems(), on_signals(lambda: leave_at_once("stopped")):  # the stages listen for themselves
         checked = read_job(job, overrides or [])
         check_made_here(checked, job)
-        if is_follower():
+        if int(os.environ.get("RANK", "0")) > 0:  # torchrun started this process as one of several
             return _follow(checked)
         folder = out or Path("out") / checked.metadata.name
         outcome = _run(checked, job, overrides or [], folder, resume, console)
@@ -106,6 +106,7 @@ def _follow(job: RLHFJob) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     from rlhfspec.cli.tiny_paths import with_tiny_paths
+    from rlhfspec.trainer.build import follow
 
     follow(with_tiny_paths(job, lambda _: None))
 

@@ -19,10 +19,13 @@ def group() -> None:
 @app.command()
 def make(
     names: Annotated[
-        list[str] | None, typer.Argument(help="target, draft, wide, sums, sums-draft; all when none is named")
+        list[str] | None,
+        typer.Argument(
+            help="draft, library, library-draft, library-wide, sums, sums-draft, target, wide; all when none is named"
+        ),
     ] = None,
 ) -> None:
-    """Train and widen what is missing, then print the folders. About three minutes the first time."""
+    """Train and widen what is missing, then print the folders. Six minutes the first time, half for `library`."""
     import torch
 
     from rlhfspec.tiny.models import ensure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -61,13 +60,8 @@ def _service(job: RLHFJob, context: Context, learner: Learns, policy: Any) -> Tr
     return service
 
 
-def is_follower() -> bool:
-    """Whether torchrun started this process as a rank other than 0."""
-    return int(os.environ.get("RANK", "0")) > 0
-
-
 def follow(job: RLHFJob) -> None:
-    """Such a rank: trains along until rank 0 says stop."""
+    """A rank other than 0: trains along until rank 0 says stop."""
     from rlhfspec.learning import distributed
     from rlhfspec.learning.learner import Learner
 

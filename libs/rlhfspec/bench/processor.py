@@ -1,7 +1,7 @@
 """What the figures were measured on.
 
 Example:
-    >>> machine(arithmetic="amx").has_fast_bfloat16, machine(arithmetic="fma").has_fast_bfloat16
+    >>> processor(arithmetic="amx").has_fast_bfloat16, processor(arithmetic="fma").has_fast_bfloat16
     (True, False)
 """
 
@@ -16,7 +16,7 @@ _TELLING_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Processor:
     cpu: str
     features: tuple[str, ...]  # of those that decide which kernels run
     num_cores: int
@@ -29,9 +29,9 @@ class Machine:
         return self.arithmetic in ("amx", "dpbf16")
 
 
-def machine(*, arithmetic: str) -> Machine:
+def processor(*, arithmetic: str) -> Processor:
     cpu, flags = _cpu()
-    return Machine(
+    return Processor(
         cpu=cpu,
         features=tuple(name for name in _TELLING_FEATURES if name in flags),
         num_cores=len(os.sched_getaffinity(0)),
