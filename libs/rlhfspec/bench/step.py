@@ -264,7 +264,7 @@ def measure_ours(settings: StepSettings, speculation: str) -> list[Step]:
         folder = Path(name)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in settings.prompts()))
         (folder / "job.json").write_text(json.dumps(job_of(settings, speculation)))
-        command = [sys.executable, "-m", "rlhfspec.cli.main", "run", "job.json", "--out", "out"]
+        command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "job.json", "--out", "out"]
         ended = subprocess.run(
             command,
             cwd=folder,
