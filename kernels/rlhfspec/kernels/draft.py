@@ -82,7 +82,7 @@ class _DraftStruct(ctypes.Structure):
         ("roots", _POINTER), ("root_tokens", _POINTER), ("root_scores", _POINTER), ("num_roots", _LONG), ("k", _LONG),
         ("log_odds", _POINTER), ("depth", _LONG), ("width", _LONG), ("branch", _LONG),
         ("nodes", _POINTER), ("chances", _POINTER), ("expanded", _POINTER),
-        ("most_nodes", _LONG), ("most_expanded", _LONG), ("level_rows", _POINTER), ("level_seconds", _POINTER),
+        ("most_nodes", _LONG), ("most_expanded", _LONG), ("level_rows", _POINTER),
         ("num_nodes", _LONG), ("num_levels", _LONG), ("problem", _LONG), ("problem_row", _LONG),
         ("has_rule", _LONG), ("rule", _Rule),
     ]  # fmt: skip
@@ -108,7 +108,6 @@ class Grown:
     chances: Floats  # [2, M] gap, path acceptance
     expanded: Ints  # [4, E] sequence, parent (in the level above, -1 = root), token, place in the row's slot table
     level_rows: npt.NDArray[np.int64]  # [levels] nodes expanded for the second level, the third, ...
-    level_seconds: Doubles  # [levels]
 
 
 class NativeDraft:
@@ -166,7 +165,7 @@ class NativeDraft:
         level_rows = self._level_rows[:num_levels].copy()
         return Grown(
             self._nodes[:, :num_nodes].copy(), self._chances[:, :num_nodes].copy(),
-            self._expanded[:, : int(level_rows.sum())].copy(), level_rows, self._level_seconds[:num_levels].copy(),
+            self._expanded[:, : int(level_rows.sum())].copy(), level_rows,
         )  # fmt: skip
 
     def _use_table(self, slot_table: Ints, capacity: Ints) -> None:
@@ -186,10 +185,10 @@ class NativeDraft:
         self._most = most = max(num_nodes, have[0]), max(num_expanded, have[1], 1), max(num_levels, have[2], 1)
         self._nodes, self._chances = np.empty((5, most[0]), np.int32), np.empty((2, most[0]), np.float32)
         self._expanded = np.empty((4, most[1]), np.int32)
-        self._level_rows, self._level_seconds = np.empty(most[2], np.int64), np.empty(most[2])
+        self._level_rows = np.empty(most[2], np.int64)
         struct = self._struct
         struct.most_nodes, struct.most_expanded = most[0], most[1]
-        for name in ("nodes", "chances", "expanded", "level_rows", "level_seconds"):
+        for name in ("nodes", "chances", "expanded", "level_rows"):
             setattr(struct, name, getattr(self, f"_{name}").ctypes.data)
 
     def _use_terms(self, terms: LevelTerms | None) -> None:

@@ -41,12 +41,16 @@ def columns_of(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
 
 
 def columns_json(row: Mapping[str, Any], dataset: Dataset) -> str:
-    columns = columns_of(row, dataset)
-    text = json.dumps(columns, ensure_ascii=False, allow_nan=False)
+    return json_text(columns_of(row, dataset))
+
+
+def json_text(content: Mapping[str, Any]) -> str:
+    """One line, whatever the texts hold: half a surrogate pair is escaped, since UTF-8 has no place for it."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair: escaped, since UTF-8 has no place for it
-        return json.dumps(columns, allow_nan=False)
+    except UnicodeEncodeError:
+        return json.dumps(content, allow_nan=False)
     return text
 
 

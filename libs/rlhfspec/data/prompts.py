@@ -26,6 +26,7 @@ from rlhfspec.data.rows import Rows
 from rlhfspec.data.shape import check_rows
 from rlhfspec.engine.text import Tokenizer
 from rlhfspec.errors import InvalidRequest, JobError, Problem
+from rlhfspec.huggingface.positions import config_of
 from rlhfspec.job import Dataset, Model
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
@@ -158,11 +159,9 @@ def load_tokenizer(model: Model) -> Any:
 def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
     """Of words, and of special tokens that texts and the chat template begin with: the embedding has a row for each.
     Others need none: several models leave those of pictures out."""
-    from transformers import AutoConfig
-
-    try:
-        num_rows: int = AutoConfig.from_pretrained(model).get_text_config(decoder=True).vocab_size
-    except _LOAD_ERRORS:
+    config = config_of(model)
+    num_rows = None if config is None else getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if num_rows is None:
         return  # loading the model says more
     template = str(tokenizer.chat_template or "")
     in_template = [number for token, number in tokenizer.get_added_vocab().items() if token in template]

@@ -1,4 +1,4 @@
-"""How long a sequence of a job can be, by the model's configuration alone. Torch-free."""
+"""What a model's configuration alone says: how long a sequence of a job can be. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ def positions_in(config: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def num_positions(path: str) -> int | None:
-    """Of the model at `path`, a folder or a hub id; None also where there is none: who loads it says so better."""
+def config_of(path: str) -> Any:
+    """Of the model at `path`, a folder or a hub id; None where it cannot be read: loading the model says more."""
     from transformers import AutoConfig
 
     try:
-        return positions_in(AutoConfig.from_pretrained(path))
+        return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None
+
+
+def num_positions(path: str) -> int | None:
+    config = config_of(path)
+    return None if config is None else positions_in(config)
 
 
 def max_context(job: RLHFJob) -> int:

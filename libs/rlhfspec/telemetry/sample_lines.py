@@ -1,6 +1,7 @@
 """A sample and its reward as a line of `samples.jsonl`. It holds nothing that depends on time or on drafting.
 
 Example:
+    >>> import json
     >>> sample = example_sample(step=3, text="4", log_probs=(-0.5, -0.25))
     >>> score = Score(id=sample.id + "/reward", sample_id=sample.id, job="sums", step=3, stage="reward", values=(1.0,))
     >>> json.loads(sample_line(sample, score))["log_probs"]
@@ -9,11 +10,10 @@ Example:
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from rlhfspec.data.columns import json_text
 from rlhfspec.records import Sample, Score, sample_id
 
 
@@ -25,7 +25,7 @@ def sample_lines(samples: Sequence[Sample], rewards: Mapping[str, Score]) -> str
 
 def sample_line(sample: Sample, reward: Score | None) -> str:
     scored = reward is not None and not reward.error
-    return _json(
+    line = json_text(
         {
             "id": sample.id,
             "step": sample.step,
@@ -40,6 +40,7 @@ def sample_line(sample: Sample, reward: Score | None) -> str:
             "error": sample.error or (reward.error if reward is not None else ""),
         }
     )
+    return line + "\n"
 
 
 def _summary(log_probs: Sequence[float]) -> dict[str, float] | None:
@@ -47,16 +48,6 @@ def _summary(log_probs: Sequence[float]) -> dict[str, float] | None:
         return None
     total = math.fsum(log_probs)
     return {"sum": total, "mean": total / len(log_probs), "min": min(log_probs)}
-
-
-def _json(content: dict[str, Any]) -> str:
-    """One line, whatever the texts hold: half a surrogate pair is escaped, since UTF-8 has no place for it."""
-    try:
-        line = json.dumps(content, ensure_ascii=False, allow_nan=False)
-        line.encode()
-    except UnicodeEncodeError:
-        line = json.dumps(content, allow_nan=False)
-    return line + "\n"
 
 
 def example_sample(

@@ -78,13 +78,13 @@ class MemoryTransport:
         queue = self._queue(subject, consumer.name)
         if queue.consumer != consumer:
             raise InvalidRequest("consumer", consumer, f"{subject} was declared with {queue.consumer}")
-        return _MemorySubscription(self, queue)
+        return _Reading(self, queue)
 
     async def watch(self, subject: str) -> Subscription:
         found = self._declared(subject)
         watcher = Watcher(found, dict(found.latest) if isinstance(found, Feed) else {})
         found.watchers.append(watcher)
-        return _MemoryWatch(self, watcher)
+        return _Reading(self, watcher)
 
     async def release(self, subject: str, name: str) -> None:
         queue = self._queue(subject, name)
@@ -143,32 +143,18 @@ class MemoryTransport:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    async def pull_work(self, subscription: _MemorySubscription, most: int, timeout_seconds: float) -> list[Message]:
-        queue = subscription.queue
+    async def pull(self, reading: _Reading, most: int, timeout_seconds: float) -> list[Message]:
+        source = reading.source
         end = self._clock.now() + timeout_seconds
         while True:
-            self.refuse_if_closed(queue.subject.name)
-            if subscription.closed:
-                raise TransportClosed(queue.subject.name)
+            self.refuse_if_closed(source.subject.name)
+            if reading.closed:
+                raise TransportClosed(source.subject.name)
             self._do_what_is_due()
-            taken = self._take(queue, most)
+            taken = self._take(source, most) if isinstance(source, Queue) else _unread(source, most)
             if taken or self._clock.now() >= end:
                 return taken
-            await self._wait(queue.waiters, end)
-
-    async def pull_watched(self, watch: _MemoryWatch, most: int, timeout_seconds: float) -> list[Message]:
-        watcher = watch.watcher
-        end = self._clock.now() + timeout_seconds
-        while True:
-            self.refuse_if_closed(watcher.subject.name)
-            if watch.closed:
-                raise TransportClosed(watcher.subject.name)
-            if watcher.unread:
-                keys = list(itertools.islice(watcher.unread, most))
-                return [_WatchedMessage(watcher.subject.name, watcher.unread.pop(key)) for key in keys]
-            if self._clock.now() >= end:
-                return []
-            await self._wait(watcher.waiters, end)
+            await self._wait(source.waiters, end)
 
     def _take(self, queue: Queue, most: int) -> list[Message]:
         room = min(most, queue.consumer.max_unacknowledged - len(queue.held))
@@ -280,34 +266,22 @@ class MemoryTransport:
         return found.queues[name]
 
 
-class _MemorySubscription:
-    def __init__(self, transport: MemoryTransport, queue: Queue) -> None:
+class _Reading:
+    """Pulls as a consumer, from its queue, or looks on."""
+
+    def __init__(self, transport: MemoryTransport, source: Queue | Watcher) -> None:
         self._transport = transport
-        self.queue = queue
+        self.source = source
         self.closed = False
 
     async def pull(self, max_messages: int, timeout_seconds: float) -> list[Message]:
-        return await self._transport.pull_work(self, max_messages, timeout_seconds)
+        return await self._transport.pull(self, max_messages, timeout_seconds)
 
     async def close(self) -> None:
         self.closed = True
-        wake(self.queue.waiters)
-
-
-class _MemoryWatch:
-    def __init__(self, transport: MemoryTransport, watcher: Watcher) -> None:
-        self._transport = transport
-        self.watcher = watcher
-        self.closed = False
-
-    async def pull(self, max_messages: int, timeout_seconds: float) -> list[Message]:
-        return await self._transport.pull_watched(self, max_messages, timeout_seconds)
-
-    async def close(self) -> None:
-        self.closed = True
-        if self.watcher in self.watcher.subject.watchers:
-            self.watcher.subject.watchers.remove(self.watcher)
-        wake(self.watcher.waiters)
+        if isinstance(self.source, Watcher) and self.source in self.source.subject.watchers:
+            self.source.subject.watchers.remove(self.source)
+        wake(self.source.waiters)
 
 
 class _MemoryReceipt:
@@ -382,6 +356,11 @@ class _WatchedMessage:
 
     async def term(self, reason: str) -> None:
         pass
+
+
+def _unread(watcher: Watcher, most: int) -> list[Message]:
+    keys = list(itertools.islice(watcher.unread, most))
+    return [_WatchedMessage(watcher.subject.name, watcher.unread.pop(key)) for key in keys]
 
 
 def _consumers(subject: Work | Feed) -> dict[str, Consumer]:

@@ -190,9 +190,8 @@ class TrainerService(Service):
 
     async def _evaluated(self) -> bool:
         """Where an evaluation is due, it is made before these weights are trained further. False: asked to stop."""
-        step, evaluation = self._learner.version, self._job.spec.evaluation
-        is_due = evaluation is not None and evaluation.is_due(step, self._last_step)
-        if not is_due or self._recorder.is_evaluated(step):
+        step = self._learner.version
+        if not self._is_evaluation_due(step) or self._recorder.is_evaluated(step):
             return True
         began = self._bus.clock.now()
         collector = self._collector("evaluation", step)
@@ -287,9 +286,12 @@ class TrainerService(Service):
 
     def _is_checkpoint_due(self, step: int) -> bool:
         """Also where the policy is evaluated: the best one is kept."""
-        evaluation = self._job.spec.evaluation
         due = step % self._job.spec.checkpoint.every_steps == 0 or step == self._last_step
-        return due or (evaluation is not None and evaluation.is_due(step, self._last_step))
+        return due or self._is_evaluation_due(step)
+
+    def _is_evaluation_due(self, step: int) -> bool:
+        evaluation = self._job.spec.evaluation
+        return evaluation is not None and evaluation.is_due(step, self._last_step)
 
     def _put_weights(self) -> list[Weights]:
         """The critic first: when a sample of this version comes to be scored, the critic's version is there."""

@@ -1,7 +1,6 @@
 // All levels of a draft behind the first in one call: choose the frontier, run it through the draft model, add its
 // candidates, and ask whether one more level pays. The slow twin is drafting/model.py; tests hold their trees equal.
 #include <string.h>
-#include <time.h>
 
 #include <algorithm>
 
@@ -38,19 +37,12 @@ struct Draft {
     float* chances;     // 2 rows: gap, path acceptance
     int32_t* expanded;  // 4 rows: sequence, parent, token, held_at
     int64_t most_nodes, most_expanded;
-    int64_t* level_rows;    // [depth - 1]
-    double* level_seconds;  // [depth - 1]
+    int64_t* level_rows;  // [depth - 1]
     int64_t num_nodes, num_levels, problem, problem_row;
     // when to stop
     int64_t has_rule;
     PayingLevel rule;
 };
-
-double now_seconds() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 struct MorePromising {
     const float* path_acceptance;
@@ -202,7 +194,6 @@ struct Tree {
 
     void grow() {
         add_children(d.num_roots, d.roots, nullptr, d.root_tokens, d.root_scores, 1);
-        double began = now_seconds();
         for (int32_t level = 2; level <= d.depth; ++level) {
             choose_frontier(level);
             if (num_frontier == 0) return;
@@ -210,9 +201,7 @@ struct Tree {
             expand(level);
             if (!run(level)) return;
             add_children(num_frontier, w.sequence, w.frontier, w.candidates, w.scores, level);
-            double ended = now_seconds();
-            d.level_rows[d.num_levels] = num_frontier, d.level_seconds[d.num_levels++] = ended - began;
-            began = ended;
+            d.level_rows[d.num_levels++] = num_frontier;
         }
     }
 };
