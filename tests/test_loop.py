@@ -9,7 +9,7 @@ from stages import a_job
 
 from rlhfspec import loop
 from rlhfspec.job import Roles
-from rlhfspec.records import Heartbeat, Record, Sample
+from rlhfspec.records import Record, Sample
 from rlhfspec.transport.dead_letters import dead_letter_subject
 
 PRODUCED = {record for stage in loop.STAGES for record in stage.produces}
@@ -22,9 +22,10 @@ def test_names_are_unique_and_are_what_a_consumer_name_can_be_made_of() -> None:
 
 
 def test_every_record_is_produced_and_what_no_stage_reads_is_for_eyes() -> None:
-    assert set(get_args(Record)) == PRODUCED | {Heartbeat}, "of a process, not of a stage"
+    assert set(get_args(Record)) == PRODUCED | set(loop.OF_A_PROCESS)
     signals = {record for record, kind in loop.KINDS.items() if kind == "signal"}
-    assert {record for record in get_args(Record) if not loop.consumers_of(record)} == signals, "no stage needs them"
+    unread = {record for record in get_args(Record) if not loop.consumers_of(record)}
+    assert unread == signals | set(loop.SEEN_BY_ALL), "no stage needs signals"
     assert all(any(record in o.consumes for o in loop.OBSERVERS) for record in signals)
 
 

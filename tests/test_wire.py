@@ -29,6 +29,7 @@ from rlhfspec.records import (
     Score,
     StepReport,
     Weights,
+    WorkerInfo,
 )
 from rlhfspec.wire.codec import ENVELOPE_FIELDS, decode, encode
 from rlhfspec.wire.records_pb2 import Envelope
@@ -78,7 +79,27 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         uri=texts,
         digest=texts,
     ),
-    DatasetInfo: st.builds(DatasetInfo, id=texts, job=texts, num_prompts=counts, num_held_out=counts, last_step=counts),
+    DatasetInfo: st.builds(
+        DatasetInfo,
+        id=texts,
+        job=texts,
+        num_prompts=counts,
+        num_held_out=counts,
+        last_step=counts,
+        columns_json=texts,
+    ),
+    WorkerInfo: st.builds(
+        WorkerInfo,
+        id=texts,
+        job=texts,
+        stage=texts,
+        worker=counts,
+        host=texts,
+        pid=counts,
+        grpc_address=texts,
+        http_address=texts,
+        models_json=texts,
+    ),
     Demand: st.builds(Demand, **named, round=counts, num_prompts=counts),
     Load: st.builds(
         Load,

@@ -29,6 +29,7 @@ from rlhfspec.records import (
     ScoringStage,
     StepReport,
     Weights,
+    WorkerInfo,
 )
 from rlhfspec.transport.base import Consumer, Kind
 
@@ -38,9 +39,12 @@ ACK_WAIT_SECONDS = 12.0
 # sees it first. A signal may be lost, and nobody waits for who reads it.
 KINDS: dict[type, Kind] = {
     Prompt: "work", Sample: "work", Score: "work", Demand: "work",
-    Weights: "state", DatasetInfo: "state",
+    Weights: "state", DatasetInfo: "state", WorkerInfo: "state",
     Load: "signal", StepReport: "signal", EvaluationReport: "signal", Heartbeat: "signal",
 }  # fmt: skip
+# What every process says of itself, whatever its stage; of these, what every process may also read.
+OF_A_PROCESS: tuple[type[Record], ...] = (Heartbeat, WorkerInfo)
+SEEN_BY_ALL: tuple[type[Record], ...] = (WorkerInfo,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +79,10 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="reward",
-        consumes=(Sample,),
+        consumes=(Sample, DatasetInfo),
         produces=(Score,),
         waits_for="finished samples",
-        unblocked_by=("generator",),
+        unblocked_by=("prompts", "generator"),
         max_held=1 << 16,  # groups that are not complete yet
     ),
     Stage(
@@ -111,7 +115,7 @@ STAGES: tuple[Stage, ...] = (
 OBSERVERS: tuple[Stage, ...] = (
     Stage(
         name="view",
-        consumes=(Sample, Load, StepReport, EvaluationReport, Heartbeat),
+        consumes=(Sample, Load, StepReport, EvaluationReport, Heartbeat, WorkerInfo),
         produces=(),
         waits_for="something to show",
         unblocked_by=("generator", "trainer"),
@@ -132,6 +136,8 @@ def dead_letters(job: str, uid: str) -> str:
 
 def state_key(record: Record) -> str:
     """What a record of state is the latest of."""
+    if isinstance(record, WorkerInfo):
+        return f"{record.stage}-{record.worker}"
     return record.role if isinstance(record, Weights) else ""
 
 

@@ -161,6 +161,7 @@ class DatasetInfo:
     num_prompts: int
     num_held_out: int  # prompts of an evaluation
     last_step: int  # that the epochs fill; 0: the data never ends
+    columns_json: str = "{}"  # of its rows, as data.Prompts.columns has them: what rewards may ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,4 +229,31 @@ class Heartbeat:
     busy_seconds: float  # working, in all; by its difference over time a worker's utilisation
 
 
-Record = Prompt | Sample | Score | Weights | DatasetInfo | Demand | Load | StepReport | EvaluationReport | Heartbeat
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """A worker is ready, in this process: where it can be reached, and how its models were found right."""
+
+    id: str  # new with every start of the process
+    job: str
+    stage: str
+    worker: int
+    host: str
+    pid: int
+    grpc_address: str  # host:port of health and weights
+    http_address: str  # of /healthz, /readyz and /metrics
+    models_json: str = "{}"  # by role, for the manifest
+
+
+Record = (
+    Prompt
+    | Sample
+    | Score
+    | Weights
+    | DatasetInfo
+    | Demand
+    | Load
+    | StepReport
+    | EvaluationReport
+    | Heartbeat
+    | WorkerInfo
+)

@@ -34,6 +34,7 @@ from rlhfspec.records import (
     Score,
     StepReport,
     Weights,
+    WorkerInfo,
 )
 from rlhfspec.wire.records_pb2 import Envelope
 
@@ -49,6 +50,7 @@ ENVELOPE_FIELDS: dict[type[Record], str] = {
     Heartbeat: "heartbeat",
     DatasetInfo: "dataset_info",
     EvaluationReport: "evaluation_report",
+    WorkerInfo: "worker_info",
 }
 _TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
 _FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in ENVELOPE_FIELDS}

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("prompt", "sample", "score", "weights", "demand", "load", "step_report", "heartbeat", "dataset_info", "evaluation_report")
+    __slots__ = ("prompt", "sample", "score", "weights", "demand", "load", "step_report", "heartbeat", "dataset_info", "evaluation_report", "worker_info")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class Envelope(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DATASET_INFO_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_REPORT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INFO_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     sample: Sample
     score: Score
@@ -28,7 +29,8 @@ class Envelope(_message.Message):
     heartbeat: Heartbeat
     dataset_info: DatasetInfo
     evaluation_report: EvaluationReport
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., dataset_info: _Optional[_Union[DatasetInfo, _Mapping]] = ..., evaluation_report: _Optional[_Union[EvaluationReport, _Mapping]] = ...) -> None: ...
+    worker_info: WorkerInfo
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., dataset_info: _Optional[_Union[DatasetInfo, _Mapping]] = ..., evaluation_report: _Optional[_Union[EvaluationReport, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class Prompt(_message.Message):
     __slots__ = ("id", "job", "step", "prompt", "replica", "text", "token_ids", "columns_json", "seed", "weights_version", "purpose")
@@ -170,18 +172,20 @@ class Weights(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., version: _Optional[int] = ..., role: _Optional[str] = ..., uri: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class DatasetInfo(_message.Message):
-    __slots__ = ("id", "job", "num_prompts", "num_held_out", "last_step")
+    __slots__ = ("id", "job", "num_prompts", "num_held_out", "last_step", "columns_json")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     num_prompts: int
     num_held_out: int
     last_step: int
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_held_out: _Optional[int] = ..., last_step: _Optional[int] = ...) -> None: ...
+    columns_json: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_held_out: _Optional[int] = ..., last_step: _Optional[int] = ..., columns_json: _Optional[str] = ...) -> None: ...
 
 class Demand(_message.Message):
     __slots__ = ("id", "job", "step", "round", "num_prompts")
@@ -272,3 +276,25 @@ class Heartbeat(_message.Message):
     overdue_seconds: float
     busy_seconds: float
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., doing: _Optional[str] = ..., what: _Optional[str] = ..., since_seconds: _Optional[float] = ..., overdue_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
+
+class WorkerInfo(_message.Message):
+    __slots__ = ("id", "job", "stage", "worker", "host", "pid", "grpc_address", "http_address", "models_json")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_JSON_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    stage: str
+    worker: int
+    host: str
+    pid: int
+    grpc_address: str
+    http_address: str
+    models_json: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., models_json: _Optional[str] = ...) -> None: ...

@@ -17,7 +17,7 @@ PULL_SECONDS = 0.5
 
 
 class RewardService(Service):
-    """Consumes Sample; produces Score; waits for finished samples; unblocked by generator.
+    """Consumes Sample, DatasetInfo; produces Score; waits for finished samples; unblocked by prompts, generator.
 
     Where a source wants whole prompt groups, samples are held until their group is complete.
     """
