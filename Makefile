@@ -14,8 +14,9 @@ TRL_VENV := .venv-trl
 TRL_VERSION := 1.16.0
 WORKERS ?= 2
 TESTS ?= tests
+SEED ?= 0
 
-.PHONY: help setup setup-vllm setup-trl check test bench protos demo clean
+.PHONY: help setup setup-vllm setup-trl check test faults bench protos demo clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +59,9 @@ check: $(INSTALLED)  ## Lint, types and import directions
 
 test: $(INSTALLED)  ## All tests (TESTS=tests/test_x.py for some, WORKERS=n)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
+
+faults: $(INSTALLED)  ## 200 kills over whole runs of real processes, each equal to the run without them (make faults SEED=7)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --kills 200 --trials 5 --seed $(SEED)
 
 bench: $(INSTALLED)  ## The benchmark, quick: at most 3 minutes (all of it: rlhfspec bench generate)
 	$(BIN)/rlhfspec bench generate --quick

@@ -69,6 +69,7 @@ class FakeEngine:
     """Every response is two tokens of the sample's seed; which sequence ends next is drawn."""
 
     def __init__(self, draw: random.Random) -> None:
+        self.rows = 1024
         self._draw = draw
         self._requests: list[Request] = []
         self.weights_version = 0
@@ -107,7 +108,8 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=len(self._requests), num_waiting=0, num_free_blocks=0, num_blocks=0,
+            num_running=len(self._requests), num_waiting=0, room=self.rows - len(self._requests),
+            num_free_blocks=0, num_blocks=0,
             weights_version=self.weights_version, num_steps=0, num_generated_tokens=0, num_preemptions=0,
         )  # fmt: skip
 
@@ -119,6 +121,9 @@ class FakeSources:
         self.grouping = grouping
         self.calls: list[list[str]] = []
         self._rewards = rewards or {}
+
+    def check_columns(self, columns: Mapping[str, str]) -> None:
+        pass
 
     async def start(self) -> None:
         pass

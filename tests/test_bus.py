@@ -128,7 +128,7 @@ def test_two_runs_of_one_job_never_meet() -> None:
     asyncio.run(main())
 
 
-def test_what_cannot_be_decoded_never_reaches_the_stage_and_ends_the_run_by_name() -> None:
+def test_what_is_no_record_of_the_run_never_reaches_the_stage_and_ends_nothing() -> None:
     async def check(bus: Bus, clock: FakeClock) -> None:
         inbox = await bus.of("reward").subscribe(Sample)
         topic = bus.subject(Sample)
@@ -142,11 +142,40 @@ def test_what_cannot_be_decoded_never_reaches_the_stage_and_ends_the_run_by_name
         assert not waiting.done(), "a broken record does not end the wait"
         await clock.advance(2.0)
         assert await waiting == []
-        with pytest.raises(RecordUndeliverable, match=r"reward: could not handle broken of rlhf\.sums\.\S+: malf"):
-            await DeadLetterWatch(bus, Vitals(clock)).run()
         letters = await bus.dead_letters()
         reasons = [decode(message.data).reason for message in await letters.pull(9, 0.0)]
+        assert reasons[0].startswith("malformed record: not protobuf")
         assert "a Score among records of Sample" in reasons[1]
+        watch = asyncio.create_task(DeadLetterWatch(bus, Vitals(clock)).run())
+        await clock.advance(5.0)
+        assert not watch.done(), "no step waits for what is no record"
+        inbox = await bus.of("reward").subscribe(Sample)
+        await bus.of("generator").publish(replace(SAMPLE, id="sums/3/7/2"))
+        [delivery] = await inbox.pull(max_records=9, timeout_seconds=1)
+        await delivery.term("poison")
+        with pytest.raises(RecordUndeliverable, match=r"reward: could not handle run/sums/3/7/2 of \S+: poison"):
+            await watch
+
+
+HOSTILE = [
+    (b"", "an envelope without a record"),
+    (encode(replace(SAMPLE, job="other", id="other/3/7/1")), "of job 'other'"),
+    (encode(replace(SAMPLE, id="sums/9/9/9")), "came under the id of"),
+]
+
+
+@pytest.mark.parametrize(("data", "reason"), HOSTILE)
+def test_a_record_of_another_job_or_under_another_id_is_refused(data: bytes, reason: str) -> None:
+    async def check(bus: Bus, clock: FakeClock) -> None:
+        inbox = await bus.of("reward").subscribe(Sample)
+        await bus.transport.publish(bus.subject(Sample), data, id="run/sums/3/7/1")
+        assert await inbox.pull(max_records=9, timeout_seconds=0) == []
+        [letter] = await (await bus.dead_letters()).pull(9, 0.0)
+        assert reason in decode(letter.data).reason
+        watch = asyncio.create_task(DeadLetterWatch(bus, Vitals(clock)).run())
+        await clock.advance(5.0)
+        assert not watch.done()
+        watch.cancel()
 
     with_bus(check)
 

@@ -318,3 +318,20 @@ def test_from_pretrained_with_tokenizer_and_drafter(model: Any, tmp_path: Any) -
     [done] = engine.generate(["hello"], SamplingParams(max_tokens=6), seeds=[1])
     [same] = make(model, speculation="off").generate(["hello"], SamplingParams(max_tokens=6), seeds=[1])
     assert (done.token_ids, done.text) == (same.token_ids, same.text)
+
+
+def test_room_is_what_rows_and_blocks_allow(model: Any) -> None:
+    """Nothing is admitted while there is none, and as many as it says when there is."""
+    wide = make(model, speculation="off", max_sequences=4)
+    assert wide.stats().room == 4
+    for index in range(6):
+        wide.submit(request(f"{index}", prompt=(index, 2, 3)))
+    wide.step()
+    assert (wide.stats().num_running, wide.stats().num_waiting, wide.stats().room) == (4, 2, 0)
+    tight = make(model, speculation="off", kv_cache_tokens=256)  # of context 128: two sequences
+    assert tight.stats().room == 2
+    for index in range(8):
+        tight.submit(request(f"{index}", prompt=tuple(range(index, index + 60)), max_tokens=60))
+    tight.step()
+    assert tight.stats().num_waiting > 0
+    assert tight.stats().room == 0

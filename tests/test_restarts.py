@@ -88,6 +88,7 @@ async def _trained(job: Any, deaths: list[int]) -> KeepingRecorder:
             task.result()
             break
         await _killed(task, trainer)
+        await stages.bus.release("trainer")
     assert not any(task.done() for task in running), "nobody else was restarted"
     for service, task in zip(others, running, strict=True):
         await service.stop()
@@ -178,6 +179,7 @@ def test_a_real_trainer_killed_five_times_draws_the_same_curve(
         def __init__(self, job: Any, context: Any, first: Any) -> None:
             super().__init__("trainer", 0, context.vitals)
             self._make = lambda: build(job, context)
+            self._release = lambda: context.bus._bus.release("trainer")
             self.inner = first
 
         def __getattr__(self, name: str) -> Any:
@@ -195,6 +197,7 @@ def test_a_real_trainer_killed_five_times_draws_the_same_curve(
                     return task.result()
                 deaths.append(self.inner._learner.version)
                 await _killed(task, self.inner)
+                await self._release()
                 self.inner = self._make()
 
         async def stop(self) -> None:

@@ -19,6 +19,7 @@ from rlhfspec.checkpoint import CheckpointStore
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Load, Sample, Score
+from rlhfspec.service.roster import ProcessState
 from rlhfspec.service.vitals import Vitals, WorkerState
 from rlhfspec.telemetry.evaluations import example_evaluation
 from rlhfspec.telemetry.metrics import StepMetrics, example_step
@@ -104,6 +105,44 @@ def test_the_picture_says_everything() -> None:
         assert said in text, said
     assert sparkline([step / 20 for step in range(1, 13)], 32) in text
     assert histogram(example_step().response_length.histogram) in text
+
+
+def process(stage: str, worker: int, doing: str, what: str, **fields: object) -> ProcessState:
+    state = ProcessState(
+        stage=stage, worker=worker, pid=41000, doing=doing, what=what, since_seconds=3.0, busy_seconds=0.0  # type: ignore[arg-type]
+    )  # fmt: skip
+    return replace(state, **fields)  # type: ignore[arg-type]
+
+
+def test_the_picture_of_a_run_with_processes_names_each_and_whom_it_waits_for() -> None:
+    console = terminal(width=110, height=40)
+    view = a_full_view(console)
+    view.load(load("generator-1", speed=900.0))
+    view.processes(
+        [
+            process("generator", 0, "restarting", "killed by SIGKILL", pid=None, num_restarts=2),
+            process("generator", 1, "working", "12 samples", by_hand=True, pid=41001),
+            process("reward", 0, "waiting", "finished samples", waits_for=("generator 1", "generator 2")),
+            process("reward", 1, "held", "stopped from outside"),
+        ]
+    )
+    text = "\n".join(picture(view, console))
+    for said in (
+        "generator 0", "restarted 2x  restarting  killed by SIGKILL", "generator 1+", "41001",
+        "40+3 at 900 tok/s  12 samples", "waits for generator 1, 2: finished samples", "held  stopped from outside",
+    ):  # fmt: skip
+        assert said in text, said
+    assert "of reference" not in text, "the stages of one process are not there"
+
+
+def test_of_many_processes_those_that_have_something_to_tell_are_shown() -> None:
+    console = terminal()
+    view = a_full_view(console)
+    view.processes([process("generator", n, "held" if n == 37 else "waiting", "prompts") for n in range(40)])
+    lines = picture(view, console)
+    assert len(lines) <= 24
+    assert any("generator 37" in line for line in lines)
+    assert any("and 33 more" in line for line in lines)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])

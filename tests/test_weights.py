@@ -1,27 +1,38 @@
-"""Weights in memory and in files: what was put is what is got, the newest stay, and what is not right is refused."""
+"""Weights in memory, in files and over gRPC: what was put is got, the newest stay, and what is not right is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from weight_nodes import FromTheTrainer, cluster
 
 from rlhfspec.errors import StorageError, WeightsVersionError
 from rlhfspec.modeling.digest import digest
 from rlhfspec.modeling.tensor_files import read_tensors, write_tensors
 from rlhfspec.weights import FileWeightStore, MemoryWeightStore, WeightStore, newest_kept
+from rlhfspec.weights.packed import DTYPES
 
 Make = Callable[[int], WeightStore]
 
 
-@pytest.fixture(params=["memory", "file"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    if request.param == "memory":
-        return lambda keep: MemoryWeightStore(keep=keep)
-    return lambda keep: FileWeightStore(tmp_path / "weights", keep=keep)
+@pytest.fixture(params=["memory", "file", "grpc"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    with cluster() as nodes:
+        stores: dict[str, Make] = {
+            "memory": lambda keep: MemoryWeightStore(keep=keep),
+            "file": lambda keep: FileWeightStore(tmp_path / "weights", keep=keep),
+            "grpc": lambda keep: FromTheTrainer(nodes, keep),
+        }
+        yield stores[request.param]
 
 
 def state(version: int) -> dict[str, torch.Tensor]:
@@ -136,3 +147,80 @@ def test_versions_that_were_replaced_while_nobody_looked_are_skipped() -> None:
     assert (found[0].version, float(found[1]["w"][0])) == (5, 5.0)
     with pytest.raises(WeightsVersionError):
         newest_kept(MemoryWeightStore(keep=2), records[:3])
+
+
+VERSIONS = itertools.count(1)  # a folder that examples share keeps the newest
+SHAPES = st.lists(st.integers(0, 5), max_size=3)
+TENSORS = st.dictionaries(
+    st.text(min_size=1, max_size=6), st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), max_size=6
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tensors=TENSORS, ties=st.lists(st.tuples(st.text(max_size=3), st.integers(0, 5)), max_size=3), seed=st.integers(0)
+)
+def test_any_tensors_are_got_as_put_bit_for_bit(
+    make: Make, tensors: dict[str, tuple[str, list[int]]], ties: list[tuple[str, int]], seed: int
+) -> None:
+    draw = random.Random(seed)
+    put = {name: random_bits(DTYPES[dtype], shape, draw) for name, (dtype, shape) in tensors.items()}
+    for alias, index in ties:
+        if tensors:
+            put[f"tied {alias}"] = list(put.values())[index % len(tensors)]
+    store, version = make(2), next(VERSIONS)
+    record = store.put("sums", "policy", version, put)
+    got = store.get(record)
+    assert record.digest == digest(put) == digest(got)
+    assert got.keys() == put.keys()
+    for name, tensor in put.items():
+        assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(bits(got[name]), bits(tensor))
+
+
+def random_bits(dtype: torch.dtype, shape: list[int], draw: random.Random) -> torch.Tensor:
+    """NaNs of every kind, infinities, numbers too small to be normal."""
+    size = math.prod(shape)
+    if dtype == torch.bool:
+        return torch.tensor([draw.random() < 0.5 for _ in range(size)], dtype=dtype).reshape(shape)
+    content = bytearray(draw.randbytes(size * dtype.itemsize))
+    tensor = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return tensor.reshape(shape)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def test_a_file_is_hashed_once_by_each_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = FileWeightStore(tmp_path, keep=2).put("sums", "policy", 1, state(1))
+    store, hashed = FileWeightStore(tmp_path, keep=2), []
+    monkeypatch.setattr("rlhfspec.weights.file.digest", lambda tensors: hashed.append(tensors) or digest(tensors))
+    for _ in range(3):
+        store.get(record)
+    assert len(hashed) == 1
+    path = Path(record.uri.removeprefix("file:"))
+    write_tensors(path, state(2))
+    with pytest.raises(StorageError, match="holds weights of digest"):
+        store.get(record)
+
+
+def test_a_file_stays_whole_for_those_who_map_it_and_they_cannot_change_it(tmp_path: Path) -> None:
+    store = FileWeightStore(tmp_path, keep=1)
+    records = [store.put("sums", "policy", 1, state(1))]
+    got, other = store.get(records[0]), store.get(records[0])
+    records.append(store.put("sums", "policy", 2, state(2)))
+    assert [path.name for path in tmp_path.iterdir()] == ["sums-policy-2.safetensors"]
+    assert digest(got) == records[0].digest
+    got["embedding"].zero_()
+    assert digest(other) == records[0].digest
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_version(tmp_path: Path) -> None:
+    left = tmp_path / "sums-policy-7.1234.writing"
+    others = tmp_path / "sums-policy-policy-7.1234.writing"
+    for path in (left, others):
+        path.touch()
+    FileWeightStore(tmp_path, keep=1).put("sums", "policy", 8, state(8))
+    assert not left.exists()
+    assert others.exists(), "of another job"

@@ -45,29 +45,42 @@ purposes = st.sampled_from(["training", "evaluation"])
 placed = {**named, "purpose": purposes, "prompt": counts, "replica": counts, "columns_json": texts}
 components = st.lists(st.tuples(texts, st.floats(allow_nan=False, allow_infinity=False)), max_size=3).map(tuple)
 scores = {**named, "purpose": purposes, "sample_id": texts, "stage": st.sampled_from(["reward", "reference", "critic"])}
+said = {
+    **placed,
+    "prompt_text": texts,
+    "prompt_token_ids": tokens,
+    "text": texts,
+    "token_ids": tokens,
+    "log_probs": numbers,
+    "tempered_log_probs": numbers,
+    "weights_versions": st.lists(counts, max_size=8).map(tuple),
+    "error": texts,
+    "num_verifications": counts,
+    "num_drafted": counts,
+    "num_accepted": counts,
+    "strategies": st.lists(st.tuples(texts, counts), max_size=3).map(tuple),
+    "experts": st.lists(st.tuples(texts, st.lists(counts).map(tuple))).map(tuple),
+    "seconds": st.floats(),
+    "generator": texts,
+}
+
+
+def samples_of(num_tokens: int) -> st.SearchStrategy[Sample]:
+    def each(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.lists(values, min_size=num_tokens, max_size=num_tokens).map(tuple)
+
+    of_tokens = {
+        "token_ids": each(st.integers(0, 2**32 - 1)),
+        "log_probs": each(st.floats()),
+        "tempered_log_probs": each(st.floats()),
+        "weights_versions": each(counts),
+    }
+    return st.builds(Sample, **said | of_tokens, finish_reason=st.sampled_from(["stop", "length"]))
+
 
 STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
     Prompt: st.builds(Prompt, **placed, text=texts, token_ids=tokens, seed=counts, weights_version=counts),
-    Sample: st.builds(
-        Sample,
-        **placed,
-        prompt_text=texts,
-        prompt_token_ids=tokens,
-        text=texts,
-        token_ids=tokens,
-        log_probs=numbers,
-        tempered_log_probs=numbers,
-        weights_versions=st.lists(counts, max_size=8).map(tuple),
-        finish_reason=st.sampled_from(["stop", "length", "error"]),
-        error=texts,
-        num_verifications=counts,
-        num_drafted=counts,
-        num_accepted=counts,
-        strategies=st.lists(st.tuples(texts, counts), max_size=3).map(tuple),
-        experts=st.lists(st.tuples(texts, st.lists(counts).map(tuple))).map(tuple),
-        seconds=st.floats(),
-        generator=texts,
-    ),
+    Sample: st.integers(0, 8).flatmap(samples_of) | st.builds(Sample, **said, finish_reason=st.just("error")),
     Score: st.builds(Score, **scores, values=finite, components=components, weights_version=counts, seconds=st.floats())
     | st.builds(Score, **scores, values=numbers, components=components, error=st.just("the model gave NaN")),
     Weights: st.builds(
@@ -243,8 +256,11 @@ def test_malformed_bytes_say_what_is_wrong(data: bytes, problem: str) -> None:
         (dataclasses.replace(SCORE, components=(("exact", math.inf),)), "Score.values"),
         (dataclasses.replace(SCORE, stage="judge"), "Score.stage"),  # type: ignore[arg-type]
         (dataclasses.replace(SAMPLE, step=-1), "Sample.step"),
-        (dataclasses.replace(SAMPLE, token_ids=(1 << 32,)), "Sample.token_ids"),
-        (dataclasses.replace(SAMPLE, token_ids=(1.5,)), "Sample.token_ids"),  # type: ignore[arg-type]
+        (dataclasses.replace(SAMPLE, token_ids=(0, 1 << 32)), "Sample.token_ids"),
+        (dataclasses.replace(SAMPLE, token_ids=(0, 1.5)), "Sample.token_ids"),  # type: ignore[arg-type]
+        (dataclasses.replace(SAMPLE, token_ids=(1, 2, 3)), "Sample.log_probs"),
+        (dataclasses.replace(SAMPLE, tempered_log_probs=()), "Sample.tempered_log_probs"),
+        (dataclasses.replace(SAMPLE, weights_versions=(3,)), "Sample.weights_versions"),
         (dataclasses.replace(SAMPLE, text="\ud800"), "Sample.text"),
         (dataclasses.replace(SAMPLE, job=None), "Sample.job"),  # type: ignore[arg-type]
     ],

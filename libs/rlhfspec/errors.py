@@ -3,7 +3,8 @@
     RLHFSpecError
     ├── InvalidRequest (ValueError)   the user asked for something impossible; names the field
     │   ├── UnsupportedModel          a model feature we refuse by name rather than ignore
-    │   └── JobError                  a job file or its data; holds every problem found, not only the first
+    │   ├── JobError                  a job file or its data; holds every problem found, not only the first
+    │   └── StageRefused              what a stage's process found wrong with the job when it loaded
     ├── DataExhausted                 the dataset's epochs are over
     ├── WeightsVersionError           weights older than, or other than, what was asked for
     ├── SequenceStateError            an exported sequence does not fit this engine
@@ -12,7 +13,10 @@
     ├── StorageError                  stored weights or a checkpoint: missing, damaged or not writable; names the place
     ├── MalformedRecord               bytes that are no record; says what was wrong with them
     ├── TransportClosed               a subject was used after the transport, or the subscription, was closed
+    ├── ServerFailed                  NATS or Redis of a run does not start, or refuses us; which, and its reason
     ├── TransportFull                 no room to publish for too long; names who has yet to read
+    ├── TransportUnavailable          the server between the processes does not answer; it may again
+    ├── MessageTooLarge               more bytes than the server between the processes takes
     ├── StageError                    the run ended because of one stage's worker, which it names
     │   ├── StageFailed               it raised
     │   ├── StageStalled              its work took longer than its deadline
@@ -115,6 +119,22 @@ class JobError(InvalidRequest):
         return "\n  ".join([f"{self.source}: {len(self.problems)} problems", *map(str, self.problems)])
 
 
+class StageRefused(InvalidRequest):
+    """A stage's process cannot begin with this job; in its own words, which name the field.
+
+    >>> str(StageRefused("spec.model.path: does not exist (got 'm')"))
+    "spec.model.path: does not exist (got 'm')"
+    """
+
+    def __init__(self, said: str) -> None:
+        field, _, problem = said.partition(": ")
+        super().__init__(field, None, problem)
+        self.said = said
+
+    def __str__(self) -> str:
+        return self.said
+
+
 class DataExhausted(RLHFSpecError):
     """The dataset's `epochs` are over: a clean end of the run, after `last_step`."""
 
@@ -174,6 +194,19 @@ class TransportClosed(RLHFSpecError):
         super().__init__(f"{subject}: the transport or the subscription is closed")
 
 
+class ServerFailed(RLHFSpecError):
+    """A server of the run (NATS, Redis) does not start, is not there or refuses us.
+
+    >>> str(ServerFailed("nats-server", "ended with exit code 1: no space left on device"))
+    'nats-server: ended with exit code 1: no space left on device'
+    """
+
+    def __init__(self, server: str, problem: str) -> None:
+        self.server = server
+        self.problem = problem
+        super().__init__(f"{server}: {problem}")
+
+
 class TransportFull(RLHFSpecError):
     """`publish` waited for room longer than it may. `waits_for`: the consumers that have yet to acknowledge.
 
@@ -189,6 +222,33 @@ class TransportFull(RLHFSpecError):
         names = ", ".join(waits_for) or "anybody"
         lag = f"{num_pending} messages are not yet acknowledged by {names}"
         super().__init__(f"{subject}: no room for {seconds:g} s: {lag}")
+
+
+class TransportUnavailable(RLHFSpecError):
+    """The server does not answer. Temporary: it may be starting, or the way to it may be cut.
+
+    >>> str(TransportUnavailable("nats://127.0.0.1:4222", "no server there (Connection refused)"))
+    'nats://127.0.0.1:4222: no server there (Connection refused)'
+    """
+
+    def __init__(self, url: str, problem: str) -> None:
+        self.url = url
+        self.problem = problem
+        super().__init__(f"{url}: {problem}")
+
+
+class MessageTooLarge(RLHFSpecError):
+    """One message that the server would never take.
+
+    >>> str(MessageTooLarge("rlhf.sums.sample", "sums/3/7/1", 9_000_000, 8_388_608))
+    'rlhf.sums.sample: sums/3/7/1 has 9000000 bytes, the server takes 8388608 (its max_payload)'
+    """
+
+    def __init__(self, subject: str, id: str, num_bytes: int, most: int) -> None:
+        self.subject = subject
+        self.id = id
+        self.num_bytes = num_bytes
+        super().__init__(f"{subject}: {id} has {num_bytes} bytes, the server takes {most} (its max_payload)")
 
 
 class StageError(RLHFSpecError):

@@ -258,15 +258,43 @@ class Workers(Block):
     deadline_seconds: Seconds = Field(600.0, description="One piece of work may take so long before the run ends.")
 
 
+class Trainer(Workers):
+    ranks: Positive = Field(1, description="Processes on one machine that share the training, by torchrun.")
+
+
+class GeneratorWorkers(Workers):
+    prefetch: int = Field(
+        4,
+        ge=0,
+        description="Prompts a worker holds beyond what its engine can run, so that a free row never waits for one. "
+        "What is held cannot go to another worker that has room: few is better.",
+    )
+
+
 class Roles(Block):
     """One entry a stage of `rlhfspec.loop`."""
 
     prompts: Workers = Field(Workers(), description="Reads the dataset.")
-    generator: Workers = Field(Workers(), description="Generates.")
+    generator: GeneratorWorkers = Field(GeneratorWorkers(), description="Generates.")
     reward: Workers = Field(Workers(), description="Scores responses.")
     reference: Workers = Field(Workers(), description="Log-probs under the reference; runs when klCoefficient > 0.")
     critic: Workers = Field(Workers(), description="Values; runs with ppo.")
-    trainer: Workers = Field(Workers(), description="Learns.")
+    trainer: Trainer = Field(Trainer(), description="Learns.")
+
+
+class FailurePolicy(Block):
+    """With `--processes` a worker that fails is started again. In one process, the first failure ends the run."""
+
+    max_restarts: int = Field(
+        5, ge=0, description="Counted failures of one worker since the last trained step; one more ends the run."
+    )
+    counted: list[Literal["error", "temporary", "killed"]] = Field(
+        ["error", "temporary"],
+        description="error: it raised, crashed or took too long; temporary: a server was away; killed: by a signal, "
+        "such as memory running out. What would only happen again always ends the run.",
+    )
+    backoff_seconds: Seconds = Field(0.5, description="Before the first restart; doubled for each further one.")
+    max_backoff_seconds: Seconds = Field(30.0, description="The longest wait before a restart.")
 
 
 class Rebalance(Block):
@@ -289,6 +317,10 @@ class Observability(Block):
     tensorboard: bool = Field(False, description="Write event files into the run folder.")
     wandb: Wandb | None = Field(None, description="Also report there.")
     sample_texts: int = Field(4, ge=0, description="Responses that the summary shows, of the beginning and the end.")
+    traces: bool = Field(True, description="Write where each sample's time went into the run folder.")
+    otlp_endpoint: str | None = Field(
+        None, pattern=r"^https?://\S+$", description="Also send traces and metrics to this OpenTelemetry collector."
+    )
 
 
 class Spec(Block):
@@ -305,6 +337,7 @@ class Spec(Block):
     rewards: Rewards
     training: Training = Training()
     roles: Roles = Roles()
+    failure_policy: FailurePolicy = FailurePolicy()
     rebalance: Rebalance = Rebalance()
     checkpoint: Checkpoint = Checkpoint()
     observability: Observability = Observability()

@@ -50,7 +50,8 @@ SEEN_BY_ALL: tuple[type[Record], ...] = (WorkerInfo,)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """`max_held`: records of one type that its workers together hold unacknowledged. `max_deliveries`: of one record
-    before it is a dead letter; None: as often as it takes."""
+    before it is a dead letter; None: as often as it takes. `watches`: work of others that it looks on at, as observers
+    do: nobody keeps it for this stage, and nothing that decides a token or a curve reads it."""
 
     name: str
     consumes: tuple[type[Record], ...]
@@ -58,7 +59,8 @@ class Stage:
     waits_for: str
     unblocked_by: tuple[str, ...]
     max_held: int = 1024
-    max_deliveries: int | None = 5
+    max_deliveries: int | None = 20  # a worker that dies or leaves has used one up for all it held
+    watches: tuple[type[Record], ...] = ()
 
 
 STAGES: tuple[Stage, ...] = (
@@ -68,6 +70,7 @@ STAGES: tuple[Stage, ...] = (
         produces=(Prompt, DatasetInfo),
         waits_for="a weights version not older than the step allows",
         unblocked_by=("trainer",),
+        watches=(Sample,),  # how long the answers to a prompt were: what takes long goes first
     ),
     Stage(
         name="generator",

@@ -125,6 +125,7 @@ class EngineStep:
 class EngineStats:
     num_running: int
     num_waiting: int
+    room: int  # for about so many more to run now: free rows, as far as free blocks last for what sequences here hold
     num_free_blocks: int
     num_blocks: int
     weights_version: int

@@ -196,6 +196,7 @@ class Engine:
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
+            room=self.scheduler.room,
             num_free_blocks=self.state.pool.num_free,
             num_blocks=self.state.pool.num_blocks,
             weights_version=self.state.weights_version,

@@ -212,6 +212,15 @@ class Scheduler:
     # -- rows and blocks ------------------------------------------------------------------------------------
 
     @property
+    def room(self) -> int:
+        """For about so many more sequences: as large as those that run are now; with none, of full context."""
+        whole = self.pool.blocks_for(self.state.config.max_context)
+        used = self.pool.num_blocks - self.pool.num_free
+        each = max(used // len(self.running), 1) if self.running else whole
+        room = min(len(self.rows.free_rows), self.pool.num_free // each)
+        return room if self.running else max(room, 1)
+
+    @property
     def _spare_blocks(self) -> int:
         return len(self.running) // _RUNNING_PER_SPARE_BLOCK
 

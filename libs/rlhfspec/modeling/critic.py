@@ -58,7 +58,7 @@ class Critic(nn.Module):
 
 def load_critic(model: job.Model, *, max_context: int = 1024) -> Critic:
     """A critic saved by `Critic.save`, or a new head on the trunk of a causal LM."""
-    path, field = (model.path, "model.path") if model.critic is None else (model.critic, "model.critic")
+    path, field = (model.path, "spec.model.path") if model.critic is None else (model.critic, "spec.model.critic")
     if not (Path(path) / _FILE).exists():
         return Critic(load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context, only_trunk=True))
     return _saved_critic(Path(path), field, model.dtype, max_context)

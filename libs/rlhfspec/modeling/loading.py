@@ -32,7 +32,7 @@ _DEFAULT_CONTEXT = 1024
 
 def load_policy(model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_CONTEXT) -> Any:
     """The policy as it begins; with a LoRA block, its update is drawn from the seed and only it takes gradients."""
-    policy = load_causal_lm(model.path, field="model.path", dtype=model.dtype, max_context=max_context)
+    policy = load_causal_lm(model.path, field="spec.model.path", dtype=model.dtype, max_context=max_context)
     if model.lora is not None:
         from rlhfspec.modeling.lora import add_lora
 
@@ -42,7 +42,9 @@ def load_policy(model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_
 
 def load_reference(model: job.Model, *, max_context: int = _DEFAULT_CONTEXT) -> Any:
     """The model that the KL is measured against: never trained, so without LoRA."""
-    path, field = (model.path, "model.path") if model.reference is None else (model.reference, "model.reference")
+    path, field = (
+        (model.path, "spec.model.path") if model.reference is None else (model.reference, "spec.model.reference")
+    )
     return load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context).requires_grad_(False)
 
 

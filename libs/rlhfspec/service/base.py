@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import ExitStack
 from typing import Any, ParamSpec, TypeVar
 
+from rlhfspec.records import Load
 from rlhfspec.service.threads import ComputeThread
 from rlhfspec.service.vitals import Vitals
 
@@ -48,6 +49,16 @@ class Service(ABC):
     async def stop(self) -> None:
         """Asks `run` to return soon. By default sets `self.stopping`, which `run` looks at."""
         self.stopping.set()
+
+    @property
+    def load(self) -> Load | None:
+        """Of a generator: the last it published."""
+        return None
+
+    @property
+    def owned(self) -> Collection[str]:
+        """The samples that are made here, by id."""
+        return ()
 
     async def unless_stopped(self, wait: Coroutine[Any, Any, list[R]]) -> list[R]:
         """What the wait brings; nothing, and the wait is cancelled, as soon as the worker is asked to stop."""

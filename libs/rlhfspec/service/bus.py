@@ -18,17 +18,23 @@ Example:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar, get_args
 
 from rlhfspec import loop
 from rlhfspec.errors import InvalidRequest, MalformedRecord
 from rlhfspec.records import Record
+from rlhfspec.service.logs import about
+from rlhfspec.tracing.base import How, Place, Watcher
 from rlhfspec.transport.base import Message, Receipt, Subscription, Transport
 from rlhfspec.transport.clock import Clock, SystemClock
 from rlhfspec.wire.codec import decode, encode
 
+log = logging.getLogger("rlhfspec.service")
 R = TypeVar("R", bound=Record)
 AT_ONCE = 512  # acknowledgements on their way together
 
@@ -36,10 +42,11 @@ AT_ONCE = 512  # acknowledgements on their way together
 class Held:
     """The right to end one delivery (`transport.base.Receipt`); until it is ended, its inbox keeps it in progress."""
 
-    def __init__(self, message: Message, kept: dict[str, Receipt]) -> None:
+    def __init__(self, message: Message, kept: dict[str, Receipt], tell: Callable[[How], None] | None = None) -> None:
         self._receipt: Receipt = message
         self._id = message.id
         self._kept = kept
+        self._tell = tell
         kept[message.id] = message  # of a message that comes again, the latest delivery
 
     @property
@@ -49,18 +56,25 @@ class Held:
     async def ack(self) -> None:
         self._forget()
         await self._receipt.ack()
+        self._ended("ack")
 
     async def nak(self, delay_seconds: float = 0.0) -> None:
         self._forget()
         await self._receipt.nak(delay_seconds)
+        self._ended("nak")
 
     async def term(self, reason: str) -> None:
         self._forget()
         await self._receipt.term(reason)
+        self._ended("term")
 
     def _forget(self) -> None:
         if self._kept.get(self._id) is self._receipt:
             del self._kept[self._id]
+
+    def _ended(self, how: How) -> None:
+        if self._tell is not None:
+            self._tell(how)
 
 
 class Delivery(Generic[R]):
@@ -87,10 +101,15 @@ class Inbox(Generic[R]):
     Inside `async with`, nothing that was pulled and not ended is delivered to anybody else, however long it takes.
     """
 
-    def __init__(self, record_type: type[R], subscription: Subscription, clock: Clock) -> None:
+    def __init__(
+        self, bus: Bus, record_type: type[R], subscription: Subscription, place: Place, watcher: Watcher | None = None
+    ) -> None:
+        self._bus = bus
         self._record_type: type[R] = record_type
         self._subscription = subscription
-        self._clock = clock
+        self._clock = bus.clock
+        self._place = place
+        self._watcher = watcher
         self._kept: dict[str, Receipt] = {}  # in progress, by message
         self._keeping: asyncio.Task[None] | None = None
 
@@ -126,14 +145,22 @@ class Inbox(Generic[R]):
 
     async def _decoded(self, message: Message) -> Delivery[R] | None:
         try:
-            record = decode(message.data)
+            record = self._bus.read(self._record_type, message.id, message.data)
         except MalformedRecord as error:
+            log.warning("%s of %s is refused: %s", message.id, message.subject, error)
+            if self._watcher is not None:
+                self._watcher.ended(self._place, self._record_type, message.id, "term")
             await message.term(str(error))
             return None
-        if not isinstance(record, self._record_type):
-            await message.term(f"a {type(record).__name__} among records of {self._record_type.__name__}")
+        held = Held(message, self._kept if message.token else {}, self._watched(record, message))
+        return Delivery(record, held, message.num_deliveries)
+
+    def _watched(self, record: R, message: Message) -> Callable[[How], None] | None:
+        """Tells who looks on that it is taken; what tells that it was ended."""
+        if self._watcher is None:
             return None
-        return Delivery(record, Held(message, self._kept if message.token else {}), message.num_deliveries)
+        self._watcher.taken(self._place, record, message.headers)
+        return partial(self._watcher.ended, self._place, self._record_type, record.id) if message.token else None
 
 
 async def ack_all(held: Iterable[Held]) -> None:
@@ -141,6 +168,11 @@ async def ack_all(held: Iterable[Held]) -> None:
     waiting = list(held)
     for start in range(0, len(waiting), AT_ONCE):
         await asyncio.gather(*(one.ack() for one in waiting[start : start + AT_ONCE]))
+
+
+async def give_back(held: Iterable[Held]) -> None:
+    """All at once, for somebody else: who leaves does not make them wait for the ack wait."""
+    await asyncio.gather(*(one.nak() for one in held))
 
 
 class StageBus:
@@ -151,34 +183,40 @@ class StageBus:
         self.stage = stage
         self.worker = worker
         self.clock = bus.clock
+        self._place = Place(stage.name, worker)
 
     async def publish(self, record: Record) -> bool:
         """False: this id was published before, and nothing changed. Waits for room (`TransportFull` after long)."""
         if type(record) not in self.stage.produces:
             raise InvalidRequest("record", type(record).__name__, f"{self.stage.name} does not produce it (loop.py)")
-        return await self._bus.publish(record)
+        watcher = self._bus.watcher
+        with about(record.id):
+            if watcher is None:
+                return await self._bus.publish(record)
+            began = time.time()
+            is_new = await self._bus.publish(record, watcher.publishing(self._place, record))
+            watcher.published(self._place, record, began, is_new)
+            return is_new
 
     async def subscribe(self, record_type: type[R]) -> Inbox[R]:
         """A stage's workers compete for work. State and signals they watch, as an observer does everything."""
-        if record_type not in self.stage.consumes:
+        if record_type not in (*self.stage.consumes, *self.stage.watches, *loop.SEEN_BY_ALL):
             raise InvalidRequest("record", record_type.__name__, f"{self.stage.name} does not consume it (loop.py)")
         transport, subject = self._bus.transport, self._bus.subject(record_type)
-        if loop.KINDS[record_type] != "work" or self.stage in loop.OBSERVERS:
-            return Inbox(record_type, await transport.watch(subject), self.clock)
+        looks_on = self.stage in loop.OBSERVERS or record_type in self.stage.watches
+        if loop.KINDS[record_type] != "work" or looks_on:
+            watcher = None if looks_on else self._bus.watcher
+            return Inbox(self._bus, record_type, await transport.watch(subject), self._place, watcher)
         subscription = await transport.subscribe(subject, loop.work_consumer(self.stage))
-        return Inbox(record_type, subscription, self.clock)
-
-    async def take_over(self, record_type: type[R]) -> Inbox[R]:
-        """Like `subscribe`, for the only worker of its stage: what one that died held is delivered at once."""
-        await self._bus.transport.release(self._bus.subject(record_type), self.stage.name)
-        return await self.subscribe(record_type)
+        return Inbox(self._bus, record_type, subscription, self._place, self._bus.watcher)
 
 
 class Bus:
     """One run's records over one transport. `uid`: of the run, so that two runs of one job never meet.
 
     `workers`: every stage and observer that runs in this job, and how many of each. Work is kept for these stages
-    only: a job without a critic has no consumer `critic`.
+    only: a job without a critic has no consumer `critic`. `watcher`: is told of what the stages say and hear; set
+    before anybody subscribes.
     """
 
     def __init__(
@@ -191,6 +229,7 @@ class Bus:
         self.uid = uid
         self.workers = dict(workers)
         self.clock = clock or SystemClock()
+        self.watcher: Watcher | None = None
 
     @classmethod
     async def open(
@@ -217,6 +256,17 @@ class Bus:
     def subject(self, record_type: type) -> str:
         return loop.subject(self.job, self.uid, record_type)
 
+    def read(self, record_type: type[R], message_id: str, data: bytes) -> R:
+        """Raises `MalformedRecord` for whatever is no such record of this run, under its own id."""
+        record = decode(data)
+        if not isinstance(record, record_type):
+            raise MalformedRecord(f"a {type(record).__name__} among records of {record_type.__name__}")
+        if record.job != self.job:
+            raise MalformedRecord(f"{record.id} is of job {record.job!r}, not of {self.job!r}")
+        if message_id != f"{self.uid}/{record.id}":
+            raise MalformedRecord(f"{record.id} came under the id of {message_id!r}")
+        return record
+
     def of(self, name: str, worker: int = 0) -> StageBus:
         """The bus as this worker of this stage or observer may use it."""
         num_workers = self.workers.get(name, 0)
@@ -224,11 +274,22 @@ class Bus:
             raise InvalidRequest("stage", f"{name} {worker}", f"this job runs {num_workers} workers of it")
         return StageBus(self, _known(name), worker)
 
-    async def publish(self, record: Record) -> bool:
+    async def publish(self, record: Record, headers: Mapping[str, str] | None = None) -> bool:
         """For who is no stage (the heartbeats of a process); a stage publishes through its `StageBus`."""
         return await self.transport.publish(
-            self.subject(type(record)), encode(record), id=f"{self.uid}/{record.id}", key=loop.state_key(record)
+            self.subject(type(record)),
+            encode(record),
+            id=f"{self.uid}/{record.id}",
+            key=loop.state_key(record),
+            headers=headers,
         )
+
+    async def release(self, name: str) -> None:
+        """For who starts the only worker of a stage again: what the one that died held is delivered at once, not after
+        the ack wait."""
+        for record_type in _known(name).consumes:
+            if loop.KINDS[record_type] == "work":
+                await self.transport.release(self.subject(record_type), name)
 
     async def dead_letters(self) -> Subscription:
         """What nobody could handle; the data is a `transport.dead_letters.DeadLetter`."""

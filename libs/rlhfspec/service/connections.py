@@ -13,9 +13,12 @@ Example:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
 
 
 class Connections(BaseModel):
@@ -34,3 +37,32 @@ class Connections(BaseModel):
     weights: Literal["file", "grpc"] = "file"
     weights_folder: Path | None = None  # of "file": in memory, such as /dev/shm
     otlp_endpoint: str | None = None
+
+    @model_validator(mode="after")
+    def _has_a_place_for_weights(self) -> Self:
+        if self.weights == "file" and self.weights_folder is None:
+            raise ValueError("weights_folder must be set where weights are in files")
+        return self
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """InvalidRequest in one line when this is no such file."""
+        return _parsed(cls, path, "--connections", "is no connections file")
+
+    def job(self) -> RLHFJob:
+        """The job as it was resolved."""
+        return _parsed(RLHFJob, self.job_file, "job_file", "is no resolved job")
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def _parsed(model: type[M], path: Path, field: str, problem: str) -> M:
+    try:
+        return model.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InvalidRequest(field, str(path), f"cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        first, *_ = error.errors(include_url=False, include_input=False)
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(field, str(path), f"{problem}: {where + ': ' if where else ''}{first['msg']}") from None

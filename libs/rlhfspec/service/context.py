@@ -10,11 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhfspec.job import RLHFJob
 from rlhfspec.service.bus import StageBus
 from rlhfspec.service.vitals import Vitals
 
 if TYPE_CHECKING:
     from rlhfspec.weights import WeightStore
+
+KEPT_VERSIONS = 2  # of weights, beyond what staleness needs
+
+
+def kept_versions(job: RLHFJob) -> int:
+    return KEPT_VERSIONS + job.spec.training.max_staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from rlhfspec.errors import RecordUndeliverable
+import logging
+from typing import get_args
+
+from rlhfspec.errors import MalformedRecord, RecordUndeliverable
+from rlhfspec.records import Record
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.vitals import Vitals
+from rlhfspec.transport.base import Message
 from rlhfspec.transport.dead_letters import DeadLetter, decode
 
 LOOK_EVERY_SECONDS = 1.0
+MALFORMED = str(MalformedRecord(""))
+log = logging.getLogger("rlhfspec.service")
 
 
 class DeadLetterWatch(Service):
     """Give it to the supervisor beside the stages.
 
-    consumes: the dead letters of the job; produces: nothing; waits for: a record that a stage refused for good, could
-    not decode, or never acknowledged; unblocked by: any stage. It raises `RecordUndeliverable` with the first.
+    consumes: the dead letters of the job; produces: nothing; waits for: a record that a stage refused for good, or
+    never acknowledged; unblocked by: any stage. It raises `RecordUndeliverable` with the first.
+
+    What is no record of this run, no step waits for: whoever sent that ends nothing, and the log tells of it.
     """
 
     def __init__(self, bus: Bus, vitals: Vitals) -> None:
@@ -28,8 +37,21 @@ class DeadLetterWatch(Service):
             with self.vitals.waiting("records that nobody could handle"):
                 messages = await self.unless_stopped(letters.pull(1, LOOK_EVERY_SECONDS))
             for message in messages:
-                raise _undeliverable(decode(message.data))
+                self._look_at(message)
 
+    def _look_at(self, message: Message) -> None:
+        try:
+            letter = decode(message.data)
+            if letter.data or letter.reason.startswith(MALFORMED):  # a record may be too large for a letter
+                self._read(letter)
+        except MalformedRecord as error:
+            log.warning("a dead letter that ends nothing: %s", error)
+            return
+        raise RecordUndeliverable(letter.consumer, letter.subject, letter.id, letter.reason)
 
-def _undeliverable(letter: DeadLetter) -> RecordUndeliverable:
-    return RecordUndeliverable(letter.consumer, letter.subject, letter.id, letter.reason)
+    def _read(self, letter: DeadLetter) -> Record:
+        for record_type in get_args(Record):
+            if self._bus.subject(record_type) == letter.subject:
+                record: Record = self._bus.read(record_type, letter.id, letter.data)
+                return record
+        raise MalformedRecord(f"{letter.id} of {letter.subject!r}, where nothing of this run travels")

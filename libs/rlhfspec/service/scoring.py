@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rlhfspec.records import Sample, Score, ScoringStage
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import StageBus
+from rlhfspec.service.logs import about
 from rlhfspec.service.vitals import Vitals
 
 PULL_SECONDS = 0.5
@@ -48,12 +49,13 @@ class TokenScoringService(Service):
                     sample = delivery.record
                     if sample.purpose == "training" and sample.finish_reason != "error":  # else no score is awaited
                         if not await self.prepare(sample):
-                            return
+                            return await delivery.nak()  # another worker gets it at once
                         await self._score(sample)
                     await delivery.ack()
 
     async def _score(self, sample: Sample) -> None:
-        with self.vitals.working(f"scoring {sample.id}", deadline_seconds=self._deadline) as worked:
+        doing = self.vitals.working(f"scoring {sample.id}", deadline_seconds=self._deadline)
+        with about(sample.id), doing as worked:
             values = await self.in_thread(self.score, sample)
         await self._bus.publish(
             Score(

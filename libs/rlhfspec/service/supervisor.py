@@ -23,6 +23,7 @@ from rlhfspec.transport.clock import first_of
 
 log = logging.getLogger("rlhfspec.service")
 STAGE_NAMES = {stage.name for stage in STAGES}
+GRACE_SECONDS = 120.0  # for the trainer to end its step and write a checkpoint
 Tasks = dict[asyncio.Task[None], Service]
 
 
@@ -105,12 +106,21 @@ class Supervisor:
     def _raise_stall(self, tasks: Tasks, began: float) -> None:
         states = [service.vitals.state() for service in tasks.values()]
         for state in states:
-            if state.doing == "working" and state.overdue_seconds > 0:
+            if is_overdue(state):
                 raise StageStalled(state.stage, state.worker, state.what, state.since_seconds)
-        waiting = [state for state in states if state.doing == "waiting"]
         quiet = min(self._vitals.quiet_seconds(), self._clock.now() - began)
-        if waiting and quiet > self._stall_seconds:
-            raise LoopStalled(quiet, _waits(waiting))
+        raise_if_all_wait(states, quiet, self._stall_seconds)
+
+
+def is_overdue(state: WorkerState, by_seconds: float = 0.0) -> bool:
+    return state.doing == "working" and state.overdue_seconds > by_seconds
+
+
+def raise_if_all_wait(states: Iterable[WorkerState], quiet_seconds: float, stall_seconds: float) -> None:
+    """`quiet_seconds`: since anybody worked."""
+    waiting = [state for state in states if state.doing == "waiting"]
+    if waiting and quiet_seconds > stall_seconds:
+        raise LoopStalled(quiet_seconds, _waits(waiting))
 
 
 def _start(service: Service, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -137,10 +147,10 @@ def _raise_failure(tasks: Tasks) -> None:
         if (error := task.exception()) is not None:
             if isinstance(error, StageError):
                 raise error
-            raise StageFailed(service.stage, service.worker, _reason(error)) from error
+            raise StageFailed(service.stage, service.worker, reason_of(error)) from error
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Our own errors say it all; of others the kind is needed too (a KeyError says only the key)."""
     return str(error) if isinstance(error, RLHFSpecError) else f"{type(error).__name__}: {error}"
 

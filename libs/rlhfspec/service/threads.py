@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import queue
 import threading
@@ -55,7 +56,8 @@ class ComputeThread:
         self._num_started = 0
 
     async def in_thread(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        job = _Job(partial(function, *args, **kwargs))
+        context = contextvars.copy_context()  # what is logged there is about the same sample
+        job = _Job(partial(context.run, function, *args, **kwargs))
         jobs = self._running()
         jobs.put(job)
         try:

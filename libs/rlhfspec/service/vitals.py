@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from rlhfspec.records import Doing
 from rlhfspec.transport.clock import Clock, SystemClock
 
 SAID_NOTHING = "something it does not name"
+Told = Callable[[str, int, str, float], None]  # stage, worker, what it did, and for how many seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,11 @@ class Worked:
 class WorkerVitals:
     """One worker's side of it. Several activities may overlap: it works while any of them is work."""
 
-    def __init__(self, stage: str, worker: int, clock: Clock) -> None:
+    def __init__(self, stage: str, worker: int, clock: Clock, told: Told = lambda *_: None) -> None:
         self.stage = stage
         self.worker = worker
         self._clock = clock
+        self._told = told
         self._lock = threading.Lock()
         self._keys = itertools.count()
         self._work: dict[int, _Activity] = {}
@@ -83,6 +85,7 @@ class WorkerVitals:
             with self._lock:
                 worked.seconds = self._clock.now() - now
                 self._end_work(key)
+            self._told(self.stage, self.worker, what, worked.seconds)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -146,14 +149,19 @@ class Vitals:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or SystemClock()
+        self.told: Told | None = None  # of every piece of work, when it ends
         self._workers: dict[tuple[str, int], WorkerVitals] = {}
 
     def worker(self, stage: str, worker: int) -> WorkerVitals:
         """The one of this name; made at the first call."""
         key = (stage, worker)
         if key not in self._workers:
-            self._workers[key] = WorkerVitals(stage, worker, self.clock)
+            self._workers[key] = WorkerVitals(stage, worker, self.clock, self._tell)
         return self._workers[key]
+
+    def _tell(self, stage: str, worker: int, what: str, seconds: float) -> None:
+        if self.told is not None:
+            self.told(stage, worker, what, seconds)
 
     def snapshot(self) -> tuple[WorkerState, ...]:
         """In the order in which the workers were made."""

@@ -44,6 +44,7 @@ class Manifest:
     machine: Machine
     started: str
     models: dict[str, dict[str, Any]] = field(default_factory=dict)  # by role: how each was found right at load
+    processes: dict[str, int] = field(default_factory=dict)  # by stage; none: all stages in one process
     resumed: tuple[Resumption, ...] = ()
     finished: str | None = None
     outcome: RunOutcome = "running"

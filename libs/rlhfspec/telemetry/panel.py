@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rlhfspec.records import Load, Sample
+from rlhfspec.service.roster import ProcessState
 from rlhfspec.telemetry.equal_rewards import equal_rewards_warning
 from rlhfspec.telemetry.evaluations import Evaluation, best
 from rlhfspec.telemetry.metrics import StepMetrics
@@ -19,8 +20,10 @@ from rlhfspec.telemetry.text import bar, duration, estimates, histogram, number,
 
 WIDEST = 110
 _LABEL_WIDTH = 10
-_BAR_WIDTH = 10
+_BAR_WIDTH, _PROCESS_BAR_WIDTH = 10, 5
+_DULL = ("starting", "working", "waiting", "left")  # what a process does that may be left out, the last first
 _MOST_LINES_OF_TEXT = 6
+_FEWEST_PROCESSES, _LINES_BELOW = 8, 9  # of more there is no room for, those that have nothing to tell are left out
 _LINES_AROUND = 6  # of the sample: frame, rule, heading, prompt, and the terminal's own last line
 
 
@@ -29,7 +32,9 @@ def panel(progress: Progress, size: ConsoleDimensions) -> RenderableType:
     inner = width - 4
     rows: list[RenderableType] = [_head(progress, inner), *_metrics(progress, inner)]
     rule = Text("─" * inner, "dim")
-    if progress.stages:
+    if progress.workers:
+        rows += [rule, *_processes(progress, max(_FEWEST_PROCESSES, size.height - len(rows) - _LINES_BELOW))]
+    elif progress.stages:
         rows += [rule, *(_stage(state) for state in progress.stages)]
     if progress.last_sample is not None:
         num_lines = max(1, min(_MOST_LINES_OF_TEXT, size.height - len(rows) - _LINES_AROUND))
@@ -163,6 +168,48 @@ def _stage(state: StageState) -> Text:
     row.append(bar(state.utilisation, _BAR_WIDTH), "green" if state.working else "dim")
     row.append(f"{state.utilisation:>5.0%}{duration(state.since_seconds):>7}  ")
     return row.append(one_line(said), "" if state.working else "dim")
+
+
+def _processes(progress: Progress, most: int) -> Iterator[Text]:
+    shown = list(progress.workers)
+    if len(shown) > most:
+        telling = sorted(shown, key=lambda entry: _DULL.index(entry[0].doing) if entry[0].doing in _DULL else -1)
+        shown = [entry for entry in shown if entry in telling[: most - 1]]
+    for state, utilisation in shown:
+        yield _process(state, utilisation, progress.loads.get(f"{state.stage}-{state.worker}"))
+    if more := len(progress.workers) - len(shown):
+        yield Text(f"and {more} more, which work or wait (rlhfspec top)", "dim")
+
+
+def _process(state: ProcessState, utilisation: float, load: Load | None) -> Text:
+    """Who, in which process, how busy, since when, what; whoever it waits for; of a generator its load."""
+    working, hand = state.doing == "working", "+" if state.by_hand else ""
+    row = Text(no_wrap=True, overflow="ellipsis")
+    row.append(f"{state.name + hand:<{_LABEL_WIDTH + 2}}", "bold" if working else "dim")
+    row.append(f"{state.pid or '':>7} ", "dim")
+    row.append(bar(utilisation, _PROCESS_BAR_WIDTH), "green" if working else "dim")
+    row.append(f"{utilisation:>5.0%}{duration(state.since_seconds):>6}  ")
+    if state.num_restarts:
+        row.append(f"restarted {state.num_restarts}x  ", "yellow")
+    if state.doing in ("waiting", "working"):
+        if load is not None and working:
+            row.append(f"{load.num_running}+{load.num_waiting} at {number(load.tokens_per_second)} tok/s  ", "magenta")
+        row.append(
+            one_line(state.what if working else f"waits for {_whom(state)}{state.what}"), "" if working else "dim"
+        )
+    else:
+        row.append(f"{state.doing}  ", "bold red" if state.doing not in ("starting", "left") else "bold")
+        row.append(one_line(state.what))
+    return row
+
+
+def _whom(state: ProcessState) -> str:
+    """Several workers of one stage together: `generator 0, 2: `."""
+    numbers: dict[str, list[str]] = {}
+    for stage, _, worker in (name.partition(" ") for name in state.waits_for):
+        numbers.setdefault(stage, []).append(worker)
+    names = [" ".join([stage, ", ".join(found)]).strip() for stage, found in numbers.items()]
+    return f"{' or '.join(names)}: " if names else ""
 
 
 def _sample(sample: Sample, width: int, num_lines: int) -> Iterator[Text]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Heartbeat, Load, Sample
+from rlhfspec.service.roster import ProcessState
 from rlhfspec.telemetry.evaluations import Evaluation
 from rlhfspec.telemetry.metrics import StepMetrics
 
@@ -40,6 +41,7 @@ class Progress:
         self.evaluations: tuple[Evaluation, ...] = ()
         self.loads: Mapping[str, Load] = {}
         self.stages: tuple[StageState, ...] = ()
+        self.workers: tuple[tuple[ProcessState, float], ...] = ()  # with each its utilisation: of a run with processes
         self.last_sample: Sample | None = None
         self._done: set[str] = set()
         self._step_of_samples = 0
@@ -69,16 +71,23 @@ class Progress:
         self.loads = {**self.loads, load.generator: load}
 
     def vitals(self, states: Sequence[Heartbeat]) -> None:
-        """Utilisation is over the last seconds, so snapshots are kept for that long."""
+        shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})
+        self.stages = tuple(_stage(name, states, shares) for name in dict.fromkeys(state.stage for state in states))
+
+    def processes(self, states: Sequence[ProcessState]) -> None:
+        """In the place of `vitals`, where every worker has a process of its own."""
+        shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})
+        self.workers = tuple((state, shares[state.stage, state.worker]) for state in states)
+
+    def _shares(self, busy: Mapping[tuple[str, int], float]) -> dict[tuple[str, int], float]:
+        """Of the last seconds that each worker worked; snapshots are kept for that long."""
         now = self._now()
-        busy = {(state.stage, state.worker): state.busy_seconds for state in states}
         kept = [entry for entry in self._busy_before if now - entry[0] <= _WINDOW_SECONDS]
         older = [entry for entry in self._busy_before if now - entry[0] > _WINDOW_SECONDS]
         self._busy_before = (*older[-1:], *kept, (now, busy))
         before_at, before = self._busy_before[0] if len(self._busy_before) > 1 else (self._began, {})
         passed = max(now - before_at, 1e-9)
-        shares = {key: min(1.0, max(0.0, (value - before.get(key, 0.0)) / passed)) for key, value in busy.items()}
-        self.stages = tuple(_stage(name, states, shares) for name in dict.fromkeys(state.stage for state in states))
+        return {key: min(1.0, max(0.0, (value - before.get(key, 0.0)) / passed)) for key, value in busy.items()}
 
     @property
     def current_step(self) -> int:

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,6 +39,7 @@ from rlhfspec.telemetry.manifest import Manifest, RunOutcome
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.same_job import as_content, as_yaml, first_difference
 from rlhfspec.telemetry.sample_lines import sample_lines
+from rlhfspec.tracing.folder import TRACES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,11 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.plots = self.path / "plots"
         self.events = self.path / "events"
+        self.processes = self.path / "processes"  # while a run with processes lasts
+        self.logs = self.path / "logs"  # of its processes
         self.export = self.path / "export"
+        self.traces = self.path / TRACES
+        self._manifest_lock = self.path / ".manifest.lock"
         self._last_step = 0
         self._lock: int | None = None
 
@@ -96,10 +102,17 @@ class RunFolder:
             if self.job_file.exists():
                 self._refuse_another(as_content(job), resume)
 
-    def begin(self, job: RLHFJob, *, resume: bool, models: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
+    def begin(
+        self,
+        job: RLHFJob,
+        *,
+        resume: bool,
+        models: Mapping[str, Mapping[str, Any]] | None = None,
+        processes: Mapping[str, int] | None = None,
+    ) -> bool:
         """Makes the folder, or opens it to go on in it. Whether its manifest could not be read and is begun anew.
 
-        models: of each role how it was found right, for the manifest.
+        For the manifest: of each role how its models were found right, and how many processes each stage has.
         With `resume` a folder that holds no run yet is begun: a run killed before its first line can be resumed too.
         """
         self._make()
@@ -110,13 +123,29 @@ class RunFolder:
         loaded = {role: dict(report) for role, report in (models or {}).items()}
         before = self._readable_manifest() if found else None
         begun = before or Manifest.begin(job.metadata.name, loaded)
-        self._write_manifest(begun.resume(loaded) if found else begun)
+        begun = begun.resume(loaded) if found else begun
+        self._write_manifest(replace(begun, processes=dict(processes or {})))
         return found and before is None
+
+    def loaded(self, models: Mapping[str, Mapping[str, Any]]) -> None:
+        """Of each role how its models were found right, where that was not known when the run began."""
+        with self._manifest_alone() as manifest:
+            self._write_manifest(replace(manifest, models={role: dict(report) for role, report in models.items()}))
+
+    def discard(self) -> None:
+        """What `begin` made goes again, for nothing came of it; and the folder, when nothing else is in it."""
+        for path in (self.job_file, self.manifest_file, self._manifest_lock, self.path / ".lock"):
+            path.unlink(missing_ok=True)
+        for folder in (self.processes, self.logs):
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            self.path.rmdir()
 
     def go_on_after(self, step: int) -> Opening:
         """Before the first append: what was written of later steps goes, since they are done again (0: all of it)."""
-        manifest = self.manifest().going_on_after(step)
-        self._write_manifest(manifest)
+        with self._manifest_alone() as before:
+            manifest = before.going_on_after(step)
+            self._write_manifest(manifest)
         num_later_lines, _ = _keep_up_to(step, self.steps_file)
         num_later_samples, num_damaged_samples = _keep_up_to(step, self.samples_file)
         _keep_up_to(step, self.evaluations_file)
@@ -158,7 +187,13 @@ class RunFolder:
 
     def finish(self, outcome: RunOutcome, reason: str = "") -> None:
         steps = self.steps()
-        self._write_manifest(self.manifest().end(outcome, reason, num_steps=steps[-1].step if steps else 0))
+        with self._manifest_alone() as manifest:
+            self._write_manifest(manifest.end(outcome, reason, num_steps=steps[-1].step if steps else 0))
+
+    @property
+    def lock(self) -> int | None:
+        """The open file that holds the folder's lock: who inherits it holds it too."""
+        return self._lock
 
     def close(self) -> None:
         if self._lock is not None:
@@ -197,6 +232,15 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StorageError(self.manifest_file, f"cannot be read: {error}") from error
 
+    @contextmanager
+    def _manifest_alone(self) -> Iterator[Manifest]:
+        """The trainer may be another process than the one that began the run: each reads what the other wrote."""
+        lock = take_lock(self._manifest_lock, wait=True)
+        try:
+            yield self.manifest()
+        finally:
+            os.close(lock)
+
     def _readable_manifest(self) -> Manifest | None:
         try:
             return self.manifest()
@@ -230,7 +274,8 @@ class RunFolder:
     def _refuse_foreign(self) -> None:
         """The job's own folder has a job.yaml too, but it is no run's: other files lie there, and no manifest."""
         names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
-        own = (self.job_file, self.steps_file, self.samples_file, self.checkpoints)
+        own = [self.job_file, self.steps_file, self.samples_file, self.checkpoints, self.traces]
+        own += [self.processes, self.logs]
         foreign = names - {path.name for path in (*own, self.evaluations_file, self.evaluation_samples_file)}
         is_run = self.manifest_file.exists() or (self.job_file.exists() and self.steps_file.exists())
         if foreign and not is_run:

@@ -23,6 +23,7 @@ MAY_DIFFER = (
     "spec.generation.kvCacheTokens",
     "spec.training.steps",
     "spec.roles",
+    "spec.failurePolicy",
     "spec.rebalance",
     "spec.checkpoint",
     "spec.observability",

@@ -79,6 +79,8 @@ def check_packages(job: RLHFJob) -> None:
         raise _missing("spec.observability.tensorboard", True, "tensorboard")
     if observability.wandb is not None and find_spec("wandb") is None:
         raise _missing("spec.observability.wandb", observability.wandb.project, "wandb")
+    if observability.otlp_endpoint is not None and find_spec("opentelemetry") is None:
+        raise _missing("spec.observability.otlpEndpoint", observability.otlp_endpoint, "'rlhfspec[processes]'")
 
 
 class TensorBoard:

@@ -24,6 +24,7 @@ from rich.live import Live
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Heartbeat, Load, Sample
+from rlhfspec.service.roster import ProcessState
 from rlhfspec.telemetry.equal_rewards import equal_rewards_warning
 from rlhfspec.telemetry.evaluations import Evaluation, best
 from rlhfspec.telemetry.metrics import StepMetrics
@@ -55,6 +56,10 @@ class View:
 
     def vitals(self, snapshot: Sequence[Heartbeat]) -> None:
         self.progress.vitals(snapshot)
+
+    def processes(self, states: Sequence[ProcessState]) -> None:
+        """Of a run whose workers have processes of their own."""
+        self.progress.processes(states)
 
     def step(self, metrics: StepMetrics) -> None:
         self.progress.step(metrics)

@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+
+from rlhfspec.errors import MalformedRecord
+
+_TYPES = {"subject": str, "id": str, "consumer": str, "num_deliveries": int, "reason": str, "data": str}  # in JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,5 +44,16 @@ def encode(letter: DeadLetter) -> bytes:
 
 
 def decode(data: bytes) -> DeadLetter:
-    fields = json.loads(data)
-    return DeadLetter(**fields | {"data": base64.b64decode(fields["data"])})
+    """Raises `MalformedRecord` for anything that `encode` did not make: every stage may write letters."""
+    try:
+        fields = json.loads(data)
+        if {name: type(value) for name, value in fields.items()} != _TYPES:
+            raise ValueError(f"must hold {', '.join(_TYPES)}")
+        return DeadLetter(**fields | {"data": base64.b64decode(fields["data"], validate=True)})
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise MalformedRecord(f"no dead letter: {error}") from error
+
+
+def without_data(letter: DeadLetter, why: str) -> DeadLetter:
+    """For data that no letter has room for."""
+    return replace(letter, data=b"", reason=f"{letter.reason} ({why})")

@@ -1,8 +1,14 @@
-"""Weights between processes that share a file system: one safetensors file a version, renamed into place."""
+"""Weights between processes that share a file system: one safetensors file a version, renamed into place.
+
+In memory (`/dev/shm`) nothing is copied but once: readers map the file, and hash it once each. A file that is unlinked
+stays whole for those who have mapped it.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -14,6 +20,8 @@ from rlhfspec.records import Role, Weights
 from rlhfspec.weights.base import StateDict, retired, weights_record
 
 SCHEME = "file:"
+SUFFIX = ".safetensors"
+WRITING = ".writing"  # not yet a version; of a process that was killed, one never
 
 
 class FileWeightStore:
@@ -31,33 +39,58 @@ class FileWeightStore:
         assert keep >= 1
         self._folder = folder.absolute()
         self._keep = keep
+        self._right: dict[tuple[Path, str], tuple[int, ...]] = {}  # which file it was whose digest was right
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
-        path = self._folder / f"{job}-{role}-{version}.safetensors"
-        writing = path.with_suffix(f".{os.getpid()}.writing")
-        try:
-            write_tensors(writing, state_dict)
-            writing.replace(path)
-            sync(self._folder)
-        finally:
-            writing.unlink(missing_ok=True)
-        for old in retired(self._kept(job, role), self._keep):
-            (self._folder / f"{job}-{role}-{old}.safetensors").unlink(missing_ok=True)
-        return weights_record(job, role, version, uri=f"{SCHEME}{path}", digest=digest(state_dict))
-
-    def _kept(self, job: str, role: Role) -> list[int]:
-        versions = (
-            path.stem.removeprefix(f"{job}-{role}-") for path in self._folder.glob(f"{job}-{role}-*.safetensors")
-        )
-        return sorted(int(version) for version in versions if version.isdecimal())
+        path = self._path(job, role, version)
+        gone = [old for old in retired({*self._kept(job, role), version}, self._keep) if old != version]
+        self._remove(self._path(job, role, old) for old in gone)  # first: the new one can have its memory
+        self._remove(self._numbered(job, role, WRITING))
+        writing = path.with_suffix(f".{os.getpid()}{WRITING}")
+        with ThreadPoolExecutor(1) as beside:
+            hashed = beside.submit(digest, state_dict)
+            try:
+                write_tensors(writing, state_dict)
+                writing.replace(path)
+                sync(self._folder)
+            finally:
+                writing.unlink(missing_ok=True)
+        if version in retired(self._kept(job, role), self._keep):
+            self._remove([path])
+        return weights_record(job, role, version, uri=f"{SCHEME}{path}", digest=hashed.result())
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
         path = Path(record.uri.removeprefix(SCHEME))
-        if not path.exists():
+        try:
+            file = path.stat()
+            tensors = read_tensors(path)
+        except (FileNotFoundError, StorageError) as error:
+            if isinstance(error, StorageError) and path.exists():
+                raise
             newest = max(self._kept(record.job, record.role), default=0)
-            raise WeightsVersionError(record.version, newest, f"{record.uri} is not kept")
-        tensors = read_tensors(path)
-        if (found := digest(tensors)) != record.digest:
-            raise StorageError(path, f"holds weights of digest {found}, not {record.digest}")
+            raise WeightsVersionError(record.version, newest, f"{record.uri} is not kept") from error
+        this = (file.st_ino, file.st_size, file.st_mtime_ns)
+        if self._right.get((path, record.digest)) != this:
+            if (found := digest(tensors)) != record.digest:
+                raise StorageError(path, f"holds weights of digest {found}, not {record.digest}")
+            self._right = {key: value for key, value in self._right.items() if key[0].exists()}
+            self._right[path, record.digest] = this
         return tensors
+
+    def _path(self, job: str, role: Role, version: int) -> Path:
+        return self._folder / f"{job}-{role}-{version}{SUFFIX}"
+
+    def _kept(self, job: str, role: Role) -> list[int]:
+        found = self._numbered(job, role, SUFFIX)
+        return sorted(int(path.stem.removeprefix(f"{job}-{role}-")) for path in found)
+
+    def _numbered(self, job: str, role: Role, suffix: str) -> list[Path]:
+        """Of this job's role, and of none whose name only begins alike."""
+        prefix = f"{job}-{role}-"
+        found = self._folder.glob(f"{prefix}*{suffix}")
+        return [path for path in found if path.name.removeprefix(prefix).split(".")[0].isdecimal()]
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)

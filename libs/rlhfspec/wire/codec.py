@@ -137,6 +137,10 @@ def _problem_of(record: Record) -> tuple[str, object, str] | None:
     for name, choices in _CHOICES[type(record)].items():
         if getattr(record, name) not in choices:
             return f"{type(record).__name__}.{name}", getattr(record, name), f"must be one of {', '.join(choices)}"
+    if isinstance(record, Sample) and record.finish_reason != "error":
+        for name in ("log_probs", "tempered_log_probs", "weights_versions"):
+            if len(getattr(record, name)) != len(record.token_ids):
+                return f"Sample.{name}", record.id, f"must have a number for each of {len(record.token_ids)} tokens"
     if isinstance(record, Score) and not record.error:
         numbers = [*record.values, *(value for _, value in record.components)]
         if not all(map(math.isfinite, numbers)):

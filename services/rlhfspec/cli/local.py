@@ -6,54 +6,40 @@ then; only then the stages start. The run folder is there before the first step 
 
 from __future__ import annotations
 
-import asyncio
+import os
 import secrets
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from rich.console import Console
-
 from rlhfspec.awake_clock import AwakeClock
+from rlhfspec.cli.job_run import MOST_PENDING, STALL_SECONDS, JobRun, Say
 from rlhfspec.cli.watch import WatchService
+from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
 from rlhfspec.prompts.service import PromptsService
 from rlhfspec.reward.service import RewardService
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
-from rlhfspec.service.context import Context, Run
+from rlhfspec.service.context import Context, Run, kept_versions
 from rlhfspec.service.dead_letters import DeadLetterWatch
 from rlhfspec.service.heartbeats import Heartbeats
-from rlhfspec.service.supervisor import Supervisor
+from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
 from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.manifest import RunOutcome
-from rlhfspec.telemetry.plots import overview
 from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.telemetry.summary import summarize
 from rlhfspec.telemetry.view import View
+from rlhfspec.tracing.opening import watching
 from rlhfspec.trainer.service import TrainerService
 from rlhfspec.transport.memory import MemoryTransport
 from rlhfspec.weights import MemoryWeightStore
 
-Say = Callable[[str], None]
-MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job that one process can run
-STALL_SECONDS = 300.0  # so long everybody may wait for somebody
-GRACE_SECONDS = 120.0  # for the trainer to end its step and write a checkpoint
-KEPT_VERSIONS = 2  # beyond what staleness needs
 
-
-class LocalRun:
-    """One run of a job in one folder: `build`, `begin`, `stages`, `finish`. `job` has its `tiny:` names resolved."""
-
-    def __init__(self, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View) -> None:
-        self.folder = folder
-        self.stop = asyncio.Event()
-        self.say: Say = view.say
-        self._job = job
-        self._view = view
+class LocalRun(JobRun):
+    def __init__(
+        self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
+    ) -> None:
+        super().__init__(written, job, base_folder, folder, view, resume=resume)
         self._run = Run(uid=secrets.token_hex(4), base_folder=base_folder, folder=folder.path)
         self._vitals = Vitals(AwakeClock())
         self._transport = MemoryTransport(clock=self._vitals.clock, max_pending=MOST_PENDING)
@@ -61,12 +47,11 @@ class LocalRun:
         self._bus = Bus(
             self._transport, job.metadata.name, uid=self._run.uid, workers=workers, clock=self._vitals.clock
         )
-        self._weights = MemoryWeightStore(keep=KEPT_VERSIONS + job.spec.training.max_staleness)
+        self._weights = MemoryWeightStore(keep=kept_versions(job))
         self._services: list[Service] = []
-        self._leaving = ExitStack()
 
     def build(self, say: Say) -> None:
-        """Loads data, rewards and models. Raises InvalidRequest naming the field to fix."""
+        self._refuse_ranks()
         for stage, num_workers in workers_of(self._job).items():
             make = import_module(f"rlhfspec.{stage}.build").build
             for worker in range(num_workers):
@@ -83,15 +68,21 @@ class LocalRun:
                 self._leaving.callback(service.close)
         self._check_columns()
 
-    def begin(self, job: RLHFJob, *, resume: bool) -> None:
-        """Opens the folder; `job` as it was written."""
+    def begin(self) -> None:
         models = {role: asdict(report) for service in self._services for role, report in service.models.items()}
-        if self.folder.begin(job, resume=resume, models=models):
-            self.say("manifest.json could not be read and was begun anew")
-        self._view.history(self.folder.steps(), self.folder.evaluations())
+        self._begin_folder(models, {})
 
     async def stages(self) -> None:
-        """Until the last step, or until `stop` is set. Raises the StageError that ended it, if one did."""
+        observability = self._job.spec.observability
+        traced = self.folder.path if observability.traces else None
+        with watching(self._bus.job, self._run.uid, run=traced, otlp_endpoint=observability.otlp_endpoint) as watched:
+            self._bus.watcher = watched.watcher
+            self._vitals.told = watched.meters.worked if watched.meters else None
+            await self._supervised()
+        if self._trainer.is_done and self._trainer.data_ended is not None:
+            raise self._trainer.data_ended
+
+    async def _supervised(self) -> None:
         await self._bus.declare()
         watch = WatchService(self._vitals, self._bus.of("view"), view=self._view)
         others = [watch, Heartbeats(self._bus, self._vitals), DeadLetterWatch(self._bus, self._vitals)]
@@ -101,27 +92,10 @@ class LocalRun:
                 await supervisor.run([*self._services, *others], self.stop)
         finally:
             await self._transport.close()
-        if self._trainer.is_done and self._trainer.data_ended is not None:
-            raise self._trainer.data_ended
 
     @property
     def is_unfinished(self) -> bool:
         return not self._trainer.is_done
-
-    def finish(self, outcome: RunOutcome, reason: str, *, resume_command: str, console: Console) -> None:
-        """The pictures; the summary is printed and kept."""
-        folder = self.folder
-        folder.finish(outcome, reason)
-        if steps := folder.steps():
-            name, evaluations = self._job.metadata.name, folder.evaluations()
-            overview(steps, folder.plots / "training.png", title=name, evaluations=evaluations)
-        texts = self._job.spec.observability.sample_texts
-        summarize(folder, resume_command=resume_command, num_texts=texts).print(console)
-
-    def close(self) -> None:
-        """Others may write the folder again."""
-        self._leaving.close()
-        self.folder.close()
 
     def _check_columns(self) -> None:
         """What only data and rewards together can tell."""
@@ -129,6 +103,13 @@ class LocalRun:
         for service in self._services:
             if isinstance(service, RewardService):
                 service.sources.check_columns(prompts.columns)
+
+    def _refuse_ranks(self) -> None:
+        """Where torchrun started this process, it says how many there are."""
+        ranks = self._job.spec.roles.trainer.ranks
+        if ranks not in (1, int(os.environ.get("WORLD_SIZE", "1"))):
+            problem = f"needs --processes, or torchrun --nproc-per-node {ranks}"
+            raise InvalidRequest("spec.roles.trainer.ranks", ranks, problem)
 
     @property
     def _trainer(self) -> TrainerService:

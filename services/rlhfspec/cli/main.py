@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rlhfspec.cli import bench, compare, job, models, run, tiny
+from rlhfspec.cli import bench, compare, job, models, run, tiny, top, trace
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our status line says what goes on
 
@@ -24,6 +24,8 @@ app.add_typer(models.app, name="models")
 job.register(app)
 app.command()(run.run)
 app.command()(compare.compare)
+app.command()(top.top)
+app.command()(trace.trace)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,6 +8,7 @@ import shlex
 import signal
 import traceback
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,14 +19,14 @@ from rlhfspec.cli.job import check_made_here
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.cli.signals import leave_at_once, on_signals
-from rlhfspec.errors import DataExhausted, RLHFSpecError, StorageError
+from rlhfspec.errors import DataExhausted, InvalidRequest, RLHFSpecError, StorageError
 from rlhfspec.job_file import read_job
 from rlhfspec.job_file.secrets import shown_override
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rlhfspec.cli.local import LocalRun
+    from rlhfspec.cli.job_run import JobRun
     from rlhfspec.job import RLHFJob
     from rlhfspec.telemetry.manifest import RunOutcome
 
@@ -38,12 +39,16 @@ Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="The run's folder.  [default: out/NAME-OF-THE-JOB]")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")]
+Processes = Annotated[
+    bool, typer.Option("--processes", help="Every stage's worker in a process of its own (docs/processes.md).")
+]
 
 
-def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False) -> None:
-    """Train: every stage in this process. Ctrl-C ends the step, writes a checkpoint and stops.
+def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False, processes: Processes = False) -> None:
+    """Train. Ctrl-C ends the step, writes a checkpoint and stops.
 
-    Launched by torchrun, rank 0 runs the stages and all ranks share the training (docs/training.md).
+    Every stage runs in this process; with --processes each of their workers in its own, and those that fail are started
+    again. Launched by torchrun, rank 0 runs the stages and all ranks share the training (docs/training.md).
     """
     console = wide_console()
     with exit_on_problems(), on_signals(lambda: leave_at_once("stopped")):  # the stages listen for themselves
@@ -52,53 +57,91 @@ def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False
         if int(os.environ.get("RANK", "0")) > 0:  # torchrun started this process as one of several
             return _follow(checked)
         folder = out or Path("out") / checked.metadata.name
-        outcome = _run(checked, job, overrides or [], folder, resume, console)
+        outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes), console)
     if outcome != "completed":
         raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
 
 
-def _resume_command(job: Path, overrides: list[str], out: Path, *, more_steps: int | None) -> str:
-    """To be pasted (secrets are left out). A run goes on with its own overrides only; a completed one needs more steps.
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """What was asked for."""
 
-    >>> _resume_command(Path("my job.yaml"), ["training.seed=7"], Path("out/a"), more_steps=None)
-    "rlhfspec run 'my job.yaml' --set training.seed=7 --out out/a --resume"
-    >>> _resume_command(Path("job.yaml"), ["training.steps=2"], Path("out/a"), more_steps=4)
-    'rlhfspec run job.yaml --set training.steps=4 --out out/a --resume'
-    """
-    if more_steps is not None:
-        kept = [override for override in overrides if not override.startswith("training.steps=")]
-        overrides = [*kept, f"training.steps={more_steps}"]
-    sets = [word for override in overrides for word in ("--set", shown_override(override))]
-    return shlex.join(["rlhfspec", "run", str(job), *sets, "--out", str(out), "--resume"])
+    job: Path
+    overrides: list[str]
+    out: Path
+    resume: bool = False
+    processes: bool = False
+
+    def to_go_on(self, more_steps: int | None) -> str:
+        """To be pasted (secrets are left out). A run goes on with its own overrides; a completed one needs more steps.
+
+        >>> _Command(Path("my job.yaml"), ["training.seed=7"], Path("out/a")).to_go_on(None)
+        "rlhfspec run 'my job.yaml' --set training.seed=7 --out out/a --resume"
+        >>> _Command(Path("job.yaml"), ["training.steps=2"], Path("out/a"), processes=True).to_go_on(4)
+        'rlhfspec run --processes job.yaml --set training.steps=4 --out out/a --resume'
+        """
+        overrides = self.overrides
+        if more_steps is not None:
+            kept = [override for override in overrides if not override.startswith("training.steps=")]
+            overrides = [*kept, f"training.steps={more_steps}"]
+        sets = [word for override in overrides for word in ("--set", shown_override(override))]
+        way = ["--processes"] if self.processes else []
+        return shlex.join(["rlhfspec", "run", *way, str(self.job), *sets, "--out", str(self.out), "--resume"])
 
 
-def _run(job: RLHFJob, job_path: Path, overrides: list[str], out: Path, resume: bool, console: Console) -> RunOutcome:
+def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
     with ExitStack() as leaving:
         with StatusLine() as status:
-            status("importing torch")
-            from transformers.utils.logging import disable_progress_bar
-
-            from rlhfspec.cli.local import LocalRun
-            from rlhfspec.cli.tiny_paths import with_tiny_paths
-            from rlhfspec.telemetry.run_folder import RunFolder
-            from rlhfspec.telemetry.view import View
-
-            disable_progress_bar()  # type: ignore[no-untyped-call]
-            folder, view = RunFolder(out), View(job, console)
-            folder.check(job, resume=resume)
-            run = LocalRun(with_tiny_paths(job, status), job_path.absolute().parent, folder, view)
+            run = _prepared(job, command, console, status)
             leaving.callback(run.close)
-            run.build(status)
-        run.begin(job, resume=resume)
+            with on_signals(lambda: _leave_before_it_began(run)):
+                run.build(status)
+        run.begin()
         outcome, reason = _outcome_of(run)
         more_steps = 2 * job.spec.training.steps if outcome == "completed" and not reason else None
-        again = _resume_command(job_path, overrides, out, more_steps=more_steps)
         try:
-            run.finish(outcome, reason, resume_command=again, console=console)
+            run.finish(outcome, reason, resume_command=command.to_go_on(more_steps), console=console)
         except (StorageError, OSError) as error:  # what ended the run is said all the same
             problem = f"{outcome}: {reason}; " if reason else f"{outcome}; "
-            raise StorageError(out, f"{problem}its end cannot be written down: {error}") from error
+            raise StorageError(command.out, f"{problem}its end cannot be written down: {error}") from error
         return outcome
+
+
+def _prepared(job: RLHFJob, command: _Command, console: Console, status: StatusLine) -> JobRun:
+    """With --processes nothing heavy is imported here: the stages' own processes do."""
+    kind = _process_run() if command.processes else _local_run(status)
+    from rlhfspec.cli.tiny_paths import with_tiny_paths
+    from rlhfspec.telemetry.run_folder import RunFolder
+    from rlhfspec.telemetry.view import View
+
+    folder, view = RunFolder(command.out), View(job, console)
+    folder.check(job, resume=command.resume)
+    base_folder = command.job.absolute().parent
+    return kind(job, with_tiny_paths(job, status), base_folder, folder, view, resume=command.resume)
+
+
+def _local_run(status: StatusLine) -> type[JobRun]:
+    status("importing torch")
+    from transformers.utils.logging import disable_progress_bar
+
+    from rlhfspec.cli.local import LocalRun
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    return LocalRun
+
+
+def _process_run() -> type[JobRun]:
+    try:
+        from rlhfspec.cli.processes import ProcessRun
+    except ImportError as error:
+        problem = f"needs {error.name}: pip install 'rlhfspec[processes]'"
+        raise InvalidRequest("--processes", True, problem) from None
+    return ProcessRun
+
+
+def _leave_before_it_began(run: JobRun) -> None:
+    run.leave_no_trace()
+    leave_at_once("stopped")
 
 
 def _follow(job: RLHFJob) -> None:
@@ -111,10 +154,10 @@ def _follow(job: RLHFJob) -> None:
     follow(with_tiny_paths(job, lambda _: None))
 
 
-def _outcome_of(run: LocalRun) -> tuple[RunOutcome, str]:
+def _outcome_of(run: JobRun) -> tuple[RunOutcome, str]:
     """Runs the stages; how they ended."""
     try:
-        asyncio.run(_stages(run))
+        run.runner.run(_stages(run))
     except DataExhausted as ended:
         return "completed", str(ended)
     except (RLHFSpecError, OSError) as error:
@@ -122,7 +165,7 @@ def _outcome_of(run: LocalRun) -> tuple[RunOutcome, str]:
     return ("stopped", "Ctrl-C") if run.is_unfinished else ("completed", "")
 
 
-def _kept_traceback(run: LocalRun, error: Exception) -> str:
+def _kept_traceback(run: JobRun, error: Exception) -> str:
     failure = run.folder.path / "failure.txt"
     try:
         failure.write_text("".join(traceback.format_exception(error)))
@@ -131,13 +174,13 @@ def _kept_traceback(run: LocalRun, error: Exception) -> str:
     return f"the whole traceback is in {failure}"
 
 
-async def _stages(run: LocalRun) -> None:
+async def _stages(run: JobRun) -> None:
     loop = asyncio.get_running_loop()
     with on_signals(lambda: loop.call_soon_threadsafe(_stop, run)):
         await run.stages()
 
 
-def _stop(run: LocalRun) -> None:
+def _stop(run: JobRun) -> None:
     """The first time: an orderly end. The second time: now; the last checkpoint stands."""
     if run.stop.is_set():
         leave_at_once("stopped at once; the last checkpoint stands")

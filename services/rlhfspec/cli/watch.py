@@ -9,6 +9,7 @@ from rlhfspec.loop import STAGES
 from rlhfspec.records import EvaluationReport, Heartbeat, Load, Sample, StepReport
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import StageBus
+from rlhfspec.service.live import RecentLines
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.evaluations import Evaluation
 from rlhfspec.telemetry.metrics import StepMetrics
@@ -26,26 +27,36 @@ class WatchService(Service):
         super().__init__("view", 0, vitals)
         self._bus = bus
         self._view = view
+        self.recent = RecentLines()
+        self._listens = False
         self._beats: dict[tuple[str, int], Heartbeat] = {}  # the latest of each worker
 
+    async def listen(self) -> None:
+        """From now on nothing is missed; to be said before the stages begin, where they begin before `run`."""
+        self._samples = await self._bus.subscribe(Sample)
+        self._loads = await self._bus.subscribe(Load)
+        self._reports = await self._bus.subscribe(StepReport)
+        self._evaluations = await self._bus.subscribe(EvaluationReport)
+        self._all_beats = await self._bus.subscribe(Heartbeat)
+        self._listens = True
+
     async def run(self) -> None:
-        samples = await self._bus.subscribe(Sample)
-        loads = await self._bus.subscribe(Load)
-        reports = await self._bus.subscribe(StepReport)
-        evaluations = await self._bus.subscribe(EvaluationReport)
-        beats = await self._bus.subscribe(Heartbeat)
+        if not self._listens:
+            await self.listen()
         while True:
             last = self.stopping.is_set()  # what was published before the stop is still shown
-            for load in await loads.pull(max_records=64, timeout_seconds=0.0):
+            for load in await self._loads.pull(max_records=64, timeout_seconds=0.0):
                 self._view.load(load.record)
-            for sample in await samples.pull(max_records=1024, timeout_seconds=0.0):
+            for sample in await self._samples.pull(max_records=1024, timeout_seconds=0.0):
                 if sample.record.purpose == "training":
                     self._view.sample(sample.record)
-            for report in await reports.pull(max_records=64, timeout_seconds=0.0):
+                    self.recent.sample(sample.record.id, sample.record.prompt_text, sample.record.text)
+            for report in await self._reports.pull(max_records=64, timeout_seconds=0.0):
                 self._view.step(StepMetrics.from_line(report.record.metrics_json))
-            for line in await evaluations.pull(max_records=64, timeout_seconds=0.0):
+                self.recent.step(report.record.metrics_json)
+            for line in await self._evaluations.pull(max_records=64, timeout_seconds=0.0):
                 self._view.evaluation(Evaluation.from_line(line.record.metrics_json))
-            for beat in await beats.pull(max_records=1024, timeout_seconds=0.0):
+            for beat in await self._all_beats.pull(max_records=1024, timeout_seconds=0.0):
                 self._beats[beat.record.stage, beat.record.worker] = beat.record
             self._view.vitals([beat for beat in self._beats.values() if beat.stage in STAGE_NAMES])
             if last:

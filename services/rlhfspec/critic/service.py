@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Sample, Weights
 from rlhfspec.scoring.values import ValueScorer
 from rlhfspec.service.bus import Inbox, StageBus
+from rlhfspec.service.new_weights import NewWeights
 from rlhfspec.service.scoring import TokenScoringService
 from rlhfspec.service.vitals import Vitals
-from rlhfspec.weights import WeightStore, newest_kept
+from rlhfspec.weights import WeightStore
 
 WEIGHTS_PULL_SECONDS = 0.5
 
@@ -25,7 +27,7 @@ class CriticService(TokenScoringService):
         super().__init__("critic", worker, vitals, bus, deadline_seconds=job.spec.roles.critic.deadline_seconds)
         self._staleness = job.spec.training.max_staleness
         self._scorer = scorer
-        self._weights = weights
+        self._new_weights = NewWeights(self, weights, self._load, deadline_seconds=self._deadline, clock=bus.clock)
         self._inbox: Inbox[Weights] | None = None
 
     @property
@@ -48,13 +50,10 @@ class CriticService(TokenScoringService):
 
     async def _take(self, records: list[Weights]) -> None:
         if newer := [record for record in records if record.version > self.weights_version]:
-            with self.vitals.working(f"loading weights version {newer[-1].version}", deadline_seconds=self._deadline):
-                await self.in_thread(self._load, newer)
+            await self._new_weights.take(newer)
 
-    def _load(self, records: list[Weights]) -> None:
-        if (found := newest_kept(self._weights, records)) is not None:
-            record, tensors = found
-            self._scorer.load_weights(tensors, version=record.version)
+    def _load(self, tensors: dict[str, Any], version: int) -> None:
+        self._scorer.load_weights(tensors, version=version)
 
     def score(self, sample: Sample) -> Sequence[float]:
         return self._scorer.values(sample.prompt_token_ids, sample.token_ids)

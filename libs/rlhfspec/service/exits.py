@@ -1,0 +1,62 @@
+"""What the exit code of a stage's process says: whether to start it again, and whether the job can go on at all.
+
+Example:
+    >>> from rlhfspec.errors import InvalidRequest, TransportClosed
+    >>> code_of(InvalidRequest("spec.model.path", "m", "does not exist")), code_of(TransportClosed("rlhf.sums"))
+    (78, 75)
+    >>> failure_of(-9), failure_of(78), failure_of(1)
+    ('killed', 'permanent', 'error')
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Literal
+
+from rlhfspec.errors import (
+    InvalidRequest,
+    NumericalError,
+    RewardError,
+    RolloutError,
+    TransportClosed,
+    TransportFull,
+    TransportUnavailable,
+)
+
+Failure = Literal["error", "temporary", "killed", "permanent"]
+
+DONE = 0  # its work is done, or it was asked to leave
+ERROR = 1
+TEMPORARY = 75  # EX_TEMPFAIL: a server cannot be reached; later it may
+PERMANENT = 78  # EX_CONFIG: the same will happen however often it is started
+_TEMPORARY = (TransportClosed, TransportFull, TransportUnavailable, ConnectionError, TimeoutError)
+_PERMANENT = (InvalidRequest, RewardError, NumericalError, RolloutError)
+# A crash of its own: nobody sends these from outside.
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+
+
+def code_of(error: BaseException) -> int:
+    """What a process ends with that this error ended."""
+    if isinstance(error, _PERMANENT):
+        return PERMANENT
+    return TEMPORARY if isinstance(error, _TEMPORARY) else ERROR
+
+
+def failure_of(code: int) -> Failure:
+    """Of a process that ended with this code; negative: the signal that killed it."""
+    if code < 0:
+        return "error" if -code in _CRASHES else "killed"
+    return "permanent" if code == PERMANENT else "temporary" if code == TEMPORARY else "error"
+
+
+def said(code: int) -> str:
+    """
+    >>> said(-9), said(3)
+    ('killed by SIGKILL', 'ended with exit code 3')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

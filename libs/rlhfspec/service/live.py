@@ -1,0 +1,314 @@
+"""What may be lost, in Redis: what every worker does right now, which samples it has, and the view's last lines.
+
+Each process writes its own snapshot whole with every beat, so a Redis that comes back empty is full again a beat later.
+Nobody waits for Redis: the newest snapshot replaces the one that could not be sent yet, and when Redis is away or slow
+one line of the log says so. Nothing that decides a token, a curve or the fate of a run reads what is kept here.
+
+    live = LiveState(url, uid, role="generator", credentials=folder)
+    LiveBeats(live, vitals, lambda: snapshot_of(service.vitals))            # a service beside the heartbeats
+    view = await read_live(url, uid, role="view", credentials=folder)
+
+Example:
+    >>> window = RecentLines()
+    >>> window.step('{"step": 1}')
+    >>> window.sample("sums/1/0/0", "2+2=", "4" * 1000)
+    >>> len(window.now().samples[0].text), window.now().steps
+    (200, ('{"step": 1}',))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlhfspec.errors import InvalidRequest, ServerFailed
+from rlhfspec.records import Load
+from rlhfspec.service.base import Service
+from rlhfspec.service.vitals import Vitals, WorkerState, WorkerVitals
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+EVERY_SECONDS = 0.25
+DEADLINE_SECONDS = 0.2  # of one write
+READ_SECONDS = 2.0
+KEPT_SECONDS = 30.0  # of a worker that says nothing any more
+MOST_STEPS, MOST_SAMPLES, MOST_CHARACTERS = 100, 50, 200
+SCHEMES = ("unix", "redis", "rediss")
+
+log = logging.getLogger("rlhfspec.service")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One worker, now. `load` and `owned`, the ids of samples that it makes: of generators alone."""
+
+    host: str
+    pid: int
+    state: WorkerState
+    load: Load | None = None
+    owned: tuple[str, ...] = ()
+
+    @property
+    def worker(self) -> str:
+        return f"{self.state.stage}-{self.state.worker}"
+
+
+def snapshot_of(worker: WorkerVitals, load: Load | None = None, owned: Iterable[str] = ()) -> Snapshot:
+    """Of a worker of this process."""
+    return Snapshot(host=socket.gethostname(), pid=os.getpid(), state=worker.state(), load=load, owned=tuple(owned))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleHead:
+    id: str
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What a view shows of the last moments, the newest last. `steps`: lines of steps.jsonl."""
+
+    steps: tuple[str, ...] = ()
+    samples: tuple[SampleHead, ...] = ()
+
+
+class RecentLines:
+    """Makes the window: keeps the last ones, and of texts the beginning."""
+
+    def __init__(self) -> None:
+        self._steps: deque[str] = deque(maxlen=MOST_STEPS)
+        self._samples: deque[SampleHead] = deque(maxlen=MOST_SAMPLES)
+
+    def step(self, line: str) -> None:
+        self._steps.append(line)
+
+    def sample(self, sample_id: str, prompt: str, text: str) -> None:
+        self._samples.append(SampleHead(id=sample_id, prompt=_head(prompt), text=_head(text)))
+
+    def now(self) -> Window:
+        return Window(steps=tuple(self._steps), samples=tuple(self._samples))
+
+
+def _head(text: str) -> str:
+    """Half characters cannot be written; who looks does not miss them."""
+    return text[:MOST_CHARACTERS].encode(errors="replace").decode()
+
+
+_SNAPSHOT = TypeAdapter(Snapshot)
+_WINDOW = TypeAdapter(Window)
+
+
+class LiveState:
+    """The writing side. `write` never waits and never raises; `run` sends in the background until it is cancelled."""
+
+    def __init__(self, url: str, uid: str, *, role: str, credentials: Path | None = None) -> None:
+        self.num_failures = 0  # writes that did not arrive, in all
+        self._uid = uid
+        self._redis = _client(url, role, credentials, DEADLINE_SECONDS)
+        self._unsent: dict[str, bytes] = {}
+        self._written: set[str] = set()
+        self._news = asyncio.Event()
+        self._is_away = False
+
+    def write(self, what: Snapshot | Window) -> None:
+        """It replaces what was written before, sent or not."""
+        key = _worker_key(self._uid, what.worker) if isinstance(what, Snapshot) else _window_key(self._uid)
+        self._unsent[key] = json.dumps(asdict(what)).encode()
+        self._news.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            sending, self._unsent = self._unsent, {}
+            try:
+                await self._send(sending)
+            except _failures() as error:
+                self._unsent = sending | self._unsent
+                self._failed(error)
+                await asyncio.sleep(EVERY_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
+                self._news.set()
+            else:
+                self._arrived()
+
+    async def _send(self, values: Mapping[str, bytes]) -> None:
+        async with asyncio.timeout(DEADLINE_SECONDS), self._redis.pipeline(transaction=False) as pipeline:
+            for key, value in values.items():
+                pipeline.set(key, value, px=int(KEPT_SECONDS * 1000))
+            await pipeline.execute()
+        self._written |= values.keys()
+
+    def _failed(self, error: Exception) -> None:
+        self.num_failures += 1
+        if not self._is_away:
+            self._is_away = True
+            log.warning("redis: %s; the live view is out of date until it is back", reason_of(error))
+
+    def _arrived(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            log.info("redis: is back, after %d writes in all that did not arrive", self.num_failures)
+
+    async def close(self) -> None:
+        """Takes back what it wrote, if that can be done at once: who left is not shown any longer."""
+        if self._written and not self._is_away:
+            with suppress(*_failures()):
+                async with asyncio.timeout(DEADLINE_SECONDS):
+                    await self._redis.delete(*self._written)
+        with suppress(*_failures()):
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                await self._redis.aclose()
+
+
+class LiveBeats(Service):
+    """consumes: what this process knows of itself; produces: its snapshot, or the view's window, in Redis; waits for:
+    the next beat; unblocked by: time."""
+
+    def __init__(self, live: LiveState, vitals: Vitals, look: Callable[[], Snapshot | Window]) -> None:
+        super().__init__("live", 0, vitals)
+        self._live = live
+        self._look = look
+
+    async def run(self) -> None:
+        sending = asyncio.create_task(self._live.run())
+        try:
+            while not self.stopping.is_set():
+                self._live.write(self._look())
+                with self.vitals.waiting("the next beat"), suppress(TimeoutError):
+                    await asyncio.wait_for(self.stopping.wait(), EVERY_SECONDS)
+        finally:
+            while not sending.done():  # redis-py, while it connects, may take our cancellation for its own timeout
+                sending.cancel()
+                await asyncio.wait([sending], timeout=0.1)
+            with suppress(asyncio.CancelledError):
+                await sending
+            await self._live.close()
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveView:
+    """`silent_seconds`: by worker, since its last beat. `owners`: by sample id, the worker that makes it."""
+
+    workers: Mapping[str, Snapshot]
+    silent_seconds: Mapping[str, float]
+    window: Window
+
+    @property
+    def loads(self) -> dict[str, Load]:
+        return {name: each.load for name, each in self.workers.items() if each.load is not None}
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """Of two that claim a sample, the one that spoke last."""
+        by_silence = sorted(self.workers, key=self.silent_seconds.__getitem__, reverse=True)
+        return {sample: name for name in by_silence for sample in self.workers[name].owned}
+
+
+async def read_live(url: str, uid: str, *, role: str, credentials: Path | None = None) -> LiveView:
+    """All there is now; ServerFailed with the reason when Redis cannot be asked."""
+    redis = _client(url, role, credentials, READ_SECONDS)
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            return await _read(redis, uid)
+    except _failures() as error:
+        raise ServerFailed("redis", reason_of(error)) from None
+    finally:
+        with suppress(*_failures()):
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                await redis.aclose()
+
+
+async def _read(redis: Redis, uid: str) -> LiveView:
+    keys = sorted([key async for key in redis.scan_iter(match=_worker_key(uid, "*"), count=1000)])
+    async with redis.pipeline(transaction=False) as pipeline:
+        pipeline.get(_window_key(uid))
+        for key in keys:
+            pipeline.get(key)
+            pipeline.pttl(key)
+        window, *rest = await pipeline.execute()
+    workers, silent = {}, {}
+    for value, milliseconds_left in zip(rest[::2], rest[1::2], strict=True):
+        snapshot = _parsed(_SNAPSHOT, value)
+        if snapshot is not None:
+            workers[snapshot.worker] = snapshot
+            silent[snapshot.worker] = max(KEPT_SECONDS - milliseconds_left / 1000, 0.0)
+    return LiveView(workers=workers, silent_seconds=silent, window=_parsed(_WINDOW, window) or Window())
+
+
+def _parsed(adapter: TypeAdapter[Any], value: bytes | None) -> Any:
+    """None for what is gone meanwhile, and for what another version of this program wrote."""
+    try:
+        return None if value is None else adapter.validate_json(value)
+    except ValidationError:
+        return None
+
+
+# ---- Redis ----------------------------------------------------------------------------------------------------------
+
+
+def _worker_key(uid: str, worker: str) -> str:
+    return f"rlhfspec:{uid}:worker:{worker}"
+
+
+def _window_key(uid: str) -> str:
+    return f"rlhfspec:{uid}:window"
+
+
+def _client(url: str, role: str, credentials: Path | None, timeout_seconds: float) -> Redis:
+    """Without retries of its own: the next beat is one."""
+    from redis.asyncio import Redis
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    if url.partition("://")[0] not in SCHEMES:
+        raise InvalidRequest("redis_url", url, f"must begin with one of {', '.join(f'{each}://' for each in SCHEMES)}")
+    options: dict[str, Any] = {}
+    if credentials is not None:
+        options["password"] = _password(credentials)
+        if url.startswith("rediss:"):
+            options |= {
+                "ssl_ca_certs": str(credentials / "ca.pem"),
+                "ssl_certfile": str(credentials / f"{role}.pem"),
+                "ssl_keyfile": str(credentials / f"{role}.key"),
+            }
+    return Redis.from_url(
+        url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, protocol=2,
+        retry=Retry(NoBackoff(), 0), **options,
+    )  # fmt: skip
+
+
+def _password(credentials: Path) -> str:
+    path = credentials / "redis.password"
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise InvalidRequest("credentials", str(path), f"cannot be read: {error.strerror}") from None
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    from redis.exceptions import RedisError
+
+    return (RedisError, OSError, TimeoutError)
+
+
+def reason_of(error: Exception) -> str:
+    """In one line."""
+    text = " ".join(str(error).split())
+    return text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)

@@ -1,0 +1,76 @@
+"""Starts the servers of a run again when they end: the same address, the same data. And whoever cleans up after us."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+from rlhfspec.errors import ServerFailed
+from rlhfspec.job import FailurePolicy
+from rlhfspec.servers.guardian import Guardian
+from rlhfspec.servers.program import ServerProgram
+from rlhfspec.service import exits
+from rlhfspec.service.base import Service
+from rlhfspec.service.restarts import Restarts
+from rlhfspec.service.tasks import together
+from rlhfspec.service.vitals import Vitals
+
+LOOK_SECONDS = 1.0
+STEADY_SECONDS = 10.0  # who ran for so long did not end over and over
+
+
+class ServerWatch(Service):
+    """consumes: nothing; produces: nothing; waits for: the end of a server, which nobody asked for; unblocked by: the
+    end of the run. It raises `ServerFailed` when one ends over and over."""
+
+    def __init__(
+        self,
+        vitals: Vitals,
+        servers: Sequence[ServerProgram],
+        guardian: Guardian,
+        policy: FailurePolicy,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__("servers", 0, vitals)
+        self._clock = vitals.clock
+        self._servers = servers
+        self._guardian = guardian
+        self._policy = policy
+        self._say = say
+
+    async def run(self) -> None:
+        keeping = asyncio.create_task(
+            together(*(self._keep(server) for server in self._servers), self._keep_guardian())
+        )
+        stopped = asyncio.create_task(self.stopping.wait())
+        try:
+            with self.vitals.waiting("the end of the run"):
+                await asyncio.wait([keeping, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                keeping.result()
+        finally:
+            stopped.cancel()
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+    async def _keep(self, server: ServerProgram) -> None:
+        restarts = Restarts(self._policy, random.Random(server.name))
+        while True:
+            began = self._clock.now()
+            reason = exits.said(await server.wait())
+            if self._clock.now() - began > STEADY_SECONDS:
+                restarts.forget()
+            delay = restarts.delay_after("killed")
+            if delay is None:
+                raise ServerFailed(server.name, f"{reason}; it ended {restarts.num_failures} times")
+            self._say(f"{server.name}: {reason}; it is started again")
+            await asyncio.sleep(0.0 if restarts.num_failures == 1 else delay)
+            await server.start()
+
+    async def _keep_guardian(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if not self._guardian.alive:
+                self._say("the guardian of this run ended; it is started again")
+                self._guardian.start()

@@ -1,0 +1,206 @@
+"""A stage's worker within its own process: connects, builds, says that it is there, runs, and leaves when asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from json import dumps
+
+from rlhfspec.awake_clock import AwakeClock
+from rlhfspec.job import RLHFJob
+from rlhfspec.loop import workers_of
+from rlhfspec.records import WorkerInfo
+from rlhfspec.servers.certificates import client_tls
+from rlhfspec.service import exits
+from rlhfspec.service.base import Service
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.connections import Connections
+from rlhfspec.service.context import Context, Run
+from rlhfspec.service.health import BEAT_SECONDS, Health
+from rlhfspec.service.heartbeats import Heartbeats
+from rlhfspec.service.live import LiveBeats, LiveState, Snapshot, snapshot_of
+from rlhfspec.service.rights import inbox_of
+from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
+from rlhfspec.service.threads import ComputeThread
+from rlhfspec.service.vitals import Vitals, WorkerVitals
+from rlhfspec.service.worker_weights import WorkerWeights
+from rlhfspec.tracing.opening import Watching, watching
+from rlhfspec.transport.nats import NatsTransport
+
+log = logging.getLogger("rlhfspec.service")
+
+
+class StageWorker:
+    """`run` returns when its work is done, or when it was asked to leave; it raises when it cannot go on."""
+
+    def __init__(self, stage: str, worker: int, connections: Connections, job: RLHFJob) -> None:
+        self._stage = stage
+        self._worker = worker
+        self._connections = connections
+        self._job = job
+        self._vitals = Vitals(AwakeClock())
+        self._stop = asyncio.Event()
+        self._is_built = False
+
+    def run(self) -> None:
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._asked_to_leave)
+        connections, observability = self._connections, self._job.spec.observability
+        traced = connections.folder if observability.traces else None
+        endpoint = connections.otlp_endpoint or observability.otlp_endpoint
+        with ExitStack() as leaving:
+            watched = leaving.enter_context(
+                watching(self._job.metadata.name, connections.uid, run=traced, otlp_endpoint=endpoint, metrics=True)
+            )
+            self._health = health = Health(
+                self._stage, self._worker, self._vitals, connections.credentials, metrics=watched.metrics_text
+            )
+            transport = await self._connect()
+            try:
+                bus = self._bus(transport, watched)
+                stage_bus = bus.of(self._stage, self._worker)
+                async with WorkerWeights(connections, self._job, stage_bus, health) as weights:
+                    leaving.enter_context(health)
+                    await self._work(bus, health, weights)
+            finally:
+                await transport.close()
+
+    def _asked_to_leave(self) -> None:
+        """While it loads there is nothing to hand back."""
+        if self._stop.is_set() or not self._is_built:
+            os._exit(exits.DONE)
+        self._stop.set()
+        self._health.draining()
+
+    async def _connect(self) -> NatsTransport:
+        credentials, stage = self._connections.credentials, self._stage
+        return await NatsTransport.connect(
+            self._connections.nats_url,
+            name=f"{stage}-{self._worker}",
+            inbox_prefix=inbox_of(stage),
+            nkey_seed=credentials / f"{stage}.seed" if credentials else None,
+            tls=client_tls(credentials, stage) if credentials else None,
+            clock=self._vitals.clock,
+        )
+
+    def _bus(self, transport: NatsTransport, watched: Watching) -> Bus:
+        """A worker that was started by hand may have a higher number than the job says."""
+        workers = workers_of(self._job)
+        workers[self._stage] = max(workers[self._stage], self._worker + 1)
+        name, uid = self._job.metadata.name, self._connections.uid
+        bus = Bus(transport, name, uid=uid, workers=workers, clock=self._vitals.clock)
+        bus.watcher = watched.watcher
+        self._vitals.told = watched.meters.worked if watched.meters else None
+        return bus
+
+    async def _work(self, bus: Bus, health: Health, weights: WorkerWeights) -> None:
+        beating = asyncio.create_task(_beat(health))
+        try:
+            service = await self._built(bus, weights)
+            self._is_built = True
+            await bus.publish(self._info(service, health))
+            health.ready()
+            supervisor = Supervisor(
+                self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=(self._stage,)
+            )
+            await supervisor.run([service, *self._beats(bus, service)], self._stop)
+        finally:
+            beating.cancel()
+
+    def _beats(self, bus: Bus, service: Service) -> list[Service]:
+        """What it does right now: on the bus, for the supervisor; in Redis, for whoever looks."""
+        beats: list[Service] = [Heartbeats(bus, self._vitals)]
+        connections = self._connections
+        if connections.redis_url is not None:
+            live = LiveState(
+                connections.redis_url, connections.uid, role=self._stage, credentials=connections.credentials
+            )
+            look = partial(_snapshot, service)
+            beats.append(LiveBeats(live, self._vitals, look))
+        return beats
+
+    async def _built(self, bus: Bus, weights: WorkerWeights) -> Service:
+        """In a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
+        vitals = Vitals(self._vitals.clock)
+        deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
+        beating = asyncio.create_task(Heartbeats(bus, vitals).run())
+        thread = ComputeThread("build")
+        try:
+            with _Saying(vitals.worker(self._stage, self._worker), deadline) as say:
+                return await thread.in_thread(self._build, bus, weights, say)
+        finally:
+            thread.close()
+            beating.cancel()
+
+    def _build(self, bus: Bus, weights: WorkerWeights, say: _Saying) -> Service:
+        connections = self._connections
+        context = Context(
+            worker=self._worker,
+            bus=bus.of(self._stage, self._worker),
+            weights=weights,
+            vitals=self._vitals,
+            run=Run(uid=connections.uid, base_folder=connections.base_folder, folder=connections.folder),
+            say=say,
+        )
+        service: Service = import_module(f"rlhfspec.{self._stage}.build").build(self._job, context)
+        return service
+
+    def _info(self, service: Service, health: Health) -> WorkerInfo:
+        return WorkerInfo(
+            id=f"{self._stage}/{self._worker}/{secrets.token_hex(8)}",
+            job=self._job.metadata.name,
+            stage=self._stage,
+            worker=self._worker,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            grpc_address=health.grpc_address,
+            http_address=health.http_address,
+            models_json=dumps({role: asdict(report) for role, report in service.models.items()}),
+        )
+
+
+def _snapshot(service: Service) -> Snapshot:
+    return snapshot_of(service.vitals, service.load, service.owned)
+
+
+async def _beat(health: Health) -> None:
+    while True:
+        health.beat()
+        await asyncio.sleep(BEAT_SECONDS / 10)
+
+
+class _Saying:
+    """What a builder says is what the worker does then, for whoever watches; what is said later stands in its log, for
+    the person who started the run."""
+
+    def __init__(self, vitals: WorkerVitals, deadline_seconds: float) -> None:
+        self._vitals = vitals
+        self._deadline = deadline_seconds
+        self._loading: ExitStack | None = None
+
+    def __enter__(self) -> _Saying:
+        self._loading = ExitStack()
+        self("starting")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
+
+    def __call__(self, text: str) -> None:
+        log.info("%s", text, extra={"fields": {"said": self._loading is None}})
+        if self._loading is not None:
+            self._loading.close()
+            self._loading.enter_context(self._vitals.working(text, deadline_seconds=self._deadline))

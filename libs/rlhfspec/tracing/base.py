@@ -1,0 +1,78 @@
+"""Who looks on at the bus: told of each record that leaves a worker, reaches it and is done with. It changes nothing.
+
+Traces and metrics are made here, so that no stage says a word about them. What a watcher returns from `publishing`
+travels with the record, as headers, to whoever takes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from rlhfspec.records import Record
+
+How = Literal["ack", "nak", "term"]
+SENT = "sent"  # header: when the record was published, in Unix seconds
+
+
+class Place(NamedTuple):
+    """A worker."""
+
+    stage: str
+    worker: int
+
+
+class Watcher(Protocol):
+    def publishing(self, place: Place, record: Record) -> Mapping[str, str]:
+        """Headers for a record that is about to leave."""
+        ...
+
+    def published(self, place: Place, record: Record, began: float, is_new: bool) -> None:
+        """It is out; it began to leave then (Unix seconds). is_new False: it was there already."""
+        ...
+
+    def taken(self, place: Place, record: Record, headers: Mapping[str, str]) -> None:
+        """A worker has pulled it."""
+        ...
+
+    def ended(self, place: Place, record_type: type, id: str, how: How) -> None:
+        """The worker is done with what it had taken; `id` is the record's."""
+        ...
+
+
+class Watchers:
+    """Several as one."""
+
+    def __init__(self, watchers: Sequence[Watcher]) -> None:
+        self._watchers = tuple(watchers)
+
+    def publishing(self, place: Place, record: Record) -> Mapping[str, str]:
+        headers: dict[str, str] = {}
+        for watcher in self._watchers:
+            headers.update(watcher.publishing(place, record))
+        return headers
+
+    def published(self, place: Place, record: Record, began: float, is_new: bool) -> None:
+        for watcher in self._watchers:
+            watcher.published(place, record, began, is_new)
+
+    def taken(self, place: Place, record: Record, headers: Mapping[str, str]) -> None:
+        for watcher in self._watchers:
+            watcher.taken(place, record, headers)
+
+    def ended(self, place: Place, record_type: type, id: str, how: How) -> None:
+        for watcher in self._watchers:
+            watcher.ended(place, record_type, id, how)
+
+
+def sent_at(headers: Mapping[str, str]) -> float | None:
+    """
+    >>> sent_at({"sent": "1716400000.25"}), sent_at({}), sent_at({"sent": "yesterday"}), sent_at({"sent": "inf"})
+    (1716400000.25, None, None, None)
+    """
+    try:
+        sent = float(headers[SENT])
+    except (KeyError, ValueError):
+        return None
+    return sent if math.isfinite(sent) else None

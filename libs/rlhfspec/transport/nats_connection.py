@@ -1,0 +1,376 @@
+"""One connection to a NATS server that outlives the server: requests are asked again until they are answered.
+
+What nats-py leaves to its user is here: a first connection that fails at once and says why, answers that were lost
+with a connection, refused subjects (which the server tells nobody but the connection), and a partition in which a
+socket never closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import re
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlparse
+
+import nats.errors
+import nkeys
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportClosed, TransportUnavailable
+from rlhfspec.transport.clock import Clock
+
+Arrived = Callable[[Msg], Awaitable[None]]
+Use = Literal["publish", "subscription"]  # of a subject, in the server's words
+OLDEST_SERVER = (2, 10, 26)  # before it, messages stay in a stream for ever after the server was killed
+ANSWER_SECONDS = 5.0  # then it is asked again; an answer that was lost with its connection is not waited for
+RETRY_SECONDS = 0.1
+LOOK_EVERY_SECONDS = 0.25
+HUNG_SECONDS = 0.5
+OUTBOX_BYTES = 64 << 20  # what is sent while the server is away
+_REFUSED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
+
+
+class Connection:
+    """`patience_seconds`: so long a request waits for a server that is away."""
+
+    def __init__(self, url: str, clock: Clock, patience_seconds: float) -> None:
+        self.url = url
+        self.clock = clock
+        self.patience_seconds = patience_seconds
+        self.disturbed: set[Callable[[], None]] = set()  # called when waiting any longer may be in vain
+        self.is_closed = False
+        self.num_reconnects = 0
+        self._nc = Client()
+        self._connected = asyncio.Event()
+        self._inbox = ""
+        self._numbers = itertools.count()
+        self._answers: dict[str, tuple[str, asyncio.Future[Msg | None]]] = {}  # by number; None: lost
+        self._refused: set[tuple[Use, str]] = set()  # of which subjects, in small letters
+        self._watching: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        url: str,
+        *,
+        name: str,
+        inbox_prefix: str,
+        nkey_seed: Path | None,
+        tls: ssl.SSLContext | None,
+        clock: Clock,
+        patience_seconds: float,
+        connect_timeout_seconds: float,
+    ) -> Connection:
+        """Raises at once: InvalidRequest for what has to be changed, TransportUnavailable where nobody answers."""
+        _check_seed(nkey_seed)
+        connection, opened = cls(url, clock, patience_seconds), False
+        try:
+            async with asyncio.timeout(connect_timeout_seconds):
+                _check_server(url, await _read_info(url), tls)
+                await connection._open(name, inbox_prefix, nkey_seed, tls)
+            opened = True
+        except TimeoutError:
+            raise TransportUnavailable(url, f"no answer within {connect_timeout_seconds:g} s") from None
+        finally:
+            if not opened:
+                await connection._give_up()
+        return connection
+
+    async def _open(self, name: str, inbox_prefix: str, nkey_seed: Path | None, tls: ssl.SSLContext | None) -> None:
+        if tls is not None:
+            _quiet_about_tls()
+        try:
+            await self._nc.connect(
+                [self.url],
+                name=name,
+                inbox_prefix=inbox_prefix,
+                nkeys_seed=None if nkey_seed is None else str(nkey_seed),
+                tls=tls,
+                allow_reconnect=False,  # the first time, what is wrong is to be said
+                max_reconnect_attempts=1,
+                reconnect_time_wait=0.25,  # type: ignore[arg-type]
+                connect_timeout=2,
+                ping_interval=1,
+                max_outstanding_pings=2,
+                pending_size=OUTBOX_BYTES,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnected,
+                closed_cb=self._on_closed,
+            )
+        except (nats.errors.Error, OSError) as error:
+            raise _explained(self.url, error, nkey_seed) from error
+        self._nc.options.update(allow_reconnect=True, max_reconnect_attempts=-1)
+        self._connected.set()
+        self._inbox = self._nc.new_inbox()
+        self._watching = asyncio.create_task(self._watch())
+        await self.listen(f"{self._inbox}.*", self._on_answer)
+
+    async def _give_up(self) -> None:
+        """nats-py would wait for a goodbye, which after a failed handshake never comes."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if (socket := _socket_of(self._nc)) is not None:
+            socket.abort()
+        if self._nc.is_connected:
+            await self._nc.close()
+
+    # --- sending -------------------------------------------------------------------------------------------------
+
+    async def ask(
+        self,
+        subject: str,
+        data: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        seconds: float = ANSWER_SECONDS,
+    ) -> Msg | None:
+        """One try. None: nobody answered; whether it was heard is not known."""
+        self.refuse("publish", subject)
+        number = str(next(self._numbers))
+        answer: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._connected.wait()
+                self._answers[number] = subject.lower(), answer
+                await self._publish(subject, data, f"{self._inbox}.{number}", headers)
+                message = await answer
+        except (TimeoutError, nats.errors.OutboundBufferLimitError):
+            message = None
+        finally:
+            self._answers.pop(number, None)
+        self.refuse("publish", subject)
+        return message
+
+    async def until_answered(self, subject: str, data: bytes = b"") -> Msg:
+        """For what may be heard twice. Raises TransportUnavailable when the server is away for too long."""
+        end = self.clock.now() + self.patience_seconds
+        while True:
+            answer = await self.ask(subject, data)
+            if answer is not None and status_of(answer) != "503":
+                return answer
+            if self.clock.now() >= end:
+                raise TransportUnavailable(self.url, f"no answer to {subject} for {self.patience_seconds:g} s")
+            await self.clock.sleep(RETRY_SECONDS)
+
+    async def api(self, call: str, body: object = None) -> dict[str, Any]:
+        """Of JetStream. An error of the server's is raised, but `error` 404 and what the request is to blame for."""
+        end = self.clock.now() + self.patience_seconds
+        while True:
+            answer = await self.until_answered(f"$JS.API.{call}", b"" if body is None else json.dumps(body).encode())
+            found: dict[str, Any] = json.loads(answer.data)
+            error = found.get("error")
+            if error is None or error["code"] < 500:
+                return found
+            if self.clock.now() >= end:
+                raise TransportUnavailable(self.url, f"{call}: {error['description']}")
+            await self.clock.sleep(RETRY_SECONDS)
+
+    async def send(
+        self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Not confirmed: while the server is away it is kept, and dropped when that is too much."""
+        self.refuse("publish", subject)
+        with suppress(nats.errors.OutboundBufferLimitError):
+            await self._publish(subject, data, reply, headers)
+
+    async def _publish(self, subject: str, data: bytes, reply: str, headers: Mapping[str, str] | None) -> None:
+        try:
+            await self._nc.publish(subject, data, reply=reply, headers=None if headers is None else dict(headers))
+        except nats.errors.ConnectionClosedError:
+            raise TransportClosed(subject) from None
+
+    def refuse_too_large(self, subject: str, id: str, data: bytes, headers: Mapping[str, str]) -> None:
+        """The server would close the connection over it, again and again."""
+        size = len(data) + 16 + sum(len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items())
+        if size > self._nc.max_payload:
+            raise MessageTooLarge(subject, id, size, self._nc.max_payload)
+
+    # --- listening -----------------------------------------------------------------------------------------------
+
+    async def listen(self, subject: str, arrived: Arrived) -> Subscription:
+        """The server knows of it, or has refused it, before it answers whatever is asked after this.
+
+        (nats-py's own `flush` is no such sign: its ping overtakes what is still to be sent.)
+        """
+        self.refuse("subscription", subject)
+        return await self._nc.subscribe(subject, cb=arrived)
+
+    async def until_connected(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._connected.wait()
+        return self._connected.is_set()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connected.is_set()
+
+    def new_inbox(self) -> str:
+        return self._nc.new_inbox()
+
+    def refuse_if_closed(self, subject: str) -> None:
+        if self.is_closed:
+            raise TransportClosed(subject)
+
+    def refuse(self, use: Use, subject: str) -> None:
+        """Raises when nothing can travel there any more."""
+        self.refuse_if_closed(subject)
+        if (use, subject.lower()) in self._refused:
+            verb = "publish" if use == "publish" else "listen"
+            raise InvalidRequest("permissions", subject, f"the server lets nobody of this role {verb} there")
+
+    # --- what the connection says --------------------------------------------------------------------------------
+
+    async def _on_answer(self, message: Msg) -> None:
+        _, answer = self._answers.get(message.subject.rpartition(".")[2], ("", None))
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    async def _on_error(self, error: Exception) -> None:
+        if found := _REFUSED.search(str(error)):
+            use, subject = found[1].lower(), found[2].lower()
+            self._refused.add(("publish" if use == "publish" else "subscription", subject))
+            self._lose([answer for asked, answer in self._answers.values() if asked == subject])
+
+    async def _on_disconnected(self) -> None:
+        self._connected.clear()
+        self._lose([answer for _, answer in self._answers.values()])
+
+    async def _on_reconnected(self) -> None:
+        self.num_reconnects += 1
+        self._connected.set()
+        self._lose([])
+
+    async def _on_closed(self) -> None:
+        self.is_closed = True
+        self._connected.set()  # who waits for it is told
+        self._lose([answer for _, answer in self._answers.values()])
+
+    def _lose(self, answers: list[asyncio.Future[Msg | None]]) -> None:
+        for answer in answers:
+            if not answer.done():
+                answer.set_result(None)
+        for call in list(self.disturbed):
+            call()
+
+    async def _watch(self) -> None:
+        """nats-py waits for a dead socket to close before it connects anew: up to 15 minutes, where bytes are unsent
+        (nats.py #671). Such a socket is given up."""
+        socket, since = _socket_of(self._nc), None
+        while True:
+            await asyncio.sleep(LOOK_EVERY_SECONDS)
+            now = self.clock.now()
+            if not self._nc.is_reconnecting:
+                socket, since = _socket_of(self._nc), None
+            elif since is None:
+                since = now
+            elif now - since >= HUNG_SECONDS and socket is not None:
+                socket.abort()
+                socket = None  # what comes after it is another socket
+
+    async def close(self) -> None:
+        """Even if it is cancelled on the way, no socket stays open."""
+        if self._watching is not None:
+            self._watching.cancel()
+        try:
+            if self._connected.is_set() and not self.is_closed:
+                with suppress(nats.errors.Error):
+                    await self._nc.flush(timeout=1)
+            self.is_closed = True
+            await self._nc.close()
+        finally:
+            if (socket := _socket_of(self._nc)) is not None:
+                socket.abort()
+
+
+def status_of(message: Msg) -> str:
+    """Of an answer that is no message: "404", "503" ... Empty for a message."""
+    return "" if message.reply or not message.headers else message.headers.get("Status", "")
+
+
+def _socket_of(nc: Client) -> asyncio.WriteTransport | None:
+    """The one look behind the fence of nats-py."""
+    writer = getattr(nc._transport, "_io_writer", None)
+    return None if writer is None else writer.transport
+
+
+async def _read_info(url: str) -> dict[str, Any]:
+    """What a server says of itself to everybody, before any credentials."""
+    place = urlparse(url)
+    try:
+        reader, writer = await asyncio.open_connection(place.hostname, place.port or 4222)
+    except OSError as error:
+        raise TransportUnavailable(url, f"no server there ({_reason(error)})") from error
+    try:
+        line = await reader.readline()
+        if not line.startswith(b"INFO "):
+            raise InvalidRequest("nats", url, "is no NATS server")
+        info: dict[str, Any] = json.loads(line.removeprefix(b"INFO "))
+        return info
+    except (ValueError, OSError) as error:
+        raise InvalidRequest("nats", url, "is no NATS server") from error
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
+
+
+def _check_server(url: str, info: Mapping[str, Any], tls: ssl.SSLContext | None) -> None:
+    version = str(info.get("version", ""))
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers < OLDEST_SERVER:
+        oldest = ".".join(map(str, OLDEST_SERVER))
+        raise InvalidRequest("nats", version, f"the server at {url} must be {oldest} or newer")
+    if not info.get("jetstream"):
+        raise InvalidRequest("nats", url, "the server must run with JetStream (nats-server -js)")
+    if tls is not None and not info.get("tls_required"):
+        raise InvalidRequest("nats", url, "the server must speak TLS, as this connection does")
+    if tls is None and info.get("tls_required"):
+        raise InvalidRequest("nats", url, "the server speaks TLS only: credentials with a CA are needed")
+
+
+def _check_seed(nkey_seed: Path | None) -> None:
+    if nkey_seed is None:
+        return
+    try:
+        nkeys.from_seed(bytearray(nkey_seed.read_bytes().strip())).wipe()
+    except OSError as error:
+        raise InvalidRequest("nkey_seed", str(nkey_seed), f"cannot be read: {error.strerror}") from error
+    except (nkeys.NkeysError, ValueError) as error:
+        raise InvalidRequest("nkey_seed", str(nkey_seed), "is no NKEY seed") from error
+
+
+def _explained(url: str, error: Exception, nkey_seed: Path | None) -> Exception:
+    if "authorization violation" in str(error).lower():
+        who = "a connection without credentials" if nkey_seed is None else f"the key in {nkey_seed}"
+        return InvalidRequest("nats", url, f"the server refuses {who}")
+    if isinstance(error, ssl.SSLError):
+        reason = getattr(error, "verify_message", "") or error.reason or str(error)
+        return InvalidRequest("nats", url, f"the server's certificate is not to be trusted: {reason}")
+    return TransportUnavailable(url, str(error).removeprefix("nats: ") or type(error).__name__)
+
+
+def _quiet_about_tls() -> None:
+    """asyncio warns of each TLS connection that its peer closes; nothing is wrong with that."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "eof_received" not in str(record.msg)
+
+    log = logging.getLogger("asyncio")
+    if not any(getattr(each, "__name__", "") == "is_news" for each in log.filters):
+        log.addFilter(is_news)

@@ -1,0 +1,91 @@
+"""What `rlhfspec run` does with a job, in one process (`local`) or in many (`processes`): the same folder both ways."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.telemetry.manifest import RunOutcome
+from rlhfspec.telemetry.plots import overview
+from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.telemetry.summary import summarize
+from rlhfspec.telemetry.view import View
+
+Say = Callable[[str], None]
+Models = dict[str, dict[str, Any]]  # by role: how each was found right when it was loaded
+MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job that one machine can run
+STALL_SECONDS = 300.0  # so long everybody may wait for somebody
+
+
+class JobRun(ABC):
+    """One run of a job in one folder: `build`, `begin`, `stages`, `finish`, `close`. All that is asynchronous in it
+    goes through its `runner`.
+
+    written: the job as the user has it; job: the same with its `tiny:` names resolved. base_folder: the job file's.
+    """
+
+    def __init__(
+        self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
+    ) -> None:
+        self.folder = folder
+        self.stop = asyncio.Event()
+        self.say: Say = view.say
+        self.runner = asyncio.Runner()
+        self._written = written
+        self._job = job
+        self._base_folder = base_folder
+        self._view = view
+        self._resume = resume
+        self._leaving = ExitStack()
+        self._is_new = False  # the folder, and begun
+
+    @abstractmethod
+    def build(self, say: Say) -> None:
+        """Loads data, rewards and models. Raises InvalidRequest naming the field to fix; nothing is left then."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The folder is open, and says what was loaded."""
+
+    @abstractmethod
+    async def stages(self) -> None:
+        """Until the last step, or until `stop` is set. Raises the StageError that ended it, if one did."""
+
+    @property
+    @abstractmethod
+    def is_unfinished(self) -> bool: ...
+
+    def finish(self, outcome: RunOutcome, reason: str, *, resume_command: str, console: Console) -> None:
+        """The pictures; the summary is printed and kept."""
+        folder = self.folder
+        folder.finish(outcome, reason)
+        if steps := folder.steps():
+            name, evaluations = self._job.metadata.name, folder.evaluations()
+            overview(steps, folder.plots / "training.png", title=name, evaluations=evaluations)
+        texts = self._job.spec.observability.sample_texts
+        summarize(folder, resume_command=resume_command, num_texts=texts).print(console)
+
+    def leave_no_trace(self) -> None:
+        """The person leaves, or the job is refused, before anything began."""
+        if self._is_new and not self.folder.steps():
+            self.folder.discard()
+
+    def close(self) -> None:
+        """Others may write the folder again."""
+        self._leaving.close()
+        self.folder.close()
+        self.runner.close()
+
+    def _begin_folder(self, models: Models, processes: dict[str, int]) -> None:
+        is_new = not self.folder.job_file.exists()
+        if self.folder.begin(self._written, resume=self._resume, models=models, processes=processes):
+            self.say("manifest.json could not be read and was begun anew")
+        self._is_new = is_new
+        self._view.history(self.folder.steps(), self.folder.evaluations())

@@ -1,0 +1,254 @@
+"""`rlhfspec run --processes`: every stage's worker in a process of its own, and this one their supervisor.
+
+The same job and the same folder as in one process (`local`), and the same curve. Beside the folder's own files
+`processes/` holds, while the run lasts, what its processes need to find each other; `logs/` stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+from contextlib import AsyncExitStack, ExitStack, suppress
+from pathlib import Path
+
+from rlhfspec.awake_clock import AwakeClock
+from rlhfspec.cli.job_run import MOST_PENDING, STALL_SECONDS, JobRun, Models, Say
+from rlhfspec.cli.watch import WatchService
+from rlhfspec.errors import DataExhausted, InvalidRequest, StageError
+from rlhfspec.job import RLHFJob
+from rlhfspec.loop import workers_of
+from rlhfspec.records import DatasetInfo
+from rlhfspec.servers.certificates import ServerTls, client_tls, create_credentials
+from rlhfspec.servers.guardian import MARK, Guardian, end_run
+from rlhfspec.servers.nats import NatsServer, User
+from rlhfspec.servers.program import ServerProgram, write_secret
+from rlhfspec.servers.redis import RedisServer
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.child import Child
+from rlhfspec.service.children import Children
+from rlhfspec.service.connections import Connections
+from rlhfspec.service.dead_letters import DeadLetterWatch
+from rlhfspec.service.live import LiveBeats, LiveState
+from rlhfspec.service.rights import CONTROL, ROLES, inbox_of, rights_of
+from rlhfspec.service.server_watch import ServerWatch
+from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
+from rlhfspec.service.vitals import Vitals
+from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.telemetry.view import View
+from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.wire.codec import decode
+
+SHARED_MEMORY = Path("/dev/shm")
+DATASET_SECONDS = 5.0  # for what the server has to arrive
+
+
+class ProcessRun(JobRun):
+    def __init__(
+        self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
+    ) -> None:
+        super().__init__(written, job, base_folder, folder, view, resume=resume)
+        self._uid = secrets.token_hex(4)
+        self._vitals = Vitals(AwakeClock())
+        self._place = folder.processes.absolute()
+        self._children: list[Child] = []
+        self._servers: list[ServerProgram] = []
+        self._transport: NatsTransport
+        self._processes: Children
+        self._closing = AsyncExitStack()
+        self._is_complete = False
+        self._failure: StageError | None = None
+
+    # --- before the first step -----------------------------------------------------------------------------------
+
+    def build(self, say: Say) -> None:
+        self._begin_folder({}, workers_of(self._job))  # the trainer's process writes in it as soon as it runs
+        with ExitStack() as failing:
+            failing.callback(self.leave_no_trace)
+            try:
+                self.runner.run(self._build(say))
+            except StageError as error:  # some worked already, while others were still loading: the run has begun
+                self._failure = error
+            failing.pop_all()
+
+    async def _build(self, say: Say) -> None:
+        say("starting the servers")
+        self._end_the_last_run()
+        self._place.mkdir(mode=0o700)
+        self._guardian = Guardian(self._uid, remove=[self._place, self._weights_folder])
+        self._leaving.callback(self._remove_all)
+        self._guardian.start()
+        connections = await self._start_servers()
+        assert connections.credentials is not None
+        assert connections.redis_url is not None
+        self._live = LiveState(connections.redis_url, self._uid, role=CONTROL, credentials=connections.credentials)
+        self._transport = await NatsTransport.connect(
+            connections.nats_url,
+            name="supervisor",
+            inbox_prefix=inbox_of(CONTROL),
+            nkey_seed=connections.credentials / f"{CONTROL}.seed",
+            tls=client_tls(connections.credentials, CONTROL),
+            clock=self._vitals.clock,
+            max_pending=MOST_PENDING,
+        )
+        self._closing.push_async_callback(self._transport.close)
+        workers = workers_of(self._job)
+        self._bus = await Bus.open(
+            self._transport,
+            self._job.metadata.name,
+            uid=self._uid,
+            workers=workers | {"view": 1},
+            clock=self._vitals.clock,
+        )
+        self._watch = WatchService(self._vitals, self._bus.of("view"), view=self._view)
+        await self._watch.listen()
+        self._children = [self._child(stage, worker) for stage, count in workers.items() for worker in range(count)]
+        self._processes = self._children_service(say)
+        self._closing.push_async_callback(self._processes.end)
+        say(f"starting {len(self._children)} processes")
+        await self._processes.start()
+
+    def _end_the_last_run(self) -> None:
+        """Its servers and data are still here when its supervisor died together with its guardian."""
+        with suppress(InvalidRequest):
+            last = Connections.read(self._connections_file)
+            end_run(last.uid, [self._weights_folder_of(last.uid)] if last.uid.isalnum() else [])
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    async def _start_servers(self) -> Connections:
+        name, credentials = self._job.metadata.name, self._place / "credentials"
+        keys = create_credentials(credentials, ROLES)
+        users = {role: User.of(key, rights_of(role, name, self._uid)) for role, key in keys.items()}
+        tls = ServerTls.of(credentials, "nats")
+        nats = NatsServer(self._place / "nats", run=self._uid, users=users, tls=tls)
+        redis = RedisServer(self._place / "redis", run=self._uid, password_file=credentials / "redis.password")
+        self._servers = [nats, redis]
+        for server in self._servers:
+            server.log = self.folder.logs.absolute() / f"{server.name}.log"
+            server.log.parent.mkdir(exist_ok=True)
+            self._closing.push_async_callback(server.stop)
+            await server.start()
+        write_secret(self._place / "job.json", self._job.model_dump_json(by_alias=True).encode())
+        connections = Connections(
+            uid=self._uid,
+            job_file=self._place / "job.json",
+            base_folder=self._base_folder,
+            folder=self.folder.path.absolute(),
+            nats_url=nats.url,
+            redis_url=redis.url,
+            credentials=credentials,
+            weights_folder=self._weights_folder,
+        )
+        write_secret(self._connections_file, connections.model_dump_json(indent=2).encode())
+        return connections
+
+    @property
+    def _connections_file(self) -> Path:
+        return self._place / "connections.json"
+
+    @property
+    def _weights_folder(self) -> Path:
+        return self._weights_folder_of(self._uid)
+
+    def _weights_folder_of(self, uid: str) -> Path:
+        """In memory, where the system has such a folder."""
+        shared = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else self._place
+        return shared / f"rlhfspec-{uid}"
+
+    def _child(self, stage: str, worker: int) -> Child:
+        arguments = ["-m", f"rlhfspec.{stage}", "--connections", str(self._connections_file), "--worker", str(worker)]
+        ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
+        if ranks > 1:
+            arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments]
+        environment = os.environ | {MARK: self._uid} | self._threads_of(stage)
+        log = self.folder.logs.absolute() / f"{stage}-{worker}.jsonl"
+        return Child(stage, worker, [sys.executable, *arguments], environment, log, self.folder.lock)
+
+    def _threads_of(self, stage: str) -> dict[str, str]:
+        """Several generators share the cores. All others compute with as many threads as in one process: the bits of
+        the trainer's sums may depend on it."""
+        num_generators = workers_of(self._job)["generator"]
+        if stage != "generator" or num_generators == 1:
+            return {}
+        share = max(1, len(os.sched_getaffinity(0)) // num_generators)
+        told = os.environ.get("OMP_NUM_THREADS", "")
+        return {"OMP_NUM_THREADS": str(min(share, int(told)) if told.isdecimal() else share)}
+
+    def _children_service(self, say: Say) -> Children:
+        return Children(
+            self._bus,
+            self._vitals,
+            self._children,
+            job=self._job,
+            stall_seconds=STALL_SECONDS,
+            is_done=self._is_done,
+            show=self._view.processes,
+            say=say,
+        )
+
+    def begin(self) -> None:
+        models: Models = {}
+        for info in self._processes.roster.infos():
+            models |= json.loads(info.models_json)
+        self.folder.loaded(models)
+        self._processes.say = self.say
+
+    # --- the run -------------------------------------------------------------------------------------------------
+
+    async def stages(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        services = [
+            self._processes,
+            self._watch,
+            DeadLetterWatch(self._bus, self._vitals),
+            LiveBeats(self._live, self._vitals, self._watch.recent.now),
+            ServerWatch(self._vitals, self._servers, self._guardian, self._job.spec.failure_policy, self.say),
+        ]
+        supervisor = Supervisor(
+            self._vitals, stall_seconds=float("inf"), grace_seconds=2 * GRACE_SECONDS, final=(self._processes.stage,)
+        )
+        with self._view:
+            await supervisor.run(services, self.stop)
+        if await self._is_done() and (ended := await self._data_ended()) is not None:
+            raise ended
+
+    @property
+    def is_unfinished(self) -> bool:
+        return not self._is_complete
+
+    async def _is_done(self) -> bool:
+        """Every step is trained that there are prompts for."""
+        steps, ended = self.folder.steps(), await self._data_ended()
+        last_step = ended.last_step if ended is not None else self._job.spec.training.steps
+        self._is_complete = bool(steps) and steps[-1].step >= last_step
+        return self._is_complete
+
+    async def _data_ended(self) -> DataExhausted | None:
+        """Where the data ends before the job's steps do."""
+        watching = await self._transport.watch(self._bus.subject(DatasetInfo))
+        try:
+            for message in await watching.pull(1, DATASET_SECONDS):
+                info = decode(message.data)
+                assert isinstance(info, DatasetInfo)
+                if info.last_step and info.last_step < self._job.spec.training.steps:
+                    return DataExhausted(info.last_step, info.num_prompts, self._job.spec.dataset.epochs or 1)
+        finally:
+            await watching.close()
+        return None
+
+    # --- its end -------------------------------------------------------------------------------------------------
+
+    def leave_no_trace(self) -> None:
+        for child in self._children:
+            child.abandon()
+        super().leave_no_trace()
+
+    def _remove_all(self) -> None:
+        """No process, no port, no shared memory."""
+        self.runner.run(self._closing.aclose())
+        self._guardian.release()
+        for folder in (self._place, self._weights_folder):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,103 @@
+"""`rlhfspec top`: who runs where, and what it does right now."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rlhfspec.cli.problems import exit_on_problems
+from rlhfspec.cli.progress import wide_console
+from rlhfspec.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rlhfspec.service.connections import Connections
+    from rlhfspec.service.live import LiveView, Snapshot
+
+EVERY_SECONDS = 1.0
+SILENT_SECONDS = 2.0  # many beats: from then on it is told
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with --processes.", show_default=False)]
+Watch = Annotated[bool, typer.Option("--watch", help="Again every second, until Ctrl-C.")]
+
+
+def top(run: Run, watch: Watch = False) -> None:
+    """Show the processes of a run: where each runs, what it does, its load, and how many samples it has."""
+    with exit_on_problems():
+        connections = _connections(run)
+        table = _table(_look(connections))
+        if not watch:
+            wide_console().print(table)
+            return
+        with Live(table, console=wide_console(), auto_refresh=False) as live, suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(EVERY_SECONDS)
+                live.update(_table(_look(connections)), refresh=True)
+
+
+def _connections(run: Path) -> Connections:
+    from pydantic import ValidationError
+
+    from rlhfspec.service.connections import Connections
+
+    path = run / "processes" / "connections.json"
+    try:
+        connections = Connections.model_validate_json(path.read_bytes())
+    except OSError:
+        raise InvalidRequest("RUN", str(run), "no run with --processes is going on there") from None
+    except ValidationError:
+        raise InvalidRequest("RUN", str(run), "processes/connections.json is damaged") from None
+    if connections.redis_url is None:
+        raise InvalidRequest("RUN", str(run), "this run has no Redis, which tells of its processes")
+    return connections
+
+
+def _look(connections: Connections) -> LiveView:
+    from rlhfspec.service.live import read_live
+
+    assert connections.redis_url is not None
+    url, uid, credentials = connections.redis_url, connections.uid, connections.credentials
+    return asyncio.run(read_live(url, uid, role="view", credentials=credentials))
+
+
+def _table(view: LiveView) -> Table:
+    from rlhfspec.loop import STAGES
+
+    table = Table(caption=None if view.workers else "nobody has said anything yet")
+    for title in ("worker", "process", "does", "what"):
+        table.add_column(title)
+    for title in ("for", "busy", "runs", "queue", "tokens/s", "samples"):
+        table.add_column(title, justify="right")
+    order = {stage.name: place for place, stage in enumerate(STAGES)}
+    for snapshot in sorted(
+        view.workers.values(), key=lambda each: (order.get(each.state.stage, len(order)), each.state.worker)
+    ):
+        table.add_row(*map(Text, _row(snapshot, view.silent_seconds[snapshot.worker])))
+    return table
+
+
+def _row(snapshot: Snapshot, silent_seconds: float) -> tuple[str, ...]:
+    from rlhfspec.telemetry.text import one_line
+
+    state, load = snapshot.state, snapshot.load
+    silent = silent_seconds > SILENT_SECONDS
+    running = ("", "", "") if load is None else (
+        str(load.num_running), str(load.num_waiting), f"{load.tokens_per_second:.0f}"
+    )  # fmt: skip
+    return (
+        one_line(snapshot.worker),
+        one_line(f"{snapshot.host}:{snapshot.pid}"),
+        "silent" if silent else state.doing,
+        one_line(state.what),
+        f"{silent_seconds if silent else state.since_seconds:.1f} s",
+        f"{state.busy_seconds:.0f} s",
+        *running,
+        str(len(snapshot.owned) or ""),
+    )

@@ -1,0 +1,50 @@
+"""How much work a prompt is: its own tokens, and as many more as its answers had the last time.
+
+Only the order in which prompts are published follows from it, never a token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from rlhfspec.records import Prompt, Sample
+
+MOST_PROMPTS = 1 << 16
+NEWEST = 0.25  # weight of an answer against those before it: the policy's habits change
+
+
+class Lengths:
+    """A running mean of the answers' lengths, for each of the prompts seen last.
+
+    >>> lengths = Lengths()
+    >>> lengths.add_length((50, 43), 12); lengths.add_length((50, 43), 20)
+    >>> lengths.work((50, 43)), lengths.work((51,))
+    (16.0, 15.0)
+    """
+
+    def __init__(self) -> None:
+        self._means: OrderedDict[int, float] = OrderedDict()  # by the hash of the prompt: a clash costs nothing
+        self._sum = 0.0
+
+    def add(self, sample: Sample) -> None:
+        if sample.finish_reason != "error":
+            self.add_length(sample.prompt_token_ids, len(sample.token_ids))
+
+    def add_length(self, prompt: tuple[int, ...], length: int) -> None:
+        key = hash(prompt)
+        before = self._means.pop(key, None)
+        mean = float(length) if before is None else before + NEWEST * (length - before)
+        self._means[key] = mean
+        self._sum += mean - (before or 0.0)
+        if len(self._means) > MOST_PROMPTS:
+            self._sum -= self._means.popitem(last=False)[1]
+
+    def work(self, prompt: tuple[int, ...]) -> float:
+        """In tokens; of a prompt never seen, the answer is taken to be of average length."""
+        usual = self._sum / len(self._means) if self._means else 0.0
+        return len(prompt) + self._means.get(hash(prompt), usual)
+
+    def longest_first(self, prompts: Iterable[Prompt]) -> list[Prompt]:
+        """Replicas of a prompt stay together, in their order: they share its KV."""
+        return sorted(prompts, key=lambda prompt: -self.work(prompt.token_ids))

@@ -1,0 +1,39 @@
+"""`PYTHONPATH=tests python -m faults`: trials of any size, one seed after the other."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from faults.harness import Disturbed
+from faults.trial import trial
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="in all, over --trials")
+    parser.add_argument("--trials", type=int, default=1, help="runs that share the kills")
+    parser.add_argument("--seed", type=int, default=0, help="of the first trial; the next ones count on")
+    parser.add_argument("--held-seconds", type=float, default=30.0, help="the longest that a process is held")
+    arguments = parser.parse_args()
+    for seed in range(arguments.seed, arguments.seed + arguments.trials):
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="rlhfspec-faults-") as folder:
+            kills = arguments.kills // arguments.trials
+            try:
+                run = trial(Path(folder), seed, kills, _say, held_seconds=arguments.held_seconds)
+            except Disturbed as error:
+                sys.exit(str(error))
+        _say(f"seed {seed}: equal to the run without faults after {time.monotonic() - began:.0f} s")
+        _say(f"  struck: {dict(run.struck)}")
+        _say(f"  gone after the supervisor: {', '.join(f'{seconds:.1f} s' for seconds in run.gone_seconds)}")
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+main()

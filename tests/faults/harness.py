@@ -1,0 +1,203 @@
+"""One run under faults: started as a user does, struck by a schedule, started again when its supervisor dies."""
+
+from __future__ import annotations
+
+import heapq
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from faults import processes
+from faults.schedule import SUPERVISOR, Fault
+from rlhfspec.service.connections import Connections
+
+LOOK_SECONDS = 0.02
+GONE_SECONDS = 60.0  # nothing of a run is left after so long; 10 s on a quiet machine, which is printed
+MOST_WORKERS = 2  # of a stage
+QUIET_SECONDS = 240.0  # without a step, and without a fault: it hangs
+
+
+class Disturbed(Exception):
+    """What a run under faults did that it must not."""
+
+
+class FaultyRun:
+    """`overrides`: as of `rlhfspec run --set`. `say`: told of every fault."""
+
+    def __init__(self, job: Path, out: Path, overrides: Sequence[str], say: Callable[[str], None]) -> None:
+        self._command = [sys.executable, "-m", "rlhfspec.cli.main", "run", "--processes", str(job), "--out", str(out)]
+        self._command += [word for override in overrides for word in ("--set", override)]
+        self.out = out
+        self._say = say
+        self._log = out.with_suffix(".log")
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._known: dict[str, Connections] = {}  # of each start
+        self._held: list[tuple[float, int]] = []  # until when which process is held
+        self.struck: Counter[str] = Counter()
+        self.gone_seconds: list[float] = []  # after each death of the supervisor
+
+    def run(self, faults: Sequence[Fault]) -> None:
+        """Until it is completed. Raises `Disturbed` when it fails, hangs or leaves something behind."""
+        with self.started():
+            for fault in faults:
+                self._wait_for(fault)
+                self._strike(fault)
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Completed, and gone, at the end of the block."""
+        try:
+            self._start()
+            yield
+            self._until(lambda: self._ended() is not None, "it ends")
+            if self._ended() != 0:
+                raise Disturbed(f"it ended with exit code {self._ended()}:\n{self._last_words()}")
+            self._until_gone()
+        finally:
+            self._clean_up()
+
+    def connections(self) -> Connections:
+        """Of the run as it is now."""
+        uid = self._uid()
+        assert uid is not None, "it runs"
+        return self._known[uid]
+
+    # -- the run --------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        resume = ["--resume"] if (self.out / "manifest.json").exists() else []
+        with self._log.open("ab") as log:
+            self._supervisor = subprocess.Popen(
+                [*self._command, *resume], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _ended(self) -> int | None:
+        assert self._supervisor is not None
+        return self._supervisor.poll()
+
+    @property
+    def num_steps(self) -> int:
+        with suppress(OSError):
+            return (self.out / "steps.jsonl").read_bytes().count(b"\n")
+        return 0
+
+    def _uid(self) -> str | None:
+        """Of the run as it is now; None while it starts."""
+        file = self.out / "processes" / "connections.json"
+        with suppress(OSError, ValueError):
+            connections = Connections.model_validate_json(file.read_bytes())
+            self._known[connections.uid] = connections
+            return connections.uid
+        return None
+
+    def _last_words(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:]
+
+    def until(self, holds: Callable[[], object], what: str) -> None:
+        """Raises `Disturbed` when the run ends before it is so."""
+        self._until(lambda: holds() or self._ended() is not None, what)
+        if self._ended() is not None:
+            raise Disturbed(f"it ended with exit code {self._ended()} before {what}:\n{self._last_words()}")
+
+    def _until(self, holds: Callable[[], object], what: str) -> None:
+        """Looks; lets go on who was held long enough. Time counts from the last step."""
+        steps, since = self.num_steps, time.monotonic()
+        while not holds():
+            self._uid()
+            self._let_go(time.monotonic())
+            time.sleep(LOOK_SECONDS)
+            if self.num_steps != steps:
+                steps, since = self.num_steps, time.monotonic()
+            if time.monotonic() - since > QUIET_SECONDS:
+                raise Disturbed(f"never: {what}, and no step for {QUIET_SECONDS:.0f} s:\n{self._last_words()}")
+
+    # -- faults ---------------------------------------------------------------------------------------------
+
+    def _wait_for(self, fault: Fault) -> None:
+        self.until(lambda: self.num_steps >= fault.after_step, f"step {fault.after_step}")
+        self.until(self.pause(fault.delay_seconds), str(fault))
+
+    def pause(self, seconds: float) -> Callable[[], bool]:
+        end = time.monotonic() + seconds
+        return lambda: time.monotonic() >= end
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.target == SUPERVISOR:
+            return self._kill_supervisor(fault)
+        found: list[int] = []
+
+        def is_there() -> bool:
+            uid = self._uid()
+            found[:] = self._found(uid, fault.target) if uid else []
+            return bool(found)
+
+        self.until(is_there, f"there is a {fault.target}")
+        number = {"kill": signal.SIGKILL, "hold": signal.SIGSTOP, "leave": signal.SIGTERM}[fault.kind]
+        for pid in found:
+            if processes.send(pid, number) and fault.kind == "hold":
+                heapq.heappush(self._held, (time.monotonic() + fault.seconds, pid))
+        self._tell(fault, f"{len(found)} processes")
+
+    def _found(self, uid: str, target: str) -> list[int]:
+        """Or a colleague, where it is being started again or has left for good."""
+        stage = target.rpartition("-")[0]
+        colleagues = [f"{stage}-{number}" for number in range(MOST_WORKERS)] if stage else []
+        return next((found for name in (target, *colleagues) if (found := processes.named(uid, name))), [])
+
+    def _kill_supervisor(self, fault: Fault) -> None:
+        """With the guardian, nothing else is left; started again, the run goes on."""
+        self.until(lambda: self._uid() is not None, "it has begun")
+        assert self._supervisor is not None
+        self._supervisor.kill()
+        self._supervisor.wait()
+        self._tell(fault, "and everything with it")
+        self._until_gone()
+        self._start()
+
+    def _tell(self, fault: Fault, whom: str) -> None:
+        self.struck[f"{fault.kind} {fault.target.rpartition('-')[0] or fault.target}"] += 1
+        self._say(f"step {self.num_steps}: {fault.kind} {fault.target} ({whom})")
+
+    def _let_go(self, now: float) -> None:
+        while self._held and self._held[0][0] <= now:
+            processes.send(heapq.heappop(self._held)[1], signal.SIGCONT)
+
+    # -- what is left ---------------------------------------------------------------------------------------
+
+    def _until_gone(self) -> None:
+        began = time.monotonic()
+        while left := self.left():
+            self._let_go(float("inf"))
+            if time.monotonic() - began > GONE_SECONDS:
+                raise Disturbed(f"left behind: {', '.join(left)}")
+            time.sleep(LOOK_SECONDS)
+        self.gone_seconds.append(time.monotonic() - began)
+
+    def left(self) -> list[str]:
+        """Processes, ports and memory of every start of this run."""
+        found = []
+        for uid, connections in self._known.items():
+            found += [f"process {pid}" for pid in processes.of_run(uid)]
+            urls = [connections.nats_url, connections.redis_url]
+            found += [url for url in urls if url and processes.is_listening(url)]
+            found += [str(path) for path in Path("/dev/shm").glob(f"rlhfspec-{uid}*")]
+        return found + [str(path) for path in [self.out / "processes"] if path.exists()]
+
+    def _clean_up(self) -> None:
+        """Whatever happened: by the run's guardian, and where it does not, by force."""
+        self._let_go(float("inf"))
+        if self._supervisor is not None and self._supervisor.poll() is None:
+            self._supervisor.kill()
+            self._supervisor.wait()
+            with suppress(Disturbed):
+                self._until_gone()
+        for uid in self._known:
+            for pid in processes.of_run(uid):
+                processes.send(pid, signal.SIGKILL)
+            shutil.rmtree(f"/dev/shm/rlhfspec-{uid}", ignore_errors=True)

@@ -1,0 +1,60 @@
+"""The processes of a run, as the system has them: found by what stands in their environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rlhfspec.servers.guardian import MARK
+from rlhfspec.service.process import STARTED as WORKER_MARK
+
+
+def of_run(uid: str) -> list[int]:
+    """Everything that carries the run's mark; its supervisor does not."""
+    return [pid for pid in _pids() if _environment(pid).get(MARK) == uid]
+
+
+def named(uid: str, name: str) -> list[int]:
+    """A worker such as generator-0, a server, or the guardian."""
+    return [pid for pid in of_run(uid) if _environment(pid).get(WORKER_MARK) == name or _is(pid, name)]
+
+
+def send(pid: int, number: signal.Signals) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+def is_listening(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname, parts.port or 0), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is(pid: int, name: str) -> bool:
+    words = {"nats": "nats-server", "redis": "valkey-server", "guardian": "guardian.py"}
+    return name in words and words[name] in _read(pid, "cmdline").replace("\0", " ")
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _environment(pid: int) -> dict[str, str]:
+    pairs = (line.partition("=") for line in _read(pid, "environ").split("\0"))
+    return {name: value for name, _, value in pairs}
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,73 @@
+"""A partition: a TCP proxy on the loopback that stops reading, with every connection left open and silent."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+
+PIECE = 1 << 16
+
+
+class Proxy:
+    """Stands between one process and a server. `cut` is silent: nothing is closed, nothing is refused.
+
+    >>> with Proxy("127.0.0.1", 4222) as proxy:
+    ...     proxy.cut()
+    ...     proxy.heal()
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._server = (host, port)
+        self._whole = threading.Event()
+        self._whole.set()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+
+    def __enter__(self) -> Proxy:
+        self._accepting.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._whole.set()
+        for each in (self._listening, *self._sockets):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._accepting.join(10.0)
+
+    def cut(self) -> None:
+        self._whole.clear()
+
+    def heal(self) -> None:
+        self._whole.set()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listening.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(self._server)
+            except OSError:
+                near.close()
+                continue
+            self._sockets += [near, far]
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                self._whole.wait()
+                piece = one.recv(PIECE)
+                self._whole.wait()  # what came after the cut is lost to the other side until it is healed
+                if not piece:
+                    break
+                other.sendall(piece)
+        for each in (one, other):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)

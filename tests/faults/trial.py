@@ -1,0 +1,78 @@
+"""A whole trial: the run without faults in one process, the same under a schedule, and whether both are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from runs import curve_of, train, write_data, write_job, write_models
+
+from faults.harness import Disturbed, FaultyRun
+from faults.joining import Joined
+from faults.schedule import Fault, schedule
+from rlhfspec.tiny.random_models import random_model
+
+WORKERS = ("prompts-0", "generator-0", "generator-1", "reward-0", "reward-1", "reference-0", "critic-0", "trainer-0")
+OVERRIDES = (
+    "generation.speculation.mode=off",
+    "training.promptsPerStep=4",
+    "training.optimizer.learningRate=1e-3",
+    "checkpoint.everySteps=3",
+    "roles.generator.workers=2",
+    "roles.reward.workers=2",
+    "failurePolicy.backoffSeconds=0.1",
+    "failurePolicy.maxBackoffSeconds=1.0",
+)
+STEPS_AFTER = 5  # the last fault
+
+
+def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> FaultyRun:
+    """Raises `Disturbed`, with the seed and how to do it again."""
+    faults = schedule(seed, num_kills, WORKERS, most_held_seconds=held_seconds)
+    try:
+        return _trial(folder, faults, say)
+    except Disturbed as error:
+        again = f"PYTHONPATH=tests python -m faults --seed {seed} --kills {num_kills} --held-seconds {held_seconds:g}"
+        raise Disturbed(f"seed {seed}: {error}\nagain: {again}") from error
+
+
+def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
+    """Each generator runs a few of a step's samples at a time, so that there is always something to take."""
+    job = _written(folder, name="grpo")
+    overrides = [
+        *OVERRIDES, "training.steps=40", "training.promptsPerStep=16", "generation.maxTokens=64",
+        "generation.maxSequences=4",
+    ]  # fmt: skip
+    run = FaultyRun(job, folder / "faults", overrides, say)
+    undisturbed = train(job, "undisturbed", *overrides)
+    with run.started():
+        run.until(lambda: run.num_steps >= 1, "the first step")
+        Joined(run, say).visit()
+    _check(job, undisturbed)
+
+
+def _trial(folder: Path, faults: Sequence[Fault], say: Callable[[str], None]) -> FaultyRun:
+    """PPO: every stage runs."""
+    job = _written(folder, name="ppo", samplesPerPrompt=2)
+    overrides = [*OVERRIDES, f"training.steps={faults[-1].after_step + STEPS_AFTER}"]
+    undisturbed = train(job, "undisturbed", *overrides)
+    run = FaultyRun(job, folder / "faults", overrides, say)
+    run.run(faults)
+    _check(job, undisturbed)
+    return run
+
+
+def _written(folder: Path, **algorithm: Any) -> Path:
+    write_models(folder, random_model("llama", seed=1, vocab_size=260))
+    write_data(folder)
+    return write_job(folder, folder, **algorithm)
+
+
+def _check(job: Path, undisturbed: list[dict[str, Any]]) -> None:
+    if curve_of(job, "faults") != undisturbed:
+        raise Disturbed("its curve is another one")
+    one, other = ((job.parent / out / "samples.jsonl").read_bytes() for out in ("undisturbed", "faults"))
+    if one != other:
+        lines = [len(text.splitlines()) for text in (one, other)]
+        raise Disturbed(f"its samples are others ({lines[0]} lines without faults, {lines[1]} with them)")

@@ -1,0 +1,320 @@
+"""Who is in a run and who is started again: the roster and the policy with a clock that stands still, and small real
+processes in the workers' place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stages import a_job
+
+from rlhfspec.errors import LoopStalled, StageFailed, StageRefused
+from rlhfspec.job import FailurePolicy
+from rlhfspec.records import Heartbeat, StepReport, WorkerInfo
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.child import Child
+from rlhfspec.service.children import Children
+from rlhfspec.service.restarts import MOST_UNCOUNTED, Restarts
+from rlhfspec.service.roster import SILENT_SECONDS, Roster
+from rlhfspec.service.vitals import Vitals
+from rlhfspec.transport.clock import FakeClock
+from rlhfspec.transport.memory import MemoryTransport
+
+BEAT = Heartbeat(
+    id="b", job="sums", stage="reward", worker=0, doing="waiting", what="finished samples", since_seconds=2.0,
+    overdue_seconds=float("-inf"), busy_seconds=0.0,
+)  # fmt: skip
+INFO = WorkerInfo(id="i", job="sums", stage="reward", worker=0, host="here", pid=71, grpc_address="", http_address="")
+PATIENCE_SECONDS = 60.0
+
+# --- The policy --------------------------------------------------------------------------------------------------
+
+
+def restarts(**policy: object) -> Restarts:
+    return Restarts(FailurePolicy.model_validate(policy), random.Random(0))
+
+
+def test_waits_grow_up_to_the_longest_and_begin_anew_with_a_trained_step() -> None:
+    policy = restarts(maxRestarts=9, backoffSeconds=1.0, maxBackoffSeconds=5.0)
+    waits = [policy.delay_after("error") or 0.0 for _ in range(6)]
+    for wait, most in zip(waits, (1.0, 2.0, 4.0, 5.0, 5.0, 5.0), strict=True):
+        assert most / 2 <= wait <= most
+    assert len(set(waits)) == 6, "no two wait equally long"
+    policy.forget()
+    assert (policy.delay_after("error") or 0.0) <= 1.0
+
+
+def test_what_is_counted_ends_after_so_many_and_what_is_not_ends_too() -> None:
+    policy = restarts(maxRestarts=2, counted=["error"])
+    assert [policy.delay_after("error") is None for _ in range(3)] == [False, False, True]
+    policy = restarts(maxRestarts=0, counted=["error"])
+    assert all(policy.delay_after("killed") is not None for _ in range(MOST_UNCOUNTED))
+    assert policy.delay_after("killed") is None, "nobody is started for ever"
+    assert restarts(maxRestarts=9).delay_after("permanent") is None
+
+
+# --- The roster --------------------------------------------------------------------------------------------------
+
+
+def test_a_wait_names_who_could_end_it_and_has_something_to_do() -> None:
+    roster = Roster(FakeClock())
+    for stage, worker, doing in (("generator", 0, "waiting"), ("generator", 1, "working"), ("reward", 0, "waiting")):
+        roster.started(stage, worker, pid=1)
+        roster.joined(replace(INFO, stage=stage, worker=worker))
+        roster.heard(replace(BEAT, stage=stage, worker=worker, doing=doing))
+    states = {state.name: state for state in roster.states()}
+    assert states["reward 0"].waits_for == ("generator 1",)
+    roster.heard(replace(BEAT, stage="generator", worker=1))
+    states = {state.name: state for state in roster.states()}
+    assert states["reward 0"].waits_for == ("generator",), "all of them wait themselves"
+
+
+def test_silence_is_told_and_a_process_that_somebody_stopped_is_not_silent() -> None:
+    async def main() -> None:
+        clock = FakeClock()
+        roster = Roster(clock)
+        roster.started("reward", 0, pid=71)
+        roster.joined(INFO)
+        roster.heard(BEAT)
+        await clock.advance(SILENT_SECONDS + 1)
+        [state] = roster.states()
+        assert (state.doing, state.since_seconds) == ("silent", SILENT_SECONDS + 1)
+        assert not roster.all_run(), "who may come back is not waited for in vain"
+        roster.held("reward", 0, True)
+        await clock.advance(100.0)
+        [state] = roster.states()
+        assert (state.doing, state.since_seconds) == ("held", 100.0)
+        roster.held("reward", 0, False)
+        assert roster.states()[0].doing == "waiting"
+
+    asyncio.run(main())
+
+
+def test_a_worker_started_by_hand_joins_and_is_gone_when_it_says_nothing() -> None:
+    async def main() -> None:
+        clock = FakeClock()
+        roster = Roster(clock)
+        roster.started("generator", 0, pid=1)
+        assert roster.is_only_worker("generator", 0)
+        assert not roster.joined(replace(INFO, stage="generator"))
+        assert roster.joined(replace(INFO, stage="generator", worker=5))
+        assert not roster.joined(replace(INFO, stage="generator", worker=5, id="again"))
+        assert not roster.is_only_worker("generator", 0)
+        assert [state.by_hand for state in roster.states()] == [False, True]
+        await clock.advance(SILENT_SECONDS + 1)
+        assert roster.gone_by_hand() == ["generator 5"]
+        assert roster.gone_by_hand() == [], "told once"
+        assert roster.is_only_worker("generator", 0)
+
+    asyncio.run(main())
+
+
+# --- Processes ---------------------------------------------------------------------------------------------------
+
+FAILS = """
+import json, sys
+print(json.dumps({"level": "error", "message": "no digits", "exit_code": %d}), file=sys.stderr)
+sys.exit(%d)
+"""
+LEAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print(flush=True)
+while True: time.sleep(60)
+"""
+LIVES = "import time\nwhile True: time.sleep(60)"
+
+
+class Run:
+    """Children over a memory transport: what their processes would say is said by the test."""
+
+    def __init__(self, tmp_path: Path, programs: dict[tuple[str, int], str], **policy: object) -> None:
+        self.tmp_path = tmp_path
+        self.job = a_job(failurePolicy={"backoffSeconds": 0.01, "maxBackoffSeconds": 0.01} | policy)
+        self.programs = programs
+        self.said: list[str] = []
+        self.done = False
+
+    async def open(self, *, stall_seconds: float = 300.0) -> Children:
+        self.clock = FakeClock()
+        workers = {"prompts": 1, "generator": 2, "reward": 1, "trainer": 1, "view": 1}
+        self.bus = await Bus.open(MemoryTransport(clock=self.clock), "sums", workers=workers, clock=self.clock)
+        environment = os.environ | {"RLHFSPEC_RUN": self.tmp_path.name}
+        self.children = {
+            key: Child(
+                *key, [sys.executable, "-c", program], environment, self.tmp_path / f"{key[0]}-{key[1]}.jsonl", None
+            )
+            for key, program in self.programs.items()
+        }
+        return Children(
+            self.bus,
+            Vitals(self.clock),
+            list(self.children.values()),
+            job=self.job,
+            stall_seconds=stall_seconds,
+            is_done=self._is_done,
+            show=lambda states: None,
+            say=self.said.append,
+        )
+
+    async def _is_done(self) -> bool:
+        return self.done
+
+    async def ready(self, stage: str, worker: int = 0) -> None:
+        await self.bus.publish(replace(INFO, id=f"{stage}{worker}", stage=stage, worker=worker))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Time passes, and real processes start and end."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            assert time.monotonic() < end, self.said
+            await self.clock.advance(0.1)
+            await asyncio.sleep(0.01)
+
+
+def with_run(run: Run, check: Callable[[Children], Awaitable[None]], **settings: float) -> None:
+    async def main() -> None:
+        children = await run.open(**settings)
+        try:
+            await check(children)
+        finally:
+            await children.end()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_fails_is_started_again_as_often_as_the_policy_says(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("reward", 0): FAILS % (1, 1)}, maxRestarts=2)
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        await run.until(starting.done)
+        with pytest.raises(StageFailed, match="reward 0: failed: no digits; 3 failures since step 0"):
+            starting.result()
+        assert [line for line in run.said if "no digits; it is started again" in line] == run.said
+        assert len(run.said) == 2
+
+    with_run(run, check)
+
+
+def test_what_the_user_has_to_change_ends_the_start_at_once_in_the_stages_words(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("reward", 0): FAILS % (78, 78), ("prompts", 0): LIVES})
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        await run.until(starting.done)
+        with pytest.raises(StageRefused, match=r"^no digits$"):
+            starting.result()
+        assert run.said == []
+
+    with_run(run, check)
+
+
+def test_of_torchrun_the_workers_own_exit_code_counts(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("trainer", 0): FAILS % (78, 1)})
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        await run.until(starting.done)
+        with pytest.raises(StageRefused):
+            starting.result()
+
+    with_run(run, check)
+
+
+def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_path: Path) -> None:
+    """Of two generators one leaves on purpose; the only trainer, told to leave by somebody, comes back."""
+    programs = {("generator", 0): LIVES, ("generator", 1): LIVES, ("trainer", 0): LEAVES}
+    run = Run(tmp_path, programs)
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        await run.until(lambda: all(child.pid for child in run.children.values()))
+        for key in programs:
+            await run.ready(*key)
+        await run.until(starting.done)
+        running = asyncio.create_task(children.run())
+        generator, trainer = run.children["generator", 0], run.children["trainer", 0]
+        before = generator.pid
+        os.kill(before or 0, signal.SIGKILL)
+        await run.until(lambda: generator.pid not in (None, before))
+        assert "generator 0: killed by SIGKILL; it is started again in 0.0 s" in run.said
+        log = tmp_path / "trainer-0.jsonl"
+        await run.until(lambda: log.read_text().count("\n") == 1)
+        before = trainer.pid
+        os.kill(before or 0, signal.SIGTERM)
+        await run.until(lambda: trainer.pid not in (None, before) and log.read_text().count("\n") == 2)
+        run.done = True
+        os.kill(trainer.pid or 0, signal.SIGTERM)
+        await run.until(running.done)
+        running.result()
+        assert not any(child.pid for child in run.children.values())
+
+    with_run(run, check)
+
+
+def test_work_past_its_deadline_kills_its_process_and_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LIVES}, maxRestarts=0)
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        await run.until(lambda: all(child.pid for child in run.children.values()))
+        for stage in ("reward", "trainer"):
+            await run.ready(stage)
+        await run.until(starting.done)
+        running = asyncio.create_task(children.run())
+        late = replace(BEAT, doing="working", what="reward of sums/3/7/1", since_seconds=66.0, overdue_seconds=6.0)
+        await run.bus.publish(late)
+        await run.until(running.done)
+        with pytest.raises(StageFailed, match="reward 0: failed: stalled: reward of sums/3/7/1 takes 66 s, longer"):
+            running.result()
+
+    with_run(run, check)
+
+
+def test_when_everybody_waits_the_run_ends_and_names_every_wait(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LIVES})
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        await run.until(lambda: all(child.pid for child in run.children.values()))
+        for stage in ("reward", "trainer"):
+            await run.ready(stage)
+        await run.until(starting.done)
+        running = asyncio.create_task(children.run())
+        for number in range(30):
+            for stage in ("reward", "trainer"):
+                await run.bus.publish(replace(BEAT, id=str(number), stage=stage))
+            await run.clock.advance(1.0)
+        await run.until(running.done)
+        with pytest.raises(LoopStalled, match=r"reward 0 waits for finished samples, from prompts or generator"):
+            running.result()
+
+    with_run(run, check, stall_seconds=20.0)
+
+
+def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("reward", 0): FAILS % (1, 1)}, maxRestarts=1)
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        for step in range(1, 5):
+            await run.until(lambda step=step: len(run.said) >= step)
+            report = StepReport(
+                id=f"sums/{step}", job="sums", step=step, weights_version=step, weights_digest="", metrics_json="{}"
+            )
+            await run.bus.publish(report)
+            await run.clock.settle()
+        await run.until(starting.done)
+        with pytest.raises(StageFailed, match="since step 4"):
+            starting.result()
+
+    with_run(run, check)

@@ -1,0 +1,236 @@
+"""A supervisor that is killed leaves nothing: no process, no port, no shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from rlhfspec.servers import guardian
+from rlhfspec.servers.guardian import MARK, Guardian
+
+LIMIT_SECONDS = 60.0  # for a machine that is busy with other things
+
+# What a supervisor does, in small. Each child says by a line that it is there.
+SUPERVISOR = """
+import asyncio, json, os, subprocess, sys
+from pathlib import Path
+from rlhfspec.servers.guardian import MARK, Guardian
+from rlhfspec.servers.nats import NatsServer
+from rlhfspec.servers.redis import RedisServer
+
+uid, folder, shared = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+marked = {**os.environ, MARK: uid}
+HANG = "import time; print(1, flush=True); time.sleep(120)"  # whatever goes wrong here, in the end they go
+# Ranks below a worker: one as torchrun starts them, one without environment in a session of its own.
+RANKS = f'''
+import subprocess, sys
+hang = [sys.executable, "-c", {HANG!r}]
+quiet = {{"stdout": subprocess.DEVNULL}}  # what they say is not the first line here
+ranks = [subprocess.Popen(hang, **quiet), subprocess.Popen(hang, **quiet, env={{}}, start_new_session=True)]
+print(*[rank.pid for rank in ranks], flush=True)
+ranks[0].wait()
+'''
+# Goes on starting others while it is being killed.
+STORM = '''
+import subprocess, sys, time
+print(1, flush=True)
+for _ in range(200):
+    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(120)"])
+    time.sleep(.02)
+'''
+# As a child between fork and exec: it does not show its mark until a while after the supervisor's death.
+LATE = '''
+import os, sys, time
+print(1, flush=True)
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(.01)
+time.sleep(.3)
+os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(120)"], {"RLHFSPEC_RUN": sys.argv[2]})
+'''
+
+def child(code, *arguments, env=marked):
+    command = [sys.executable, "-c", code, *arguments]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
+    return process, process.stdout.readline().split()
+
+async def main():
+    nats, redis = NatsServer(folder / "nats", run=uid), RedisServer(folder / "redis", run=uid)
+    guardian = Guardian(uid, remove=[*nats.data, *redis.data, shared])
+    guardian.start()
+    shared.mkdir()
+    (shared / "weights").write_bytes(b"0" * 4096)
+    urls = [await nats.start(), await redis.start()]
+    worker, ranks = child(RANKS)
+    storm, _ = child(STORM)
+    late, _ = child(LATE, str(os.getpid()), uid, env={})
+    pids = [guardian.pid, nats.pid, redis.pid, worker.pid, storm.pid, late.pid, *map(int, ranks)]
+    print(json.dumps({"pids": pids, "urls": urls}), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def supervisor(folder: Path, uid: str, shared: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+    command = [sys.executable, "-c", SUPERVISOR, uid, str(folder), str(shared)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+            guardian.end_run(uid, [shared])
+
+
+def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    uid = f"t{uuid4().hex[:8]}"
+    shared = Path("/dev/shm") / f"rlhfspec-{uid}"
+    with supervisor(tmp_path / "run", uid, shared) as (process, told):
+        pids = {*map(int, told["pids"]), *marked(uid)}
+        port = int(told["urls"][0].rpartition(":")[2])
+        assert all(map(lives, pids))
+        began_at = {pid: start_of(pid) for pid in pids}  # another process may get the number of a dead one
+        assert shared.exists()
+        assert reachable(port)
+        process.kill()
+        began = time.monotonic()
+        # The guardian is the last to go; it is marked too.
+        until(lambda: not left(uid, began_at), lambda: f"these are left: {left(uid, began_at)}")
+        print(f"nothing was left after {time.monotonic() - began:.1f} s")
+        assert not shared.exists()
+        assert not reachable(port)
+        assert [path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".log"] == []
+
+
+def test_a_guardian_that_is_released_touches_nothing(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    with child_of("r1") as other:
+        watching = Guardian("r1", remove=[data])
+        watching.start()
+        assert watching.alive
+        watching.release()
+        assert not watching.alive
+        assert other.poll() is None
+        assert data.exists()
+        watching.release()  # again: nothing happens
+
+
+def test_a_guardian_survives_what_is_meant_for_the_supervisor_and_can_be_replaced() -> None:
+    with child_of("r2") as other:
+        watching = Guardian("r2")
+        watching.start()
+        first = watching.pid or 0
+        until(lambda: signals_ignored(first) >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}, "signals ignored")
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(first, each)
+        assert watching.alive
+        watching.start()  # a second time: the first must not take its end for the run's
+        assert watching.alive
+        assert watching.pid != first
+        assert not lives(first)
+        os.kill(watching.pid or 0, signal.SIGKILL)
+        until(lambda: not watching.alive, "its end is seen")
+        watching.start()
+        assert watching.alive
+        watching.release()
+        assert other.poll() is None
+
+
+def test_only_the_processes_of_this_run_are_ended(tmp_path: Path) -> None:
+    link, target, file = tmp_path / "link", tmp_path / "target", tmp_path / "file"
+    target.mkdir()
+    link.symlink_to(target)
+    file.write_text("")
+    with child_of("r3") as ours, child_of("r33") as others:
+        assert guardian.processes_of("r3") == {ours.pid}
+        guardian.end_run("r3", [link, file, tmp_path / "missing"])
+        assert ours.wait() == -signal.SIGKILL
+        assert others.poll() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["target"], "a link is removed, not what it leads to"
+
+
+def test_it_is_there_at_once() -> None:
+    """Nothing but the standard library, and not even what the environment adds to that."""
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); import guardian; print(*sys.modules)"
+    command = [sys.executable, "-I", "-S", "-c", code, str(Path(guardian.__file__).parent)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert not {"asyncio", "numpy", "pydantic", "rlhfspec"} & set(loaded)
+
+
+@contextmanager
+def child_of(uid: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-S", "-c", "import time; print(1, flush=True); time.sleep(120)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={MARK: uid}) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def marked(uid: str) -> set[int]:
+    """Found without the code under test."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"{MARK}={uid}".encode() in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+    return found
+
+
+def lives(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def start_of(pid: int) -> str | None:
+    """When it began; None of one that is dead."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        if lives(pid):
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return None
+
+
+def left(uid: str, began_at: dict[int, str | None]) -> dict[int, str]:
+    """Of these processes, and all that carry the mark: those that go on, and their commands."""
+    going = {pid for pid, began in began_at.items() if began is not None and start_of(pid) == began}
+    commands = {}
+    for pid in going | marked(uid):
+        with suppress(OSError):
+            commands[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[-80:]
+    return commands
+
+
+def signals_ignored(pid: int) -> set[int]:
+    [mask] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn")]
+    return {number for number in range(1, 65) if int(mask.split()[1], 16) >> (number - 1) & 1}
+
+
+def reachable(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def until(holds: Callable[[], bool], what: str | Callable[[], str]) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not holds():
+        assert time.monotonic() < end, what if isinstance(what, str) else what()
+        time.sleep(0.02)

@@ -1,0 +1,325 @@
+"""`rlhfspec run --processes`: real servers and processes, and the same curve as in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import curve_of, lines_of, train
+
+from rlhfspec.loop import STAGES
+
+PATIENCE_SECONDS = 150.0
+OFF = "generation.speculation.mode=off"
+TWO = ("roles.generator.workers=2", "roles.reward.workers=2")
+
+
+class Started:
+    """A run with processes, in a folder beside the job."""
+
+    def __init__(self, job_file: Path, out: str, *overrides: str, resume: bool = False) -> None:
+        self.job_file, self.out, self.folder = job_file, out, job_file.parent / out
+        sets = [word for override in (OFF, *overrides) for word in ("--set", override)]
+        command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "--processes", str(job_file)]
+        command += ["--out", str(self.folder), *sets, *(["--resume"] if resume else [])]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.lines: list[str] = []
+
+    def until(self, said: str) -> str:
+        """The line that says it; the run must not end before."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if said in line:
+                return line
+        raise AssertionError(f"it ended and never said {said}: {''.join(self.lines)}")
+
+    def ended(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=PATIENCE_SECONDS)
+        text = "".join(self.lines) + output
+        assert "Traceback" not in text, text
+        return self.process.returncode, text
+
+    @property
+    def connections(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.folder / "processes" / "connections.json").read_text())
+        return content
+
+    def pid_of(self, stage: str, worker: int = 0) -> int:
+        """Of a worker's process, as the system has it."""
+        return next(pid for pid, environment in processes_of(self.connections["uid"])
+                    if f"RLHFSPEC_WORKER={stage}-{worker}".encode() in environment)  # fmt: skip
+
+    def curve(self) -> list[dict[str, Any]]:
+        return curve_of(self.job_file, self.out)
+
+
+def processes_of(uid: str) -> Iterator[tuple[int, list[bytes]]]:
+    """All that carry the mark of this run."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RLHFSPEC_RUN={uid}".encode() in environment:
+            yield int(process.name), environment
+
+
+def eventually(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def starting(job_file: Path) -> Iterator[Callable[..., Started]]:
+    started: list[Started] = []
+
+    def start(out: str, *overrides: str, resume: bool = False) -> Started:
+        started.append(Started(job_file, out, *overrides, resume=resume))
+        return started[-1]
+
+    yield start
+    for run in started:
+        if run.process.poll() is None:
+            run.process.kill()
+        run.process.communicate()
+
+
+HOLD = """
+import pathlib, time
+
+def letters(completion):
+    while pathlib.Path(__file__).with_name("hold").exists():
+        time.sleep(0.05)
+    return sum(character.isascii() and character.isalpha() for character in completion) / 8
+"""
+
+
+def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_joins_by_hand(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    """Two generators, two rewards; a generator dies by kill -9, and a third one comes from another shell and goes. The
+    first step waits until both have happened."""
+    (job_file.parent / "rewards.py").write_text(HOLD)
+    job = yaml.safe_load(job_file.read_text())
+    job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
+    job_file.write_text(yaml.safe_dump(job))
+    steps = "training.steps=6"
+    whole = train(job_file, "one", steps, *TWO)
+    (hold := job_file.parent / "hold").touch()
+    run = starting("many", steps, *TWO)
+    run.until("(7 of 7)")
+    uid, connections = run.connections["uid"], run.folder / "processes" / "connections.json"
+    os.kill(run.pid_of("generator", 1), signal.SIGKILL)
+    assert "started again" in run.until("generator 1: killed by SIGKILL")
+    by_hand = subprocess.Popen(
+        [sys.executable, "-m", "rlhfspec.generator", "--connections", str(connections), "--worker", "7"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        run.until("generator 7 joined")
+        assert by_hand.pid in dict(processes_of(uid)), "the guardian would end it too"
+        hold.unlink()
+        run.until("step 2/")
+        by_hand.send_signal(signal.SIGTERM)
+        output, _ = by_hand.communicate(timeout=PATIENCE_SECONDS)
+        assert by_hand.returncode == 0, output
+    finally:
+        by_hand.kill()
+        by_hand.communicate()
+    code, output = run.ended()
+    assert code == 0, output
+    assert run.curve() == whole
+    samples = [(job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many")]
+    assert samples[0] == samples[1]
+    manifest = json.loads((run.folder / "manifest.json").read_text())
+    assert manifest["outcome"] == "completed"
+    assert manifest["processes"] == {"prompts": 1, "generator": 2, "reward": 2, "reference": 1, "trainer": 1}
+    assert (
+        manifest["models"].keys()
+        == json.loads((job_file.parent / "one" / "manifest.json").read_text())["models"].keys()
+    )
+    assert not list(processes_of(uid)), "nobody is left"
+    assert not (run.folder / "processes").exists()
+    assert not Path(f"/dev/shm/rlhfspec-{uid}").exists()
+
+
+def test_ppo_stopped_by_ctrl_c_and_resumed_has_the_curve_of_one_process(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    """Every stage there is."""
+    job = yaml.safe_load(job_file.read_text())
+    job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2}
+    job_file.write_text(yaml.safe_dump(job))
+    steps = ("training.steps=6", "checkpoint.everySteps=100")
+    whole = train(job_file, "one", *steps)
+    run = starting("many", *steps)
+    run.until("step 1/")
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.ended()
+    assert code == 130, output
+    assert "rlhfspec run --processes" in output, "says how to go on"
+    assert 1 <= len(lines_of(job_file, "many")) < 6
+    again = starting("many", *steps, resume=True)
+    code, output = again.ended()
+    assert code == 0, output
+    assert "resuming after step" in output
+    assert again.curve() == whole
+
+
+def test_a_supervisor_that_dies_together_with_its_guardian_is_cleaned_up_after_by_the_next(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    whole = train(job_file, "one")
+    run = starting("many")
+    run.until("step 1/3")
+    uid, weights = run.connections["uid"], Path(run.connections["weights_folder"])
+    marked = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid, _ in processes_of(uid)}
+    [guardian] = [pid for pid, command in marked.items() if b"guardian.py" in command]
+    for pid in (guardian, run.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    stages = {pid for pid, command in marked.items() if b"--connections" in command}
+    eventually(lambda: not stages & {pid for pid, _ in processes_of(uid)}, "no stage goes on without a supervisor")
+    again = starting("many", resume=True)
+    assert again.ended()[0] == 0
+    assert again.curve() == whole
+    assert not list(processes_of(uid)), "its servers are gone"
+    assert not weights.exists()
+
+
+def test_a_stage_that_fails_says_why_in_one_line(job_file: Path, starting: Callable[..., Started]) -> None:
+    (job_file.parent / "failing.py").write_text("def reward(completion):\n    raise ValueError('no digits')\n")
+    run = starting("failing", "rewards.sources=[{type: function, function: 'failing:reward', retries: 0}]")
+    code, output = run.ended()
+    assert code == 1
+    [line] = [line for line in output.splitlines() if "failed:" in line and "reward 0" in line]
+    assert "letters/1/" in line
+    assert "no digits" in line
+    last = json.loads((run.folder / "logs" / "reward-0.jsonl").read_text().splitlines()[-1])
+    assert (last["level"], last["exit_code"], last["stage"]) == ("error", 78, "reward")
+    assert json.loads((run.folder / "manifest.json").read_text())["outcome"] == "failed"
+
+
+def test_a_job_that_a_stage_refuses_leaves_no_folder(job_file: Path, starting: Callable[..., Started]) -> None:
+    """Only who loads the weights sees that some are missing."""
+    from safetensors.torch import load_file, save_file
+
+    job = yaml.safe_load(job_file.read_text())
+    broken = job_file.parent / "broken"
+    shutil.copytree(job["spec"]["model"]["path"], broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors[next(name for name in tensors if "mlp" in name)]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    run = starting("refused", f"model.path={broken}")
+    code, output = run.ended()
+    assert code == 2, output
+    assert "model.path: its checkpoint lacks 1 weight" in output.splitlines()[-1], "whichever stage saw it first"
+    assert not run.folder.exists()
+
+
+# --- One process alone -------------------------------------------------------------------------------------------
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("stage", [stage.name for stage in STAGES])
+def test_a_stage_says_how_it_is_started_and_imports_nothing_heavy_for_it(stage: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['rlhfspec.{stage}', '--help']\n"
+        "try:\n"
+        f"    runpy.run_module('rlhfspec.{stage}', run_name='__main__')\n"
+        "except SystemExit as ended:\n"
+        "    heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'grpc', 'nats', 'asyncio'} & set(sys.modules)\n"
+        "    print(ended.code, sorted(heavy))\n"
+    )
+    done = python("-c", code)
+    assert "--connections FILE" in done.stdout
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+
+
+def test_help_comes_at_once() -> None:
+    """Compared with an interpreter that does nothing, the best of a few each."""
+
+    def seconds(*arguments: str) -> float:
+        began = time.perf_counter()
+        python(*arguments)
+        return time.perf_counter() - began
+
+    nothing = min(seconds("-c", "pass") for _ in range(3))
+    assert min(seconds("-m", "rlhfspec.trainer", "--help") for _ in range(3)) < nothing + 0.4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--connections, --worker"),
+        (("--connections", "c.json", "--worker", "-1"), "must be a whole number, 0 or more"),
+        (("--connections", "c.json", "--worker", "1", "--verbose"), "unrecognized arguments: --verbose"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: tuple[str, ...], said: str) -> None:
+    done = python("-m", "rlhfspec.generator", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("not json", "is no connections file"),
+        ("{}", "is no connections file: uid: Field required"),
+        ('{"uid": "a", "job_file": "j", "base_folder": "b", "folder": "f", "nats_url": "n", "more": 1}', "more: Extra"),
+    ],
+)
+def test_wrong_connections_are_one_line(tmp_path: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "connections.json"
+    if content is not None:
+        path.write_text(content)
+    done = python("-m", "rlhfspec.reward", "--connections", str(path), "--worker", "0")
+    assert done.returncode == 78
+    [line] = map(json.loads, done.stderr.splitlines())
+    assert said in line["message"]
+    assert (line["stage"], line["worker"], line["exit_code"]) == ("reward", 0, 78)
+
+
+def test_a_server_that_is_not_there_is_temporary(tmp_path: Path, job_file: Path) -> None:
+    from rlhfspec.job_file import read_job
+
+    (tmp_path / "resolved.json").write_text(read_job(job_file, []).model_dump_json(by_alias=True))
+    connections = {
+        "uid": "ab", "job_file": str(tmp_path / "resolved.json"), "base_folder": str(tmp_path),
+        "folder": str(tmp_path), "nats_url": "nats://127.0.0.1:1", "weights_folder": str(tmp_path),
+    }  # fmt: skip
+    (tmp_path / "connections.json").write_text(json.dumps(connections))
+    arguments = ["-m", "rlhfspec.reward", "--connections", str(tmp_path / "connections.json"), "--worker", "0"]
+    done = python(*arguments)
+    assert done.returncode == 75, done.stderr
+    assert "nats://127.0.0.1:1" in json.loads(done.stderr.splitlines()[-1])["message"]
+    done = python(*arguments[:1], "rlhfspec.critic", *arguments[2:])
+    assert done.returncode == 78
+    assert "this job runs prompts, generator, reward, reference, trainer" in done.stderr
