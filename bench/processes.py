@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from rlhfspec.bench.step import WARM_UP_STEPS, StepSettings, job_of, steps_of
-from rlhfspec.bench.worker import environment
+from rlhfspec.bench.step import WARM_UP_STEPS, StepSettings, run_ours, steps_of
 from rlhfspec.tiny.models import ensure
 
 WORKERS = ("roles.generator.workers=2", "roles.reward.workers=2")
@@ -27,18 +23,8 @@ WAYS = {"one process": (), "processes": ("--processes",)}
 
 def measured(settings: StepSettings, speculation: str, way: str) -> tuple[float, list[str]]:
     """Median seconds a step, and the digest of the weights after each."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in settings.prompts()))
-        (folder / "job.json").write_text(json.dumps(job_of(settings, speculation)))
-        sets = [word for override in WORKERS for word in ("--set", override)]
-        command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "job.json", "--out", "out", *sets, *WAYS[way]]
-        ran = subprocess.run(
-            command, cwd=folder, env=os.environ | environment(settings.num_threads), capture_output=True, text=True
-        )
-        if ran.returncode != 0:
-            sys.exit(f"{way}: exit code {ran.returncode}\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
-        lines = (folder / "out" / "steps.jsonl").read_text()
+    sets = [word for override in WORKERS for word in ("--set", override)]
+    lines = run_ours(settings, speculation, *sets, *WAYS[way])
     digests = [json.loads(line)["weights_digest"] for line in lines.splitlines()]
     return statistics.median(step.seconds for step in steps_of(lines)[WARM_UP_STEPS:]), digests
 

@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rlhfspec.service.health import Health, open_channel
+from rlhfspec.servers.certificates import channel_credentials
+from rlhfspec.service.health import Health
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.transport.clock import FakeClock
 
@@ -45,7 +46,12 @@ def asked(health: Health, path: str) -> tuple[int, str]:
 
 
 def status(health: Health, *, role: str = "reward", credentials: Path | None = None) -> int:
-    with open_channel(health.grpc_address, role, credentials) as channel:
+    address = health.grpc_address
+    with (
+        grpc.insecure_channel(address)
+        if credentials is None
+        else grpc.secure_channel(address, channel_credentials(credentials, role))
+    ) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status)
 

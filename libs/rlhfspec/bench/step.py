@@ -259,12 +259,16 @@ def measure_adaptive(settings: StepSettings) -> list[Step]:
 
 
 def measure_ours(settings: StepSettings, speculation: str) -> list[Step]:
-    """`rlhfspec run`, as a user starts it."""
+    return steps_of(run_ours(settings, speculation))
+
+
+def run_ours(settings: StepSettings, speculation: str, *arguments: str) -> str:
+    """`rlhfspec run`, as a user starts it; its steps.jsonl. `arguments`: more of them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in settings.prompts()))
         (folder / "job.json").write_text(json.dumps(job_of(settings, speculation)))
-        command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "job.json", "--out", "out"]
+        command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "job.json", "--out", "out", *arguments]
         ended = subprocess.run(
             command,
             cwd=folder,
@@ -277,7 +281,7 @@ def measure_ours(settings: StepSettings, speculation: str) -> list[Step]:
         if ended.returncode != 0:
             told = "\n".join((ended.stdout + ended.stderr).splitlines()[-30:])
             raise WorkerFailed(f"rlhfspec run ended with exit code {ended.returncode}:\n{told}")
-        return steps_of((folder / "out" / "steps.jsonl").read_text())
+        return (folder / "out" / "steps.jsonl").read_text()
 
 
 def job_of(settings: StepSettings, speculation: str) -> dict[str, Any]:

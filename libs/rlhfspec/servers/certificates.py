@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -26,6 +26,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.servers.keys import new_nkey
 from rlhfspec.servers.program import write_secret
+
+if TYPE_CHECKING:
+    import grpc
 
 LIFETIME = timedelta(days=30)
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -137,6 +140,10 @@ class ServerTls:
         folder = folder.absolute()
         return cls(certificate=folder / f"{name}.pem", key=folder / f"{name}.key", authority=folder / "ca.pem")
 
+    def read(self) -> tuple[bytes, bytes, bytes]:
+        """Authority, key, certificate."""
+        return self.authority.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
+
 
 def client_tls(folder: Path, role: str) -> ssl.SSLContext:
     """To call a server of the run: only one with a certificate of its authority will do."""
@@ -146,6 +153,22 @@ def client_tls(folder: Path, role: str) -> ssl.SSLContext:
 def server_tls(folder: Path, role: str) -> ssl.SSLContext:
     """To serve the run's processes, and nobody else."""
     return _context(ssl.PROTOCOL_TLS_SERVER, folder, role)
+
+
+def channel_credentials(folder: Path, role: str) -> grpc.ChannelCredentials:
+    """`client_tls` for gRPC."""
+    import grpc
+
+    authority, key, certificate = ServerTls.of(folder, role).read()
+    return grpc.ssl_channel_credentials(authority, key, certificate)
+
+
+def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
+    """`server_tls` for gRPC."""
+    import grpc
+
+    authority, key, certificate = ServerTls.of(folder, role).read()
+    return grpc.ssl_server_credentials([(key, certificate)], root_certificates=authority, require_client_auth=True)
 
 
 def _context(protocol: int, folder: Path, role: str) -> ssl.SSLContext:

@@ -72,16 +72,8 @@ def kill(pids: Iterable[int]) -> int:
 
 def processes_of(uid: str) -> set[int]:
     """Those that carry the run's mark, and all their descendants, for some programs clear the environment."""
-    mark = f"{MARK}={uid}".encode()
     children: dict[int, list[int]] = {}
-    marked = []
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with suppress(OSError):  # it ended meanwhile, or belongs to another user
-            state, parent = _state_and_parent(pid)
-            if state != b"Z":  # dead, and not yet noticed by its parent
-                children.setdefault(parent, []).append(pid)
-                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    marked.append(pid)
+    marked = marked_with({f"{MARK}={uid}".encode()}, children)
     found: set[int] = set()
     while marked:
         pid = marked.pop()
@@ -91,9 +83,24 @@ def processes_of(uid: str) -> set[int]:
     return found
 
 
-def _state_and_parent(pid: int) -> tuple[bytes, int]:
+def marked_with(marks: set[bytes], children: dict[int, list[int]] | None = None) -> list[int]:
+    """The processes that have all of these in their environment. `children`: is filled, by parent, with all."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):  # it ended meanwhile, or belongs to another user
+            state, parent = state_and_parent(pid)
+            if state == "Z":  # dead, and not yet noticed by its parent
+                continue
+            if children is not None:
+                children.setdefault(parent, []).append(pid)
+            if marks <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                found.append(pid)
+    return found
+
+
+def state_and_parent(pid: int) -> tuple[str, int]:
     """The name before them is in brackets, and may hold spaces and brackets itself."""
-    state, parent, *_ = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    state, parent, *_ = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return state, int(parent)
 
 

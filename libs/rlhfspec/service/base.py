@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, ParamSpec, TypeVar
 
 from rlhfspec.records import Load
@@ -69,6 +69,11 @@ class Service(ABC):
         finally:
             waiting.cancel()
             stop.cancel()
+
+    async def pause(self, what: str, seconds: float) -> None:
+        """Waits for that long, saying for what; not longer than until it is asked to stop."""
+        with self.vitals.waiting(what), suppress(TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), seconds)
 
     async def in_thread(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Computes in this worker's own thread (`ComputeThread`)."""

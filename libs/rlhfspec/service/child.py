@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhfspec.servers.guardian import kill, marked_with, state_and_parent
 from rlhfspec.service import exits
 from rlhfspec.service.process import STARTED
 
@@ -95,11 +96,9 @@ class Child:
 
     def is_held(self) -> bool:
         """Somebody stopped it, with SIGSTOP or in a debugger."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in "Tt"
+        with suppress(OSError):
+            return self.pid is not None and state_and_parent(self.pid)[0] in "Tt"
+        return False
 
     def news(self) -> list[str]:
         """What it said since the last time that the person who started the run should see."""
@@ -134,10 +133,7 @@ class Child:
         marks = {
             f"{name}={value}".encode() for name, value in self._environment.items() if name.startswith("RLHFSPEC_")
         }
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if int(process.name) != os.getpid() and marks <= set((process / "environ").read_bytes().split(b"\0")):
-                    os.kill(int(process.name), signal.SIGKILL)
+        kill(pid for pid in marked_with(marks) if pid != os.getpid())
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

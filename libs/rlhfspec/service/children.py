@@ -135,7 +135,7 @@ class Children(Service):
             if child.stage == "trainer" and ended.failure is None and await self._is_done():
                 self._left(child, ended)
                 return self._over.set()
-            if ended.failure is None and not self._is_last(child):
+            if ended.failure is None and not self.roster.is_only_worker(child.stage, child.worker):
                 self.say(f"{child.stage} {child.worker} left: it was asked to by somebody")
                 return self._left(child, ended)
             await self._before_restart(child, ended)
@@ -146,10 +146,6 @@ class Children(Service):
         self.roster.is_down(child.stage, child.worker, "left", "")
         if ended.failure not in (None, "killed"):
             raise StageFailed(child.stage, child.worker, ended.reason)
-
-    def _is_last(self, child: Child) -> bool:
-        """Without it nobody does its stage's work."""
-        return self.roster.is_only_worker(child.stage, child.worker)
 
     async def _before_restart(self, child: Child, ended: Ended) -> None:
         stage, worker, restarts = child.stage, child.worker, self._restarts[child.stage, child.worker]

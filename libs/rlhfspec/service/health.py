@@ -34,6 +34,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
 
+from rlhfspec.servers.certificates import server_credentials
+from rlhfspec.service.supervisor import is_overdue
 from rlhfspec.service.vitals import Vitals
 
 LOOPBACK = "127.0.0.1"
@@ -116,33 +118,17 @@ class Health:
 
     def _overdue(self) -> str:
         for state in self._vitals.snapshot():
-            if state.doing == "working" and state.overdue_seconds > 0:
+            if is_overdue(state):
                 return (
                     f"{state.stage} {state.worker}: {state.what} takes {state.since_seconds:.0f} s, past its deadline"
                 )
         return ""
 
 
-def open_channel(address: str, role: str, credentials: Path | None) -> grpc.Channel:
-    """To the gRPC server of another process of the run, as this role."""
-    if credentials is None:
-        return grpc.insecure_channel(address)
-    ca, key, certificate = _read(credentials, role)
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate))
-
-
 def _add_port(server: grpc.Server, address: str, credentials: Path | None, role: str) -> int:
     if credentials is None:
         return int(server.add_insecure_port(address))
-    ca, key, certificate = _read(credentials, role)
-    mutual = grpc.ssl_server_credentials([(key, certificate)], root_certificates=ca, require_client_auth=True)
-    return int(server.add_secure_port(address, mutual))
-
-
-def _read(credentials: Path, role: str) -> tuple[bytes, bytes, bytes]:
-    names = ("ca.pem", f"{role}.key", f"{role}.pem")
-    ca, key, certificate = ((credentials / name).read_bytes() for name in names)
-    return ca, key, certificate
+    return int(server.add_secure_port(address, server_credentials(credentials, role)))
 
 
 class _GrpcHealth(HealthServicer):  # type: ignore[misc]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
 from dataclasses import asdict
 
 from rlhfspec.records import Heartbeat
@@ -27,5 +25,4 @@ class Heartbeats(Service):
             for state in self._all.snapshot():
                 beat = Heartbeat(id=f"{self._bus.job}/{state.stage}/{state.worker}", job=self._bus.job, **asdict(state))
                 await self._bus.publish(beat)
-            with self.vitals.waiting("the next beat"), suppress(TimeoutError):
-                await asyncio.wait_for(self.stopping.wait(), EVERY_SECONDS)
+            await self.pause("the next beat", EVERY_SECONDS)

@@ -156,7 +156,7 @@ class LiveState:
         self.num_failures += 1
         if not self._is_away:
             self._is_away = True
-            log.warning("redis: %s; the live view is out of date until it is back", reason_of(error))
+            log.warning("redis: %s; the live view is out of date until it is back", _one_line(error))
 
     def _arrived(self) -> None:
         if self._is_away:
@@ -188,8 +188,7 @@ class LiveBeats(Service):
         try:
             while not self.stopping.is_set():
                 self._live.write(self._look())
-                with self.vitals.waiting("the next beat"), suppress(TimeoutError):
-                    await asyncio.wait_for(self.stopping.wait(), EVERY_SECONDS)
+                await self.pause("the next beat", EVERY_SECONDS)
         finally:
             while not sending.done():  # redis-py, while it connects, may take our cancellation for its own timeout
                 sending.cancel()
@@ -228,7 +227,7 @@ async def read_live(url: str, uid: str, *, role: str, credentials: Path | None =
         async with asyncio.timeout(READ_SECONDS):
             return await _read(redis, uid)
     except _failures() as error:
-        raise ServerFailed("redis", reason_of(error)) from None
+        raise ServerFailed("redis", _one_line(error)) from None
     finally:
         with suppress(*_failures()):
             async with asyncio.timeout(DEADLINE_SECONDS):
@@ -308,7 +307,7 @@ def _failures() -> tuple[type[Exception], ...]:
     return (RedisError, OSError, TimeoutError)
 
 
-def reason_of(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """In one line."""
     text = " ".join(str(error).split())
     return text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)

@@ -89,6 +89,31 @@ class Message(Receipt, Protocol):
         ...
 
 
+class SeenMessage:
+    """A message of one who only looks on: there is nothing to end."""
+
+    token = ""
+    num_deliveries = 1
+
+    def __init__(self, subject: str, id: str, data: bytes, headers: Mapping[str, str]) -> None:
+        self.subject = subject
+        self.id = id
+        self.data = data
+        self.headers = headers
+
+    async def ack(self) -> None:
+        pass
+
+    async def nak(self, delay_seconds: float = 0.0) -> None:
+        pass
+
+    async def in_progress(self) -> None:
+        pass
+
+    async def term(self, reason: str) -> None:
+        pass
+
+
 class Subscription(Protocol):
     async def pull(self, max_messages: int, timeout_seconds: float) -> list[Message]:
         """At least one message as soon as there is one, at most `max_messages`; an empty list at the timeout."""

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping
 
 from rlhfspec.errors import InvalidRequest, TransportClosed, TransportFull
 from rlhfspec.transport import dead_letters
-from rlhfspec.transport.base import Consumer, Kind, Message, Receipt, Subscription
+from rlhfspec.transport.base import Consumer, Kind, Message, Receipt, SeenMessage, Subscription
 from rlhfspec.transport.clock import Clock, SystemClock, first_of
 from rlhfspec.transport.memory_subjects import Feed, Queue, Stored, Waiters, Watcher, Work, new_message, wake
 
@@ -333,34 +333,10 @@ class _MemoryMessage(_MemoryReceipt):
         self.headers = stored.headers
 
 
-class _WatchedMessage:
-    """There is nothing to end: who looks on owes nothing."""
-
-    token = ""
-    num_deliveries = 1
-
-    def __init__(self, subject: str, stored: Stored) -> None:
-        self.subject = subject
-        self.id = stored.id
-        self.data = stored.data
-        self.headers = stored.headers
-
-    async def ack(self) -> None:
-        pass
-
-    async def nak(self, delay_seconds: float = 0.0) -> None:
-        pass
-
-    async def in_progress(self) -> None:
-        pass
-
-    async def term(self, reason: str) -> None:
-        pass
-
-
 def _unread(watcher: Watcher, most: int) -> list[Message]:
     keys = list(itertools.islice(watcher.unread, most))
-    return [_WatchedMessage(watcher.subject.name, watcher.unread.pop(key)) for key in keys]
+    unread = [watcher.unread.pop(key) for key in keys]
+    return [SeenMessage(watcher.subject.name, stored.id, stored.data, stored.headers) for stored in unread]
 
 
 def _consumers(subject: Work | Feed) -> dict[str, Consumer]:

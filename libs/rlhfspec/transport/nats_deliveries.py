@@ -19,7 +19,7 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from rlhfspec.errors import InvalidRequest, TransportUnavailable
-from rlhfspec.transport.base import Consumer
+from rlhfspec.transport.base import Consumer, SeenMessage
 from rlhfspec.transport.dead_letters import DeadLetter
 from rlhfspec.transport.nats_connection import RETRY_SECONDS, Connection, status_of
 from rlhfspec.transport.nats_streams import DUPLICATE_WINDOW_SECONDS, SECOND, stream_name, subject_of
@@ -242,29 +242,8 @@ class NatsMessage(NatsReceipt):
             await self._bury(self._consuming.lost_reason)
 
 
-class SeenMessage:
-    """There is nothing to end: who looks on owes nothing."""
-
-    token = ""
-    num_deliveries = 1
-
-    def __init__(self, subject: str, data: bytes, headers: Mapping[str, str]) -> None:
-        self.subject = subject
-        self.id = headers.get(ID, "")
-        self.data = data
-        self.headers = without_ours(headers)
-
-    async def ack(self) -> None:
-        pass
-
-    async def nak(self, delay_seconds: float = 0.0) -> None:
-        pass
-
-    async def in_progress(self) -> None:
-        pass
-
-    async def term(self, reason: str) -> None:
-        pass
+def seen(subject: str, data: bytes, headers: Mapping[str, str]) -> SeenMessage:
+    return SeenMessage(subject, headers.get(ID, ""), data, without_ours(headers))
 
 
 def without_ours(headers: Mapping[str, str]) -> dict[str, str]:

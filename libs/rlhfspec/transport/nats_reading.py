@@ -18,9 +18,9 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from rlhfspec.errors import InvalidRequest, TransportClosed
-from rlhfspec.transport.base import Message
+from rlhfspec.transport.base import Message, SeenMessage
 from rlhfspec.transport.nats_connection import RETRY_SECONDS, Connection, status_of
-from rlhfspec.transport.nats_deliveries import Consuming, NatsMessage, SeenMessage, headers_of
+from rlhfspec.transport.nats_deliveries import Consuming, NatsMessage, headers_of, seen
 from rlhfspec.transport.nats_streams import SECOND, latest_of, stream_name
 
 SLICE_SECONDS = 5.0
@@ -182,7 +182,7 @@ class WatchReading:
     async def _arrived(self, message: Msg) -> None:
         headers = message.headers or {}
         word = message.subject.rpartition(".")[2]
-        self._add(word, int(headers.get("Nats-Sequence", 0)), SeenMessage(self._subject, message.data, headers))
+        self._add(word, int(headers.get("Nats-Sequence", 0)), seen(self._subject, message.data, headers))
 
     def _add(self, word: str, number: int, message: SeenMessage) -> None:
         self._num_arrived += 1
@@ -238,4 +238,4 @@ def _end(request: asyncio.Future[str], how: str) -> None:
 
 
 def _seen(subject: str, stored: dict[str, str]) -> SeenMessage:
-    return SeenMessage(subject, base64.b64decode(stored.get("data", "")), headers_of(stored.get("hdrs", "")))
+    return seen(subject, base64.b64decode(stored.get("data", "")), headers_of(stored.get("hdrs", "")))

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from rlhfspec.errors import WeightsVersionError
+from rlhfspec.errors import StorageError, WeightsVersionError
 from rlhfspec.records import Role, Weights
 
 StateDict = Mapping[str, torch.Tensor]
@@ -38,6 +38,22 @@ def weights_record(job: str, role: Role, version: int, *, uri: str, digest: str)
     'sums/weights/policy/3'
     """
     return Weights(id=f"{job}/weights/{role}/{version}", job=job, version=version, role=role, uri=uri, digest=digest)
+
+
+def identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+    """The same for names that are tied: one tensor. Empty tensors, which have no memory, are each their own."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.numel() or name
+
+
+def not_kept(record: Weights, have: int) -> WeightsVersionError:
+    """`have`: the newest version that is."""
+    return WeightsVersionError(record.version, have, f"{record.uri} is not kept")
+
+
+def refuse_other(place: object, found: str, record: Weights) -> None:
+    """StorageError where the weights of this digest are not those of the record."""
+    if found != record.digest:
+        raise StorageError(place, f"holds weights of digest {found}, not {record.digest}")
 
 
 def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights, dict[str, torch.Tensor]] | None:

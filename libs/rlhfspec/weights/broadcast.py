@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhfspec.errors import MalformedRecord, StorageError, WeightsVersionError
 from rlhfspec.records import Role, Weights
-from rlhfspec.weights.base import StateDict, weights_record
+from rlhfspec.weights.base import StateDict, not_kept, weights_record
 from rlhfspec.weights.kept import KeptVersions
 from rlhfspec.weights.packed import MAX_HEADER_BYTES, Header, machine_memory
 
@@ -57,14 +57,9 @@ class BroadcastWeightStore:
             while (version := self._kept.find(key)) is None:
                 have = self._kept.newest(record.job, record.role)
                 if self._is_first or have > record.version:
-                    raise WeightsVersionError(record.version, have, f"{record.uri} is not kept")
+                    raise not_kept(record, have)
                 self._receive(record, have)
-        assert version.packed is not None
-        if version.packed.header.digest != record.digest:
-            raise StorageError(
-                record.uri, f"holds weights of digest {version.packed.header.digest}, not {record.digest}"
-            )
-        return version.packed.tensors()
+        return version.tensors(record)
 
     def _receive(self, record: Weights, have: int) -> None:
         """The next version that rank 0 puts, whichever it is."""

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from rlhfspec.errors import StorageError, WeightsVersionError
+from rlhfspec.errors import StorageError
 from rlhfspec.modeling.digest import digest
 from rlhfspec.modeling.tensor_files import read_tensors, sync, write_tensors
 from rlhfspec.records import Role, Weights
-from rlhfspec.weights.base import StateDict, retired, weights_record
+from rlhfspec.weights.base import StateDict, not_kept, refuse_other, retired, weights_record
 
 SCHEME = "file:"
 SUFFIX = ".safetensors"
@@ -69,11 +69,10 @@ class FileWeightStore:
             if isinstance(error, StorageError) and path.exists():
                 raise
             newest = max(self._kept(record.job, record.role), default=0)
-            raise WeightsVersionError(record.version, newest, f"{record.uri} is not kept") from error
+            raise not_kept(record, newest) from error
         this = (file.st_ino, file.st_size, file.st_mtime_ns)
         if self._right.get((path, record.digest)) != this:
-            if (found := digest(tensors)) != record.digest:
-                raise StorageError(path, f"holds weights of digest {found}, not {record.digest}")
+            refuse_other(path, digest(tensors), record)
             self._right = {key: value for key, value in self._right.items() if key[0].exists()}
             self._right[path, record.digest] = this
         return tensors

@@ -27,10 +27,11 @@ import grpc
 import torch
 
 from rlhfspec.awake_clock import AwakeClock
-from rlhfspec.errors import StorageError, WeightsVersionError
+from rlhfspec.errors import WeightsVersionError
 from rlhfspec.records import Role, Weights
-from rlhfspec.weights.base import StateDict, weights_record
-from rlhfspec.weights.grpc_client import TICK_SECONDS, GrpcWeightClient, Patience, channel_credentials
+from rlhfspec.servers.certificates import channel_credentials
+from rlhfspec.weights.base import StateDict, not_kept, weights_record
+from rlhfspec.weights.grpc_client import TICK_SECONDS, GrpcWeightClient, Patience
 from rlhfspec.weights.grpc_fetch import Fetch
 from rlhfspec.weights.grpc_server import GrpcWeightServer
 from rlhfspec.weights.kept import KeptVersions, Version
@@ -103,21 +104,14 @@ class GrpcWeightStore:
             stall_seconds=self._stall_seconds,
             closed=self._closed,
         )
-        version = self._version(record, patience)
-        assert version.packed is not None
-        if version.packed.header.digest != record.digest:
-            raise StorageError(
-                record.uri, f"holds weights of digest {version.packed.header.digest}, not {record.digest}"
-            )
-        return version.packed.tensors()
+        return self._version(record, patience).tensors(record)
 
     def _version(self, record: Weights, patience: Patience) -> Version:
         """Kept, fetched by another thread, or fetched now."""
         key = (record.job, record.role, record.version)
         if self._trainer_address is None:
             if (own := self._kept.find(key)) is None:
-                have = self._kept.newest(record.job, record.role)
-                raise WeightsVersionError(record.version, have, f"{record.uri} is not kept")
+                raise not_kept(record, self._kept.newest(record.job, record.role))
             return own
         while True:
             version, is_mine = self._kept.expect(key)

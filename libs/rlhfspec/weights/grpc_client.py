@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import grpc
@@ -23,12 +22,6 @@ OPTIONS = (
     ("grpc.max_receive_message_length", MAX_HEADER_BYTES + PIECE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # who was away a moment ago is tried at once
 )
-
-
-def channel_credentials(folder: Path, role: str) -> grpc.ChannelCredentials:
-    """TLS in both directions, from the files that `service.connections.Connections.credentials` names."""
-    authority, key, certificate = ((folder / name).read_bytes() for name in ("ca.pem", f"{role}.key", f"{role}.pem"))
-    return grpc.ssl_channel_credentials(authority, key, certificate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from rlhfspec.records import Role
-from rlhfspec.weights.base import StateDict, retired
+from rlhfspec.records import Role, Weights
+from rlhfspec.weights.base import StateDict, refuse_other, retired
 from rlhfspec.weights.buffers import Buffers
 from rlhfspec.weights.fanout import Fanout
 from rlhfspec.weights.packed import GrowingDigest, Header, Packed, pack
@@ -56,6 +56,12 @@ class Version:
             self.num_bytes += num_bytes
             self._changed.notify_all()
         self._digest.advance(self.num_bytes)
+
+    def tensors(self, record: Weights) -> dict[str, Tensor]:
+        """Of a whole version; StorageError when it is not the record's."""
+        assert self.packed is not None
+        refuse_other(record.uri, self.packed.header.digest, record)
+        return self.packed.tensors()
 
     @property
     def is_complete(self) -> bool:

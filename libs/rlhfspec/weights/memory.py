@@ -6,10 +6,9 @@ import threading
 
 import torch
 
-from rlhfspec.errors import StorageError, WeightsVersionError
 from rlhfspec.modeling.digest import digest
 from rlhfspec.records import Role, Weights
-from rlhfspec.weights.base import StateDict, retired, weights_record
+from rlhfspec.weights.base import StateDict, identity, not_kept, refuse_other, retired, weights_record
 
 
 class MemoryWeightStore:
@@ -43,11 +42,9 @@ class MemoryWeightStore:
         with self._lock:
             versions = self._versions.get((record.job, record.role), {})
             if record.version not in versions:
-                newest = max(versions, default=0)
-                raise WeightsVersionError(record.version, newest, f"{record.uri} is not kept")
+                raise not_kept(record, max(versions, default=0))
             kept, tensors = versions[record.version]
-        if kept != record.digest:  # nobody else can reach the copies, so their bytes need no second hash
-            raise StorageError(record.uri, f"holds weights of digest {kept}, not {record.digest}")
+        refuse_other(record.uri, kept, record)  # nobody else can reach the copies: their bytes need no second hash
         return dict(tensors)
 
 
@@ -56,7 +53,7 @@ def _copy(state_dict: StateDict) -> dict[str, torch.Tensor]:
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     result = {}
     for name, tensor in state_dict.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.numel() or name)
+        key = identity(name, tensor)
         if key not in copies:
             copies[key] = tensor.detach().to("cpu", copy=True)
         result[name] = copies[key]

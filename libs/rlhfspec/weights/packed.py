@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlhfspec.errors import MalformedRecord, StorageError
 from rlhfspec.records import Role
-from rlhfspec.weights.base import StateDict
+from rlhfspec.weights.base import StateDict, identity
 from rlhfspec.weights.buffers import Buffers
 
 ALIGNMENT = 64  # bytes: each tensor begins at a multiple, so that it can be looked at as what it is
@@ -171,7 +171,7 @@ def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buf
     first: dict[tuple[object, ...], str] = {}
     for name in sorted(state_dict):
         tensor = state_dict[name]
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.numel() or name)
+        key = identity(name, tensor)
         if key in first:
             same_as[name] = first[key]
             continue

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
-
-from rlhfspec.loop import STAGES
 from rlhfspec.records import EvaluationReport, Heartbeat, Load, Sample, StepReport
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import StageBus
 from rlhfspec.service.live import RecentLines
+from rlhfspec.service.supervisor import STAGE_NAMES
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.evaluations import Evaluation
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.view import View
 
 LOOK_SECONDS = 0.1
-STAGE_NAMES = {stage.name for stage in STAGES}  # not the observers
 
 
 class WatchService(Service):
@@ -61,5 +57,4 @@ class WatchService(Service):
             self._view.vitals([beat for beat in self._beats.values() if beat.stage in STAGE_NAMES])
             if last:
                 return
-            with self.vitals.waiting("something to show"), suppress(TimeoutError):
-                await asyncio.wait_for(self.stopping.wait(), LOOK_SECONDS)
+            await self.pause("something to show", LOOK_SECONDS)
