@@ -7,7 +7,6 @@ import asyncio
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -20,7 +19,7 @@ from rlhfspec.errors import LoopStalled, StageFailed, StageRefused
 from rlhfspec.job import FailurePolicy
 from rlhfspec.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.service.bus import Bus
-from rlhfspec.service.child import Child
+from rlhfspec.service.child import Child, Interpreters
 from rlhfspec.service.children import Children
 from rlhfspec.service.restarts import MOST_UNCOUNTED, Restarts
 from rlhfspec.service.roster import SILENT_SECONDS, Roster
@@ -149,9 +148,7 @@ class Run:
         self.bus = await Bus.open(MemoryTransport(clock=self.clock), "sums", workers=workers, clock=self.clock)
         environment = os.environ | {"RLHFSPEC_RUN": self.tmp_path.name}
         self.children = {
-            key: Child(
-                *key, [sys.executable, "-c", program], environment, self.tmp_path / f"{key[0]}-{key[1]}.jsonl", None
-            )
+            key: Child(*key, ["-c", program], Interpreters(environment), self.tmp_path / f"{key[0]}-{key[1]}.jsonl")
             for key, program in self.programs.items()
         }
         return Children(

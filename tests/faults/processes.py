@@ -15,12 +15,12 @@ from rlhfspec.service.process import STARTED as WORKER_MARK
 
 def of_run(uid: str) -> list[int]:
     """Everything that carries the run's mark; its supervisor does not."""
-    return [pid for pid in _pids() if _environment(pid).get(MARK) == uid]
+    return [pid for pid in _pids() if environment_of(pid).get(MARK) == uid]
 
 
 def named(uid: str, name: str) -> list[int]:
-    """A worker such as generator-0, a server, or the guardian."""
-    return [pid for pid in of_run(uid) if _environment(pid).get(WORKER_MARK) == name or _is(pid, name)]
+    """A worker such as generator-0, a server, the launchers or the guardian."""
+    return [pid for pid in of_run(uid) if _mark(pid) == name or _is(pid, name)]
 
 
 def send(pid: int, number: signal.Signals) -> bool:
@@ -39,6 +39,10 @@ def is_listening(url: str) -> bool:
     return True
 
 
+def _mark(pid: int) -> str:
+    return environment_of(pid).get(WORKER_MARK, "").rstrip(".")  # a launcher leaves room in its own for longer names
+
+
 def _is(pid: int, name: str) -> bool:
     words = {"nats": "nats-server", "redis": "valkey-server", "guardian": "guardian.py"}
     return name in words and words[name] in _read(pid, "cmdline").replace("\0", " ")
@@ -48,7 +52,7 @@ def _pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
 
 
-def _environment(pid: int) -> dict[str, str]:
+def environment_of(pid: int) -> dict[str, str]:
     pairs = (line.partition("=") for line in _read(pid, "environ").split("\0"))
     return {name: value for name, _, value in pairs}
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["kill", "hold", "leave"]
-SERVERS = ("nats", "redis", "guardian")
+HELPERS = ("nats", "redis", "guardian", "launcher")
 SUPERVISOR = "supervisor"
 # Of a run with two workers of most stages; the supervisor's death is the dearest, for everybody starts anew.
-SHARE_OF_SERVERS, SHARE_OF_SUPERVISOR = 0.2, 0.06
+SHARE_OF_HELPERS, SHARE_OF_SUPERVISOR = 0.2, 0.06
 SHARE_OF_HOLDS, SHARE_OF_LEAVES = 0.1, 0.1  # beside kills
 STEPS_A_WAVE = (4, 8)  # trained between two waves of faults
 MOST_IN_A_WAVE = 5
@@ -55,5 +55,5 @@ def _fault(draw: random.Random, step: int, workers: Sequence[str], most_held_sec
     whom = draw.random()
     if whom < SHARE_OF_SUPERVISOR:
         return Fault(step, delay, "kill", SUPERVISOR)
-    servers = whom < SHARE_OF_SUPERVISOR + SHARE_OF_SERVERS
-    return Fault(step, delay, "kill", draw.choice(SERVERS if servers else workers))
+    helpers = whom < SHARE_OF_SUPERVISOR + SHARE_OF_HELPERS
+    return Fault(step, delay, "kill", draw.choice(HELPERS if helpers else workers))

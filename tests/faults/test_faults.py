@@ -17,7 +17,7 @@ def test_a_schedule_is_a_function_of_its_seed_and_strikes_everybody() -> None:
     assert [fault.after_step for fault in faults] == sorted(fault.after_step for fault in faults)
     kills = Counter(fault.target for fault in faults if fault.kind == "kill")
     assert kills.total() == 200
-    assert set(kills) == {*WORKERS, "nats", "redis", "guardian", "supervisor"}
+    assert set(kills) == {*WORKERS, "nats", "redis", "guardian", "launcher", "supervisor"}
 
 
 @pytest.mark.timeout(900)

@@ -10,13 +10,14 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rlhfspec.servers.guardian import kill, marked_with, state_and_parent
+from rlhfspec.servers.guardian import MARK, kill, marked_with, state_and_parent
 from rlhfspec.service import exits
 from rlhfspec.service.process import STARTED
 
@@ -29,29 +30,59 @@ class Ended:
     reason: str
 
 
-class Child:
-    """`lock`: of the run's folder, which stays locked as long as one of its processes lives."""
+class Process(Protocol):
+    """A child of this process."""
 
-    def __init__(
-        self,
-        stage: str,
-        worker: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        log: Path,
-        lock: int | None,
-    ) -> None:
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+
+class Starter(Protocol):
+    """Starts `python ARGUMENTS` in an environment, with STARTED=name in it, and what it prints added to `log`."""
+
+    @property
+    def environment(self) -> Mapping[str, str]: ...
+
+    async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process: ...
+
+
+class Interpreters:
+    """Each in an interpreter of its own. `launcher.Launcher` is the fast way, on Linux.
+
+    `lock`: of the run's folder, which stays locked as long as one of its processes lives.
+    """
+
+    def __init__(self, environment: Mapping[str, str], lock: int | None = None) -> None:
+        self.environment = environment
+        self._lock = lock
+
+    async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process:
+        with log.open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                env={**self.environment, STARTED: name},
+                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
+                pass_fds=() if self._lock is None else (self._lock,),
+            )  # fmt: skip
+
+
+class Child:
+    def __init__(self, stage: str, worker: int, arguments: Sequence[str], starter: Starter, log: Path) -> None:
         self.stage = stage
         self.worker = worker
         self.is_abandoned = False
-        self._command = list(command)
-        self._environment = dict(environment) | {STARTED: f"{stage}-{worker}"}  # also of all that it starts
+        self._arguments = arguments
+        self._starter = starter
         self._log = log
-        self._lock = lock
         self._began_at = 0  # in its log
         self._read_to = 0
         self._verdict = ""  # why we killed it
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Process | None = None
 
     @property
     def pid(self) -> int | None:
@@ -62,13 +93,12 @@ class Child:
         self._kill_family()  # what a dead one left behind
         self._verdict = ""
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            self._began_at = self._read_to = log.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
-                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
-                pass_fds=() if self._lock is None else (self._lock,),
-            )  # fmt: skip
+        self._began_at = self._read_to = self._log.stat().st_size if self._log.exists() else 0
+        self._process = await self._starter.start(self._name, self._arguments, self._log)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.stage}-{self.worker}"
 
     async def wait(self) -> Ended:
         assert self._process is not None, "it was started"
@@ -130,9 +160,7 @@ class Child:
 
     def _kill_family(self) -> None:
         """All that carries this worker's mark, and that of the run."""
-        marks = {
-            f"{name}={value}".encode() for name, value in self._environment.items() if name.startswith("RLHFSPEC_")
-        }
+        marks = {f"{STARTED}={self._name}".encode(), f"{MARK}={self._starter.environment[MARK]}".encode()}
         kill(pid for pid in marked_with(marks) if pid != os.getpid())
 
 

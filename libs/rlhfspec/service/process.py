@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 
 def main(stage: str) -> NoReturn:
     arguments = _arguments(stage)
-    _end_with_the_supervisor()
+    end_with_the_supervisor()
     from rlhfspec.kernels.malloc import tune_malloc
 
     tune_malloc()  # before torch, and before any thread
@@ -39,7 +39,7 @@ def main(stage: str) -> NoReturn:
     os._exit(code)
 
 
-def _end_with_the_supervisor() -> None:
+def end_with_the_supervisor() -> None:
     """The system kills what a supervisor started when that dies, also where its guardian died with it."""
     if STARTED in os.environ and sys.platform == "linux":
         import ctypes

@@ -1,4 +1,5 @@
-"""Starts the servers of a run again when they end: the same address, the same data. And whoever cleans up after us."""
+"""Starts the servers of a run again when they end: the same address, the same data. So it does with whoever cleans up
+after us, and whoever starts processes for us."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from rlhfspec.servers.guardian import Guardian
 from rlhfspec.servers.program import ServerProgram
 from rlhfspec.service import exits
 from rlhfspec.service.base import Service
+from rlhfspec.service.launcher import Launcher
 from rlhfspec.service.restarts import Restarts
 from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
@@ -29,6 +31,7 @@ class ServerWatch(Service):
         vitals: Vitals,
         servers: Sequence[ServerProgram],
         guardian: Guardian,
+        launchers: Sequence[Launcher],
         policy: FailurePolicy,
         say: Callable[[str], None],
     ) -> None:
@@ -36,13 +39,12 @@ class ServerWatch(Service):
         self._clock = vitals.clock
         self._servers = servers
         self._guardian = guardian
+        self._launchers = launchers
         self._policy = policy
         self._say = say
 
     async def run(self) -> None:
-        keeping = asyncio.create_task(
-            together(*(self._keep(server) for server in self._servers), self._keep_guardian())
-        )
+        keeping = asyncio.create_task(together(*(self._keep(server) for server in self._servers), self._keep_helpers()))
         stopped = asyncio.create_task(self.stopping.wait())
         try:
             with self.vitals.waiting("the end of the run"):
@@ -68,9 +70,12 @@ class ServerWatch(Service):
             await asyncio.sleep(0.0 if restarts.num_failures == 1 else delay)
             await server.start()
 
-    async def _keep_guardian(self) -> None:
+    async def _keep_helpers(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if not self._guardian.alive:
                 self._say("the guardian of this run ended; it is started again")
                 self._guardian.start()
+            for launcher in self._launchers:
+                if await launcher.begin():
+                    self._say("a launcher of this run ended; it is started again")

@@ -27,10 +27,11 @@ from rlhfspec.servers.nats import NatsServer, User
 from rlhfspec.servers.program import ServerProgram, write_secret
 from rlhfspec.servers.redis import RedisServer
 from rlhfspec.service.bus import Bus
-from rlhfspec.service.child import Child
+from rlhfspec.service.child import Child, Interpreters, Starter
 from rlhfspec.service.children import Children
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.dead_letters import DeadLetterWatch
+from rlhfspec.service.launcher import Launcher
 from rlhfspec.service.live import LiveBeats, LiveState
 from rlhfspec.service.rights import CONTROL, ROLES, inbox_of, rights_of
 from rlhfspec.service.server_watch import ServerWatch
@@ -54,6 +55,7 @@ class ProcessRun(JobRun):
         self._vitals = Vitals(AwakeClock())
         self._place = folder.processes.absolute()
         self._children: list[Child] = []
+        self._launchers: dict[tuple[tuple[str, str], ...], Launcher] = {}  # by what differs in their environments
         self._servers: list[ServerProgram] = []
         self._transport: NatsTransport
         self._processes: Children
@@ -162,9 +164,20 @@ class ProcessRun(JobRun):
         ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
         if ranks > 1:
             arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments]
-        environment = os.environ | {MARK: self._uid} | self._threads_of(stage)
         log = self.folder.logs.absolute() / f"{stage}-{worker}.jsonl"
-        return Child(stage, worker, [sys.executable, *arguments], environment, log, self.folder.lock)
+        return Child(stage, worker, arguments, self._starter(self._threads_of(stage)), log)
+
+    def _starter(self, threads: dict[str, str]) -> Starter:
+        """One for each environment: how many threads torch uses is settled when it is imported."""
+        environment = os.environ | {MARK: self._uid} | threads
+        if sys.platform != "linux":
+            return Interpreters(environment, self.folder.lock)
+        key = tuple(threads.items())
+        if key not in self._launchers:
+            log = self.folder.logs.absolute() / "launcher.log"
+            self._launchers[key] = launcher = Launcher(environment, log, self.folder.lock)
+            self._closing.push_async_callback(launcher.close)
+        return self._launchers[key]
 
     def _threads_of(self, stage: str) -> dict[str, str]:
         """Several generators share the cores. All others compute with as many threads as in one process: the bits of
@@ -205,7 +218,7 @@ class ProcessRun(JobRun):
             self._watch,
             DeadLetterWatch(self._bus, self._vitals),
             LiveBeats(self._live, self._vitals, self._watch.recent.now),
-            ServerWatch(self._vitals, self._servers, self._guardian, self._job.spec.failure_policy, self.say),
+            self._server_watch(),
         ]
         supervisor = Supervisor(
             self._vitals, stall_seconds=float("inf"), grace_seconds=2 * GRACE_SECONDS, final=(self._processes.stage,)
@@ -214,6 +227,10 @@ class ProcessRun(JobRun):
             await supervisor.run(services, self.stop)
         if await self._is_done() and (ended := await self._data_ended()) is not None:
             raise ended
+
+    def _server_watch(self) -> ServerWatch:
+        policy, launchers = self._job.spec.failure_policy, list(self._launchers.values())
+        return ServerWatch(self._vitals, self._servers, self._guardian, launchers, policy, self.say)
 
     @property
     def is_unfinished(self) -> bool:
