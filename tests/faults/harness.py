@@ -15,6 +15,7 @@ from pathlib import Path
 
 from faults import processes
 from faults.schedule import SUPERVISOR, Fault
+from rlhfspec.cli.exit_codes import STOPPED
 from rlhfspec.service.connections import Connections
 
 LOOK_SECONDS = 0.02
@@ -37,6 +38,7 @@ class FaultyRun:
         self._say = say
         self._log = out.with_suffix(".log")
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._right_code = 0
         self._known: dict[str, Connections] = {}  # of each start
         self._held: list[tuple[float, int]] = []  # until when which process is held
         self.struck: Counter[str] = Counter()
@@ -51,16 +53,22 @@ class FaultyRun:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Completed, and gone, at the end of the block."""
+        """Completed, or interrupted, and gone at the end of the block."""
         try:
             self._start()
             yield
             self._until(lambda: self._ended() is not None, "it ends")
-            if self._ended() != 0:
+            if self._ended() != self._right_code:
                 raise Disturbed(f"it ended with exit code {self._ended()}:\n{self._last_words()}")
             self._until_gone()
         finally:
             self._clean_up()
+
+    def interrupt(self) -> None:
+        """Ctrl-C: it ends where it is, in good order."""
+        assert self._supervisor is not None
+        self._right_code = STOPPED
+        self._supervisor.send_signal(signal.SIGINT)
 
     def connections(self) -> Connections:
         """Of the run as it is now."""

@@ -38,17 +38,16 @@ def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *
 
 
 def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
-    """Each generator runs a few of a step's samples at a time, so that there is always something to take."""
+    """Each generator runs a few of a step's samples at a time, so that there is always something to take. It goes on as
+    long as the visit takes, and then no further."""
     job = _written(folder, name="grpo")
-    overrides = [
-        *OVERRIDES, "training.steps=40", "training.promptsPerStep=16", "generation.maxTokens=64",
-        "generation.maxSequences=4",
-    ]  # fmt: skip
-    run = FaultyRun(job, folder / "faults", overrides, say)
-    undisturbed = train(job, "undisturbed", *overrides)
+    overrides = [*OVERRIDES, "training.promptsPerStep=16", "generation.maxTokens=64", "generation.maxSequences=4"]
+    run = FaultyRun(job, folder / "faults", [*overrides, "training.steps=100000"], say)
     with run.started():
         run.until(lambda: run.num_steps >= 1, "the first step")
         Joined(run, say).visit()
+        run.interrupt()
+    undisturbed = train(job, "undisturbed", *overrides, f"training.steps={run.num_steps}")
     _check(job, undisturbed)
 
 
