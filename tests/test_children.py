@@ -258,6 +258,25 @@ def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_path: 
     with_run(run, check)
 
 
+def test_a_worker_that_leaves_while_it_starts_is_not_waited_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("generator", 0): LIVES, ("generator", 1): LEAVES, ("trainer", 0): LIVES})
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        log = tmp_path / "generator-1.jsonl"
+        await run.until(lambda: log.exists() and log.read_text())
+        run.children["generator", 1].ask_to_leave()
+        await run.until(lambda: "generator 1 left: it was asked to by somebody" in run.said)
+        await run.ready("generator")
+        await run.until(lambda: children.roster.info("generator", 0))
+        assert not starting.done(), "the trainer is awaited"
+        await run.ready("trainer")
+        await run.until(starting.done)
+        starting.result()
+
+    with_run(run, check)
+
+
 def test_work_past_its_deadline_kills_its_process_and_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LIVES}, maxRestarts=0)
 

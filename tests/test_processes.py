@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import yaml
+from faults.processes import environment_of, named
 from runs import curve_of, lines_of, train
 
 from rlhfspec.loop import STAGES
+from rlhfspec.service.process import STARTED
 
 PATIENCE_SECONDS = 150.0
 OFF = "generation.speculation.mode=off"
@@ -197,15 +199,30 @@ def test_a_supervisor_that_dies_together_with_its_guardian_is_cleaned_up_after_b
     uid, weights = run.connections["uid"], Path(run.connections["weights_folder"])
     marked = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid, _ in processes_of(uid)}
     [guardian] = [pid for pid, command in marked.items() if b"guardian.py" in command]
+    stages = {pid for pid in marked if "-" in environment_of(pid).get(STARTED, "")}
+    assert len(stages) == 5
     for pid in (guardian, run.process.pid):
         os.kill(pid, signal.SIGKILL)
-    stages = {pid for pid, command in marked.items() if b"--connections" in command}
     eventually(lambda: not stages & {pid for pid, _ in processes_of(uid)}, "no stage goes on without a supervisor")
     again = starting("many", resume=True)
     assert again.ended()[0] == 0
     assert again.curve() == whole
     assert not list(processes_of(uid)), "its servers are gone"
     assert not weights.exists()
+
+
+def test_servers_that_die_while_the_stages_start_are_started_again(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    run = starting("many")
+    run.until("starting 5 processes")
+    for name in ("nats", "redis"):
+        [pid] = named(run.connections["uid"], name)
+        os.kill(pid, signal.SIGKILL)
+    code, output = run.ended()
+    assert code == 0, output
+    for name in ("nats-server", "valkey-server"):
+        assert f"{name}: killed by SIGKILL; it is started again" in output
 
 
 def test_a_stage_that_fails_says_why_in_one_line(job_file: Path, starting: Callable[..., Started]) -> None:

@@ -41,8 +41,8 @@ class Children(Service):
     """consumes: Heartbeat, WorkerInfo, StepReport; produces: nothing; waits for: the end of a process; unblocked by:
     every stage.
 
-    `start` returns when every worker is ready. `run` returns when the trainer is done (`is_done` asks the run's folder)
-    and all have left, or after `stop`. `show` is given everybody's state, a few times a second.
+    `start` returns when every worker is ready, or has left. `run` returns when the trainer is done (`is_done` asks the
+    run's folder) and all have left, or after `stop`. `show` is given everybody's state, a few times a second.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Children(Service):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Until all are ready for the first time. Raises what ends the run before."""
+        """Until all are ready for the first time, or have left. Raises what ends the run before."""
         inboxes = [
             await self._bus.of("view").subscribe(WorkerInfo),
             await self._bus.of("view").subscribe(Heartbeat),
@@ -144,6 +144,7 @@ class Children(Service):
 
     def _left(self, child: Child, ended: Ended) -> None:
         self.roster.is_down(child.stage, child.worker, "left", "")
+        self._look_who_is_awaited()
         if ended.failure not in (None, "killed"):
             raise StageFailed(child.stage, child.worker, ended.reason)
 
@@ -191,10 +192,13 @@ class Children(Service):
     def _joined(self, info: WorkerInfo) -> None:
         if self.roster.joined(info):
             self.say(f"{info.stage} {info.worker} joined (process {info.pid} on {info.host})")
-        num_ready = sum(self.roster.info(*key) is not None for key in self._children)
         if not self._ready.is_set():
+            num_ready = sum(self.roster.info(*key) is not None for key in self._children)
             self.say(f"{info.stage} {info.worker} is ready ({num_ready} of {len(self._children)})")
-        if num_ready == len(self._children):
+        self._look_who_is_awaited()
+
+    def _look_who_is_awaited(self) -> None:
+        if not any(self.roster.is_awaited(*key) for key in self._children):
             self._ready.set()
 
     async def _look(self) -> None:

@@ -115,6 +115,11 @@ class Roster:
         others = [m for m in self._members.values() if m.stage == stage and m.worker != worker]
         return all(member.phase == "left" for member in others)
 
+    def is_awaited(self, stage: str, worker: int) -> bool:
+        """It is neither ready nor gone for good."""
+        member = self._member(stage, worker)
+        return member.info is None and member.phase != "left"
+
     def silent_seconds(self, stage: str, worker: int) -> float:
         return self._clock.now() - self._member(stage, worker).heard_at
 

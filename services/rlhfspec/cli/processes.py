@@ -6,11 +6,13 @@ The same job and the same folder as in one process (`local`), and the same curve
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
 import shutil
 import sys
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from rlhfspec.servers.guardian import MARK, Guardian, end_run
 from rlhfspec.servers.nats import NatsServer, User
 from rlhfspec.servers.program import ServerProgram, write_secret
 from rlhfspec.servers.redis import RedisServer
+from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.child import Child, Interpreters, Starter
 from rlhfspec.service.children import Children
@@ -44,6 +47,18 @@ from rlhfspec.wire.codec import decode
 
 SHARED_MEMORY = Path("/dev/shm")
 DATASET_SECONDS = 5.0  # for what the server has to arrive
+
+
+async def _while_running(service: Service, work: Awaitable[None]) -> None:
+    """Until the work is done; what either raises ends both."""
+    running, working = asyncio.create_task(service.run()), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([running, working], return_when=asyncio.FIRST_COMPLETED)
+        await (working if working.done() else running)
+    finally:
+        running.cancel()
+        working.cancel()
+        await asyncio.gather(running, working, return_exceptions=True)
 
 
 class ProcessRun(JobRun):
@@ -109,8 +124,16 @@ class ProcessRun(JobRun):
         self._children = [self._child(stage, worker) for stage, count in workers.items() for worker in range(count)]
         self._processes = self._children_service(say)
         self._closing.push_async_callback(self._processes.end)
+        self._server_watch = ServerWatch(
+            self._vitals,
+            self._servers,
+            self._guardian,
+            list(self._launchers.values()),
+            self._job.spec.failure_policy,
+            lambda line: self._processes.say(line),
+        )
         say(f"starting {len(self._children)} processes")
-        await self._processes.start()
+        await _while_running(self._server_watch, self._processes.start())
 
     def _end_the_last_run(self) -> None:
         """Its servers and data are still here when its supervisor died together with its guardian."""
@@ -218,7 +241,7 @@ class ProcessRun(JobRun):
             self._watch,
             DeadLetterWatch(self._bus, self._vitals),
             LiveBeats(self._live, self._vitals, self._watch.recent.now),
-            self._server_watch(),
+            self._server_watch,
         ]
         supervisor = Supervisor(
             self._vitals, stall_seconds=float("inf"), grace_seconds=2 * GRACE_SECONDS, final=(self._processes.stage,)
@@ -227,10 +250,6 @@ class ProcessRun(JobRun):
             await supervisor.run(services, self.stop)
         if await self._is_done() and (ended := await self._data_ended()) is not None:
             raise ended
-
-    def _server_watch(self) -> ServerWatch:
-        policy, launchers = self._job.spec.failure_policy, list(self._launchers.values())
-        return ServerWatch(self._vitals, self._servers, self._guardian, launchers, policy, self.say)
 
     @property
     def is_unfinished(self) -> bool:
