@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from weight_nodes import FromTheTrainer, cluster
 
 from rlhfspec.errors import StorageError, WeightsVersionError
-from rlhfspec.modeling.digest import digest
-from rlhfspec.modeling.tensor_files import read_tensors, write_tensors
+from rlhfspec.modeling.digest import checksum, digest, digest_and_checksum
+from rlhfspec.modeling.tensor_files import read_noted, read_tensors, write_tensors
 from rlhfspec.weights import FileWeightStore, MemoryWeightStore, WeightStore, newest_kept
+from rlhfspec.weights.file import HASHES
 from rlhfspec.weights.packed import DTYPES
 
 Make = Callable[[int], WeightStore]
@@ -194,15 +195,57 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_a_file_is_hashed_once_by_each_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = FileWeightStore(tmp_path, keep=2).put("sums", "policy", 1, state(1))
+    path = Path(record.uri.removeprefix("file:"))
+    write_tensors(path, state(1))  # says nothing of its digest
     store, hashed = FileWeightStore(tmp_path, keep=2), []
     monkeypatch.setattr("rlhfspec.weights.file.digest", lambda tensors: hashed.append(tensors) or digest(tensors))
     for _ in range(3):
         store.get(record)
     assert len(hashed) == 1
-    path = Path(record.uri.removeprefix("file:"))
     write_tensors(path, state(2))
     with pytest.raises(StorageError, match="holds weights of digest"):
         store.get(record)
+
+
+def test_a_file_that_says_its_digest_is_checked_once_by_each_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = FileWeightStore(tmp_path, keep=2).put("sums", "policy", 1, state(1))
+    store, checked, hashed = FileWeightStore(tmp_path, keep=2), [], []
+    monkeypatch.setattr("rlhfspec.weights.file.checksum", lambda tensors: checked.append(1) or checksum(tensors))
+    monkeypatch.setattr("rlhfspec.weights.file.digest", lambda tensors: hashed.append(1) or digest(tensors))
+    for _ in range(3):
+        assert digest(store.get(record)) == record.digest
+    assert (len(checked), len(hashed)) == (1, 0)
+
+
+@pytest.mark.parametrize("others", ["digest", "checksum"])
+def test_what_a_file_says_of_itself_replaces_no_check(tmp_path: Path, others: str) -> None:
+    """Other weights, under the digest of those that were announced or with their whole note."""
+    record = FileWeightStore(tmp_path, keep=1).put("sums", "policy", 1, state(1))
+    path = Path(record.uri.removeprefix("file:"))
+    _, notes = read_noted(path)
+    assert notes[HASHES] == " ".join(digest_and_checksum(state(1)))
+    wrong = {"digest": notes[HASHES], "checksum": f"{digest(state(2))} {checksum(state(2))}"}[others]
+    write_tensors(path, state(2), notes={HASHES: wrong})
+    with pytest.raises(StorageError, match=f"holds weights of digest {digest(state(2))}, not {record.digest}"):
+        FileWeightStore(tmp_path, keep=1).get(record)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_no_changed_byte_of_a_file_comes_to_be_used(tmp_path: Path, where: float, flip: int) -> None:
+    store = FileWeightStore(tmp_path, keep=1)
+    record = store.put("sums", "policy", 1, state(1))
+    path = Path(record.uri.removeprefix("file:"))
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= flip
+    path.write_bytes(content)
+    try:
+        got = FileWeightStore(tmp_path, keep=1).get(record)
+    except StorageError:
+        return
+    assert digest(got) == record.digest, "only what is neither a name nor a value may change unnoticed"
 
 
 def test_a_file_stays_whole_for_those_who_map_it_and_they_cannot_change_it(tmp_path: Path) -> None:

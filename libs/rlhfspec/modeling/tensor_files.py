@@ -19,8 +19,9 @@ from rlhfspec.errors import StorageError
 SAME_AS = "same_as"  # metadata: a JSON object, name -> the name it is stored under
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Written to disk when this returns; whoever shares the folder must not read `path` before.
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, notes: Mapping[str, str] | None = None) -> None:
+    """Written to disk when this returns; whoever shares the folder must not read `path` before. `notes`: for whoever
+    reads them with the tensors.
 
     Example:
         >>> import tempfile
@@ -32,7 +33,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     stored, same_as = _unshared(tensors)
     try:
-        save_file(stored, path, metadata={SAME_AS: json.dumps(same_as)})
+        save_file(stored, path, metadata={**(notes or {}), SAME_AS: json.dumps(same_as)})
         sync(path)
     except (OSError, SafetensorError) as error:
         raise StorageError(path, f"cannot be written: {error}") from error
@@ -40,11 +41,17 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """As written, on the CPU."""
+    return read_noted(path)[0]
+
+
+def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors, and the notes of whoever wrote them."""
     try:
         with safe_open(path, framework="pt") as file:
-            same_as: dict[str, str] = json.loads((file.metadata() or {}).get(SAME_AS, "{}"))
+            notes: dict[str, str] = file.metadata() or {}
+            same_as: dict[str, str] = json.loads(notes.pop(SAME_AS, "{}"))
             tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors | {name: tensors[stored] for name, stored in same_as.items()}
+        return tensors | {name: tensors[stored] for name, stored in same_as.items()}, notes
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise StorageError(path, f"cannot be read: {error}") from error
 

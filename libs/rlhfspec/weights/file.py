@@ -1,7 +1,12 @@
 """Weights between processes that share a file system: one safetensors file a version, renamed into place.
 
-In memory (`/dev/shm`) nothing is copied but once: readers map the file, and hash it once each. A file that is unlinked
+In memory (`/dev/shm`) nothing is copied but once: readers map the file, and check it once each. A file that is unlinked
 stays whole for those who have mapped it.
+
+What is checked where: who puts a version hashes its tensors, not the file, and notes in the file its digest (sha256)
+and its checksum (xxh3_128). Who gets it uses no tensor before either the file says that it holds what the record
+announced and every byte of it, as read, has that checksum, or else all of it has the record's digest: a damaged or
+another file is refused whatever it says. A checksum can be forged: who may write in the folder is believed.
 """
 
 from __future__ import annotations
@@ -14,13 +19,15 @@ from pathlib import Path
 import torch
 
 from rlhfspec.errors import StorageError
-from rlhfspec.modeling.digest import digest
-from rlhfspec.modeling.tensor_files import read_tensors, sync, write_tensors
+from rlhfspec.modeling.digest import checksum, digest, digest_and_checksum
+from rlhfspec.modeling.tensor_files import read_noted, sync, write_tensors
 from rlhfspec.records import Role, Weights
 from rlhfspec.weights.base import StateDict, not_kept, refuse_other, retired, weights_record
 
 SCHEME = "file:"
 SUFFIX = ".safetensors"
+HASHES = "hashes"  # the note: digest and checksum
+NOT_YET_HASHED = "?" * 97  # as long as they are
 WRITING = ".writing"  # not yet a version; of a process that was killed, one never
 
 
@@ -39,8 +46,8 @@ class FileWeightStore:
         assert keep >= 1
         self._folder = folder.absolute()
         self._keep = keep
-        self._right: dict[tuple[Path, str], tuple[int, ...]] = {}  # which file it was whose digest was right
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._right: dict[tuple[Path, str], tuple[int, ...]] = {}  # which file it was that was right
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
         path = self._path(job, role, version)
@@ -49,22 +56,24 @@ class FileWeightStore:
         self._remove(self._numbered(job, role, WRITING))
         writing = path.with_suffix(f".{os.getpid()}{WRITING}")
         with ThreadPoolExecutor(1) as beside:
-            hashed = beside.submit(digest, state_dict)
+            hashing = beside.submit(digest_and_checksum, state_dict)
             try:
-                write_tensors(writing, state_dict)
+                write_tensors(writing, state_dict, notes={HASHES: NOT_YET_HASHED})
+                hashes = hashing.result()
+                _note(writing, hashes)
                 writing.replace(path)
                 sync(self._folder)
             finally:
                 writing.unlink(missing_ok=True)
         if version in retired(self._kept(job, role), self._keep):
             self._remove([path])
-        return weights_record(job, role, version, uri=f"{SCHEME}{path}", digest=hashed.result())
+        return weights_record(job, role, version, uri=f"{SCHEME}{path}", digest=hashes[0])
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
         path = Path(record.uri.removeprefix(SCHEME))
         try:
             file = path.stat()
-            tensors = read_tensors(path)
+            tensors, notes = read_noted(path)
         except (FileNotFoundError, StorageError) as error:
             if isinstance(error, StorageError) and path.exists():
                 raise
@@ -72,7 +81,8 @@ class FileWeightStore:
             raise not_kept(record, newest) from error
         this = (file.st_ino, file.st_size, file.st_mtime_ns)
         if self._right.get((path, record.digest)) != this:
-            refuse_other(path, digest(tensors), record)
+            if notes.get(HASHES) != f"{record.digest} {checksum(tensors)}":
+                refuse_other(path, digest(tensors), record)
             self._right = {key: value for key, value in self._right.items() if key[0].exists()}
             self._right[path, record.digest] = this
         return tensors
@@ -93,3 +103,13 @@ class FileWeightStore:
     def _remove(self, paths: Iterable[Path]) -> None:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def _note(path: Path, hashes: Iterable[str]) -> None:
+    """In the header of a file, which is written while they are being computed."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        at = file.read(size).index(f'"{HASHES}":"{NOT_YET_HASHED}"'.encode())
+        file.seek(8 + at)
+        file.write(f'"{HASHES}":"{" ".join(hashes)}"'.encode())
+    sync(path)
