@@ -142,6 +142,20 @@ def test_a_launcher_is_begun_again_before_it_is_needed(tmp_path: Path) -> None:
     with_launcher(tmp_path, check)
 
 
+def test_a_start_outlives_its_launchers(tmp_path: Path) -> None:
+    async def check(started: Started) -> None:
+        starting = asyncio.create_task(started.start("sleep"))
+        killed: set[int] = set()
+        while len(killed) < 3:
+            if (pid := started.launcher.pid) is not None and pid not in killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            await asyncio.sleep(0.001)
+        assert (await starting).returncode is None
+
+    with_launcher(tmp_path, check)
+
+
 def test_a_start_that_nobody_waits_for_any_more_is_not_the_next_one(tmp_path: Path) -> None:
     async def check(started: Started) -> None:
         starting = asyncio.create_task(started.start("sleep", "generator-1"))
@@ -159,7 +173,7 @@ def test_a_start_that_nobody_waits_for_any_more_is_not_the_next_one(tmp_path: Pa
 def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
     async def check(started: Started) -> None:
         launcher = Launcher(started.launcher.environment, tmp_path / "launcher.log", modules=("no_such_module",))
-        with pytest.raises(ServerFailed, match=r"when it was to start generator-0; see .*launcher.log"):
+        with pytest.raises(ServerFailed, match=r"ended or hung when it was to start generator-0; see .*launcher.log"):
             await launcher.start("generator-0", ["-m", "program", "0"], tmp_path / "log")
         assert "no_such_module" in (tmp_path / "launcher.log").read_text()
 

@@ -31,6 +31,7 @@ from rlhfspec.service.process import STARTED, end_with_the_supervisor
 
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
+MOST_KILLS = 20  # of a launcher while it starts one process
 START_SECONDS = 120.0  # the first one waits for all imports
 _ROOM = "launcher".ljust(60, ".")  # a worker's name is written over it
 STAGES_NEED = (
@@ -106,15 +107,19 @@ class Launcher:
         """Runs `python ARGUMENTS` (they begin with -m). What it prints is added to `log`."""
         request = json.dumps({"name": name, "arguments": list(arguments), "log": str(log)})
         async with self._one_at_a_time:
-            for _ in range(2):  # somebody may have killed the one that was there
+            for _ in range(MOST_KILLS):
                 try:
                     return Launched(await asyncio.wait_for(self._ask(request), START_SECONDS))
-                except (ConnectionError, TimeoutError, ValueError):
+                except (ConnectionError, ValueError):
+                    if await self.close() >= 0:  # it ended by itself, and would again; kills pass
+                        break
+                except TimeoutError:
                     await self.close()
+                    break
                 except asyncio.CancelledError:  # its reply would be taken for the next one's
                     self._kill()
                     raise
-        raise ServerFailed("launcher", f"it ended when it was to start {name}; see {self._log}")
+        raise ServerFailed("launcher", f"it ended or hung when it was to start {name}; see {self._log}")
 
     async def _ask(self, request: str) -> int:
         await self._begin()
@@ -144,12 +149,11 @@ class Launcher:
             )  # fmt: skip
         return True
 
-    async def close(self) -> None:
-        """What it started goes on."""
+    async def close(self) -> int:
+        """What it started goes on. Its exit code."""
         self._kill()
-        if self._process is not None:
-            await self._process.wait()
-            self._process = None
+        process, self._process = self._process, None
+        return await process.wait() if process is not None else 0
 
     def _kill(self) -> None:
         if (pid := self.pid) is not None:
