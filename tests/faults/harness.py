@@ -42,6 +42,8 @@ class FaultyRun:
         self._known: dict[str, Connections] = {}  # of each start
         self._held: list[tuple[float, int]] = []  # until when which process is held
         self.struck: Counter[str] = Counter()
+        self._let_go_at: list[float] = []
+        self.back_seconds: list[float] = []  # from the end of each hold to the next step
         self.gone_seconds: list[float] = []  # after each death of the supervisor
 
     def run(self, faults: Sequence[Fault]) -> None:
@@ -104,8 +106,12 @@ class FaultyRun:
             return connections.uid
         return None
 
+    @property
+    def said(self) -> str:
+        return self._log.read_text(errors="replace")
+
     def _last_words(self) -> str:
-        return self._log.read_text(errors="replace")[-3000:]
+        return self.said[-3000:]
 
     def until(self, holds: Callable[[], object], what: str) -> None:
         """Raises `Disturbed` when the run ends before it is so."""
@@ -122,6 +128,8 @@ class FaultyRun:
             time.sleep(LOOK_SECONDS)
             if self.num_steps != steps:
                 steps, since = self.num_steps, time.monotonic()
+                self.back_seconds += [since - let_go for let_go in self._let_go_at]
+                self._let_go_at.clear()
             if time.monotonic() - since > QUIET_SECONDS:
                 raise Disturbed(f"never: {what}, and no step for {QUIET_SECONDS:.0f} s:\n{self._last_words()}")
 
@@ -174,7 +182,8 @@ class FaultyRun:
 
     def _let_go(self, now: float) -> None:
         while self._held and self._held[0][0] <= now:
-            processes.send(heapq.heappop(self._held)[1], signal.SIGCONT)
+            if processes.send(heapq.heappop(self._held)[1], signal.SIGCONT):
+                self._let_go_at.append(now)
 
     # -- what is left ---------------------------------------------------------------------------------------
 

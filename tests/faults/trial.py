@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ OVERRIDES = (
     "failurePolicy.backoffSeconds=0.1",
     "failurePolicy.maxBackoffSeconds=1.0",
 )
-STEPS_AFTER = 5  # the last fault
+STEPS_AFTER = 60  # the last wave begins, which takes some seconds; a step of these models, a tenth of one
 
 
 def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> FaultyRun:
@@ -49,6 +51,15 @@ def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
         run.interrupt()
     undisturbed = train(job, "undisturbed", *overrides, f"training.steps={run.num_steps}")
     _check(job, undisturbed)
+
+
+def alone(folder: Path, seed: int, num_kills: int, worker: str, say: Callable[[str], None]) -> FaultyRun:
+    """One worker is killed again and again (or its colleague, while it is being started): nobody else is started."""
+    run = _trial(folder, schedule(seed, num_kills, [worker], alone=True), say)
+    restarted = Counter(re.findall(r"^(\S+) \d+: .* started again", run.said, re.MULTILINE))
+    if restarted != {worker.partition("-")[0]: num_kills}:
+        raise Disturbed(f"seed {seed}: {worker} was killed {num_kills} times; started again: {dict(restarted)}")
+    return run
 
 
 def _trial(folder: Path, faults: Sequence[Fault], say: Callable[[str], None]) -> FaultyRun:
