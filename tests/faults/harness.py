@@ -169,6 +169,8 @@ class FaultyRun:
     def _kill_supervisor(self, fault: Fault) -> None:
         """With the guardian, nothing else is left; started again, the run goes on."""
         self.until(lambda: self._uid() is not None, "it has begun")
+        # Without a guardian the next start cleans up: tests/test_processes.py kills both at once.
+        self.until(lambda: processes.named(self._uid() or "", "guardian"), "there is a guardian")
         assert self._supervisor is not None
         self._supervisor.kill()
         self._supervisor.wait()
