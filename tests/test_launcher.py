@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 from faults.processes import environment_of
 
 from rlhfspec.errors import ServerFailed
-from rlhfspec.service.launcher import Launched, Launcher
+from rlhfspec.service.launcher import PR_SET_CHILD_SUBREAPER, Launched, Launcher
 from rlhfspec.service.process import STARTED
 
 PROGRAM = """
@@ -68,7 +69,10 @@ def with_launcher(folder: Path, check: Callable[[Started], Awaitable[None]]) -> 
                     await process.wait()
             await started.launcher.close()
 
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    finally:  # orphans of other tests are not for us
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 def test_what_it_starts_is_a_process_of_its_own(tmp_path: Path) -> None:
