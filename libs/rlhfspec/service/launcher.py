@@ -109,7 +109,8 @@ class Launcher:
         async with self._one_at_a_time:
             for _ in range(MOST_KILLS):
                 try:
-                    return Launched(await asyncio.wait_for(self._ask(request), START_SECONDS))
+                    async with asyncio.timeout(START_SECONDS):
+                        return Launched(await self._ask(request))
                 except (ConnectionError, ValueError):
                     if await self.close() >= 0:  # it ended by itself, and would again; kills pass
                         break
