@@ -168,6 +168,15 @@ class Run:
     async def ready(self, stage: str, worker: int = 0) -> None:
         await self.bus.publish(replace(INFO, id=f"{stage}{worker}", stage=stage, worker=worker))
 
+    async def begun(self, children: Children) -> asyncio.Task[None]:
+        """All are started and ready; the task is `children.run`."""
+        starting = asyncio.create_task(children.start())
+        await self.until(lambda: all(child.pid for child in self.children.values()))
+        for stage, worker in self.children:
+            await self.ready(stage, worker)
+        await self.until(starting.done)
+        return asyncio.create_task(children.run())
+
     async def until(self, condition: Callable[[], object]) -> None:
         """Time passes, and real processes start and end."""
         end = time.monotonic() + PATIENCE_SECONDS
@@ -281,12 +290,7 @@ def test_work_past_its_deadline_kills_its_process_and_is_named(tmp_path: Path) -
     run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LIVES}, maxRestarts=0)
 
     async def check(children: Children) -> None:
-        starting = asyncio.create_task(children.start())
-        await run.until(lambda: all(child.pid for child in run.children.values()))
-        for stage in ("reward", "trainer"):
-            await run.ready(stage)
-        await run.until(starting.done)
-        running = asyncio.create_task(children.run())
+        running = await run.begun(children)
         late = replace(BEAT, doing="working", what="reward of sums/3/7/1", since_seconds=66.0, overdue_seconds=6.0)
         await run.bus.publish(late)
         await run.until(running.done)
@@ -300,12 +304,7 @@ def test_when_everybody_waits_the_run_ends_and_names_every_wait(tmp_path: Path) 
     run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LIVES})
 
     async def check(children: Children) -> None:
-        starting = asyncio.create_task(children.start())
-        await run.until(lambda: all(child.pid for child in run.children.values()))
-        for stage in ("reward", "trainer"):
-            await run.ready(stage)
-        await run.until(starting.done)
-        running = asyncio.create_task(children.run())
+        running = await run.begun(children)
         for number in range(30):
             for stage in ("reward", "trainer"):
                 await run.bus.publish(replace(BEAT, id=str(number), stage=stage))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from faults.processes import environment_of, named
+from faults.processes import environment_of, named, of_run
 from runs import curve_of, lines_of, train
 
 from rlhfspec.loop import STAGES
@@ -65,22 +65,10 @@ class Started:
 
     def pid_of(self, stage: str, worker: int = 0) -> int:
         """Of a worker's process, as the system has it."""
-        return next(pid for pid, environment in processes_of(self.connections["uid"])
-                    if f"RLHFSPEC_WORKER={stage}-{worker}".encode() in environment)  # fmt: skip
+        return named(self.connections["uid"], f"{stage}-{worker}")[0]
 
     def curve(self) -> list[dict[str, Any]]:
         return curve_of(self.job_file, self.out)
-
-
-def processes_of(uid: str) -> Iterator[tuple[int, list[bytes]]]:
-    """All that carry the mark of this run."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"RLHFSPEC_RUN={uid}".encode() in environment:
-            yield int(process.name), environment
 
 
 def eventually(condition: Callable[[], Any], what: str) -> None:
@@ -141,7 +129,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     )
     try:
         run.until("generator 7 joined")
-        assert by_hand.pid in dict(processes_of(uid)), "the guardian would end it too"
+        assert by_hand.pid in of_run(uid), "the guardian would end it too"
         hold.unlink()
         run.until("step 2/")
         by_hand.send_signal(signal.SIGTERM)
@@ -162,7 +150,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
         manifest["models"].keys()
         == json.loads((job_file.parent / "one" / "manifest.json").read_text())["models"].keys()
     )
-    assert not list(processes_of(uid)), "nobody is left"
+    assert not of_run(uid), "nobody is left"
     assert not (run.folder / "processes").exists()
     assert not Path(f"/dev/shm/rlhfspec-{uid}").exists()
 
@@ -197,17 +185,16 @@ def test_a_supervisor_that_dies_together_with_its_guardian_is_cleaned_up_after_b
     run = starting("many")
     run.until("step 1/3")
     uid, weights = run.connections["uid"], Path(run.connections["weights_folder"])
-    marked = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid, _ in processes_of(uid)}
-    [guardian] = [pid for pid, command in marked.items() if b"guardian.py" in command]
-    stages = {pid for pid in marked if "-" in environment_of(pid).get(STARTED, "")}
+    [guardian] = named(uid, "guardian")
+    stages = {pid for pid in of_run(uid) if "-" in environment_of(pid).get(STARTED, "")}
     assert len(stages) == 5
     for pid in (guardian, run.process.pid):
         os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not stages & {pid for pid, _ in processes_of(uid)}, "no stage goes on without a supervisor")
+    eventually(lambda: not stages & set(of_run(uid)), "no stage goes on without a supervisor")
     again = starting("many", resume=True)
     assert again.ended()[0] == 0
     assert again.curve() == whole
-    assert not list(processes_of(uid)), "its servers are gone"
+    assert not of_run(uid), "its servers are gone"
     assert not weights.exists()
 
 

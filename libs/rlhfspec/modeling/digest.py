@@ -34,7 +34,8 @@ def checksum(state_dict: Mapping[str, torch.Tensor]) -> str:
 
 
 def digest_and_checksum(state_dict: Mapping[str, torch.Tensor]) -> tuple[str, str]:
-    """
+    """Both, while the bytes are at hand.
+
     Example:
         >>> weights = {"a": torch.ones(2)}
         >>> digest_and_checksum(weights) == (digest(weights), checksum(weights))

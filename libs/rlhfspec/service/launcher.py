@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhfspec.errors import ServerFailed
+from rlhfspec.loop import STAGES
 from rlhfspec.service.process import STARTED, end_with_the_supervisor
 
 PR_SET_NAME = 15
@@ -48,7 +49,7 @@ STAGES_NEED = (
     "rlhfspec.weights.grpc",
     "rlhfspec.checkpoint",
     "rlhfspec.telemetry.run_folder",
-    *(f"rlhfspec.{stage}.service" for stage in ("prompts", "generator", "reward", "reference", "critic", "trainer")),
+    *(f"rlhfspec.{stage.name}.service" for stage in STAGES),
     "transformers.models.auto.tokenization_auto",
     "transformers.models.auto.modeling_auto",
     "transformers.generation.utils",
