@@ -277,7 +277,9 @@ class GeneratorWorkers(Workers):
 class Rebalancer(Workers):
     """Runs with more than one generator."""
 
-    enabled: bool = Field(True, description="Moves samples between generators while they run; which tokens come is the same.")
+    enabled: bool = Field(
+        True, description="Moves samples between generators while they run; which tokens come is the same."
+    )
     interval_seconds: Seconds = Field(0.25, description="Between two plans, at least.")
 
 

@@ -43,7 +43,8 @@ ACK_WAIT_SECONDS = 12.0
 KINDS: dict[type, Kind] = {
     Prompt: "work", Sample: "work", Score: "work", Demand: "work",
     Weights: "state", DatasetInfo: "state", WorkerInfo: "state",
-    Load: "signal", Move: "signal", Moved: "signal", Plan: "signal", StepReport: "signal", EvaluationReport: "signal", Heartbeat: "signal",
+    Load: "signal", StepReport: "signal", EvaluationReport: "signal", Heartbeat: "signal",
+    Move: "signal", Moved: "signal", Plan: "signal",
 }  # fmt: skip
 # What every process says of itself, whatever its stage; of these, what every process may also read.
 OF_A_PROCESS: tuple[type[Record], ...] = (Heartbeat, WorkerInfo)
@@ -77,10 +78,11 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="generator",
-        consumes=(Prompt, Weights, Move),
+        consumes=(Prompt, Weights),
         produces=(Sample, Load, Moved),
         waits_for="prompts, and room in the KV cache",
         unblocked_by=("prompts", "trainer"),
+        watches=(Move,),
         max_held=1 << 16,  # the engine queues what it has no room for
     ),
     Stage(
@@ -118,11 +120,11 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="rebalancer",
-        consumes=(Load, Moved),
+        consumes=(),
         produces=(Move, Plan),
         waits_for="generators to say what they have",
         unblocked_by=("generator",),
-        watches=(Sample,),  # how long answers are
+        watches=(Load, Moved, Sample),  # of a sample, how long it became
     ),
 )
 # Who looks on: it watches, produces nothing, and nobody waits for it.

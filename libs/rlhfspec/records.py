@@ -216,8 +216,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """The rebalancer's advice to the source: this sample would be better off there. May be lost, late or wrong: it costs
-    balance, never a token."""
+    """The rebalancer's advice to the source: this sample would be better off there.
+
+    May be lost, late or wrong: that costs balance, never a token.
+    """
 
     id: str  # of the move, wherever it is told of
     job: str
