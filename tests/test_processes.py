@@ -116,7 +116,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     whole = train(job_file, "one", steps, *TWO)
     (hold := job_file.parent / "hold").touch()
     run = starting("many", steps, *TWO)
-    run.until("(7 of 7)")
+    run.until("(8 of 8)")
     uid, connections = run.connections["uid"], run.folder / "processes" / "connections.json"
     os.kill(run.pid_of("generator", 1), signal.SIGKILL)
     assert "started again" in run.until("generator 1: killed by SIGKILL")
