@@ -145,7 +145,14 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     assert samples[0] == samples[1]
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert manifest["outcome"] == "completed"
-    assert manifest["processes"] == {"prompts": 1, "generator": 2, "reward": 2, "reference": 1, "trainer": 1}
+    assert manifest["processes"] == {
+        "prompts": 1,
+        "generator": 2,
+        "reward": 2,
+        "reference": 1,
+        "trainer": 1,
+        "rebalancer": 1,
+    }
     assert (
         manifest["models"].keys()
         == json.loads((job_file.parent / "one" / "manifest.json").read_text())["models"].keys()
