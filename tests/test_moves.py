@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.base import KVRange, SequenceState, Watermark
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.engine.state_bytes import from_bytes, to_bytes
+from rlhfspec.engine.state_bytes import checksum_of, from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError, WeightsVersionError
 from rlhfspec.tiny import perturbed, random_model
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
@@ -341,6 +340,67 @@ def test_a_range_holds_at_most_the_bytes_it_may() -> None:
     assert here.export_range("x", everything.start, max_bytes=1).num_positions == 1
 
 
+def test_kv_is_packed_once_into_the_memory_of_a_link() -> None:
+    """The parts are views of it, one behind the other; the other side reads them where they landed."""
+    here, there = make(), make()
+    here.submit(request("x"))
+    here.step()
+    here.step()
+    mark = there.reserve(here.manifest("x"))
+    expected = here.export_range("x", mark)
+    num_bytes = sum(part.nbytes for part in expected.kv)
+    memory = np.full(num_bytes + 9, 0xEE, np.uint8)
+    kv = here.export_range("x", mark, out=memory[3:])  # wherever it begins
+    assert [np.shares_memory(part, memory) for part in kv.kv] == [True, True]
+    assert memory[3 : 3 + num_bytes].tobytes() == b"".join(part.tobytes() for part in expected.kv)
+    assert memory[3 + num_bytes :].tolist() == [0xEE] * 6, "and nothing behind it"
+    assert kv.checksum == expected.checksum
+    header, received = to_bytes(kv, has_kv=False), memory[3 : 3 + num_bytes].tobytes()
+    assert len(header) < 600
+    landed = from_bytes(header, kv=received)
+    assert isinstance(landed, KVRange)
+    assert not landed.kv[0].flags.writeable
+    there.import_range(landed)
+    there.import_sequence(here.export_sequence("x", landed.end))
+    assert bits(drain(there)["x"]) == alone()
+    with pytest.raises(MalformedRecord):
+        from_bytes(header, kv=received[:-1])
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.empty(8, np.uint8), np.empty(1 << 20, np.int8), np.empty((1 << 10, 1 << 10), np.uint8)]
+)
+def test_memory_that_does_not_take_a_range_is_refused(wrong: Any) -> None:
+    here = make()
+    here.submit(request("x"))
+    here.step()
+    with pytest.raises(SequenceStateError, match="out"):
+        here.export_range("x", Watermark(epoch=here.manifest("x").epoch, positions=(0, 0)), out=wrong)
+
+
+def test_an_engine_tells_what_it_has() -> None:
+    engine = make(max_sequences=2, prefill_chunk=24)
+    for name in ("a", "b", "c"):
+        engine.submit(request(name, PROMPT[::-1] if name == "b" else PROMPT))
+    assert [(view.id, view.is_waiting, view.num_prefill) for view in engine.sequences()] == [
+        ("a", True, 40), ("b", True, 40), ("c", True, 40),
+    ]  # fmt: skip
+    engine.step()
+    a, b, c = engine.sequences()
+    assert (a.is_waiting, a.num_prefill, b.num_prefill, c.is_waiting) == (False, 16, 40, True)
+    for _ in range(5):
+        engine.step()
+    length = int(engine.state.rows.lengths[engine.state.sequences["a"].row])
+    a = engine.sequences()[0]
+    assert (a.num_held, a.num_generated, a.num_prefill) == (length, length - 40, 0)
+    engine.preempt("a")
+    assert {view.id: (view.num_held, view.num_prefill, view.is_waiting) for view in engine.sequences()}["a"] == (
+        length, length, True,
+    )  # fmt: skip
+    engine.export_sequence("b")
+    assert [view.id for view in engine.sequences()] == ["a", "c"]
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -392,6 +452,12 @@ def longer(part: Any) -> Any:
     return np.concatenate((part, part, part))
 
 
+def damaged_at(part: Any, place: int) -> Any:
+    part = part.copy()
+    part.reshape(-1)[place] ^= 1
+    return part
+
+
 def with_manifest(state: SequenceState, **changes: Any) -> SequenceState:
     return replace(state, manifest=replace(state.manifest, **changes))
 
@@ -400,6 +466,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], SequenceState]]] = {
     "KV of every position": ("kv", lambda s: with_kv(s, lambda kv: longer(kv)[: len(s.token_ids)])),
     "KV of more positions than tokens": ("kv", lambda s: with_kv(s, longer)),
     "a layer is missing": ("kv", lambda s: with_kv(s, lambda kv: kv[:, : kv.shape[1] // 2])),
+    "a bit of the KV": ("checksum", lambda s: with_kv(s, lambda kv: damaged_at(kv, -1))),
     "KV of another type": ("kv", lambda s: with_kv(s, lambda kv: kv.view(np.float32))),
     "one space only": ("kv", lambda s: replace(s, rest=replace(s.rest, kv=s.rest.kv[:1]))),
     "another epoch": ("epoch", lambda s: with_manifest(s, epoch=3)),
@@ -445,10 +512,12 @@ def test_a_range_that_does_not_fit_is_refused_and_the_right_one_may_follow() -> 
     here.step()
     mark = there.reserve(here.manifest("x"))
     kv = here.export_range("x", mark)
-    wrong: dict[str, KVRange] = {
+    wrong: dict[str, Any] = {
         "start": replace(kv, start=replace(kv.start, positions=(1, 0))),
         "kv": replace(kv, kv=(longer(kv.kv[0]), kv.kv[1])),
         "reservation": replace(kv, request_id="y"),
+        "request_id": replace(kv, request_id=kv.kv[0]),
+        "checksum": replace(kv, kv=(damaged_at(kv.kv[0], 0), kv.kv[1])),
     }
     for field, each in wrong.items():
         with pytest.raises(SequenceStateError) as caught:
@@ -521,7 +590,7 @@ LIES = [None, True, 0, 1, -1, 40, 47, 48, 1 << 40, 0.5, float("nan"), "", "x", [
 def sealed(header: bytes, rest: bytes) -> bytes:
     """As `to_bytes` would write it, whatever the header says."""
     body = b"RLHFMOVE" + len(header).to_bytes(4, "little") + header + rest
-    return body + zlib.crc32(body).to_bytes(4, "little")
+    return body + checksum_of([body]).to_bytes(8, "little")
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -535,7 +604,7 @@ def test_a_header_that_lies_is_refused_by_name_or_harmless(data: st.DataObject) 
     """Its checksum is right: what is wrong was written so. Nothing spins and nothing leaks."""
     good, there = to_bytes(exported()), target_of_fuzzing()
     length = int.from_bytes(good[8:12], "little")
-    header, rest = json.loads(good[12 : 12 + length]), good[12 + length : -4]
+    header, rest = json.loads(good[12 : 12 + length]), good[12 + length : -8]
     paths = [path for path in paths_of(header) if path and "prompt_token_ids" not in path[:-1]]
     for path in data.draw(st.lists(st.sampled_from(paths), min_size=1, max_size=3)):
         place = header
