@@ -269,6 +269,18 @@ class GeneratorWorkers(Workers):
         description="Prompts a worker holds beyond what its engine can run, so that a free row never waits for one. "
         "What is held cannot go to another worker that has room: few is better.",
     )
+    link: Literal["auto", "shm", "tcp", "nixl", "torch"] = Field(
+        "auto", description="How KV goes to another generator; auto: shm on one host, else tcp."
+    )
+
+
+class Rebalancer(Workers):
+    """Runs with more than one generator."""
+
+    enabled: bool = Field(
+        True, description="Moves samples between generators while they run; which tokens come is the same."
+    )
+    interval_seconds: Seconds = Field(0.25, description="Between two plans, at least.")
 
 
 class Roles(Block):
@@ -280,6 +292,7 @@ class Roles(Block):
     reference: Workers = Field(Workers(), description="Log-probs under the reference; runs when klCoefficient > 0.")
     critic: Workers = Field(Workers(), description="Values; runs with ppo.")
     trainer: Trainer = Field(Trainer(), description="Learns.")
+    rebalancer: Rebalancer = Field(Rebalancer(), description="Says which samples go on at another generator.")
 
 
 class FailurePolicy(Block):

@@ -22,6 +22,9 @@ from rlhfspec.records import (
     EvaluationReport,
     Heartbeat,
     Load,
+    Move,
+    Moved,
+    Plan,
     Prompt,
     Record,
     Sample,
@@ -41,6 +44,7 @@ KINDS: dict[type, Kind] = {
     Prompt: "work", Sample: "work", Score: "work", Demand: "work",
     Weights: "state", DatasetInfo: "state", WorkerInfo: "state",
     Load: "signal", StepReport: "signal", EvaluationReport: "signal", Heartbeat: "signal",
+    Move: "signal", Moved: "signal", Plan: "signal",
 }  # fmt: skip
 # What every process says of itself, whatever its stage; of these, what every process may also read.
 OF_A_PROCESS: tuple[type[Record], ...] = (Heartbeat, WorkerInfo)
@@ -75,9 +79,10 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="generator",
         consumes=(Prompt, Weights),
-        produces=(Sample, Load),
+        produces=(Sample, Load, Moved),
         waits_for="prompts, and room in the KV cache",
         unblocked_by=("prompts", "trainer"),
+        watches=(Move,),
         max_held=1 << 16,  # the engine queues what it has no room for
     ),
     Stage(
@@ -113,12 +118,20 @@ STAGES: tuple[Stage, ...] = (
         max_held=1 << 20,  # until a checkpoint covers their step
         max_deliveries=None,  # each crash of a trainer counts as a delivery of all it holds
     ),
+    Stage(
+        name="rebalancer",
+        consumes=(),
+        produces=(Move, Plan),
+        waits_for="generators to say what they have",
+        unblocked_by=("generator",),
+        watches=(Load, Moved, Sample),  # of a sample, how long it became
+    ),
 )
 # Who looks on: it watches, produces nothing, and nobody waits for it.
 OBSERVERS: tuple[Stage, ...] = (
     Stage(
         name="view",
-        consumes=(Sample, Load, StepReport, EvaluationReport, Heartbeat, WorkerInfo),
+        consumes=(Sample, Load, Moved, Plan, StepReport, EvaluationReport, Heartbeat, WorkerInfo),
         produces=(),
         waits_for="something to show",
         unblocked_by=("generator", "trainer"),
@@ -179,6 +192,9 @@ def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:
 
 def workers_of(job: RLHFJob) -> dict[str, int]:
     """The stages that run in this job, and how many workers each has."""
+    roles = job.spec.roles
     running = {"prompts", "generator", "trainer", *scoring_stages(job.spec.algorithm)}
-    counts = {stage.name: getattr(job.spec.roles, stage.name).workers for stage in STAGES if stage.name in running}
-    return counts | {"prompts": 1, "trainer": 1}
+    if roles.generator.workers > 1 and roles.rebalancer.enabled:
+        running.add("rebalancer")
+    counts = {stage.name: getattr(roles, stage.name).workers for stage in STAGES if stage.name in running}
+    return counts | {name: 1 for name in ("prompts", "trainer", "rebalancer") if name in counts}

@@ -25,6 +25,9 @@ Role = Literal["policy", "critic"]
 FinishReason = Literal["stop", "length", "error"]
 Doing = Literal["working", "waiting", "stopped"]
 Purpose = Literal["training", "evaluation"]
+# kv: with its KV; tokens: without it, to be computed again there; kept: it stays, and why; lost: the destination
+# neither has it nor says so, and it will be delivered again.
+MoveOutcome = Literal["kv", "tokens", "kept", "lost"]
 
 
 def sample_id(job: str, *, step: int, prompt: int, replica: int) -> str:
@@ -177,7 +180,12 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a generator does right now. May be lost: nothing that decides a token or a curve reads it."""
+    """What a generator does right now. May be lost: nothing that decides a token or a curve reads it.
+
+    The rebalancer plans with what stands from `worker` on: a step of B sequences takes about `step_seconds +
+    sequence_seconds * B`; of each unfinished sequence, its id, how many tokens of its response are there, and how many
+    tokens in all (which its KV grows with).
+    """
 
     id: str
     job: str
@@ -190,6 +198,63 @@ class Load:
     tokens_per_second: float  # over the last moments
     accepted_per_verification: float | None  # of drafted tokens; None: nothing was drafted
     strategy: str
+    worker: int = 0
+    incarnation: str = ""  # of its process: another one holds nothing of what this one held
+    host: str = ""  # engines of one host share its memory's bandwidth
+    weights_version: int = 0
+    is_leaving: bool = False
+    step_seconds: float = 0.0
+    sequence_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # a token
+    prefill_tokens: int = 0  # owed
+    num_free_rows: int = 0
+    num_free_tokens: int = 0  # that KV blocks are free for
+    sample_ids: tuple[str, ...] = ()
+    num_generated: tuple[int, ...] = ()
+    num_held: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """The rebalancer's advice to the source: this sample would be better off there.
+
+    May be lost, late or wrong: that costs balance, never a token.
+    """
+
+    id: str  # of the move, wherever it is told of
+    job: str
+    sample_id: str
+    source: int  # numbers of generators
+    destination: int
+    gain_seconds: float  # of the later end of the two
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """How a move ended, as its source saw it."""
+
+    id: str  # the move's
+    job: str
+    sample_id: str
+    source: int
+    destination: int
+    how: MoveOutcome
+    reason: str = ""  # why it was refused or given up
+    num_bytes: int = 0
+    num_rounds: int = 0  # of KV sent while the source went on
+    num_tokens: int = 0  # that it had
+    num_recomputed: int = 0  # of these, those whose KV the destination computes again
+    pause_seconds: float = 0.0  # from the source's last step with it until the destination had it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the rebalancer decided, and why: a line of `moves.jsonl`."""
+
+    id: str
+    job: str
+    plan_json: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +317,9 @@ Record = (
     | DatasetInfo
     | Demand
     | Load
+    | Move
+    | Moved
+    | Plan
     | StepReport
     | EvaluationReport
     | Heartbeat

@@ -28,6 +28,9 @@ from rlhfspec.records import (
     EvaluationReport,
     Heartbeat,
     Load,
+    Move,
+    Moved,
+    Plan,
     Prompt,
     Record,
     Sample,
@@ -51,6 +54,9 @@ ENVELOPE_FIELDS: dict[type[Record], str] = {
     DatasetInfo: "dataset_info",
     EvaluationReport: "evaluation_report",
     WorkerInfo: "worker_info",
+    Move: "move",
+    Moved: "moved",
+    Plan: "plan",
 }
 _TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
 _FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in ENVELOPE_FIELDS}
@@ -141,6 +147,13 @@ def _problem_of(record: Record) -> tuple[str, object, str] | None:
         for name in ("log_probs", "tempered_log_probs", "weights_versions"):
             if len(getattr(record, name)) != len(record.token_ids):
                 return f"Sample.{name}", record.id, f"must have a number for each of {len(record.token_ids)} tokens"
+    if isinstance(record, Load):
+        for name in ("num_generated", "num_held"):
+            if len(getattr(record, name)) != len(record.sample_ids):
+                return f"Load.{name}", record.id, f"must have a number for each of {len(record.sample_ids)} samples"
+        for name in ("step_seconds", "sequence_seconds", "prefill_seconds"):
+            if not 0 <= getattr(record, name) < math.inf:
+                return f"Load.{name}", getattr(record, name), "must be a number of seconds"
     if isinstance(record, Score) and not record.error:
         numbers = [*record.values, *(value for _, value in record.components)]
         if not all(map(math.isfinite, numbers)):

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("prompt", "sample", "score", "weights", "demand", "load", "step_report", "heartbeat", "dataset_info", "evaluation_report", "worker_info")
+    __slots__ = ("prompt", "sample", "score", "weights", "demand", "load", "step_report", "heartbeat", "dataset_info", "evaluation_report", "worker_info", "move", "moved", "plan")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,9 @@ class Envelope(_message.Message):
     DATASET_INFO_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_REPORT_FIELD_NUMBER: _ClassVar[int]
     WORKER_INFO_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     sample: Sample
     score: Score
@@ -30,7 +33,10 @@ class Envelope(_message.Message):
     dataset_info: DatasetInfo
     evaluation_report: EvaluationReport
     worker_info: WorkerInfo
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., dataset_info: _Optional[_Union[DatasetInfo, _Mapping]] = ..., evaluation_report: _Optional[_Union[EvaluationReport, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
+    move: Move
+    moved: Moved
+    plan: Plan
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., dataset_info: _Optional[_Union[DatasetInfo, _Mapping]] = ..., evaluation_report: _Optional[_Union[EvaluationReport, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class Prompt(_message.Message):
     __slots__ = ("id", "job", "step", "prompt", "replica", "text", "token_ids", "columns_json", "seed", "weights_version", "purpose")
@@ -202,7 +208,7 @@ class Demand(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., num_prompts: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy")
+    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "worker", "incarnation", "host", "weights_version", "is_leaving", "step_seconds", "sequence_seconds", "prefill_seconds", "prefill_tokens", "num_free_rows", "num_free_tokens", "sample_ids", "num_generated", "num_held")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATOR_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +220,20 @@ class Load(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_VERIFICATION_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     generator: str
@@ -225,7 +245,77 @@ class Load(_message.Message):
     tokens_per_second: float
     accepted_per_verification: float
     strategy: str
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ...) -> None: ...
+    worker: int
+    incarnation: str
+    host: str
+    weights_version: int
+    is_leaving: bool
+    step_seconds: float
+    sequence_seconds: float
+    prefill_seconds: float
+    prefill_tokens: int
+    num_free_rows: int
+    num_free_tokens: int
+    sample_ids: _containers.RepeatedScalarFieldContainer[str]
+    num_generated: _containers.RepeatedScalarFieldContainer[int]
+    num_held: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[str] = ..., host: _Optional[str] = ..., weights_version: _Optional[int] = ..., is_leaving: _Optional[bool] = ..., step_seconds: _Optional[float] = ..., sequence_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., num_free_rows: _Optional[int] = ..., num_free_tokens: _Optional[int] = ..., sample_ids: _Optional[_Iterable[str]] = ..., num_generated: _Optional[_Iterable[int]] = ..., num_held: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Move(_message.Message):
+    __slots__ = ("id", "job", "sample_id", "source", "destination", "gain_seconds", "reason")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    GAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    sample_id: str
+    source: int
+    destination: int
+    gain_seconds: float
+    reason: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., sample_id: _Optional[str] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., gain_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("id", "job", "sample_id", "source", "destination", "how", "reason", "num_bytes", "num_rounds", "num_tokens", "num_recomputed", "pause_seconds")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    HOW_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    sample_id: str
+    source: int
+    destination: int
+    how: str
+    reason: str
+    num_bytes: int
+    num_rounds: int
+    num_tokens: int
+    num_recomputed: int
+    pause_seconds: float
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., sample_id: _Optional[str] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., how: _Optional[str] = ..., reason: _Optional[str] = ..., num_bytes: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_recomputed: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("id", "job", "plan_json")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    plan_json: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., plan_json: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("id", "job", "step", "weights_version", "weights_digest", "metrics_json")

@@ -1,0 +1,1 @@
+"""How the bytes of a moving sequence get from one process to another."""

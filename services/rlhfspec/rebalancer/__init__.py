@@ -1,0 +1,1 @@
+"""Says which samples go on at another generator, from what generators say of themselves."""

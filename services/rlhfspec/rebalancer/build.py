@@ -1,0 +1,17 @@
+"""Makes the worker of the rebalancing stage of a job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.service.context import Context
+
+if TYPE_CHECKING:
+    from rlhfspec.rebalancer.service import RebalancerService
+
+
+def build(job: RLHFJob, context: Context) -> RebalancerService:
+    from rlhfspec.rebalancer.service import RebalancerService
+
+    return RebalancerService(context.worker, context.vitals, context.bus, job=job)
