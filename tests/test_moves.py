@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from forced_moves import play
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, check, drain, in_rounds, make, model, request, reserved
 
 from rlhfspec.drafting.base import Plan
@@ -48,6 +52,22 @@ def test_moved_at_any_time_in_any_way_the_bits_are_those_of_the_plain_engine(
     assert sum(each.stats.num_preemptions for each in done.values()) == 0, "KV went along: nothing was computed again"
     for engine in engines:
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1 << 20))
+def test_forced_to_move_at_random_the_bits_are_those_of_the_unmoved(seed: int) -> None:
+    play(seed)
+
+
+def test_forced_moves_meet_everything_that_can_happen_to_them() -> None:
+    seen = sum((play(seed) for seed in range(6)), Counter[str]())
+    missing = {
+        "moved", "moved twice or more", "tokens", "tokens to newer weights", "taken back", "given up", "drafted",
+        "preempted", "new weights", "shares a prompt there", "finished in mid-copy", "stopped at a string",
+        "refused: room", "refused: epoch", "refused: weights_version",
+    } - {what for what, times in seen.items() if times}  # fmt: skip
+    assert not missing, seen
 
 
 def test_bf16_moves_bit_for_bit_too() -> None:
