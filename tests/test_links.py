@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from link_checks import nothing_left, pattern
 
 from rlhfspec.errors import InvalidRequest, LinkError
 from rlhfspec.migration.links.base import Landing, Sending
@@ -18,10 +18,9 @@ Pair = tuple[Landing, Sending]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    before = (len(os.listdir("/proc/self/fd")), threading.active_count(), os.listdir("/dev/shm"))
-    yield
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count(), os.listdir("/dev/shm")) == before
+def _clean() -> Iterator[None]:
+    with nothing_left():
+        yield
 
 
 @pytest.fixture(params=KINDS)
@@ -38,12 +37,6 @@ def pair(kind: str) -> Iterator[Pair]:
     landing.close()
 
 
-def some_bytes(num_bytes: int, seed: int = 0) -> bytes:
-    """No two neighbouring seeds look alike, no page like the next."""
-    pattern = bytes((7 * i + seed) % 251 for i in range(min(num_bytes, 251 * 17)))
-    return (pattern * (num_bytes // max(1, len(pattern)) + 1))[:num_bytes]
-
-
 def send(sending: Sending, key: str, content: bytes) -> None:
     sending.room(len(content))[:] = content
     sending.send(key, len(content))
@@ -52,7 +45,7 @@ def send(sending: Sending, key: str, content: bytes) -> None:
 @pytest.mark.parametrize("num_bytes", [0, 1, 4097, 4 << 20, 67 << 20])
 def test_bytes_arrive_whole(pair: Pair, num_bytes: int) -> None:
     landing, sending = pair
-    content = some_bytes(num_bytes)
+    content = pattern(num_bytes)
     with ThreadPoolExecutor(1) as beside:
         sent = beside.submit(send, sending, "m/0", content)
         assert landing.take("m/0", num_bytes, timeout=30) == content
@@ -65,9 +58,9 @@ def test_ranges_of_many_moves_are_told_apart_and_memory_is_used_again(pair: Pair
     for round_ in range(20):
         keys = [f"move-{m}/{round_}" for m in range(3)]
         for place, key in enumerate(keys):
-            send(sending, key, some_bytes(5000 + place, seed=place + round_))
+            send(sending, key, pattern(5000 + place, seed=place + round_))
         for place, key in reversed(list(enumerate(keys))):
-            assert landing.take(key, 5000 + place, timeout=10) == some_bytes(5000 + place, seed=place + round_)
+            assert landing.take(key, 5000 + place, timeout=10) == pattern(5000 + place, seed=place + round_)
             landing.done(key)
 
 
@@ -88,7 +81,7 @@ def test_many_sources_at_once(kind: str) -> None:
         sending = open_sending(landing.offer)
         barrier.wait(30)
         for number in range(10):
-            send(sending, f"{index}/{number}", some_bytes(30_000, seed=index + number))
+            send(sending, f"{index}/{number}", pattern(30_000, seed=index + number))
         barrier.wait(30)
         sending.close()
 
@@ -97,7 +90,7 @@ def test_many_sources_at_once(kind: str) -> None:
         for number in range(10):
             for index in range(8):
                 key = f"{index}/{number}"
-                assert landing.take(key, 30_000, timeout=30) == some_bytes(30_000, seed=index + number)
+                assert landing.take(key, 30_000, timeout=30) == pattern(30_000, seed=index + number)
                 landing.done(key)
         for each in running:
             each.result()
@@ -140,7 +133,7 @@ def test_memory_of_the_destination_is_bounded(kind: str) -> None:
     sending = open_sending(landing.offer, seconds=0.3)
     with pytest.raises(LinkError):  # noqa: PT012 over some links the source notices one range later
         for number in range(40):
-            send(sending, f"m/{number}", some_bytes(300_000))
+            send(sending, f"m/{number}", pattern(300_000))
     sending.close()
     landing.close()
 
