@@ -15,19 +15,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_checks import DESTINATION, SOURCE, nothing_left, other, pattern
+from link_checks import DESTINATION, NIXL, SOURCE, landing_of, nothing_left, other, pattern, shared_names
 
 from rlhfspec.errors import LinkError
 from rlhfspec.migration.links import door, frames
-from rlhfspec.migration.links.opening import WaysIn, make_landing, open_sending
+from rlhfspec.migration.links.opening import WaysIn, open_sending
 from rlhfspec.servers.certificates import client_tls, create_credentials, server_tls
 
-BETWEEN_PROCESSES = ["shm", "tcp"]
+BETWEEN_PROCESSES = ["shm", "tcp", *NIXL]
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +38,6 @@ def _clean() -> Iterator[None]:
 @pytest.fixture(params=BETWEEN_PROCESSES)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def landing_of(kind: str, **settings: Any) -> WaysIn:
-    landing = make_landing(kind, **settings)
-    assert isinstance(landing, WaysIn)
-    return landing
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
@@ -122,13 +115,13 @@ def test_nobody_there_any_more(kind: str) -> None:
 
 def test_an_end_that_is_killed_leaves_no_file(kind: str) -> None:
     """Memory between processes has no name that anybody would have to remove."""
-    before = sorted(os.listdir("/dev/shm"))
+    before = shared_names()
     with other(DESTINATION, kind) as destination, other(SOURCE) as source:
         source.say(destination.hear())
         source.say("m/0 100000 3")
         assert source.hear() == "ready"
         assert source.hear() == "sent m/0"
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert shared_names() == before
 
 
 # --- hostile ends -----------------------------------------------------------------------------------------------------
@@ -296,7 +289,7 @@ def test_strangers_are_few_at_a_time_and_in_nobodys_way(kind: str) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.booleans(), st.sampled_from(BETWEEN_PROCESSES), st.lists(st.binary(max_size=60), max_size=4))
+@given(st.booleans(), st.sampled_from(["shm", "tcp"]), st.lists(st.binary(max_size=60), max_size=4))
 def test_whatever_is_said_the_landing_stays_whole(is_let_in: bool, kind: str, said: list[bytes]) -> None:
     landing = landing_of(kind, seconds=5)
     connection = let_in(landing)
