@@ -11,7 +11,7 @@ import pytest
 from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, check, drain, in_rounds, make, model, request, reserved
 
 from rlhfspec.drafting.base import Plan
-from rlhfspec.engine import Completion
+from rlhfspec.engine import Completion, Engine
 from rlhfspec.engine.base import KVRange, Watermark
 from rlhfspec.engine.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError
@@ -102,6 +102,84 @@ def test_a_whole_prompt_that_is_here_is_not_sent_again() -> None:
     late = there.state.sequences["late"].row
     assert int(there.state.spaces[1].cached[late]) >= 32, "nor does the draft run the prefix again"
     assert drain(there).keys() == {"0", "1", "2", "3", "late"}
+
+
+def siblings(engine: Engine, count: int, num_steps: int = 6) -> None:
+    for index in range(count):
+        engine.submit(request(str(index), seed=index))
+    for _ in range(num_steps):
+        engine.step()
+
+
+def test_siblings_that_arrive_together_bring_their_prompt_once() -> None:
+    """The first of them promises it to the others, which land behind it in whatever order."""
+    here, there = make(), make()
+    siblings(here, 4)
+    used = here.stats().num_blocks - here.stats().num_free_blocks
+    marks = {name: there.reserve(here.manifest(name)) for name in "0123"}
+    assert [mark.positions for mark in marks.values()] == [(0, 0), (32, 32), (32, 32), (32, 32)]
+    there.check_integrity()
+    for name in "3102":
+        kv = here.export_range(name, marks[name], max_bytes=20_000)
+        there.import_range(kv)
+        marks[name] = kv.end
+        check(here, there)
+        here.step()
+    for name in "0312":
+        there.import_sequence(here.export_sequence(name, marks[name]))
+        assert here.cancel(name)
+        check(here, there)
+    assert there.stats().num_blocks - there.stats().num_free_blocks <= used
+    assert not there.scheduler.promised
+    there.submit(request("late", seed=9))
+    assert there.step().num_prefill_tokens == len(PROMPT) - 32, "nothing of the others was computed again"
+    assert there.stats().num_recomputed_tokens == 0
+    done = drain(there)
+    assert {name: bits(done[name]) for name in "0123"} == {str(seed): alone(seed) for seed in range(4)}
+
+
+@pytest.mark.parametrize("way", ["cancelled", "settled first", "memory taken", "preempted there"])
+def test_a_promised_prompt_that_does_not_come_is_computed(way: str) -> None:
+    here, there = make(), make()
+    siblings(here, 3)
+    first, second, third = (there.reserve(here.manifest(name)) for name in "012")
+    assert second.positions == third.positions == (32, 32)
+    for name, mark in (("1", second), ("2", third)):
+        there.import_range(here.export_range(name, mark))
+    match way:
+        case "cancelled":
+            assert there.cancel("0")
+        case "memory taken":
+            assert there.scheduler.reclaim([there.scheduler.arriving["0"]])
+        case "preempted there":
+            assert here.preempt("0")
+            there.cancel("0")
+            first = there.reserve(replace(here.manifest("0"), epoch=3))
+            assert first.positions == (0, 0), "nobody fills what the others wait for"
+            assert there.cancel("0")
+    check(there)
+    state = here.export_sequence("1", second)
+    there.import_sequence(state)
+    here.cancel("1")
+    check(there)
+    assert there.stats().num_recomputed_tokens == state.manifest.num_tokens - 1
+    if way == "settled first":  # its sibling comes after it, and brings what it waits for
+        kv = here.export_range("0", first)
+        there.import_range(kv)
+        there.import_sequence(here.export_sequence("0", kv.end))
+        report = there.step()
+        assert report.num_prefill_tokens == state.manifest.num_tokens - 32
+    done = drain(there)
+    assert bits(done["1"]) == alone(1)
+    there.import_sequence(here.export_sequence("2", third))
+    here.cancel("2")
+    assert bits(drain(there)["2"]) == alone(2)
+    assert {name: bits(each) for name, each in drain(here).items()} == {name: alone(int(name)) for name in here_of(way)}
+    assert there.stats().num_free_blocks == there.stats().num_blocks or there.cancel("0")
+
+
+def here_of(way: str) -> list[str]:
+    return [] if way == "settled first" else ["0"]
 
 
 def test_what_was_learnt_of_a_sequence_goes_with_it() -> None:
