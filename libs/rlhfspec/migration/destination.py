@@ -129,7 +129,7 @@ class Destination:
     def __init__(self, incarnation: str, offer: str = "") -> None:
         self.incarnation = incarnation
         self.offer = offer
-        self.is_closed = False  # nothing new is taken; what was begun goes on
+        self.is_closed = False
         self._leases: dict[str, _Lease] = {}  # by sample
         self._sources: dict[str, _Source] = {}
         self._unsettled: dict[str, tuple[str, int, float]] = {}  # sample: its source, the attempt, until when
@@ -142,6 +142,12 @@ class Destination:
     def may_leave(self, sample: str, now: float) -> bool:
         """May what came be passed on?"""
         return sample not in self._unsettled or now >= self._unsettled[sample][2]
+
+    def close(self) -> list[Action]:
+        """Nothing new is taken, and what is kept is freed; what the engine is at goes on."""
+        self.is_closed = True
+        idle = [lease for lease in self._leases.values() if not lease.is_busy]
+        return [action for lease in idle for action in self._end(lease, "refused")]
 
     def on(self, event: Event, now: float) -> list[Action]:
         freed = self._expire(now)

@@ -78,7 +78,7 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Asked for from here."""
+    """Asked for from here. It stays; one in doubt is forgotten at once."""
 
     reason: str
 
@@ -108,10 +108,11 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A range behind `mark`, for `offer`; then Packed or Failed."""
+    """A range behind `mark`, sent to `offer` under `key`; then Packed or Failed."""
 
     mark: bytes
     offer: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +164,21 @@ State = Literal["describing", "reserving", "packing", "copying", "detaching", "d
 
 class Source:
     def __init__(
-        self, move: str, sample: str, *, source: str, destination: str, numbers: Iterator[int], has_kv: bool = True
+        self,
+        move: str,
+        sample: str,
+        *,
+        source: str,
+        destination: str,
+        numbers: Iterator[int],
+        must_go: bool = False,
     ) -> None:
-        """`numbers`: of attempts, never given twice by one process. Without `has_kv` the tokens alone are moved."""
+        """`numbers`: of attempts, never given twice by one process. `must_go`: without KV rather than not at all."""
         self.state: State = "describing"
         self._move, self._sample, self._ends = move, sample, (source, destination)
         self._numbers = numbers
-        self._has_kv = has_kv
+        self._has_kv = True
+        self._must_go = must_go
         self._number = 0
         self._attempts = 0
         self._mark, self._offer = b"", ""
@@ -196,14 +205,17 @@ class Source:
                 return self._abort(reason)
             case Heard(messages.Gone()):
                 return self._keep("the destination is no more")
-            case Heard(messages.Refused(field=field)) if field in WEIGHTS and self._has_kv:
+            case Heard(messages.Refused(field=field, reason=reason)) if self._has_kv and self._goes_without(field):
                 self._has_kv = False
-                return self._again(f"{field} differs")
+                return self._again(reason)
             case Heard(messages.Refused(field="reservation", reason=reason)):  # it lost its memory there
                 return self._again(reason)
             case Heard(messages.Refused(field=field, reason=reason)):
                 return self._keep(f"{field}: {reason}")
             case Failed(field="epoch", reason=reason):
+                return [*self._parting(), *self._again(reason)]
+            case Failed(field="link", reason=reason) if self._has_kv and self._must_go:
+                self._has_kv = False
                 return [*self._parting(), *self._again(reason)]
             case Failed(field, reason):
                 return self._abort(f"{field}: {reason}")
@@ -221,6 +233,8 @@ class Source:
             case "reserving", Heard(messages.Reserved(mark=mark, offer=offer)):
                 self._mark, self._offer = mark, offer
                 return self._copy() if self._has_kv else self._detach()
+            case "packing", Packed(num_bytes=0):
+                return self._detach()
             case "packing", Packed():
                 self.state, self._sent = "copying", event
                 message = messages.Range(**self._head(), kv=event.kv, key=self.key, num_bytes=event.num_bytes)
@@ -250,7 +264,7 @@ class Source:
     def _copy(self) -> list[Action]:
         self.state = "packing"
         self._keys += 1
-        return [Pack(self._mark, self._offer)]
+        return [Pack(self._mark, self._offer, self.key)]
 
     def _copied(self) -> list[Action]:
         """A round ends where nothing more was there. One of a single range leaves little: a few positions that were
@@ -291,6 +305,9 @@ class Source:
             case _ if now - self._since >= DOUBT_SECONDS:  # from here on Gone says nothing: it may have been passed on
                 self.state = "over"
                 return [LetGo(is_known=False), End("lost", "nobody said whether it was taken", self._rounds)]
+            case GiveUp(reason):
+                self.state = "over"
+                return [LetGo(is_known=False), End("lost", reason, self._rounds)]
             case Heard(messages.Gone()):
                 return [Reattach(), *self._keep("the destination is no more")]
             case Tick():
@@ -309,6 +326,9 @@ class Source:
 
     def _abort(self, reason: str) -> list[Action]:
         return [*self._parting(), *self._keep(reason)]
+
+    def _goes_without(self, field: str) -> bool:
+        return field in WEIGHTS or (self._must_go and field in ("link", "room"))
 
     def _parting(self) -> list[Action]:
         """The destination need not wait for its lease to run out."""
