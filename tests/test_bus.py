@@ -101,6 +101,42 @@ def test_whoever_starts_late_sees_the_latest_weights() -> None:
     with_bus(check)
 
 
+def test_a_delivery_goes_on_with_another_worker_who_has_its_token() -> None:
+    async def check(bus: Bus, clock: FakeClock) -> None:
+        async with (
+            await bus.of("reward").subscribe(Sample) as first,
+            await bus.of("reward", 1).subscribe(Sample) as other,
+        ):
+            await bus.of("generator").publish(SAMPLE)
+            [delivery] = await first.pull(max_records=9, timeout_seconds=0)
+            adopted = await other.adopt(delivery.record, delivery.held.token, delivery.headers)
+            delivery.held.leave()
+            assert not first._kept
+            assert other._kept, "its new holder keeps it in progress"
+            await clock.advance(5 * ACK_WAIT_SECONDS)
+            assert await first.pull(max_records=9, timeout_seconds=0) == []
+            await adopted.ack()
+            assert not other._kept
+            await clock.advance(5 * ACK_WAIT_SECONDS)
+            assert await first.pull(max_records=9, timeout_seconds=0) == []
+            with pytest.raises(InvalidRequest, match="none of a delivery"):
+                await other.adopt(delivery.record, delivery.held.token.replace("reward", "trainer"), {})
+
+    with_bus(check)
+
+
+def test_a_delivery_that_nobody_holds_any_more_comes_again() -> None:
+    async def check(bus: Bus, clock: FakeClock) -> None:
+        async with await bus.of("reward").subscribe(Sample) as inbox:
+            await bus.of("generator").publish(SAMPLE)
+            [delivery] = await inbox.pull(max_records=9, timeout_seconds=0)
+            delivery.held.leave()
+            await clock.advance(ACK_WAIT_SECONDS + 1)
+            assert len(await inbox.pull(max_records=9, timeout_seconds=0)) == 1
+
+    with_bus(check)
+
+
 def test_nobody_waits_for_an_observer() -> None:
     async def check(bus: Bus, clock: FakeClock) -> None:
         report = StepReport(id="sums/1", job="sums", step=1, weights_version=1, weights_digest="00", metrics_json="{}")

@@ -355,7 +355,11 @@ class TransportContract:
         async def main(h: Harness) -> None:
             [reward] = await h.open("reward", ack_wait_seconds=1.2)
             await h.publish("a", "b")
-            kept, given_back = [await h.transport.adopt(m.token) for m in await h.now(reward)]
+            tokens = [message.token for message in await h.now(reward)]
+            for subject, name in (("other", "reward"), (SUBJECT, "critic")):
+                with pytest.raises(InvalidRequest, match="none of a delivery"):
+                    await h.transport.adopt(tokens[0], subject, name)
+            kept, given_back = [await h.transport.adopt(token, SUBJECT, "reward") for token in tokens]
             await h.advance(0.8)
             await kept.in_progress()
             await given_back.nak()

@@ -42,12 +42,14 @@ AT_ONCE = 512  # acknowledgements on their way together
 class Held:
     """The right to end one delivery (`transport.base.Receipt`); until it is ended, its inbox keeps it in progress."""
 
-    def __init__(self, message: Message, kept: dict[str, Receipt], tell: Callable[[How], None] | None = None) -> None:
-        self._receipt: Receipt = message
-        self._id = message.id
+    def __init__(
+        self, receipt: Receipt, id: str, kept: dict[str, Receipt], tell: Callable[[How], None] | None = None
+    ) -> None:
+        self._receipt = receipt
+        self._id = id
         self._kept = kept
         self._tell = tell
-        kept[message.id] = message  # of a message that comes again, the latest delivery
+        kept[id] = receipt  # of a message that comes again, the latest delivery
 
     @property
     def token(self) -> str:
@@ -68,6 +70,11 @@ class Held:
         await self._receipt.term(reason)
         self._ended("term")
 
+    def leave(self) -> None:
+        """Another worker ends it, who has the token; or nobody, and it is delivered again."""
+        self._forget()
+        self._ended("moved")
+
     def _forget(self) -> None:
         if self._kept.get(self._id) is self._receipt:
             del self._kept[self._id]
@@ -80,10 +87,11 @@ class Held:
 class Delivery(Generic[R]):
     """A record to handle. Exactly one of ack, nak and term ends it. `held` alone may be kept, without the record."""
 
-    def __init__(self, record: R, held: Held, num_deliveries: int) -> None:
+    def __init__(self, record: R, held: Held, num_deliveries: int, headers: Mapping[str, str]) -> None:
         self.record: R = record
         self.held = held
         self.num_deliveries = num_deliveries
+        self.headers = headers
 
     async def ack(self) -> None:
         await self.held.ack()
@@ -152,15 +160,25 @@ class Inbox(Generic[R]):
                 self._watcher.ended(self._place, self._record_type, message.id, "term")
             await message.term(str(error))
             return None
-        held = Held(message, self._kept if message.token else {}, self._watched(record, message))
-        return Delivery(record, held, message.num_deliveries)
+        kept = self._kept if message.token else {}
+        held = Held(message, message.id, kept, self._watched(record, message.headers, bool(message.token)))
+        return Delivery(record, held, message.num_deliveries, message.headers)
 
-    def _watched(self, record: R, message: Message) -> Callable[[How], None] | None:
+    async def adopt(self, record: R, token: str, headers: Mapping[str, str]) -> Delivery[R]:
+        """What was delivered to another worker of the stage, who goes on with it no more. Raises InvalidRequest where
+        the token is none of such a delivery."""
+        subject = self._bus.subject(self._record_type)
+        receipt = await self._bus.transport.adopt(token, subject, self._place.stage)
+        await receipt.in_progress()
+        held = Held(receipt, f"{self._bus.uid}/{record.id}", self._kept, self._watched(record, headers, True))
+        return Delivery(record, held, 1, headers)
+
+    def _watched(self, record: R, headers: Mapping[str, str], can_end: bool) -> Callable[[How], None] | None:
         """Tells who looks on that it is taken; what tells that it was ended."""
         if self._watcher is None:
             return None
-        self._watcher.taken(self._place, record, message.headers)
-        return partial(self._watcher.ended, self._place, self._record_type, record.id) if message.token else None
+        self._watcher.taken(self._place, record, headers)
+        return partial(self._watcher.ended, self._place, self._record_type, record.id) if can_end else None
 
 
 async def ack_all(held: Iterable[Held]) -> None:

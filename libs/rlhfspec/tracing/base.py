@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from rlhfspec.records import Record
 
-How = Literal["ack", "nak", "term"]
+How = Literal["ack", "nak", "term", "moved"]
 SENT = "sent"  # header: when the record was published, in Unix seconds
 
 

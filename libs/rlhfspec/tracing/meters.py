@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from rlhfspec.records import Load, Record, Sample, Weights
 from rlhfspec.tracing.base import SENT, How, Place, sent_at
@@ -64,7 +64,7 @@ class _Records:
     published: int = 0
     there: int = 0  # already
     taken: int = 0
-    ended: dict[How, int] = field(default_factory=lambda: {"ack": 0, "nak": 0, "term": 0})
+    ended: dict[How, int] = field(default_factory=lambda: dict.fromkeys(get_args(How), 0))
     publish: Times = field(default_factory=Times)
     queue: Times = field(default_factory=Times)
     trip: Times = field(default_factory=Times)

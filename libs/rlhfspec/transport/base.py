@@ -151,8 +151,9 @@ class Transport(Protocol):
         """
         ...
 
-    async def adopt(self, token: str) -> Receipt:
-        """The delivery of that token, wherever it was made."""
+    async def adopt(self, token: str, subject: str, name: str) -> Receipt:
+        """The delivery of that token, wherever it was made. Raises InvalidRequest for one of another subject or
+        consumer."""
         ...
 
     async def close(self) -> None: ...

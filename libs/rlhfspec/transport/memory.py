@@ -91,8 +91,10 @@ class MemoryTransport:
         for number in list(queue.held):
             self._put_back(queue, number, 0.0, "its worker died")
 
-    async def adopt(self, token: str) -> Receipt:
-        subject, name, number, delivery = token.rsplit(" ", 3)
+    async def adopt(self, token: str, subject: str, name: str) -> Receipt:
+        *whose, number, delivery = token.rsplit(" ", 3)
+        if whose != [subject, name] or not (number.isdecimal() and delivery.isdecimal()):
+            raise InvalidRequest("token", token, f"is none of a delivery of {subject} to {name}")
         return _MemoryReceipt(self, self._queue(subject, name), int(number), int(delivery))
 
     async def close(self) -> None:

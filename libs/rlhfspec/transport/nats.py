@@ -217,9 +217,11 @@ class NatsTransport:
             await self._connection.send(token, b"-NAK")
         await self._connection.ask(tokens[-1], b"-NAK")
 
-    async def adopt(self, token: str) -> Receipt:
+    async def adopt(self, token: str, subject: str, name: str) -> Receipt:
         parsed = Token.parse(token)
-        return NatsReceipt(await self._consumer(parsed.subject, parsed.consumer), token)
+        if (parsed.subject, parsed.consumer) != (subject, name):
+            raise InvalidRequest("token", token, f"is none of a delivery of {subject} to {name}")
+        return NatsReceipt(await self._consumer(subject, name), token)
 
     async def close(self) -> None:
         try:
