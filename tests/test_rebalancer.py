@@ -113,7 +113,7 @@ def test_what_has_finished_is_not_moved() -> None:
     knowledge = knowing()
     skewed(knowledge, 5.0)
     for number in range(7):
-        knowledge.finished(replace(example_sample(number), id=sample_of(number), job=JOB))
+        knowledge.finished(replace(example_sample(number, 0), id=sample_of(number), job=JOB))
     assert advised(knowledge, 5.0).seen.sample_ids == [sample_of(7)]
 
 
@@ -281,7 +281,7 @@ def test_a_generator_says_what_a_plan_needs() -> None:
     assert meter.idle() is None  # it has just begun
     for number in range(3):
         engine.submit(Request(id=f"{number}", prompt_token_ids=(1, 2), params=SamplingParams(), seed=0))
-    for rows in (*range(1, 33), *range(1, 33)):
+    for rows in (*range(1, 33),) * 8:
         meter.stepped(
             EngineStep(finished=(), num_decoding=rows, num_prefill_tokens=0, num_verified_nodes=2 * rows,
                        num_committed=2 * rows, strategy="model", seconds=2 * (8.8e-3 + 0.37e-3 * rows))
