@@ -21,7 +21,6 @@ from rlhfspec.service.vitals import Vitals
 from rlhfspec.transport.clock import FakeClock
 from rlhfspec.transport.dead_letters import decode
 from rlhfspec.transport.memory import MemoryTransport
-from rlhfspec.wire.codec import encode
 from rlhfspec.transport.memory_subjects import Work
 from rlhfspec.wire.codec import encode
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from rlhfspec.engine.base import Completion, EngineProtocol, Request
 from rlhfspec.engine.params import SamplingParams
-from rlhfspec.errors import MalformedRecord
 from rlhfspec.generator.history import Histories
 from rlhfspec.generator.load import Experts, Meter
 from rlhfspec.generator.moving import Luggage, Moving
@@ -71,13 +70,15 @@ class GeneratorService(Service):
         self._shares: dict[str, float] = {}  # of what runs: `_share_seconds` when it came
         self._share_seconds = 0.0  # of each piece of work, what fell to each sample that was there
         self._histories = Histories(keep=spec.algorithm.samples_per_prompt)
-        self._meter = Meter(job.metadata.name, f"generator-{worker}", engine)
+        incarnation = ends.incarnation if ends is not None else ""
+        name = f"generator-{worker}"
+        self._meter = Meter(job.metadata.name, name, engine, worker=worker, incarnation=incarnation)
         self._prompts: Inbox[Prompt]
         self._calls = EngineCalls(self._news.set)
         self._moving: Moving | None = None
         if ends is not None:
             link = spec.roles.generator.link
-            mover = ends.mover(engine, self._calls, self, bus.clock, name=self._meter.name, link=link)
+            mover = ends.mover(engine, self._calls, self, bus.clock, name=name, link=link)
             self._moving = Moving(bus, mover, job.metadata.name)
 
     async def run(self) -> None:
@@ -85,7 +86,7 @@ class GeneratorService(Service):
             self._look_for_room()
             parts = [self._pull(self._prompts), self._follow(weights), self._work()]
             if self._moving is not None:
-                parts.append(self._moving.run(self.stopping))
+                parts += [self._moving.run(self.stopping), self._say_idle()]
             try:
                 await together(*parts)
                 await self._leave()
@@ -196,6 +197,18 @@ class GeneratorService(Service):
         early = min((delivery.record.weights_version for delivery in self._pulled), default=None)
         with self.vitals.waiting("prompts" if early is None else f"weights version {early}"):
             await self._news.wait()
+
+    async def _say_idle(self) -> None:
+        """Who has nothing to do says so, so that others may move samples here."""
+        while not self.stopping.is_set():
+            if not self._running and (load := self._meter.idle()) is not None:
+                self._last_load = load
+                await self._bus.publish(load)
+            await self.unless_stopped(self._idle_for_a_while())
+
+    async def _idle_for_a_while(self) -> list[None]:
+        await self._bus.clock.sleep(IDLE_SECONDS)
+        return []
 
     async def _take_weights(self) -> None:
         """Between two steps of the engine. What runs goes on under the new version, and says so token by token."""
