@@ -16,6 +16,7 @@
     ├── ServerFailed                  NATS or Redis of a run does not start, or refuses us; which, and its reason
     ├── TransportFull                 no room to publish for too long; names who has yet to read
     ├── TransportUnavailable          the server between the processes does not answer; it may again
+    ├── LinkError                     bytes of a moving sequence did not get to the other engine; which, and why
     ├── MessageTooLarge               more bytes than the server between the processes takes
     ├── StageError                    the run ended because of one stage's worker, which it names
     │   ├── StageFailed               it raised
@@ -245,6 +246,19 @@ class TransportUnavailable(RLHFSpecError):
         self.url = url
         self.problem = problem
         super().__init__(f"{url}: {problem}")
+
+
+class LinkError(RLHFSpecError):
+    """A link between two engines failed, or one range on it; the sequence stays where it is.
+
+    >>> str(LinkError("move-1/0", "did not come within 5 s"))
+    'move-1/0: did not come within 5 s'
+    """
+
+    def __init__(self, what: str, problem: str) -> None:
+        self.what = what
+        self.problem = problem
+        super().__init__(f"{what}: {problem}")
 
 
 class MessageTooLarge(RLHFSpecError):

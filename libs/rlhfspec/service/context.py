@@ -15,6 +15,7 @@ from rlhfspec.service.bus import StageBus
 from rlhfspec.service.vitals import Vitals
 
 if TYPE_CHECKING:
+    from rlhfspec.service.ends import Ends
     from rlhfspec.weights import WeightStore
 
 KEPT_VERSIONS = 2  # of weights, beyond what staleness needs
@@ -41,3 +42,4 @@ class Context:
     vitals: Vitals
     run: Run
     say: Callable[[str], None]  # a line for the person who watches
+    ends: Ends | None = None  # of a generator
