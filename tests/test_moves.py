@@ -312,6 +312,40 @@ def test_a_preemption_voids_what_was_sent_and_the_sequence_goes_on() -> None:
     assert bits(drain(there)["x"]) == alone()
 
 
+@pytest.mark.parametrize("how", ["finished", "cancelled", "another of its name", "new weights", "waits again"])
+def test_what_ends_in_mid_copy_is_refused_by_name_and_its_lease_ends(how: str) -> None:
+    here, there = make(), make()
+    here.submit(request("x", max_tokens=5 if how == "finished" else 30))
+    here.step()
+    mark = there.reserve(here.manifest("x"))
+    kv = here.export_range("x", mark)
+    there.import_range(kv)
+    match how:
+        case "finished":
+            drain(here)
+        case "cancelled" | "another of its name":
+            assert here.cancel("x")
+        case "new weights":
+            here.load_weights(perturbed(model(), 0.1).state_dict(), version=1)
+            here.step()
+        case "waits again":
+            assert here.preempt("x")
+    if how == "another of its name":
+        here.submit(request("x", seed=3))
+        here.step()
+    gone = how in ("finished", "cancelled")
+    for call in (here.export_range, here.export_sequence):
+        with pytest.raises(InvalidRequest if gone else SequenceStateError, match="no such" if gone else "epoch"):
+            call("x", kv.end)
+    check(here, there)
+    assert there.cancel("x")
+    with pytest.raises(SequenceStateError, match="reservation"):
+        there.import_range(kv)
+    assert there.stats().num_free_blocks == there.stats().num_blocks
+    drain(there)
+    assert drain(here).keys() == (set() if gone else {"x"})
+
+
 def test_memory_that_is_kept_for_a_move_never_stops_the_others() -> None:
     tight = {"kv_cache_tokens": 160, "max_sequences": 3, "speculation": "off"}
     here, there = make(**tight), make(**tight)
