@@ -67,6 +67,7 @@ class Snapshot:
     free_rows: Ints
     is_alive: BoolArray
     host: Ints
+    ended: Ints  # lengths of those that ended since the last snapshot
 
 
 # (snapshot, now in seconds) -> sequences (places in the snapshot) and where they go

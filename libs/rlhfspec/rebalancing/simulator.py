@@ -11,7 +11,7 @@ Example:
     >>> scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"])
     >>> work = workload("skew", num_generators=2, per_generator=32, seed=1)
     >>> outcome = simulate(scenario, work)
-    >>> outcome.num_tokens == work.lengths.sum(), outcome.moves
+    >>> outcome.num_tokens == int(work.lengths.sum()), outcome.moves
     (True, [])
 """
 
@@ -100,6 +100,7 @@ class _Simulation:
             self.where[hand] = generator
         self.num_open = size
         self.has_news = True
+        self.just_ended: list[int] = []
         self.prompt_ns = nanoseconds(scenario.prefill_seconds)
         self.prompt_tokens: list[int] = work.prompt_tokens.tolist()
         self.prompts: list[int] = work.prompts.tolist()
@@ -178,6 +179,7 @@ class _Simulation:
                 self.running[generator] -= 1
                 self.num_open -= 1
                 self.has_news = True
+                self.just_ended.append(sequence)
 
     def _is_here(self, generator: int, end: int, sequence: int) -> bool:
         return bool(
@@ -326,6 +328,7 @@ class _Simulation:
         self.has_news = False
         self.outcome.num_plans += 1
         snapshot = self.snapshot(now)
+        self.just_ended.clear()
         chosen, destinations = self.policy(snapshot, now / NANOSECONDS)
         for sequence, destination in zip(snapshot.ids[chosen].tolist(), destinations.tolist(), strict=True):
             self._send(sequence, destination, now)
@@ -457,4 +460,5 @@ class _Simulation:
             free_rows=self.scenario.rows - running - np.array(self.leased) - [len(hand) for hand in self.hands],
             is_alive=np.array(self.is_alive),
             host=np.arange(count) // self.scenario.engines_per_host,
+            ended=self.work.lengths[self.just_ended],
         )

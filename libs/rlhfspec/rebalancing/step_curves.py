@@ -5,7 +5,7 @@ memory's bandwidth, so a curve has two ends: alone, and with every neighbour at 
 
 Example:
     >>> curve = StepCurve.affine(step_seconds=0.008, sequence_seconds=0.0005)
-    >>> curve.seconds(16)
+    >>> round(curve.seconds(16), 9)
     0.016
     >>> round(PRESETS["plain"].seconds(8) * 1e3, 2), round(PRESETS["plain"].seconds(8, busy_share=1.0) * 1e3, 2)
     (8.35, 10.26)
@@ -93,7 +93,7 @@ PRESETS = {
 def curve_named(text: str) -> StepCurve:
     """One of `PRESETS`, or `T0,C` in milliseconds.
 
-    >>> curve_named("8.8,0.37").seconds(10)
+    >>> round(curve_named("8.8,0.37").seconds(10), 9)
     0.0125
     """
     if text in PRESETS:
