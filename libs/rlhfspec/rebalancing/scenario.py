@@ -119,6 +119,20 @@ def step_tables(scenario: Scenario, most: int) -> dict[float, list[list[int]]]:
     return tables
 
 
+Curves = tuple[Floats, Floats]  # [N], [N]: t0 and c
+
+
+def learnt_curves(scenario: Scenario, work: Workload) -> tuple[Curves, Curves]:
+    """As each generator would have learnt them: while all of its host run, and alone."""
+    most = max(min(scenario.rows, 2 * -(-work.num_sequences // scenario.num_generators)), 2)
+    slowness = np.ones(scenario.num_generators)
+    for generator, factor in scenario.slowness:
+        slowness[generator] = factor
+    busy = scenario.curve.fitted(most, busy_share=1.0 if scenario.engines_per_host > 1 else 0.0)
+    alone = scenario.curve.fitted(most)
+    return (busy[0] * slowness, busy[1] * slowness), (alone[0] * slowness, alone[1] * slowness)
+
+
 def nanoseconds(seconds: float) -> int:
     return round(seconds * NANOSECONDS)
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.arrays import Floats
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.rebalancing.lengths import Ints, Workload, workload
 from rlhfspec.rebalancing.scenario import (
@@ -34,6 +33,7 @@ from rlhfspec.rebalancing.scenario import (
     Scenario,
     Snapshot,
     initial_hands,
+    learnt_curves,
     nanoseconds,
     step_tables,
 )
@@ -86,8 +86,7 @@ class _Simulation:
         factors = dict(scenario.slowness)
         tables = step_tables(scenario, scenario.rows)
         self.table = [tables[factors.get(generator, 1.0)] for generator in range(count)]
-        self.learnt = self._fitted(1.0 if scenario.engines_per_host > 1 else 0.0, factors)
-        self.learnt_alone = self._fitted(0.0, factors)
+        self.learnt, self.learnt_alone = learnt_curves(scenario, work)
         # of sequences
         self.where = np.full(size, -1, dtype=np.int64)
         self.state = np.full(size, WAITING, dtype=np.int8)
@@ -104,14 +103,6 @@ class _Simulation:
         self.prompt_ns = nanoseconds(scenario.prefill_seconds)
         self.prompt_tokens: list[int] = work.prompt_tokens.tolist()
         self.prompts: list[int] = work.prompts.tolist()
-
-    def _fitted(self, busy_share: float, factors: dict[int, float]) -> tuple[Floats, Floats]:
-        """[N], [N]: t0 and c, as each generator would learn them."""
-        count = self.scenario.num_generators
-        most = max(min(self.scenario.rows, 2 * -(-self.work.num_sequences // count)), 2)
-        t0, c = self.scenario.curve.fitted(most, busy_share=busy_share)
-        slowness = np.array([factors.get(generator, 1.0) for generator in range(count)])
-        return t0 * slowness, c * slowness
 
     # -- the loop
 
@@ -439,9 +430,9 @@ class _Simulation:
         runs = self.state[ids] == RUNNING
         remaining[runs] = (self.ends_at[ids] - steps[self.where[ids]])[runs]
         generated = self.work.lengths[ids] - remaining
-        waits = self.state[ids] == WAITING
+        waits = ~runs & (generated == 0)
         prompts = self.work.prompt_tokens[ids]
-        is_moving = np.zeros(self.work.num_sequences, dtype=bool)
+        is_moving = self.state == MOVING
         is_moving[going] = True
         owed = np.maximum(begun - now, 0) / NANOSECONDS * (running > 0)
         owed += np.bincount(where[ids[waits]], prompts[waits], count) * self.scenario.prefill_seconds
