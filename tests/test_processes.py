@@ -116,7 +116,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     whole = train(job_file, "one", steps, *TWO)
     (hold := job_file.parent / "hold").touch()
     run = starting("many", steps, *TWO)
-    run.until("(7 of 7)")
+    run.until("(8 of 8)")
     uid, connections = run.connections["uid"], run.folder / "processes" / "connections.json"
     os.kill(run.pid_of("generator", 1), signal.SIGKILL)
     assert "started again" in run.until("generator 1: killed by SIGKILL")
@@ -145,7 +145,14 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     assert samples[0] == samples[1]
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert manifest["outcome"] == "completed"
-    assert manifest["processes"] == {"prompts": 1, "generator": 2, "reward": 2, "reference": 1, "trainer": 1}
+    assert manifest["processes"] == {
+        "prompts": 1,
+        "generator": 2,
+        "reward": 2,
+        "reference": 1,
+        "trainer": 1,
+        "rebalancer": 1,
+    }
     assert (
         manifest["models"].keys()
         == json.loads((job_file.parent / "one" / "manifest.json").read_text())["models"].keys()

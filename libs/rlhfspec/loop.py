@@ -123,7 +123,7 @@ STAGES: tuple[Stage, ...] = (
         consumes=(),
         produces=(Move, Plan),
         waits_for="generators to say what they have",
-        unblocked_by=("generator",),
+        unblocked_by=(),  # nothing waits for it, and it needs nothing
         watches=(Load, Moved, Sample),  # of a sample, how long it became
     ),
 )

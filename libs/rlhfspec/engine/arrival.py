@@ -7,10 +7,11 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from rlhfspec.engine.base import KVRange, Manifest, Request, SequenceState, Watermark, check_types
+from rlhfspec.engine.base import Bytes, KVRange, Manifest, Request, SequenceState, Watermark, check_types
 from rlhfspec.engine.params import is_int
 from rlhfspec.engine.sequences import NUM_COUNTERS, Sequence
 from rlhfspec.engine.state import EngineState, KVSpace
+from rlhfspec.engine.state_bytes import checksum_of
 from rlhfspec.errors import SequenceStateError
 
 _MOST_COUNTED = 1 << 30
@@ -51,11 +52,22 @@ def check_range(kv: KVRange, manifest: Manifest, spaces: SequenceOf[KVSpace | No
     _require("kv", is_whole, type(kv.kv).__name__, f"one for each of {len(spaces)} KV spaces")
     for space, first, part in zip(spaces, kv.start.positions, kv.kv, strict=True):
         is_bytes = isinstance(part, np.ndarray) and part.dtype == np.uint8 and part.ndim == 2
+        is_bytes = is_bytes and part.flags.c_contiguous
         _require("kv", is_bytes, type(part).__name__, "uint8 [positions, bytes a position]")
         if space is not None:
             _same("kv", part.shape[1], space.runner.bytes_per_position)
         if len(part):
             _require("kv", first + len(part) < num_tokens, first + len(part), f"fewer positions than {num_tokens}")
+
+
+def check_content(kv: KVRange) -> None:
+    """After every other check of the range, and before a byte of it is written."""
+    _same("checksum", kv.checksum, checksum_of(kv.kv))
+
+
+def check_out(out: Bytes, needed: int) -> None:
+    fits = out.dtype == np.uint8 and out.ndim == 1 and out.flags.c_contiguous and out.flags.writeable
+    _require("out", fits and len(out) >= needed, (out.dtype.name, out.shape), f"{needed} writable bytes")
 
 
 def check_watermark(start: Watermark, epoch: int, num_spaces: int) -> None:
@@ -142,7 +154,7 @@ def _array(name: str, values: object, dtype: type[np.generic], length: int) -> N
 
 
 def _same(field: str, theirs: object, ours: object) -> None:
-    _require(field, theirs == ours, theirs, ours)
+    _require(field, type(theirs) is type(ours) and theirs == ours, theirs, ours)  # an array has no one answer
 
 
 def _require(field: str, holds: object, theirs: object, ours: object) -> None:

@@ -11,11 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from rlhfspec.engine import arrival
-from rlhfspec.engine.base import Bytes, KVRange, Manifest, SequenceState, Watermark
+from rlhfspec.engine.base import Bytes, KVRange, Manifest, SequenceState, SequenceView, Watermark
 from rlhfspec.engine.scheduler import Scheduler
 from rlhfspec.engine.sequences import MOVES, PREEMPTIONS, Generated, Sequence
 from rlhfspec.engine.speculation import Speculator
 from rlhfspec.engine.state import EngineState, KVSpace
+from rlhfspec.engine.state_bytes import checksum_of
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 
 SCHEMA = 2
@@ -31,6 +32,24 @@ class Moves:
         self.speculation = speculation
         self.num_imported = 0
 
+    def views(self) -> tuple[SequenceView, ...]:
+        lengths, cached = self.state.rows.lengths.tolist(), self.state.target.cached.tolist()
+        views: list[SequenceView] = []
+        for name, sequence in self.state.sequences.items():
+            length = lengths[sequence.row] if sequence.has_row else sequence.num_tokens
+            missing = length - cached[sequence.row] if sequence.has_row else length
+            generated = length - len(sequence.request.prompt_token_ids)
+            views.append(
+                SequenceView(
+                    id=name,
+                    num_generated=generated,
+                    num_held=length,
+                    num_prefill=missing if missing > 1 else 0,
+                    is_waiting=not sequence.has_row,
+                )
+            )
+        return tuple(views)
+
     # -- from here ------------------------------------------------------------------------------------------
 
     def manifest(self, request_id: str) -> Manifest:
@@ -45,15 +64,15 @@ class Moves:
             request=replace(sequence.request, history=()),
         )
 
-    def export_range(self, request_id: str, start: Watermark, *, max_bytes: int) -> KVRange:
-        return self._pack(self._ours(request_id), start, max_bytes)
+    def export_range(self, request_id: str, start: Watermark, *, max_bytes: int, out: Bytes | None) -> KVRange:
+        return self._pack(self._ours(request_id), start, max_bytes, out)
 
     def export_sequence(self, request_id: str, start: Watermark | None) -> SequenceState:
         if request_id not in self.state.sequences:
             raise InvalidRequest("request_id", request_id, "no such sequence here")
         sequence, manifest = self.state.sequences[request_id], self.manifest(request_id)
         everything = Watermark(epoch=sequence.epoch, positions=(0,) * len(self.state.spaces))
-        rest = self._pack(sequence, start or everything, None)
+        rest = self._pack(sequence, start or everything, None, None)
         learnt = self.speculation.learnt(sequence)
         self.scheduler.detach(sequence)
         done = sequence.generated
@@ -82,19 +101,37 @@ class Moves:
             raise InvalidRequest("request_id", request_id, "no such sequence here")
         return sequence
 
-    def _pack(self, sequence: Sequence, start: Watermark, max_bytes: int | None) -> KVRange:
+    def _pack(self, sequence: Sequence, start: Watermark, max_bytes: int | None, out: Bytes | None) -> KVRange:
         """Committed positions behind `start`, one at least; the target's first."""
         arrival.check_watermark(start, sequence.epoch, len(self.state.spaces))
+        ends = self._ends(sequence, start, max_bytes)
+        sizes = [space.runner.bytes_per_position for space in self.state.spaces]
+        counts = [max(0, end - first) for first, end in zip(start.positions, ends, strict=True)]
+        needed = sum(count * size for count, size in zip(counts, sizes, strict=True))
+        if out is None:
+            out = np.empty(needed, np.uint8)
+        arrival.check_out(out, needed)
         parts: list[Bytes] = []
+        for space, first, count, size in zip(self.state.spaces, start.positions, counts, sizes, strict=True):
+            part, out = out[: count * size].reshape(count, size), out[count * size :]
+            space.read(sequence.row, first, part)
+            parts.append(part)
+        kv = tuple(parts)
+        return KVRange(request_id=sequence.request.id, start=start, kv=kv, checksum=checksum_of(kv))
+
+    def _ends(self, sequence: Sequence, start: Watermark, max_bytes: int | None) -> list[int]:
+        """Up to where in each space, if `max_bytes` is all there may be."""
+        ends: list[int] = []
+        is_empty = True
         for space, first in zip(self.state.spaces, start.positions, strict=True):
             end = int(space.cached[sequence.row]) if sequence.has_row else 0
             if max_bytes is not None:
-                least = not any(map(len, parts))
-                end = min(end, first + max(max_bytes // space.runner.bytes_per_position, least))
-            parts.append(space.read(sequence.row, first, end))
-            if max_bytes is not None:
-                max_bytes = max(0, max_bytes - parts[-1].nbytes)
-        return KVRange(request_id=sequence.request.id, start=start, kv=tuple(parts))
+                size = space.runner.bytes_per_position
+                end = min(end, first + max(max_bytes // size, is_empty))
+                max_bytes = max(0, max_bytes - max(0, end - first) * size)
+            is_empty = is_empty and end <= first
+            ends.append(end)
+        return ends
 
     # -- to here --------------------------------------------------------------------------------------------
 
@@ -109,6 +146,7 @@ class Moves:
 
     def import_range(self, kv: KVRange) -> None:
         arrival.check_type("kv", kv, KVRange)
+        arrival.check_type("request_id", kv.request_id, str)
         sequence = self.scheduler.arriving.get(kv.request_id)
         if sequence is None or sequence.origin is None or not sequence.has_row:
             raise SequenceStateError("reservation", kv.request_id, "none, or its room was needed")
@@ -116,6 +154,7 @@ class Moves:
         limit = len(request.prompt_token_ids) + request.params.max_tokens
         arrival.check_range(kv, sequence.origin, spaces, limit)
         arrival.check_no_gap(kv, sequence.row, spaces)
+        arrival.check_content(kv)
         ends = [end for end, space in zip(kv.end.positions, spaces, strict=True) if space is not None]
         if not self.scheduler.has_slots(sequence, max(end for end in ends if end != _NOT_WANTED)):
             raise self._no_room(f"{kv.num_positions} positions")
@@ -138,6 +177,8 @@ class Moves:
                 arrival.check_no_gap(rest, reserved.row, spaces)
         if reserved is not None:
             arrival.check_reserved(manifest, reserved, self.state.spaces)
+        if rest is not None:
+            arrival.check_content(rest)
         # from here on nothing is refused
         if reserved is not None:
             reserved.request, sequence = sequence.request, reserved

@@ -4,8 +4,8 @@ An engine that drains what it has is done after `F = t0 * longest + c * sum + pr
 t0 + c * B). Moves change only the sum and who is longest. Four rounds; in each, of one weights version, the latest is
 paired with the earliest that has room, and the one sequence goes over that lowers the later end of the two most. So
 with what remains fixed, every move lowers the larger F of its pair: the ends, sorted downwards, fall, and nothing
-swings back. Where t0 rules there is nothing to gain and nothing moves. First of all go the sequences of whoever leaves, and of
-engines that should be empty (`hosts`).
+swings back. Where t0 rules there is nothing to gain and nothing moves. First of all go the sequences of whoever leaves,
+and of engines that should be empty (`hosts`).
 
 Example: 300 and 200 tokens on one engine, nothing on the other.
 
@@ -43,6 +43,7 @@ from rlhfspec.rebalancing.settings import STANDARD, Settings
 
 _A_LITTLE = 1e-9  # of an end: less is rounding
 _MOST_HANDED_OVER = 4096  # a plan
+_Entry = tuple[float, float, int, int, int]  # a place: its end, what breaks ties, which it is
 
 
 def plan(fleet: Fleet, now: float, settings: Settings = STANDARD) -> Planned:
@@ -98,7 +99,8 @@ class _State:
             stays = ~(differ & pays)
             apart = pairs.where(stays)
             self.notes.pairs(apart.source, apart.destination, later[stays], earlier[stays], why_not[stays])
-        pairs = pairs.where(differ & pays)
+        had_any = self.starts[pairs.source + 1] > self.starts[pairs.source]  # what has just come does not go on
+        pairs = pairs.where(differ & pays & had_any)
         return bool(len(pairs.source)) and self._move_one_each(pairs)
 
     def _pairs(self) -> _Pairs:
@@ -107,7 +109,9 @@ class _State:
         sources = np.flatnonzero(stays & (self.num_sequences > 0))
         places = np.flatnonzero(stays & (self.rows > 0) & (self.tokens > 0))
         sources = sources[np.lexsort((-self.ends[sources], self.version[sources]))]
-        places = places[np.lexsort((self.ends[places], self.version[places]))]
+        # Of ends that are alike (who is dry ends at once) the faster engine comes first, then who has more room.
+        ties = (-self.rows[places], -self.tokens[places], self.sequence[places])
+        places = places[np.lexsort((*ties, self.ends[places], self.version[places]))]
         if (self.version == self.version[:1]).all():
             number = min(len(sources), len(places))
             pairs = _Pairs(sources[:number], places[:number])
@@ -213,9 +217,9 @@ class _State:
         if not len(chosen):
             return
         stays = np.flatnonzero(~(self.fleet.is_leaving | self.is_closing) & (self.rows > 0))
-        heaps: dict[int, list[tuple[float, int]]] = {}
+        heaps: dict[int, list[_Entry]] = {}
         for place in stays.tolist():
-            heaps.setdefault(int(group[place]), []).append((float(self.ends[place]), place))
+            heaps.setdefault(int(group[place]), []).append(self._entry(place))
         for heap in heaps.values():
             heapq.heapify(heap)
         for sequence in chosen.tolist():
@@ -234,24 +238,29 @@ class _State:
         sequences = sequences[order][rank < self.settings.moves_of_leaving]
         return sequences[np.argsort(-self.remaining[sequences], kind="stable")][:_MOST_HANDED_OVER]
 
-    def _hand_one_over(self, sequence: int, source: int, heap: list[tuple[float, int]], why: int) -> None:
+    def _hand_one_over(self, sequence: int, source: int, heap: list[_Entry], why: int) -> None:
         need = int(np.ceil(self._need(np.array([sequence]))[0]))
         passed = []
         while heap:
-            end, place = heapq.heappop(heap)
+            entry = heapq.heappop(heap)
+            place = entry[-1]
             if self.tokens[place] >= need:
                 came = float(self.remaining[sequence])
                 which = [np.array([number]) for number in (sequence, source, place)]
                 self.notes.moves(which[0], which[1], which[2], np.zeros(1), why)
                 self._go(which[0], _Pairs(which[1], which[2]), np.array([came]))
                 if self.rows[place] > 0:
-                    heapq.heappush(heap, (float(self.ends[place]), place))
+                    heapq.heappush(heap, self._entry(place))
                 break
-            passed.append((end, place))
+            passed.append(entry)
         else:
             self.notes.unplaced(source)
         for entry in passed:
             heapq.heappush(heap, entry)
+
+    def _entry(self, place: int) -> _Entry:
+        room = (-int(self.tokens[place]), -int(self.rows[place]))
+        return float(self.ends[place]), float(self.sequence[place]), *room, place
 
     # -- and what comes of it ---------------------------------------------------------------------------------
 

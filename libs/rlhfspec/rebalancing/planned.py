@@ -51,12 +51,12 @@ class Planned:
     def why_move(self, move: int, name: Name = str) -> str:
         """Words for one move."""
         source, destination = int(self.source[move]), int(self.destination[move])
-        there = f"{name(destination)} in {self.before[destination]:.2f} s"
+        there = f"{self.before[destination]:.2f} s"
         if self.why[move] == LEAVING:
-            return f"{name(source)} is leaving; {there}"
-        ends = f"{name(source)} ends in {self.before[source]:.2f} s, {there}"
+            return f"{name(source)} is leaving; {name(destination)} ends in {there}"
+        ends = f"{name(source)} ends in {self.before[source]:.2f} s, {name(destination)} in {there}"
         if self.why[move] == CLOSING:
-            return f"{self.num_kept[source]} engines of this host are faster; {ends}"
+            return f"as few as {self.num_kept[source]} of this host's engines are faster; {ends}"
         return f"{ends}; the later end comes {self.gain[move]:.2f} s earlier"
 
     def why_not(self, most: int = 8, name: Name = str) -> list[str]:

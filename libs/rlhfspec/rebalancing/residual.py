@@ -50,14 +50,14 @@ class Residual:
         """[S]: tokens that are expected to come, at least 1 and at most `limit`."""
         most = np.asarray(limit, np.float64)
         if self._num_learnt < _FEW:
-            return np.maximum(most / 2, 1.0)
+            return np.asarray(np.maximum(most / 2, 1.0))
         if self._table is None:
             count = min(self._num_learnt, _KEPT)
             self._table = _table(self._lengths[:count], self._is_censored[:count])
         factors = np.asarray(factor, np.float64)
         rows = np.log2(np.asarray(generated, np.float64) / factors + 1.0) * _PER_OCTAVE
-        tokens = np.interp(rows, np.arange(len(self._table)), self._table) * factors
-        return np.maximum(np.minimum(tokens, most), 1.0)
+        tokens: Floats = np.interp(rows, np.arange(len(self._table)), self._table) * factors
+        return np.asarray(np.maximum(np.minimum(tokens, most), 1.0))
 
     def typical(self) -> float:
         """The median of recent lengths, in multiples of their factors; 0: none."""

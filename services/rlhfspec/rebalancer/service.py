@@ -11,7 +11,7 @@ from rlhfspec.service.vitals import Vitals
 
 class RebalancerService(Service):
     """Watches Load, Moved, Sample; produces Move, Plan; waits for generators to say what they have; unblocked by
-    generator.
+    nobody: it needs nothing.
 
     It knows only what signals say, so that it can die, be late or be wrong: that costs balance, never a token.
     """
