@@ -69,6 +69,7 @@ def told(outcome: Outcome) -> tuple[object, ...]:
     return (
         outcome.seconds,
         outcome.ended.tolist(),
+        outcome.ended_on.tolist(),
         outcome.moves,
         outcome.num_refused,
         outcome.num_plans,

@@ -8,7 +8,7 @@ Example:
     >>> scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"])
     >>> work = workload("skew", num_generators=2, per_generator=32, seed=1)
     >>> ours = simulate(scenario, work, policy_named("ours", work))
-    >>> ours.seconds < 0.8 * simulate(scenario, work).seconds, ours.num_back_and_forth
+    >>> ours.seconds < 0.8 * simulate(scenario, work).seconds, ours.num_swings
     (True, 0)
 """
 

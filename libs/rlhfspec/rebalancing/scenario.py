@@ -91,6 +91,7 @@ class Outcome:
     seconds: float = 0.0  # until the last sequence ended
     num_tokens: int = 0
     ended: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [S] nanoseconds
+    ended_on: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [S] generators
     moves: list[MoveMade] = field(default_factory=list)
     num_refused: int = 0  # moves that found no row, or nothing to move
     num_plans: int = 0
@@ -98,15 +99,29 @@ class Outcome:
     timeline: list[tuple[float, int, int]] = field(default_factory=list)  # (seconds, generator, sequences running)
 
     @property
-    def num_back_and_forth(self) -> int:
+    def num_returns(self) -> int:
         """Moves of a sequence to a generator that it has left."""
-        left: dict[int, set[int]] = {}
-        count = 0
+        return len(self._returns())
+
+    @property
+    def num_swings(self) -> int:
+        """Returns for which there was no new reason: nothing ended at either end since it left."""
+        swings = 0
+        for out, back in self._returns():
+            since, until = out.left_seconds * NANOSECONDS, back.left_seconds * NANOSECONDS
+            there = np.isin(self.ended_on, (out.source, back.source))
+            swings += not bool((there & (self.ended > since) & (self.ended <= until)).any())
+        return swings
+
+    def _returns(self) -> list[tuple[MoveMade, MoveMade]]:
+        """(the move away from there, the move back)"""
+        left: dict[tuple[int, int], MoveMade] = {}
+        returns = []
         for move in self.moves:
-            been = left.setdefault(move.sequence, set())
-            count += move.destination in been
-            been.add(move.source)
-        return count
+            if (move.sequence, move.destination) in left:
+                returns.append((left[move.sequence, move.destination], move))
+            left[move.sequence, move.source] = move
+        return returns
 
 
 def step_tables(scenario: Scenario, most: int) -> dict[float, list[list[int]]]:

@@ -63,7 +63,11 @@ class _Simulation:
     ) -> None:
         self.scenario, self.work, self.policy, self.records = scenario, work, policy, records
         count, size = scenario.num_generators, work.num_sequences
-        self.outcome = Outcome(num_tokens=int(work.lengths.sum()), ended=np.zeros(size, dtype=np.int64))
+        self.outcome = Outcome(
+            num_tokens=int(work.lengths.sum()),
+            ended=np.zeros(size, dtype=np.int64),
+            ended_on=np.full(size, -1, dtype=np.int64),
+        )
         order = np.arange(size) if order is None else order
         hands, queue = initial_hands(scenario, work, order)
         self.hands = [deque(hand) for hand in hands]
@@ -167,6 +171,7 @@ class _Simulation:
             if self._is_here(generator, end, sequence):
                 self.state[sequence] = DONE
                 self.outcome.ended[sequence] = now
+                self.outcome.ended_on[sequence] = generator
                 self.running[generator] -= 1
                 self.num_open -= 1
                 self.has_news = True

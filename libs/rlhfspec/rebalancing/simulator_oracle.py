@@ -73,7 +73,11 @@ class _Oracle:
         factors = dict(scenario.slowness)
         tables = step_tables(scenario, scenario.rows)
         self.tables = [tables[factors.get(number, 1.0)] for number in range(scenario.num_generators)]
-        self.outcome = Outcome(num_tokens=int(work.lengths.sum()), ended=np.zeros(work.num_sequences, dtype=np.int64))
+        self.outcome = Outcome(
+            num_tokens=int(work.lengths.sum()),
+            ended=np.zeros(work.num_sequences, dtype=np.int64),
+            ended_on=np.full(work.num_sequences, -1, dtype=np.int64),
+        )
         self.things: list[tuple[int, int, int, object]] = []  # all that is not a step's end
         for number, kill in enumerate(scenario.kills):
             self.things.append((nanoseconds(kill.at_seconds), LIFE, number, False))
@@ -123,6 +127,7 @@ class _Oracle:
                 engine.running.remove(number)
                 sequence.place = "done"
                 self.outcome.ended[number] = time
+                self.outcome.ended_on[number] = engine.number
                 self.has_news = True
                 self.just_ended.append(number)
         stall = self.leave(engine, time) + self.join(engine) + self.start(engine)
