@@ -82,7 +82,7 @@ STAGES: tuple[Stage, ...] = (
         produces=(Sample, Load, Moved),
         waits_for="prompts, and room in the KV cache",
         unblocked_by=("prompts", "trainer"),
-        watches=(Move,),
+        watches=(Move, Plan),
         max_held=1 << 16,  # the engine queues what it has no room for
     ),
     Stage(
