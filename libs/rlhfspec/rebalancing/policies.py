@@ -36,9 +36,7 @@ def policy_named(
     name: str, work: Workload, *, history: Ints | None = None, settings: Settings = STANDARD
 ) -> Policy | None:
     """`history`: lengths of an earlier step, which ours learnt from. `ours-knowing` is told every true length."""
-    if name not in NAMES:
-        reason = f"must be one of {', '.join(NAMES)}{did_you_mean(name, NAMES)}"
-        raise InvalidRequest("policy", name, reason)
+    policy_known(name)
     if name == "none":
         return None
     if name.startswith("ours"):
@@ -47,6 +45,13 @@ def policy_named(
             ours.learn(history)
         return ours
     return {"threshold": threshold, "knee": knee, "counts": counts}[name]
+
+
+def policy_known(name: str) -> None:
+    """Raises InvalidRequest, with the nearest name."""
+    if name not in NAMES:
+        reason = f"must be one of {', '.join(NAMES)}{did_you_mean(name, NAMES)}"
+        raise InvalidRequest("policy", name, reason)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlhfspec.arrays import Floats
 from rlhfspec.rebalancing.lengths import Ints, Workload
+from rlhfspec.rebalancing.policies import policy_named
 from rlhfspec.rebalancing.scenario import Scenario
 from rlhfspec.rebalancing.simulator import simulate
 
@@ -25,7 +26,10 @@ _MOST_EXCHANGES = 2_000
 
 def ideal_sharing_seconds(scenario: Scenario, work: Workload) -> float:
     """As if at every token all generators had equally many, without knowing who goes on: the sum over token index e of
-    step(ceil(alive(e) / N)), and each prompt's prefill once. nan: rows are too few for all, or machines differ."""
+    step(ceil(alive(e) / N)), and the prefill of prompts as they are dealt, shared as well.
+
+    nan: rows are too few for all, or machines differ.
+    """
     count = scenario.num_generators
     if work.num_sequences > count * scenario.rows or scenario.slowness:
         return float("nan")
@@ -39,13 +43,17 @@ def ideal_sharing_seconds(scenario: Scenario, work: Workload) -> float:
 def _prompt_tokens(scenario: Scenario, work: Workload) -> int:
     if not scenario.shares_prefixes:
         return int(work.prompt_tokens.sum())
-    return int(work.prompt_tokens[np.unique(work.prompts, return_index=True)[1]].sum())
+    pairs = work.dealt * (int(work.prompts.max()) + 1) + work.prompts
+    return int(work.prompt_tokens[np.unique(pairs, return_index=True)[1]].sum())
 
 
 def clairvoyant_seconds(scenario: Scenario, work: Workload) -> float:
-    """The best schedule found with every length known: the longest go first to wherever they make the latest end
-    earliest, then exchanges with the latest; also on fewer engines of each host, and pulled with the longest first.
-    Each is simulated, prefill included. An upper bound of the best there is. nan: too large to look at."""
+    """The best schedule found with every length known. An upper bound of the best there is; nan: too large to look at.
+
+    The longest go first to wherever they make the latest end earliest, then exchanges with the latest; the same on
+    fewer engines of each host; pulled with the longest first; moved by `plan()` that knows all. Each is simulated,
+    prefill included.
+    """
     if scenario.num_generators * work.num_sequences > _MOST_CELLS:
         return float("nan")
     peaceful = replace(scenario, kills=(), pulls=False)
@@ -55,6 +63,8 @@ def clairvoyant_seconds(scenario: Scenario, work: Workload) -> float:
         dealt = assign(peaceful, work, engines_used=used)
         found.append(simulate(peaceful, replace(work, dealt=dealt), order=order).seconds)
     found.append(simulate(replace(peaceful, pulls=True), work, order=order).seconds)
+    for start in (work, replace(work, dealt=dealt)):  # moving KV may be cheaper than a second prefill
+        found.append(simulate(peaceful, start, policy_named("ours-knowing", start)).seconds)
     return min(found)
 
 
