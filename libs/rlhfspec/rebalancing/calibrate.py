@@ -26,8 +26,7 @@ from rlhfspec.rebalancing.simulator import simulate
 from rlhfspec.rebalancing.step_curves import StepCurve
 
 _FEWEST = 16  # samples that say something
-_ROUNDS = 6  # of fitting, each with the steps that the last one's curve gives
-_GRID = 2000  # moments of a generator's time at which it is asked how many run
+_MOST = 8192  # of the newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +59,18 @@ class Calibration:
 
 def calibrate(samples: Sequence[Ran]) -> Calibration:
     """Least squares of what was measured; no cost is negative."""
-    told = [sample for sample in samples if sample.num_tokens > 1 and sample.ended > sample.began]
+    told = [sample for sample in samples if sample.num_tokens > 1 and sample.ended > sample.began][-_MOST:]
     if len(told) < _FEWEST:
         raise InvalidRequest("calibrate", len(told), f"needs traces of at least {_FEWEST} generated samples")
     seconds = np.array([sample.ended - sample.began for sample in told])
     tokens = np.array([sample.num_tokens for sample in told], dtype=np.float64)
-    found = np.array([0.0, float(np.median(seconds / tokens)), 0.0])
-    prompts = _prompt_tokens_beside(told)
-    for _ in range(_ROUNDS):
-        beside = _mean_running(told, found[0], found[1])
-        design = np.stack([tokens, tokens * beside, prompts], axis=1)
-        found = _not_negative(design / seconds[:, None])
-    said = np.stack([tokens, tokens * _mean_running(told, found[0], found[1]), prompts], axis=1) @ found
+    design = np.stack([tokens, _tokens_beside(told), _prompt_tokens_beside(told)], axis=1)
+    found = _not_negative(design / seconds[:, None])
     return Calibration(
         step_seconds=float(found[0]),
         sequence_seconds=float(found[1]),
         prefill_seconds=float(found[2]),
-        error=float(np.median(np.abs(said / seconds - 1))),
+        error=float(np.median(np.abs(design @ found / seconds - 1))),
         num_samples=len(told),
     )
 
@@ -94,26 +88,22 @@ def _not_negative(design: Floats) -> Floats:
     return found
 
 
-def _mean_running(samples: Sequence[Ran], t0: float, c: float) -> Floats:
-    """[S]: how many ran beside each, itself included, as a mean over its steps (of which there are more a second the
-    fewer run)."""
-    means = np.zeros(len(samples))
+def _tokens_beside(samples: Sequence[Ran]) -> Floats:
+    """[S]: tokens that its generator made while it ran, its own included: the sum of how many ran in each of its steps.
+
+    Two that overlap shared as many steps as the one that is covered more made in that time.
+    """
+    found = np.zeros(len(samples))
     for members in _of_generators(samples).values():
         began = np.array([samples[index].began for index in members])
         ended = np.array([samples[index].ended for index in members])
-        grid = np.linspace(began.min(), ended.max(), _GRID)
-        running = np.searchsorted(np.sort(began), grid, side="right") - np.searchsorted(
-            np.sort(ended), grid, side="right"
-        )
-        rate = np.where(running > 0, 1.0 / np.maximum(t0 + c * running, 1e-12), 0.0)
-        steps, weighted = np.cumsum(rate), np.cumsum(rate * running)
-        first = np.searchsorted(grid, began)
-        last = np.maximum(np.searchsorted(grid, ended), first + 1)
-        before = np.maximum(first - 1, 0)
-        last = np.minimum(last, len(grid) - 1)
-        made = np.maximum(steps[last] - steps[before], 1e-12)
-        means[members] = np.maximum((weighted[last] - weighted[before]) / made, 1.0)
-    return means
+        tokens = np.array([samples[index].num_tokens for index in members], dtype=np.float64)
+        for place, index in enumerate(members):
+            overlap = np.maximum(np.minimum(ended, ended[place]) - np.maximum(began, began[place]), 0)
+            theirs, mine = overlap / (ended - began), overlap / (ended[place] - began[place])
+            shared = np.where(theirs >= mine, tokens * theirs, tokens[place] * mine)
+            found[index] = np.minimum(shared, np.minimum(tokens, tokens[place])).sum()
+    return found
 
 
 def _prompt_tokens_beside(samples: Sequence[Ran]) -> Floats:

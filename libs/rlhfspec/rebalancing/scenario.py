@@ -5,6 +5,7 @@ Time is counted in whole nanoseconds, so that a step's end has one value however
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -35,6 +36,7 @@ class Scenario:
     rows: int = 256  # sequences that a generator runs at once
     pulls: bool = False  # prompts are pulled as there is room; else a stage's are dealt to all at its start
     prefetch: int = 0  # prompts that a generator holds beyond its rows, when it pulls
+    piece: int = 1  # it pulls when there is room for so many
     prefill_seconds: float = 0.0  # a prompt token
     shares_prefixes: bool = True  # a prompt is prefilled once for all its samples on one generator
     engines_per_host: int = 1
@@ -153,14 +155,16 @@ def nanoseconds(seconds: float) -> int:
 
 
 def initial_hands(scenario: Scenario, work: Workload, order: Ints) -> tuple[list[list[int]], list[int]]:
-    """What each generator begins with, and what waits for who has room. Pulled prompts go one to each in turn until
+    """What each generator begins with, and what waits for who has room. Pulled prompts go a piece to each in turn until
     every hand is full; dealt ones all at once."""
     hands: list[list[int]] = [[] for _ in range(scenario.num_generators)]
     if not scenario.pulls:
         for sequence in order.tolist():
             hands[work.dealt[sequence]].append(sequence)
         return hands, []
-    room = scenario.num_generators * (scenario.rows + scenario.prefetch)
-    for place, sequence in enumerate(order[:room].tolist()):
-        hands[place % scenario.num_generators].append(sequence)
-    return hands, order[room:].tolist()
+    queue, most = deque(order.tolist()), scenario.rows + scenario.prefetch
+    while queue and len(hands[-1]) < most:
+        for hand in hands:
+            for _ in range(min(scenario.piece, most - len(hand), len(queue))):
+                hand.append(queue.popleft())
+    return hands, list(queue)

@@ -91,7 +91,7 @@ def _generators(axis: Axes, name: str, outcome: Outcome, counts: Ints, longest: 
 def _unfinished(axis: Axes, outcome: Outcome, longest: float) -> None:
     ended = np.sort(outcome.ended) / 1e9
     axis.step([0, *ended], [len(ended), *range(len(ended) - 1, -1, -1)], where="post", color=_BLUE)
-    axis.set(xlim=(0, longest), yscale="symlog", xlabel="seconds", ylabel="unfinished")
+    axis.set(xlim=(0, longest), yscale="log", ylim=(0.8, None), xlabel="seconds", ylabel="unfinished")
     axis.grid(alpha=0.3)
 
 

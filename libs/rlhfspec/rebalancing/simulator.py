@@ -250,6 +250,8 @@ class _Simulation:
         hand = self.hands[generator]
         free = self.scenario.rows - self.running[generator] - self.leased[generator]
         room = free + (self.scenario.prefetch if self.scenario.pulls else 0) - len(hand)
+        if self.scenario.pulls and room < self.scenario.piece:
+            room = 0
         while self.queue and room > 0:
             sequence = self.queue.popleft()
             self.where[sequence] = generator

@@ -196,7 +196,9 @@ class _Oracle:
     def start(self, engine: _Engine) -> int:
         stall = 0
         prefetch = self.scenario.prefetch if self.scenario.pulls else 0
-        while self.queue and self.free(engine) + prefetch > len(engine.hand):
+        piece = self.scenario.piece if self.scenario.pulls else 1
+        enough = self.free(engine) + prefetch - len(engine.hand) >= piece
+        while enough and self.queue and self.free(engine) + prefetch > len(engine.hand):
             number = self.queue.pop(0)
             self.sequences[number].place = "hand"
             engine.hand.append(number)

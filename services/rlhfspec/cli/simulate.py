@@ -143,6 +143,7 @@ def _scenario(job: RLHFJob, count: int, curve: Any, prefill_ms: float, rows: int
         curve=curve,
         rows=rows or job.spec.generation.max_sequences,
         prefetch=job.spec.roles.generator.prefetch,
+        piece=max(min(job.spec.algorithm.samples_per_prompt, job.spec.roles.generator.prefetch), 1),
         prefill_seconds=prefill_ms / 1e3,
         plan_seconds=job.spec.roles.rebalancer.interval_seconds,
     )
@@ -273,7 +274,7 @@ def _print(
     if calibration is not None:
         console.print(
             f"from {calibration.num_samples} samples: a step of B takes {calibration.step_seconds * 1e3:.3g} + "
-            f"{calibration.sequence_seconds * 1e3:.3g} B ms, a prompt's word {calibration.prefill_seconds * 1e3:.3g} ms "
+            f"{calibration.sequence_seconds * 1e3:.3g} B ms, a word {calibration.prefill_seconds * 1e3:.3g} ms "
             f"(off by {calibration.error:.0%}, median)",
             highlight=False,
         )
