@@ -22,6 +22,7 @@ from rlhfspec.arrays import BoolArray, Floats
 
 Ints = npt.NDArray[np.int64]
 Numbers = Sequence[float] | Floats | Ints | BoolArray
+OF_SEQUENCES = ("generator", "generated", "held", "remaining", "limit", "moved_at")
 MUCH = 1 << 40  # room that never ends
 
 
@@ -76,6 +77,10 @@ class Fleet:
         total, longest = self.work()
         return self.step_seconds * longest + self.sequence_seconds * total + self.prefill_owed
 
+    def only(self, chosen: BoolArray) -> Fleet:
+        """With these sequences alone."""
+        return replace(self, **{name: getattr(self, name)[chosen] for name in OF_SEQUENCES})
+
     def moved(self, sequence: int, destination: int, now: float) -> Fleet:
         """With that sequence over there (tests and small simulations; a copy of everything)."""
         generator, moved_at = self.generator.copy(), self.moved_at.copy()
@@ -84,18 +89,10 @@ class Fleet:
             free_rows[place] += sign
             free_tokens[place] += sign * self.held[sequence]
         generator[sequence], moved_at[sequence] = destination, now
+        there = replace(self, free_rows=free_rows, free_tokens=free_tokens, generator=np.sort(generator))
         order = np.argsort(generator, kind="stable")
-        return replace(
-            self,
-            free_rows=free_rows,
-            free_tokens=free_tokens,
-            generator=generator[order],
-            generated=self.generated[order],
-            held=self.held[order],
-            remaining=self.remaining[order],
-            limit=self.limit[order],
-            moved_at=moved_at[order],
-        )
+        columns = {name: getattr(self, name)[order] for name in OF_SEQUENCES[1:-1]}
+        return replace(there, moved_at=moved_at[order], **columns)
 
     @classmethod
     def of(

@@ -5,7 +5,7 @@ table. The mean residual life comes from a Kaplan-Meier estimate, in which answe
 so long".
 
 Example:
-    >>> residual = Residual(most=1000)
+    >>> residual = Residual()
     >>> for length in (100,) * 30 + (500,) * 10:
     ...     residual.learn(length)
     >>> [round(tokens) for tokens in residual.remaining([0, 90, 110, 400], [1.0] * 4, [1000] * 4)]
@@ -26,10 +26,9 @@ _OCTAVES = 20
 
 
 class Residual:
-    """`most`: the longest answer there can be; half of what can still come is expected until lengths were seen."""
+    """Half of what can still come is expected until lengths were seen."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._lengths = np.zeros(_KEPT)
         self._is_censored = np.zeros(_KEPT, bool)
         self._num_learnt = 0

@@ -57,13 +57,13 @@ class GeneratorService(Service):
         self._shares: dict[str, float] = {}  # of what runs: `_share_seconds` when it came
         self._share_seconds = 0.0  # of each piece of work, what fell to each sample that was there
         self._histories = Histories(keep=spec.algorithm.samples_per_prompt)
-        self._meter = Meter(job.metadata.name, f"generator-{worker}", engine)
+        self._meter = Meter(job.metadata.name, f"generator-{worker}", engine, worker=worker)
 
     async def run(self) -> None:
         async with await self._bus.subscribe(Prompt) as prompts, await self._bus.subscribe(Weights) as weights:
             self._look_for_room()
             try:
-                await together(self._pull(prompts), self._follow(weights), self._work())
+                await together(self._pull(prompts), self._follow(weights), self._work(), self._say_idle())
                 await give_back([delivery.held for delivery in (*self._pulled, *self._running.values())])
                 await self._published()
             finally:
@@ -133,6 +133,18 @@ class GeneratorService(Service):
         early = min((delivery.record.weights_version for delivery in self._pulled), default=None)
         with self.vitals.waiting("prompts" if early is None else f"weights version {early}"):
             await self._news.wait()
+
+    async def _say_idle(self) -> None:
+        """Who has nothing to do says so, so that others may move samples here."""
+        while not self.stopping.is_set():
+            if not self._running and (load := self._meter.idle()) is not None:
+                self._last_load = load
+                await self._bus.publish(load)
+            await self.unless_stopped(self._idle_for_a_while())
+
+    async def _idle_for_a_while(self) -> list[None]:
+        await self._bus.clock.sleep(IDLE_SECONDS)
+        return []
 
     async def _take_weights(self) -> None:
         """Between two steps of the engine. What runs goes on under the new version, and says so token by token."""
