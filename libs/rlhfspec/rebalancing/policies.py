@@ -64,7 +64,7 @@ class Ours:
     residual: Residual = field(init=False)
 
     def __post_init__(self) -> None:
-        self.residual = Residual(most=self.work.limit)
+        self.residual = Residual()
 
     def learn(self, lengths: Ints) -> None:
         for length in lengths[-4096:].tolist():  # as many as it keeps

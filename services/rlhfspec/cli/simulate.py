@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from rlhfspec.cli.job import Job, Set
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from rlhfspec.rebalancing.scenario import Kill, Outcome, Scenario
     from rlhfspec.rebalancing.trials import Trial
 
-Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file: YAML or JSON.", show_default=False)]
 Generators = Annotated[
     int | None, typer.Option(min=1, max=100_000, help="Generators.  [default: the job's, at least 2]")
 ]
@@ -80,6 +80,7 @@ def simulate(
     kill: Kills = None,
     slow: Slow = None,
     calibrate: Calibrate = None,
+    overrides: Set = None,
     as_json: AsJson = False,
     out: Out = None,
 ) -> None:
@@ -88,7 +89,7 @@ def simulate(
         from rlhfspec.job_file import read_job
         from rlhfspec.rebalancing.step_curves import curve_named
 
-        read = read_job(job, [])
+        read = read_job(job, overrides or [])
         plan = _planned(read, generators, per_generator, seeds, policy or _ALL)
         scenario = _scenario(read, plan.num_generators, curve_named(curve), prefill, rows)
         scenario = replace(
