@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.service.bus import StageBus
+from rlhfspec.service.guest import Guest
 from rlhfspec.service.vitals import Vitals
 
 if TYPE_CHECKING:
@@ -41,3 +42,4 @@ class Context:
     vitals: Vitals
     run: Run
     say: Callable[[str], None]  # a line for the person who watches
+    guest: Guest | None = None  # of a generator: the scoring stage that it may help

@@ -9,12 +9,14 @@ from typing import Any
 
 from rlhfspec.engine.base import Completion, EngineProtocol, Request
 from rlhfspec.engine.params import SamplingParams
+from rlhfspec.generator.dry import Dry
 from rlhfspec.generator.history import Histories
 from rlhfspec.generator.load import Experts, Meter
 from rlhfspec.job import Generation, RLHFJob
 from rlhfspec.records import Load, Prompt, Sample, Weights
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Delivery, Inbox, StageBus, give_back
+from rlhfspec.service.guest import Guest
 from rlhfspec.service.new_weights import NewWeights
 from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
@@ -33,7 +35,15 @@ class GeneratorService(Service):
     """
 
     def __init__(
-        self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, engine: EngineProtocol, weights: WeightStore
+        self,
+        worker: int,
+        vitals: Vitals,
+        bus: StageBus,
+        *,
+        job: RLHFJob,
+        engine: EngineProtocol,
+        weights: WeightStore,
+        guest: Guest | None = None,
     ) -> None:
         super().__init__("generator", worker, vitals)
         spec = job.spec
@@ -50,6 +60,7 @@ class GeneratorService(Service):
         self._room = 0  # prompts that may still be pulled
         self._has_room = asyncio.Event()  # for a piece
         self._news = asyncio.Event()  # prompts or weights came, or the worker is asked to stop
+        self._dry = Dry(self, bus, guest, self._news)
         self._pulled: deque[Delivery[Prompt]] = deque()  # not yet in the engine: just come, or before their weights
         self._running: dict[str, Delivery[Prompt]] = {}
         self._last_load: Load | None = None
@@ -63,7 +74,7 @@ class GeneratorService(Service):
         async with await self._bus.subscribe(Prompt) as prompts, await self._bus.subscribe(Weights) as weights:
             self._look_for_room()
             try:
-                await together(self._pull(prompts), self._follow(weights), self._work())
+                await together(self._pull(prompts), self._follow(weights), self._dry.follow(), self._work())
                 await give_back([delivery.held for delivery in (*self._pulled, *self._running.values())])
                 await self._published()
             finally:
@@ -132,7 +143,7 @@ class GeneratorService(Service):
             await self._published()
         early = min((delivery.record.weights_version for delivery in self._pulled), default=None)
         with self.vitals.waiting("prompts" if early is None else f"weights version {early}"):
-            await self._news.wait()
+            await self._dry.until_news()
 
     async def _take_weights(self) -> None:
         """Between two steps of the engine. What runs goes on under the new version, and says so token by token."""

@@ -1,0 +1,94 @@
+"""A worker that has nothing to do as one more worker of a scoring stage, until there is something to do again.
+
+The guest is the stage's own service, made by the stage's own builder, so its scores have the same bits; it pulls as the
+stage's workers do, with the stage's own rights, and so takes what none of them has. What it does, its host does: nobody
+else sees a worker of it, and who dies with it is started again as what it was.
+
+Example:
+    >>> async def main() -> list[str]:
+    ...     from rlhfspec.service.base import Service
+    ...     class Scorer(Service):
+    ...         async def run(self) -> None:
+    ...             with self.vitals.working("scoring sums/3/7/1", deadline_seconds=60.0):
+    ...                 said.extend(state.what for state in vitals.snapshot())
+    ...             await self.stopping.wait()
+    ...     said: list[str] = []
+    ...     vitals = Vitals()
+    ...     async def make() -> Service:
+    ...         return Scorer("reference", 2, HostedVitals(vitals, "generator", 1))
+    ...     prompts = asyncio.create_task(asyncio.sleep(0.01))
+    ...     await Guest("reference", make).score_while(prompts)
+    ...     return said
+    >>> asyncio.run(main())
+    ['scoring sums/3/7/1']
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from rlhfspec.errors import RLHFSpecError
+from rlhfspec.service.base import Service
+from rlhfspec.service.vitals import Vitals, WorkerVitals
+
+log = logging.getLogger("rlhfspec.service")
+
+
+class Guest:
+    """`make`: builds the service, when it is first needed; it is kept. What cannot be made is said once, and not tried
+    again: the host then only waits."""
+
+    def __init__(self, stage: str, make: Callable[[], Awaitable[Service]]) -> None:
+        self.stage = stage
+        self._make = make
+        self._making: asyncio.Task[Service | None] | None = None
+
+    async def score_while(self, waiting: asyncio.Task[None]) -> None:
+        """Until that is over, and the sample at hand then; what else it has pulled goes back. Loading does not keep the
+        host: it goes on beside its work, and is there the next time."""
+        service = await self._made_while(waiting)
+        if service is None:
+            await waiting
+            return
+        service.stopping.clear()
+        running = asyncio.create_task(service.run())
+        try:
+            await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
+            await service.stop()
+            await running
+        finally:
+            running.cancel()
+
+    def close(self) -> None:
+        """Said by the host when its run is over."""
+        if self._making is None:
+            return
+        if self._making.done() and not self._making.cancelled() and (service := self._making.result()) is not None:
+            service.close()
+        self._making.cancel()
+
+    async def _made_while(self, waiting: asyncio.Task[None]) -> Service | None:
+        if self._making is None:
+            self._making = asyncio.create_task(self._try_to_make())
+        await asyncio.wait([self._making, waiting], return_when=asyncio.FIRST_COMPLETED)
+        return self._making.result() if self._making.done() else None
+
+    async def _try_to_make(self) -> Service | None:
+        try:
+            return await self._make()
+        except (RLHFSpecError, OSError, RuntimeError) as error:  # no room on the device is torch's RuntimeError
+            log.warning("cannot help %s while there are no prompts: %s", self.stage, error)
+            return None
+
+
+class HostedVitals(Vitals):
+    """All that a guest does is said of its host."""
+
+    def __init__(self, vitals: Vitals, stage: str, worker: int) -> None:
+        super().__init__(vitals.clock)
+        self._host = vitals.worker(stage, worker)
+
+    def worker(self, stage: str, worker: int) -> WorkerVitals:
+        return self._host
