@@ -43,12 +43,13 @@ class Guest:
     def __init__(self, stage: str, make: Callable[[], Awaitable[Service]]) -> None:
         self.stage = stage
         self._make = make
-        self._making: asyncio.Task[Service | None] | None = None
+        self._service: Service | None = None
+        self._was_tried = False
 
     async def score_while(self, waiting: asyncio.Task[None]) -> None:
-        """Until that is over, and the sample at hand then; what else it has pulled goes back. Loading does not keep the
-        host: it goes on beside its work, and is there the next time."""
-        service = await self._made_while(waiting)
+        """Until that is over, and the sample at hand then; what else it has pulled goes back. The first time the host
+        waits for loading to end as well: that changes settings of the whole process, such as torch's default dtype."""
+        service = await self._made()
         if service is None:
             await waiting
             return
@@ -63,24 +64,17 @@ class Guest:
 
     def close(self) -> None:
         """Said by the host when its run is over."""
-        if self._making is None:
-            return
-        if self._making.done() and not self._making.cancelled() and (service := self._making.result()) is not None:
-            service.close()
-        self._making.cancel()
+        if self._service is not None:
+            self._service.close()
 
-    async def _made_while(self, waiting: asyncio.Task[None]) -> Service | None:
-        if self._making is None:
-            self._making = asyncio.create_task(self._try_to_make())
-        await asyncio.wait([self._making, waiting], return_when=asyncio.FIRST_COMPLETED)
-        return self._making.result() if self._making.done() else None
-
-    async def _try_to_make(self) -> Service | None:
-        try:
-            return await self._make()
-        except (RLHFSpecError, OSError, RuntimeError) as error:  # no room on the device is torch's RuntimeError
-            log.warning("cannot help %s while there are no prompts: %s", self.stage, error)
-            return None
+    async def _made(self) -> Service | None:
+        if not self._was_tried:
+            self._was_tried = True
+            try:
+                self._service = await self._make()
+            except (RLHFSpecError, OSError, RuntimeError) as error:  # no room on the device is torch's RuntimeError
+                log.warning("cannot help %s while there are no prompts: %s", self.stage, error)
+        return self._service
 
 
 class HostedVitals(Vitals):

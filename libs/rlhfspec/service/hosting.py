@@ -1,4 +1,8 @@
-"""Gives a worker that may have nothing to do a guest: one more worker of a scoring stage, in its process."""
+"""Gives a worker that may have nothing to do a guest: one more worker of a scoring stage, in its process.
+
+Only where each worker has a process of its own: in one process all stages compute on the same device already, and
+loading beside them would change settings that they share.
+"""
 
 from __future__ import annotations
 

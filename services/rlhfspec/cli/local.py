@@ -25,7 +25,6 @@ from rlhfspec.service.bus import Bus
 from rlhfspec.service.context import Context, Run, kept_versions
 from rlhfspec.service.dead_letters import DeadLetterWatch
 from rlhfspec.service.heartbeats import Heartbeats
-from rlhfspec.service.hosting import with_guest
 from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.run_folder import RunFolder
@@ -64,7 +63,7 @@ class LocalRun(JobRun):
                     run=self._run,
                     say=say,
                 )
-                service = make(self._job, with_guest(self._job, context, self._bus_of))
+                service = make(self._job, context)
                 self._services.append(service)
                 self._leaving.callback(service.close)
         self._check_columns()
@@ -97,13 +96,6 @@ class LocalRun(JobRun):
     @property
     def is_unfinished(self) -> bool:
         return not self._trainer.is_done
-
-    async def _bus_of(self, stage: str, worker: int) -> Bus:
-        """For one more worker than the job says."""
-        workers = self._bus.workers | {stage: worker + 1}
-        bus = Bus(self._transport, self._bus.job, uid=self._bus.uid, workers=workers, clock=self._vitals.clock)
-        bus.watcher = self._bus.watcher
-        return bus
 
     def _check_columns(self) -> None:
         """What only data and rewards together can tell."""
