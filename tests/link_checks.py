@@ -88,6 +88,8 @@ def nothing_left() -> Iterator[None]:
 
 def _held() -> tuple[object, ...]:
     maps = Path("/proc/self/maps").read_text().count("rlhfspec-link")
-    files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()]
+    files = [
+        os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()
+    ]
     num_sockets = sum(each.startswith(("socket:", "/memfd:")) for each in files)
     return num_sockets, len(files), threading.active_count(), maps, sorted(os.listdir("/dev/shm"))
