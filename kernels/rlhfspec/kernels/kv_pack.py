@@ -68,7 +68,7 @@ def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
         _copy_bytes(kernel, out, kv, slots, is_pack=True)
     else:
         packed = pack_slots(kv, torch.from_numpy(slots).to(kv.device))
-        out[...] = packed.reshape(len(slots), -1).view(torch.uint8).cpu().numpy()
+        out[...] = packed.reshape(-1).view(torch.uint8).cpu().numpy().reshape(out.shape)
 
 
 def unpack_from(packed: Bytes, kv: torch.Tensor, slots: IntArray) -> None:
