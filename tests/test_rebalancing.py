@@ -136,6 +136,22 @@ def test_with_lengths_fixed_the_ends_sorted_downwards_fall_until_nothing_moves(s
     raise AssertionError("it never comes to rest")
 
 
+@given(st.integers(0, 1 << 32), st.sampled_from([0.0, 0.2, 1.0]))
+@settings(max_examples=150, deadline=None)
+def test_hosts_that_consolidate_come_to_rest_too(seed: int, engine_cost: float) -> None:
+    fleet = random_fleet(seed)
+    fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool), host=fleet.host % 3)
+    chosen = replace(PROMPT, engine_cost=engine_cost)
+    num_moves = 0
+    for _ in range(60):
+        planned = plan(replace(fleet, moved_at=np.full(fleet.num_sequences, -np.inf)), NOW, chosen)
+        if not planned.num_moves:
+            return
+        num_moves += planned.num_moves
+        fleet = after(fleet, planned)
+    raise AssertionError(f"{num_moves} moves of {fleet.num_sequences} sequences, and it goes on")
+
+
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=100, deadline=None)
 def test_a_memory_bound_fleet_is_left_alone(seed: int) -> None:

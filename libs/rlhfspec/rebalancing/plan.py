@@ -75,6 +75,7 @@ class _State:
         self.step, self.sequence = running.step_seconds, running.sequence_seconds
         self.is_closing, self.num_kept = running.is_closing, running.num_kept
         self.version = fleet.weights_version
+        self.group = _joint(self.version, running.apart)  # of generators that may be paired
         self.starts = fleet.starts
         self.total, self.longest = fleet.work()
         self.ends = self.step * self.longest + self.sequence * self.total + fleet.prefill_owed
@@ -104,20 +105,20 @@ class _State:
         return bool(len(pairs.source)) and self._move_one_each(pairs)
 
     def _pairs(self) -> _Pairs:
-        """The k-th latest with the k-th earliest that has room, of each version."""
+        """The k-th latest with the k-th earliest that has room, of each group."""
         stays = ~(self.fleet.is_leaving | self.is_closing)
         sources = np.flatnonzero(stays & (self.num_sequences > 0))
         places = np.flatnonzero(stays & (self.rows > 0) & (self.tokens > 0))
-        sources = sources[np.lexsort((-self.ends[sources], self.version[sources]))]
+        sources = sources[np.lexsort((-self.ends[sources], self.group[sources]))]
         # Of ends that are alike (who is dry ends at once) the faster engine comes first, then who has more room.
         ties = (-self.rows[places], -self.tokens[places], self.sequence[places])
-        places = places[np.lexsort((*ties, self.ends[places], self.version[places]))]
-        if (self.version == self.version[:1]).all():
+        places = places[np.lexsort((*ties, self.ends[places], self.group[places]))]
+        if (self.group == self.group[:1]).all():
             number = min(len(sources), len(places))
             pairs = _Pairs(sources[:number], places[:number])
         else:
             _, left, right = np.intersect1d(
-                _ranked(self.version[sources]), _ranked(self.version[places]), assume_unique=True, return_indices=True
+                _ranked(self.group[sources]), _ranked(self.group[places]), assume_unique=True, return_indices=True
             )
             pairs = _Pairs(sources[left], places[right])
         return pairs.where(self.ends[pairs.source] > self.ends[pairs.destination])
@@ -285,5 +286,7 @@ def _ranked(groups: Ints) -> Ints:
 
 
 def _joint(versions: Ints, hosts: Ints) -> Ints:
+    if (versions == versions[:1]).all() and (hosts == hosts[:1]).all():
+        return np.zeros(len(versions), np.int64)
     _, joint = np.unique(np.stack((versions, hosts)), axis=1, return_inverse=True)
     return np.asarray(joint).reshape(-1)
