@@ -48,9 +48,9 @@ class _Generator:
         lengths = [*(sequence.remaining for sequence in self.sequences), *more]
         return self.step * max(lengths, default=0.0) + self.per_sequence * sum(lengths) + self.owed
 
-    def earliness(self) -> tuple[float, float, int, int]:
+    def earliness(self) -> tuple[float, float, int]:
         """Ties: the faster engine, then who has more room."""
-        return self.end(), self.per_sequence, -self.tokens, -self.rows
+        return self.end(), self.per_sequence, -self.tokens
 
     @property
     def stays(self) -> bool:
