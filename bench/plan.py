@@ -54,9 +54,8 @@ def main() -> None:
         plain.append(time.perf_counter() - between)
     median, fastest = float(np.median(planning)), min(planning)
     print(f"{options.generators:,} generators, {options.sequences:,} sequences: {planned.num_moves:,} moves")
-    print(
-        f"plan(): median {median * 1e3:.1f} ms, fastest {fastest * 1e3:.1f} ms, thread CPU {np.median(of_the_processor) * 1e3:.1f} ms"
-    )
+    processor = float(np.median(of_the_processor))
+    print(f"plan(): median {median * 1e3:.1f} ms, fastest {fastest * 1e3:.1f} ms, thread CPU {processor * 1e3:.1f} ms")
     print(f"a plain pass (20 operations): median {np.median(plain) * 1e3:.1f} ms")
 
 
