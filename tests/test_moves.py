@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from forced_moves import play
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, check, drain, in_rounds, make, model, request, reserved
 
 from rlhfspec.drafting.base import Plan
-from rlhfspec.engine import Completion
+from rlhfspec.engine import Completion, Engine
 from rlhfspec.engine.base import KVRange, Watermark
 from rlhfspec.engine.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError
@@ -48,6 +52,22 @@ def test_moved_at_any_time_in_any_way_the_bits_are_those_of_the_plain_engine(
     assert sum(each.stats.num_preemptions for each in done.values()) == 0, "KV went along: nothing was computed again"
     for engine in engines:
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1 << 20))
+def test_forced_to_move_at_random_the_bits_are_those_of_the_unmoved(seed: int) -> None:
+    play(seed)
+
+
+def test_forced_moves_meet_everything_that_can_happen_to_them() -> None:
+    seen = sum((play(seed) for seed in range(6)), Counter[str]())
+    missing = {
+        "moved", "moved twice or more", "tokens", "tokens to newer weights", "taken back", "given up", "drafted",
+        "preempted", "new weights", "shares a prompt there", "finished in mid-copy", "stopped at a string",
+        "refused: room", "refused: epoch", "refused: weights_version",
+    } - {what for what, times in seen.items() if times}  # fmt: skip
+    assert not missing, seen
 
 
 def test_bf16_moves_bit_for_bit_too() -> None:
@@ -102,6 +122,84 @@ def test_a_whole_prompt_that_is_here_is_not_sent_again() -> None:
     late = there.state.sequences["late"].row
     assert int(there.state.spaces[1].cached[late]) >= 32, "nor does the draft run the prefix again"
     assert drain(there).keys() == {"0", "1", "2", "3", "late"}
+
+
+def siblings(engine: Engine, count: int, num_steps: int = 6) -> None:
+    for index in range(count):
+        engine.submit(request(str(index), seed=index))
+    for _ in range(num_steps):
+        engine.step()
+
+
+def test_siblings_that_arrive_together_bring_their_prompt_once() -> None:
+    """The first of them promises it to the others, which land behind it in whatever order."""
+    here, there = make(), make()
+    siblings(here, 4)
+    used = here.stats().num_blocks - here.stats().num_free_blocks
+    marks = {name: there.reserve(here.manifest(name)) for name in "0123"}
+    assert [mark.positions for mark in marks.values()] == [(0, 0), (32, 32), (32, 32), (32, 32)]
+    there.check_integrity()
+    for name in "3102":
+        kv = here.export_range(name, marks[name], max_bytes=20_000)
+        there.import_range(kv)
+        marks[name] = kv.end
+        check(here, there)
+        here.step()
+    for name in "0312":
+        there.import_sequence(here.export_sequence(name, marks[name]))
+        assert here.cancel(name)
+        check(here, there)
+    assert there.stats().num_blocks - there.stats().num_free_blocks <= used
+    assert not there.scheduler.promised
+    there.submit(request("late", seed=9))
+    assert there.step().num_prefill_tokens == len(PROMPT) - 32, "nothing of the others was computed again"
+    assert there.stats().num_recomputed_tokens == 0
+    done = drain(there)
+    assert {name: bits(done[name]) for name in "0123"} == {str(seed): alone(seed) for seed in range(4)}
+
+
+@pytest.mark.parametrize("way", ["cancelled", "settled first", "memory taken", "preempted there"])
+def test_a_promised_prompt_that_does_not_come_is_computed(way: str) -> None:
+    here, there = make(), make()
+    siblings(here, 3)
+    first, second, third = (there.reserve(here.manifest(name)) for name in "012")
+    assert second.positions == third.positions == (32, 32)
+    for name, mark in (("1", second), ("2", third)):
+        there.import_range(here.export_range(name, mark))
+    match way:
+        case "cancelled":
+            assert there.cancel("0")
+        case "memory taken":
+            assert there.scheduler.reclaim([there.scheduler.arriving["0"]])
+        case "preempted there":
+            assert here.preempt("0")
+            there.cancel("0")
+            first = there.reserve(replace(here.manifest("0"), epoch=3))
+            assert first.positions == (0, 0), "nobody fills what the others wait for"
+            assert there.cancel("0")
+    check(there)
+    state = here.export_sequence("1", second)
+    there.import_sequence(state)
+    here.cancel("1")
+    check(there)
+    assert there.stats().num_recomputed_tokens == state.manifest.num_tokens - 1
+    if way == "settled first":  # its sibling comes after it, and brings what it waits for
+        kv = here.export_range("0", first)
+        there.import_range(kv)
+        there.import_sequence(here.export_sequence("0", kv.end))
+        report = there.step()
+        assert report.num_prefill_tokens == state.manifest.num_tokens - 32
+    done = drain(there)
+    assert bits(done["1"]) == alone(1)
+    there.import_sequence(here.export_sequence("2", third))
+    here.cancel("2")
+    assert bits(drain(there)["2"]) == alone(2)
+    assert {name: bits(each) for name, each in drain(here).items()} == {name: alone(int(name)) for name in here_of(way)}
+    assert there.stats().num_free_blocks == there.stats().num_blocks or there.cancel("0")
+
+
+def here_of(way: str) -> list[str]:
+    return [] if way == "settled first" else ["0"]
 
 
 def test_what_was_learnt_of_a_sequence_goes_with_it() -> None:
@@ -212,6 +310,40 @@ def test_a_preemption_voids_what_was_sent_and_the_sequence_goes_on() -> None:
     there.import_sequence(here.export_sequence("x"))  # all of it
     here.cancel("x")
     assert bits(drain(there)["x"]) == alone()
+
+
+@pytest.mark.parametrize("how", ["finished", "cancelled", "another of its name", "new weights", "waits again"])
+def test_what_ends_in_mid_copy_is_refused_by_name_and_its_lease_ends(how: str) -> None:
+    here, there = make(), make()
+    here.submit(request("x", max_tokens=5 if how == "finished" else 30))
+    here.step()
+    mark = there.reserve(here.manifest("x"))
+    kv = here.export_range("x", mark)
+    there.import_range(kv)
+    match how:
+        case "finished":
+            drain(here)
+        case "cancelled" | "another of its name":
+            assert here.cancel("x")
+        case "new weights":
+            here.load_weights(perturbed(model(), 0.1).state_dict(), version=1)
+            here.step()
+        case "waits again":
+            assert here.preempt("x")
+    if how == "another of its name":
+        here.submit(request("x", seed=3))
+        here.step()
+    gone = how in ("finished", "cancelled")
+    for call in (here.export_range, here.export_sequence):
+        with pytest.raises(InvalidRequest if gone else SequenceStateError, match="no such" if gone else "epoch"):
+            call("x", kv.end)
+    check(here, there)
+    assert there.cancel("x")
+    with pytest.raises(SequenceStateError, match="reservation"):
+        there.import_range(kv)
+    assert there.stats().num_free_blocks == there.stats().num_blocks
+    drain(there)
+    assert drain(here).keys() == (set() if gone else {"x"})
 
 
 def test_memory_that_is_kept_for_a_move_never_stops_the_others() -> None:

@@ -207,6 +207,7 @@ class Engine:
             num_generated_tokens=self._num_generated,
             num_preemptions=self.scheduler.num_preemptions,
             num_moves=self.moves.num_imported,
+            num_recomputed_tokens=self.moves.num_recomputed,
             expert_rows=self.state.target.runner.expert_load.rows(),
         )
 

@@ -32,9 +32,13 @@ class KVSpace:
     def enter(self, sequence: Sequence) -> None:
         """Its blocks become the row's; what siblings computed in the shared ones is there already."""
         self.table.append(sequence.row, sequence.blocks)
-        filled = self.filled[sequence.blocks[: sequence.num_shared_blocks]]
-        leading = len(filled) if filled.all() else int(filled.argmin())
-        self.cached[sequence.row] = leading * self.table.block_size
+        shared = sequence.blocks[: sequence.num_shared_blocks]
+        self.cached[sequence.row] = self.num_filled(shared) * self.table.block_size
+
+    def num_filled(self, blocks: list[int]) -> int:
+        """How many of them, from the first on, hold KV."""
+        filled = self.filled[blocks]
+        return len(blocks) if filled.all() else int(filled.argmin())
 
     def leave(self, row: int, freed: list[int]) -> None:
         """`freed`: the blocks that nobody owns any more."""
@@ -54,10 +58,10 @@ class KVSpace:
             unpack_from(kv, self.runner.kv, self.table.slots[row, first : first + len(kv)])
             self.cached[row] = first + len(kv)
 
-    def mark_prefix(self, sequence: Sequence) -> None:
-        """Whole prompt blocks whose KV is now complete may be shared."""
+    def mark_prefix(self, sequence: Sequence, *, first: int = 0) -> None:
+        """Whole prompt blocks, from the `first` on, whose KV is now complete may be shared."""
         whole = int(self.cached[sequence.row]) // self.table.block_size
-        self.filled[sequence.blocks[: min(whole, len(sequence.prefix_hashes))]] = True
+        self.filled[sequence.blocks[first : min(whole, len(sequence.prefix_hashes))]] = True
 
 
 @dataclass(slots=True, kw_only=True)

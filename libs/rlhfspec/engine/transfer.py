@@ -20,7 +20,6 @@ from rlhfspec.engine.state_bytes import checksum_of
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 
 SCHEMA = 2
-_NOT_WANTED = np.iinfo(np.int32).max  # the position from which on KV is wanted that is not
 
 
 class Moves:
@@ -31,6 +30,7 @@ class Moves:
         self.scheduler = scheduler
         self.speculation = speculation
         self.num_imported = 0
+        self.num_recomputed = 0  # tokens of them whose KV was not brought along
 
     def views(self) -> tuple[SequenceView, ...]:
         lengths, cached = self.state.rows.lengths.tolist(), self.state.target.cached.tolist()
@@ -139,9 +139,11 @@ class Moves:
         sequence = self._new(manifest, history=())
         self.scheduler.refuse_known(sequence.request.id)
         arrival.check_weights(manifest, self.state)
-        if not self.scheduler.reserve(sequence, manifest.num_tokens):
+        if not self.scheduler.reserve(sequence, manifest.num_tokens, in_ranges=True):
             raise self._no_room(f"{manifest.num_tokens} tokens")
-        cached = [_NOT_WANTED if space is None else int(space.cached[sequence.row]) for space in self._spaces(manifest)]
+        cached = [
+            arrival.NOT_WANTED if space is None else int(space.cached[sequence.row]) for space in self._spaces(manifest)
+        ]
         return Watermark(epoch=manifest.epoch, positions=tuple(cached))
 
     def import_range(self, kv: KVRange) -> None:
@@ -155,10 +157,12 @@ class Moves:
         arrival.check_range(kv, sequence.origin, spaces, limit)
         arrival.check_no_gap(kv, sequence.row, spaces)
         arrival.check_content(kv)
-        ends = [end for end, space in zip(kv.end.positions, spaces, strict=True) if space is not None]
-        if not self.scheduler.has_slots(sequence, max(end for end in ends if end != _NOT_WANTED)):
+        wanted = zip(kv.start.positions, kv.kv, spaces, strict=True)
+        end = max((first + len(part) for first, part, space in wanted if space and len(part)), default=0)
+        if not self.scheduler.has_slots(sequence, end):
             raise self._no_room(f"{kv.num_positions} positions")
         self._write(kv, sequence, spaces)
+        self.scheduler.landed(sequence)
 
     def import_sequence(self, arrived: SequenceState) -> None:
         arrival.check_type("state", arrived, SequenceState)
@@ -182,12 +186,15 @@ class Moves:
         # from here on nothing is refused
         if reserved is not None:
             reserved.request, sequence = sequence.request, reserved
-        elif not (has_kv and rest is not None and self.scheduler.reserve(sequence, num_tokens)):
+        elif not (has_kv and rest is not None and self.scheduler.reserve(sequence, num_tokens, in_ranges=False)):
             self.scheduler.arriving[sequence.request.id] = sequence
         if sequence.has_row and not self.scheduler.has_slots(sequence, num_tokens + 1):
             self.scheduler.reclaim([sequence])
         if sequence.has_row and has_kv and rest is not None:
             self._write(rest, sequence, spaces)
+            self.scheduler.landed(sequence)
+        if sequence.has_row:
+            self.scheduler.keep_promises(sequence)
         self._settle(sequence, arrived)
 
     def _settle(self, sequence: Sequence, arrived: SequenceState) -> None:
@@ -204,6 +211,11 @@ class Moves:
         self.scheduler.settle(sequence)
         self.speculation.take_over(sequence, arrived.acceptance)
         self.num_imported += 1
+        if arrived.manifest.epoch:  # else it had no KV there either
+            had, rest = arrived.manifest.num_tokens - 1, arrived.rest
+            had = had if rest is None else min(had, rest.end.positions[0])
+            cached = int(self.state.target.cached[sequence.row]) if sequence.has_row else 0
+            self.num_recomputed += max(0, had - cached)
 
     def _new(self, manifest: Manifest, *, history: tuple[tuple[int, ...], ...]) -> Sequence:
         """Raises for what can never run here."""
