@@ -13,7 +13,7 @@ from rlhfspec.rebalancing.fleet import Fleet
 from rlhfspec.rebalancing.hosts import engines_to_run
 from rlhfspec.rebalancing.settings import STANDARD, Settings
 
-_A_LITTLE = 1e-9
+_A_LITTLE = 1e-4
 
 
 @dataclass

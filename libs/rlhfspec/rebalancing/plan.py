@@ -41,7 +41,7 @@ from rlhfspec.rebalancing.planned import (
 )
 from rlhfspec.rebalancing.settings import STANDARD, Settings
 
-_A_LITTLE = 1e-9  # of an end: less is rounding
+_A_LITTLE = 1e-4  # of an end: less is no gain
 _MOST_HANDED_OVER = 4096  # a plan
 _Entry = tuple[float, float, int, int]  # a place: its end, what breaks ties, which it is
 
