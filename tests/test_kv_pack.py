@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.kernels.kv_pack import pack_slots, pack_slots_reference, unpack_slots, unpack_slots_reference
+from rlhfspec.kernels.kv_pack import (
+    pack_into,
+    pack_slots,
+    pack_slots_reference,
+    unpack_from,
+    unpack_slots,
+    unpack_slots_reference,
+)
 
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
 
@@ -76,6 +83,42 @@ def test_the_kernel_copies_what_torch_copies(data: st.DataObject, shape: tuple[i
     unpack_slots_reference(packed, expected, slots)
     unpack_slots(packed, target, slots)
     assert torch.equal(bits(target), bits(expected))
+
+
+@settings(max_examples=60)
+@given(data=st.data(), shape=kv_shapes, dtype=dtypes, skew=st.integers(0, 3))
+def test_memory_of_others_takes_and_gives_the_same_bits(
+    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, skew: int
+) -> None:
+    """It may begin anywhere, and what is read from need not be writable."""
+    slots = data.draw(some_of(shape[0] * shape[3]))
+    source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
+    reference, expected = pack_slots_reference(source, slots), target.clone()
+    size = source.nbytes // (shape[0] * shape[3])
+    memory = np.zeros(len(slots) * size + skew, np.uint8)
+    pack_into(source, slots.numpy(), memory[skew:].reshape(len(slots), size))
+    assert memory[skew:].tobytes() == reference.reshape(-1).view(torch.uint8).numpy().tobytes()
+    memory.flags.writeable = False
+    unpack_from(memory[skew:].reshape(len(slots), size), target, slots.numpy())
+    unpack_slots_reference(reference, expected, slots)
+    assert torch.equal(bits(target), bits(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "packed"),
+    [
+        ("slots", [3, 3], (2, 384)),
+        ("slots", [64, 1], (2, 384)),
+        ("slots", [-1, 1], (2, 384)),
+        ("packed", [3, 0], (2, 383)),
+        ("packed", [3, 0], (3, 384)),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused_by_name(name: str, slots: list[int], packed: tuple[int, int]) -> None:
+    kv = torch.zeros(4, 3, 2, 16, 1, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        unpack_from(np.zeros(packed, np.uint8), kv, np.array(slots, np.int32))
+    assert not kv.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

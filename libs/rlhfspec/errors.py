@@ -16,6 +16,7 @@
     ├── ServerFailed                  NATS or Redis of a run does not start, or refuses us; which, and its reason
     ├── TransportFull                 no room to publish for too long; names who has yet to read
     ├── TransportUnavailable          the server between the processes does not answer; it may again
+    ├── LinkError                     bytes of a moving sequence did not get to the other engine; which, and why
     ├── MessageTooLarge               more bytes than the server between the processes takes
     ├── StageError                    the run ended because of one stage's worker, which it names
     │   ├── StageFailed               it raised
@@ -63,6 +64,16 @@ def _folded(word: str) -> str:
     return word.replace("_", "").lower()
 
 
+def _brief(value: object) -> str:
+    """On one line, and of a length to be read: a value that was sent to us may be a megabyte.
+
+    >>> _brief([1, 2]), len(_brief("x" * 1_000_000))
+    ('[1, 2]', 303)
+    """
+    text = " ".join(repr(value).split("\n"))
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
 class RLHFSpecError(Exception):
     """Root of every error raised on purpose."""
 
@@ -74,7 +85,7 @@ class InvalidRequest(RLHFSpecError, ValueError):
         self.field = field
         self.value = value
         self.problem = problem
-        super().__init__(f"{field}: {problem} (got {value!r})")
+        super().__init__(f"{field}: {problem} (got {_brief(value)})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +177,7 @@ class SequenceStateError(RLHFSpecError):
         self.field = field
         self.theirs = theirs
         self.ours = ours
-        super().__init__(f"sequence state: {field} differs (theirs {theirs!r}, ours {ours!r})")
+        super().__init__(f"sequence state: {field} differs (theirs {_brief(theirs)}, ours {_brief(ours)})")
 
 
 class RolloutError(RLHFSpecError):
@@ -235,6 +246,19 @@ class TransportUnavailable(RLHFSpecError):
         self.url = url
         self.problem = problem
         super().__init__(f"{url}: {problem}")
+
+
+class LinkError(RLHFSpecError):
+    """A link between two engines failed, or one range on it; the sequence stays where it is.
+
+    >>> str(LinkError("move-1/0", "did not come within 5 s"))
+    'move-1/0: did not come within 5 s'
+    """
+
+    def __init__(self, what: str, problem: str) -> None:
+        self.what = what
+        self.problem = problem
+        super().__init__(f"{what}: {problem}")
 
 
 class MessageTooLarge(RLHFSpecError):

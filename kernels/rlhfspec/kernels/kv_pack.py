@@ -19,9 +19,14 @@ import ctypes
 import functools
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rlhfspec.kernels.cpu import build
+
+IntArray = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
 
 
 def pack_slots(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -51,6 +56,41 @@ def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) ->
         unpack_slots_reference(packed, kv, slots)
     else:
         _copy(kernel, packed.contiguous(), kv, slots, is_pack=False)
+
+
+# ---- straight into and out of memory of others ----------------------------------------------------------------------
+
+
+def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
+    """`pack_slots` into `out` [n, bytes a slot], which may lie anywhere: a socket's buffer, shared memory."""
+    _check_memory(kv, slots, out)
+    if kv.device.type == "cpu" and (kernel := _kernel()) is not None:
+        _copy_bytes(kernel, out, kv, slots, is_pack=True)
+    else:
+        packed = pack_slots(kv, torch.from_numpy(slots).to(kv.device))
+        out[...] = packed.reshape(len(slots), -1).view(torch.uint8).cpu().numpy()
+
+
+def unpack_from(packed: Bytes, kv: torch.Tensor, slots: IntArray) -> None:
+    """`unpack_slots` from memory [n, bytes a slot] that may lie anywhere, and that need not be writable."""
+    _check_memory(kv, slots, packed)
+    if len(slots) > 1 and not np.diff(np.sort(slots)).all():
+        raise ValueError("slots: must not repeat")
+    if kv.device.type == "cpu" and (kernel := _kernel()) is not None:
+        _copy_bytes(kernel, packed, kv, slots, is_pack=False)
+    else:
+        shape = (len(slots), *kv.shape[1:3], *kv.shape[4:])
+        content = torch.from_numpy(packed.copy()).view(kv.dtype).reshape(shape)
+        unpack_slots(content.to(kv.device), kv, torch.from_numpy(slots).to(kv.device))
+
+
+def _copy_bytes(kernel: Any, packed: Bytes, kv: torch.Tensor, slots: IntArray, *, is_pack: bool) -> None:
+    _, num_layers, _, block_size, num_kv_heads, dim = kv.shape
+    run = num_kv_heads * dim * kv.element_size()
+    kernel(
+        kv.data_ptr(), packed.ctypes.data, slots.ctypes.data,
+        len(slots), num_layers * 2, block_size, run, is_pack, build.num_threads(),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -106,6 +146,19 @@ def _check(kv: torch.Tensor, slots: torch.Tensor, *, unique: bool = False) -> No
         ordered = slots.sort().values
         if bool((ordered[1:] == ordered[:-1]).any()):
             raise ValueError("slots: must not repeat")
+
+
+def _check_memory(kv: torch.Tensor, slots: IntArray, packed: Bytes) -> None:
+    """As `_check`, without a torch call for each of a few positions."""
+    if slots.dtype != np.int32 or slots.ndim != 1 or not slots.flags.c_contiguous:
+        raise ValueError(f"slots: must be int32 [n], contiguous (got {slots.dtype} {slots.shape})")
+    if not kv.is_contiguous():
+        raise ValueError("kv: must be contiguous [blocks, layers, 2, block size, kv heads, head dim]")
+    limit, num_bytes = kv.shape[0] * kv.shape[3], kv.nbytes // (kv.shape[0] * kv.shape[3])
+    if packed.dtype != np.uint8 or packed.shape != (len(slots), num_bytes) or not packed.flags.c_contiguous:
+        raise ValueError(f"packed: must be uint8 {(len(slots), num_bytes)} (got {packed.dtype} {packed.shape})")
+    if len(slots) and not 0 <= slots.min() <= slots.max() < limit:
+        raise ValueError(f"slots: must be in [0, {limit}) (got {slots.min()} to {slots.max()})")
 
 
 def _check_packed(packed: torch.Tensor, kv: torch.Tensor, shape: tuple[int, ...]) -> None:

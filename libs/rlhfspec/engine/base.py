@@ -132,8 +132,21 @@ class EngineStats:
     num_steps: int
     num_generated_tokens: int
     num_preemptions: int
+    num_free_tokens: int = 0  # whose KV the free blocks have room for
     num_moves: int = 0  # sequences taken over from other engines
+    num_recomputed_tokens: int = 0  # of these: what had run there, and had to run here again
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # each expert's, by layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceView:
+    """One sequence that waits or runs here, as the rebalancer sees it."""
+
+    id: str
+    num_generated: int
+    num_held: int  # tokens in all, prompt and response: its KV grows with them
+    num_prefill: int  # tokens that must run before it decodes: of its prompt, or again after it lost its memory
+    is_waiting: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +177,7 @@ class KVRange:
     request_id: str
     start: Watermark
     kv: tuple[Bytes, ...]
+    checksum: int  # xxh3_64 of the parts of `kv`, one behind the other; looked at before anything is written
 
     @property
     def end(self) -> Watermark:
@@ -234,6 +248,10 @@ class EngineProtocol(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def sequences(self) -> tuple[SequenceView, ...]:
+        """Those that wait or run here; not those on their way from or to another engine."""
+        ...
+
     def manifest(self, request_id: str) -> Manifest:
         """Raises InvalidRequest when there is no such sequence here (it may have finished)."""
         ...
@@ -243,9 +261,12 @@ class EngineProtocol(Protocol):
         siblings have it here. Raises SequenceStateError or InvalidRequest naming what differs or does not fit."""
         ...
 
-    def export_range(self, request_id: str, start: Watermark, *, max_bytes: int = MOST_BYTES) -> KVRange:
+    def export_range(
+        self, request_id: str, start: Watermark, *, max_bytes: int = MOST_BYTES, out: Bytes | None = None
+    ) -> KVRange:
         """Copy committed KV behind `start`, at least a position and else at most `max_bytes`; the sequence decodes on.
-        Raises SequenceStateError("epoch") when it lost its memory since `start`: then begin again."""
+        Into `out`, where it is given: flat, for `max_bytes` and a position at least; the parts are views of it, one
+        behind the other. Raises SequenceStateError("epoch") when it lost its memory since `start`: then begin again."""
         ...
 
     def import_range(self, kv: KVRange) -> None:

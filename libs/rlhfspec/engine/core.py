@@ -15,6 +15,7 @@ from rlhfspec.drafting.tree import accept, index_in_sequence
 from rlhfspec.engine import commit, text, verify
 from rlhfspec.engine.base import (
     MOST_BYTES,
+    Bytes,
     Completion,
     EngineProtocol,
     EngineStats,
@@ -24,6 +25,7 @@ from rlhfspec.engine.base import (
     Manifest,
     Request,
     SequenceState,
+    SequenceView,
     Watermark,
 )
 from rlhfspec.engine.models import load_state
@@ -198,14 +200,19 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             room=self.scheduler.room,
             num_free_blocks=self.state.pool.num_free,
+            num_free_tokens=self.state.pool.num_free * self.state.pool.block_size,
             num_blocks=self.state.pool.num_blocks,
             weights_version=self.state.weights_version,
             num_steps=self._num_steps,
             num_generated_tokens=self._num_generated,
             num_preemptions=self.scheduler.num_preemptions,
             num_moves=self.moves.num_imported,
+            num_recomputed_tokens=self.moves.num_recomputed,
             expert_rows=self.state.target.runner.expert_load.rows(),
         )
+
+    def sequences(self) -> tuple[SequenceView, ...]:
+        return self.moves.views()
 
     def manifest(self, request_id: str) -> Manifest:
         return self.moves.manifest(request_id)
@@ -213,8 +220,10 @@ class Engine:
     def reserve(self, manifest: Manifest) -> Watermark:
         return self.moves.reserve(manifest)
 
-    def export_range(self, request_id: str, start: Watermark, *, max_bytes: int = MOST_BYTES) -> KVRange:
-        return self.moves.export_range(request_id, start, max_bytes=max_bytes)
+    def export_range(
+        self, request_id: str, start: Watermark, *, max_bytes: int = MOST_BYTES, out: Bytes | None = None
+    ) -> KVRange:
+        return self.moves.export_range(request_id, start, max_bytes=max_bytes, out=out)
 
     def import_range(self, kv: KVRange) -> None:
         self.moves.import_range(kv)

@@ -51,6 +51,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # the youngest is preempted first
         self.away: dict[str, Sequence] = {}  # exported, and still ours until they are cancelled or taken back
         self.arriving: dict[str, Sequence] = {}  # rows and blocks kept for what another engine sends
+        self.promised: dict[bytes, int] = {}  # prefix hash -> whole prompt block that one of the arriving will fill
         self.num_preemptions = 0
         self.on_start: Callable[[Sequence], None] = lambda sequence: None
         self.on_leave: Callable[[Sequence], None] = lambda sequence: None
@@ -177,16 +178,47 @@ class Scheduler:
         self.state.sequences[sequence.request.id] = sequence
         by_age(self.running if sequence.has_row else self.waiting, sequence)
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+    def reserve(self, sequence: Sequence, num_tokens: int, *, in_ranges: bool) -> bool:
         """A row and blocks for a sequence that brings its own KV, beginning with the whole prompt blocks that
-        siblings hold filled; False when there is no room."""
+        siblings hold filled or, if it comes `in_ranges`, are bringing too; False when there is no room."""
         shared, _ = self._shareable(sequence)
+        num_there = len(shared)
+        for prefix_hash in sequence.prefix_hashes[num_there:] if in_ranges else ():
+            if prefix_hash not in self.promised:
+                break
+            shared.append(self.promised[prefix_hash])
         need = self.pool.blocks_for(num_tokens + 1) - len(shared)
         if not self.rows.free_rows or need + self._spare_blocks > self.pool.num_free:
             return False
+        num_shared = len(shared)
         self._enter_row(sequence, shared, need)
         self.arriving[sequence.request.id] = sequence
+        filled = [space.num_filled(sequence.blocks[:num_there]) for space in self.state.spaces]
+        sequence.num_promised = tuple(num_shared if each == num_there else each for each in filled)
+        for space, num_blocks in zip(self.state.spaces, sequence.num_promised, strict=True):
+            space.cached[sequence.row] = num_blocks * self.pool.block_size  # `keep_promises` will look again
+        if self.state.config.prefix_sharing:
+            self.promised |= zip(sequence.prefix_hashes[num_shared:], sequence.blocks[num_shared:], strict=False)
         return True
+
+    def landed(self, sequence: Sequence) -> None:
+        """More KV of an arriving sequence is here: what of its own prompt blocks is whole may be shared."""
+        for space, first in zip(self.state.spaces, sequence.num_promised, strict=True):
+            space.mark_prefix(sequence, first=first)
+        for prefix_hash, block in zip(sequence.prefix_hashes, sequence.blocks, strict=False):
+            if self.promised.get(prefix_hash) == block and self.state.target.filled[block]:
+                del self.promised[prefix_hash]
+                self.pool.register(prefix_hash, block)
+
+    def keep_promises(self, sequence: Sequence) -> None:
+        """What a sibling was to bring may never have come: then KV behind the gap is of no use."""
+        for space, num_blocks in zip(self.state.spaces, sequence.num_promised, strict=True):
+            filled = space.num_filled(sequence.blocks[:num_blocks])
+            if filled < num_blocks:
+                space.cached[sequence.row] = filled * self.pool.block_size
+                if space is self.state.target:
+                    self._leave_row(sequence)  # and waits, should the sibling still bring it
+                    return
 
     def has_slots(self, sequence: Sequence, num_tokens: int) -> bool:
         """Does the row own slots for so many tokens, if need be after it was given more?"""
@@ -204,6 +236,7 @@ class Scheduler:
         by_age(self.running if sequence.has_row else self.waiting, sequence)
         if sequence.has_row:
             self.rows.write(sequence)
+            self._withdraw_promises(sequence)
             self._register_prefix(sequence)
             for space in self.state.spaces:
                 space.mark_prefix(sequence)
@@ -261,12 +294,20 @@ class Scheduler:
     def _leave_row(self, sequence: Sequence) -> None:
         if sequence.request.id not in self.arriving:
             self.on_leave(sequence)
+        self._withdraw_promises(sequence)
         freed = self.pool.release(sequence.blocks)
         for space in self.state.spaces:
             space.leave(sequence.row, freed)
         del self.state.by_row[sequence.row]
         self.rows.leave(sequence)
         sequence.blocks, sequence.num_shared_blocks, sequence.epoch = [], 0, 0
+
+    def _withdraw_promises(self, sequence: Sequence) -> None:
+        """Of the blocks that it was to fill: siblings that count on them compute them, or find them elsewhere."""
+        first = sequence.num_shared_blocks
+        for prefix_hash, block in zip(sequence.prefix_hashes[first:], sequence.blocks[first:], strict=False):
+            if self.promised.get(prefix_hash) == block:
+                del self.promised[prefix_hash]
 
     def reclaim(self, moving: Iterable[Sequence]) -> bool:
         """Take the memory of one that is on its way to or from another engine; it stays ours, and may recompute."""
@@ -288,6 +329,10 @@ class Scheduler:
         num_rows = len(self.running) + sum(sequence.has_row for sequence in moving)
         assert len(on_rows) == num_rows == len(self.rows.lengths) - len(self.rows.free_rows), "rows leaked"
         assert len(self.state.sequences) == len(self.running) + len(self.waiting), "sequences leaked"
+        everywhere = [*self.state.sequences, *self.away, *self.arriving]
+        assert len(set(everywhere)) == len(everywhere), "a sequence is in two places"
+        leased = {block for sequence in self.arriving.values() for block in sequence.blocks}
+        assert leased.issuperset(self.promised.values()), "a block is promised that nobody will fill"
 
 
 def by_age(line: MutableSequence[Sequence], sequence: Sequence) -> None:

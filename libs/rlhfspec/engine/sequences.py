@@ -48,6 +48,7 @@ class Sequence:
     row: int = NO_ROW
     blocks: list[int] = field(default_factory=list)
     num_shared_blocks: int = 0  # leading blocks taken from siblings
+    num_promised: tuple[int, ...] = ()  # while it arrives, in each KV space: of these, whose KV siblings have or bring
     epoch: int = 0  # 0 without a row, and another one for every stay: KV of one is no part of the next
     origin: Manifest | None = None  # of one that is arriving from another engine
     arrived: float = field(default_factory=time.monotonic)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from rlhfspec.arrays import BoolArray, IntArray
 from rlhfspec.engine.base import Bytes, Request, check_types
@@ -15,7 +14,7 @@ from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.engine.sequences import Generated, RowTable, Sequence
 from rlhfspec.engine.text import Tokenizer
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.kernels.kv_pack import pack_slots, unpack_slots
+from rlhfspec.kernels.kv_pack import pack_into, unpack_from
 
 
 class KVSpace:
@@ -33,9 +32,13 @@ class KVSpace:
     def enter(self, sequence: Sequence) -> None:
         """Its blocks become the row's; what siblings computed in the shared ones is there already."""
         self.table.append(sequence.row, sequence.blocks)
-        filled = self.filled[sequence.blocks[: sequence.num_shared_blocks]]
-        leading = len(filled) if filled.all() else int(filled.argmin())
-        self.cached[sequence.row] = leading * self.table.block_size
+        shared = sequence.blocks[: sequence.num_shared_blocks]
+        self.cached[sequence.row] = self.num_filled(shared) * self.table.block_size
+
+    def num_filled(self, blocks: list[int]) -> int:
+        """How many of them, from the first on, hold KV."""
+        filled = self.filled[blocks]
+        return len(blocks) if filled.all() else int(filled.argmin())
 
     def leave(self, row: int, freed: list[int]) -> None:
         """`freed`: the blocks that nobody owns any more."""
@@ -43,30 +46,22 @@ class KVSpace:
         self.cached[row] = 0
         self.filled[freed] = False
 
-    def read(self, row: int, first: int, end: int) -> Bytes:
-        """KV of positions [first, end) of a row, [n, bytes a position]."""
-        if end <= first:
-            return np.empty((0, self.runner.bytes_per_position), np.uint8)
-        packed = pack_slots(self.runner.kv, self._slots(row, first, end))
-        return packed.reshape(end - first, -1).view(torch.uint8).cpu().numpy()
+    def read(self, row: int, first: int, out: Bytes) -> None:
+        """KV of the row's positions from `first` on, as many as `out` [n, bytes a position] takes."""
+        if len(out):
+            pack_into(self.runner.kv, self.table.slots[row, first : first + len(out)], out)
 
     def write(self, row: int, first: int, kv: Bytes) -> None:
         """KV [n, bytes a position] of the positions from `first` on, which is as far as the row's KV went."""
         assert first == self.cached[row], "a gap in the KV"
         if len(kv):
-            shape = (len(kv), *self.runner.kv_shape)
-            packed = torch.from_numpy(np.require(kv, requirements=["C", "W"])).view(self.runner.kv.dtype).reshape(shape)
-            slots = self._slots(row, first, first + len(kv))
-            unpack_slots(packed.to(self.runner.kv.device), self.runner.kv, slots)
+            unpack_from(kv, self.runner.kv, self.table.slots[row, first : first + len(kv)])
             self.cached[row] = first + len(kv)
 
-    def _slots(self, row: int, first: int, end: int) -> torch.Tensor:
-        return torch.from_numpy(self.table.slots[row, first:end].copy()).to(self.runner.kv.device)
-
-    def mark_prefix(self, sequence: Sequence) -> None:
-        """Whole prompt blocks whose KV is now complete may be shared."""
+    def mark_prefix(self, sequence: Sequence, *, first: int = 0) -> None:
+        """Whole prompt blocks, from the `first` on, whose KV is now complete may be shared."""
         whole = int(self.cached[sequence.row]) // self.table.block_size
-        self.filled[sequence.blocks[: min(whole, len(sequence.prefix_hashes))]] = True
+        self.filled[sequence.blocks[first : min(whole, len(sequence.prefix_hashes))]] = True
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,12 +1,14 @@
 """What travels of a moving sequence, as bytes and back: a header in JSON, arrays as they lie, and a checksum of both.
 
-    "RLHFMOVE" | length of the header, uint32 | header | arrays, one behind the other | crc32 of all before
+    "RLHFMOVE" | length of the header, uint32 | header | arrays, one behind the other | xxh3_64 of all before
 
 Reading executes nothing and believes nothing: a damaged byte is refused by the checksum, a header that is no record of
-ours by its types; whether the record fits this engine is for `arrival.py` to say.
+ours by its types; whether the record fits this engine is for `arrival.py` to say. KV that travels over a link, by
+itself, is left out of a KVRange (`has_kv=False`) and given to `from_bytes` where it lies: neither end copies it.
 
 Example:
-    >>> kv = KVRange(request_id="a", start=Watermark(epoch=1, positions=(2,)), kv=(np.zeros((3, 8), np.uint8),))
+    >>> mark, kv = Watermark(epoch=1, positions=(2,)), (np.zeros((3, 8), np.uint8),)
+    >>> kv = KVRange(request_id="a", start=mark, kv=kv, checksum=checksum_of(kv))
     >>> from_bytes(to_bytes(kv)).end
     Watermark(epoch=1, positions=(5,))
     >>> from_bytes(to_bytes(kv)[:-1])
@@ -20,66 +22,85 @@ from __future__ import annotations
 import json
 import math
 import struct
-import zlib
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from rlhfspec.engine.base import KVRange, Manifest, Request, SequenceState, Watermark
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, MalformedRecord
 
+Buffer = bytes | bytearray | memoryview
 Travels = Manifest | Watermark | KVRange | SequenceState
 
 _MAGIC = b"RLHFMOVE"
 _LENGTH = struct.Struct("<I")
-_CHECKSUM = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<Q")
 _RECORDS = {each.__name__: each for each in (Manifest, Watermark, KVRange, SequenceState, Request, SamplingParams)}
 _DTYPES = {name: np.dtype(name) for name in ("uint8", "int32", "float32")}
 _RECORD, _ARRAY = "record", "array"
 
 
-def to_bytes(record: Travels) -> bytes:
+def checksum_of(parts: Iterable[Any]) -> int:
+    """xxh3_64 of contiguous parts, a KVRange's say, at the speed of memory."""
+    total = xxhash.xxh3_64()
+    for part in parts:
+        total.update(part)
+    return total.intdigest()
+
+
+def to_bytes(record: Travels, *, has_kv: bool = True) -> bytes:
+    """Without `has_kv` the parts of a KVRange are left out: they travel by themselves, one behind the other."""
     arrays: list[npt.NDArray[Any]] = []
     content = _lower(record, arrays)
     shapes = [[array.dtype.name, array.shape] for array in arrays]
     header = json.dumps({"content": content, "arrays": shapes}, separators=(",", ":")).encode()
-    parts = [_MAGIC, _LENGTH.pack(len(header)), header, *(array.tobytes() for array in arrays)]
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    return b"".join((*parts, _CHECKSUM.pack(checksum)))
+    inside = arrays if has_kv or not isinstance(record, KVRange) else []
+    parts: list[Buffer] = [_MAGIC, _LENGTH.pack(len(header)), header]
+    parts += [np.ascontiguousarray(array).data for array in inside]
+    return b"".join((*parts, _CHECKSUM.pack(checksum_of(parts))))
 
 
-def from_bytes(data: bytes | bytearray | memoryview) -> Travels:
-    """Raises MalformedRecord, or InvalidRequest naming the field of a request that can run nowhere."""
-    view = memoryview(data)
+def from_bytes(data: Buffer, kv: Buffer | None = None) -> Travels:
+    """`kv`: the parts of a KVRange that was written without them; they stay where they are, and are not looked at.
+
+    Raises MalformedRecord, or InvalidRequest naming the field of a request that can run nowhere.
+    """
+    view = memoryview(data).toreadonly()
     body, checksum = view[: -_CHECKSUM.size], view[-_CHECKSUM.size :]
-    if _CHECKSUM.pack(zlib.crc32(body)) != checksum:
+    if len(checksum) != _CHECKSUM.size or _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body)) != checksum:
         raise MalformedRecord("its checksum is another one: bytes were changed or lost")
     try:
-        return _read(body)
+        return _read(body, None if kv is None else memoryview(kv).toreadonly())
     except InvalidRequest:
         raise
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, struct.error) as error:
         raise MalformedRecord(f"no record of a sequence ({type(error).__name__}: {error})") from error
 
 
-def _read(body: memoryview) -> Travels:
+def _read(body: memoryview, kv: memoryview | None) -> Travels:
     start = len(_MAGIC) + _LENGTH.size
     if body[: len(_MAGIC)] != _MAGIC:
         raise ValueError(f"does not begin with {_MAGIC.decode()}")
     (length,) = _LENGTH.unpack(body[len(_MAGIC) : start])
-    header = json.loads(bytes(body[start : start + length]))
-    arrays, place = [], start + length
+    end = start + length
+    header = json.loads(bytes(body[start:end]))
+    if kv is not None and len(body) != end:
+        raise ValueError("KV inside, and KV beside it")
+    inside, place = (body, end) if kv is None else (kv, 0)
+    arrays = []
     for name, shape in header["arrays"]:
+        if not all(type(length) is int and length >= 0 for length in shape):
+            raise ValueError(f"an array of shape {shape}")
         dtype, count = _DTYPES[name], math.prod(shape)
-        arrays.append(np.frombuffer(body, dtype, count, place).reshape(shape))
+        arrays.append(np.frombuffer(inside, dtype, count, place).reshape(shape))
         place += count * dtype.itemsize
-    if place != len(body):
-        raise ValueError(f"{len(body) - place} bytes too many")
+    if place != len(inside):
+        raise ValueError(f"{len(inside) - place} bytes too many")
     record = _raise(header["content"], arrays)
     if not isinstance(record, Travels):
         raise TypeError(f"{type(record).__name__} does not travel alone")

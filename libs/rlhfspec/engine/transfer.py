@@ -11,15 +11,15 @@ from dataclasses import replace
 import numpy as np
 
 from rlhfspec.engine import arrival
-from rlhfspec.engine.base import Bytes, KVRange, Manifest, SequenceState, Watermark
+from rlhfspec.engine.base import Bytes, KVRange, Manifest, SequenceState, SequenceView, Watermark
 from rlhfspec.engine.scheduler import Scheduler
 from rlhfspec.engine.sequences import MOVES, PREEMPTIONS, Generated, Sequence
 from rlhfspec.engine.speculation import Speculator
 from rlhfspec.engine.state import EngineState, KVSpace
+from rlhfspec.engine.state_bytes import checksum_of
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 
 SCHEMA = 2
-_NOT_WANTED = np.iinfo(np.int32).max  # the position from which on KV is wanted that is not
 
 
 class Moves:
@@ -30,6 +30,25 @@ class Moves:
         self.scheduler = scheduler
         self.speculation = speculation
         self.num_imported = 0
+        self.num_recomputed = 0  # tokens of them whose KV was not brought along
+
+    def views(self) -> tuple[SequenceView, ...]:
+        lengths, cached = self.state.rows.lengths.tolist(), self.state.target.cached.tolist()
+        views: list[SequenceView] = []
+        for name, sequence in self.state.sequences.items():
+            length = lengths[sequence.row] if sequence.has_row else sequence.num_tokens
+            missing = length - cached[sequence.row] if sequence.has_row else length
+            generated = length - len(sequence.request.prompt_token_ids)
+            views.append(
+                SequenceView(
+                    id=name,
+                    num_generated=generated,
+                    num_held=length,
+                    num_prefill=missing if missing > 1 else 0,
+                    is_waiting=not sequence.has_row,
+                )
+            )
+        return tuple(views)
 
     # -- from here ------------------------------------------------------------------------------------------
 
@@ -45,15 +64,15 @@ class Moves:
             request=replace(sequence.request, history=()),
         )
 
-    def export_range(self, request_id: str, start: Watermark, *, max_bytes: int) -> KVRange:
-        return self._pack(self._ours(request_id), start, max_bytes)
+    def export_range(self, request_id: str, start: Watermark, *, max_bytes: int, out: Bytes | None) -> KVRange:
+        return self._pack(self._ours(request_id), start, max_bytes, out)
 
     def export_sequence(self, request_id: str, start: Watermark | None) -> SequenceState:
         if request_id not in self.state.sequences:
             raise InvalidRequest("request_id", request_id, "no such sequence here")
         sequence, manifest = self.state.sequences[request_id], self.manifest(request_id)
         everything = Watermark(epoch=sequence.epoch, positions=(0,) * len(self.state.spaces))
-        rest = self._pack(sequence, start or everything, None)
+        rest = self._pack(sequence, start or everything, None, None)
         learnt = self.speculation.learnt(sequence)
         self.scheduler.detach(sequence)
         done = sequence.generated
@@ -82,19 +101,37 @@ class Moves:
             raise InvalidRequest("request_id", request_id, "no such sequence here")
         return sequence
 
-    def _pack(self, sequence: Sequence, start: Watermark, max_bytes: int | None) -> KVRange:
+    def _pack(self, sequence: Sequence, start: Watermark, max_bytes: int | None, out: Bytes | None) -> KVRange:
         """Committed positions behind `start`, one at least; the target's first."""
         arrival.check_watermark(start, sequence.epoch, len(self.state.spaces))
+        ends = self._ends(sequence, start, max_bytes)
+        sizes = [space.runner.bytes_per_position for space in self.state.spaces]
+        counts = [max(0, end - first) for first, end in zip(start.positions, ends, strict=True)]
+        needed = sum(count * size for count, size in zip(counts, sizes, strict=True))
+        if out is None:
+            out = np.empty(needed, np.uint8)
+        arrival.check_out(out, needed)
         parts: list[Bytes] = []
+        for space, first, count, size in zip(self.state.spaces, start.positions, counts, sizes, strict=True):
+            part, out = out[: count * size].reshape(count, size), out[count * size :]
+            space.read(sequence.row, first, part)
+            parts.append(part)
+        kv = tuple(parts)
+        return KVRange(request_id=sequence.request.id, start=start, kv=kv, checksum=checksum_of(kv))
+
+    def _ends(self, sequence: Sequence, start: Watermark, max_bytes: int | None) -> list[int]:
+        """Up to where in each space, if `max_bytes` is all there may be."""
+        ends: list[int] = []
+        is_empty = True
         for space, first in zip(self.state.spaces, start.positions, strict=True):
             end = int(space.cached[sequence.row]) if sequence.has_row else 0
             if max_bytes is not None:
-                least = not any(map(len, parts))
-                end = min(end, first + max(max_bytes // space.runner.bytes_per_position, least))
-            parts.append(space.read(sequence.row, first, end))
-            if max_bytes is not None:
-                max_bytes = max(0, max_bytes - parts[-1].nbytes)
-        return KVRange(request_id=sequence.request.id, start=start, kv=tuple(parts))
+                size = space.runner.bytes_per_position
+                end = min(end, first + max(max_bytes // size, is_empty))
+                max_bytes = max(0, max_bytes - max(0, end - first) * size)
+            is_empty = is_empty and end <= first
+            ends.append(end)
+        return ends
 
     # -- to here --------------------------------------------------------------------------------------------
 
@@ -102,13 +139,16 @@ class Moves:
         sequence = self._new(manifest, history=())
         self.scheduler.refuse_known(sequence.request.id)
         arrival.check_weights(manifest, self.state)
-        if not self.scheduler.reserve(sequence, manifest.num_tokens):
+        if not self.scheduler.reserve(sequence, manifest.num_tokens, in_ranges=True):
             raise self._no_room(f"{manifest.num_tokens} tokens")
-        cached = [_NOT_WANTED if space is None else int(space.cached[sequence.row]) for space in self._spaces(manifest)]
+        cached = [
+            arrival.NOT_WANTED if space is None else int(space.cached[sequence.row]) for space in self._spaces(manifest)
+        ]
         return Watermark(epoch=manifest.epoch, positions=tuple(cached))
 
     def import_range(self, kv: KVRange) -> None:
         arrival.check_type("kv", kv, KVRange)
+        arrival.check_type("request_id", kv.request_id, str)
         sequence = self.scheduler.arriving.get(kv.request_id)
         if sequence is None or sequence.origin is None or not sequence.has_row:
             raise SequenceStateError("reservation", kv.request_id, "none, or its room was needed")
@@ -116,10 +156,13 @@ class Moves:
         limit = len(request.prompt_token_ids) + request.params.max_tokens
         arrival.check_range(kv, sequence.origin, spaces, limit)
         arrival.check_no_gap(kv, sequence.row, spaces)
-        ends = [end for end, space in zip(kv.end.positions, spaces, strict=True) if space is not None]
-        if not self.scheduler.has_slots(sequence, max(end for end in ends if end != _NOT_WANTED)):
+        arrival.check_content(kv)
+        wanted = zip(kv.start.positions, kv.kv, spaces, strict=True)
+        end = max((first + len(part) for first, part, space in wanted if space and len(part)), default=0)
+        if not self.scheduler.has_slots(sequence, end):
             raise self._no_room(f"{kv.num_positions} positions")
         self._write(kv, sequence, spaces)
+        self.scheduler.landed(sequence)
 
     def import_sequence(self, arrived: SequenceState) -> None:
         arrival.check_type("state", arrived, SequenceState)
@@ -138,15 +181,20 @@ class Moves:
                 arrival.check_no_gap(rest, reserved.row, spaces)
         if reserved is not None:
             arrival.check_reserved(manifest, reserved, self.state.spaces)
+        if rest is not None:
+            arrival.check_content(rest)
         # from here on nothing is refused
         if reserved is not None:
             reserved.request, sequence = sequence.request, reserved
-        elif not (has_kv and rest is not None and self.scheduler.reserve(sequence, num_tokens)):
+        elif not (has_kv and rest is not None and self.scheduler.reserve(sequence, num_tokens, in_ranges=False)):
             self.scheduler.arriving[sequence.request.id] = sequence
         if sequence.has_row and not self.scheduler.has_slots(sequence, num_tokens + 1):
             self.scheduler.reclaim([sequence])
         if sequence.has_row and has_kv and rest is not None:
             self._write(rest, sequence, spaces)
+            self.scheduler.landed(sequence)
+        if sequence.has_row:
+            self.scheduler.keep_promises(sequence)
         self._settle(sequence, arrived)
 
     def _settle(self, sequence: Sequence, arrived: SequenceState) -> None:
@@ -163,6 +211,11 @@ class Moves:
         self.scheduler.settle(sequence)
         self.speculation.take_over(sequence, arrived.acceptance)
         self.num_imported += 1
+        if arrived.manifest.epoch:  # else it had no KV there either
+            had, rest = arrived.manifest.num_tokens - 1, arrived.rest
+            had = had if rest is None else min(had, rest.end.positions[0])
+            cached = int(self.state.target.cached[sequence.row]) if sequence.has_row else 0
+            self.num_recomputed += max(0, had - cached)
 
     def _new(self, manifest: Manifest, *, history: tuple[tuple[int, ...], ...]) -> Sequence:
         """Raises for what can never run here."""

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from json import dumps
+from typing import TYPE_CHECKING
 
 from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.job import RLHFJob
@@ -36,6 +37,9 @@ from rlhfspec.service.worker_weights import WorkerWeights
 from rlhfspec.tracing.opening import watching
 from rlhfspec.transport.nats import NatsTransport
 
+if TYPE_CHECKING:
+    from rlhfspec.service.ends import Ends
+
 log = logging.getLogger("rlhfspec.service")
 
 
@@ -50,6 +54,7 @@ class StageWorker:
         self._vitals = Vitals(AwakeClock())
         self._stop = asyncio.Event()
         self._is_built = False
+        self._incarnation = incarnation_of(stage, worker)
         self._transports: list[NatsTransport] = []
 
     def run(self) -> None:
@@ -74,8 +79,9 @@ class StageWorker:
                 bus = await self._connect(self._stage, self._worker)
                 stage_bus = bus.of(self._stage, self._worker)
                 async with WorkerWeights(connections, self._job, stage_bus, health) as weights:
+                    ends = self._ends(health)
                     leaving.enter_context(health)
-                    await self._work(bus, health, weights)
+                    await self._work(bus, health, weights, ends)
             finally:
                 for transport in self._transports:
                     await transport.close()
@@ -106,10 +112,17 @@ class StageWorker:
         bus.watcher = self._watched.watcher
         return bus
 
-    async def _work(self, bus: Bus, health: Health, weights: WorkerWeights) -> None:
+    def _ends(self, health: Health) -> Ends | None:
+        if self._stage != "generator":
+            return None
+        from rlhfspec.service.ends import Ends
+
+        return Ends.between_processes(self._incarnation, self._stage, health, self._connections.credentials)
+
+    async def _work(self, bus: Bus, health: Health, weights: WorkerWeights, ends: Ends | None) -> None:
         beating = asyncio.create_task(_beat(health))
         try:
-            service = await self._built(bus, weights)
+            service = await self._built(bus, weights, ends)
             self._is_built = True
             await bus.publish(self._info(service, health))
             health.ready()
@@ -132,7 +145,7 @@ class StageWorker:
             beats.append(LiveBeats(live, self._vitals, look))
         return beats
 
-    async def _built(self, bus: Bus, weights: WorkerWeights) -> Service:
+    async def _built(self, bus: Bus, weights: WorkerWeights, ends: Ends | None) -> Service:
         """In a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
         vitals = Vitals(self._vitals.clock)
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
@@ -140,12 +153,12 @@ class StageWorker:
         thread = ComputeThread("build")
         try:
             with _Saying(vitals.worker(self._stage, self._worker), deadline) as say:
-                return await thread.in_thread(self._build, bus, weights, say)
+                return await thread.in_thread(self._build, bus, weights, ends, say)
         finally:
             thread.close()
             beating.cancel()
 
-    def _build(self, bus: Bus, weights: WorkerWeights, say: _Saying) -> Service:
+    def _build(self, bus: Bus, weights: WorkerWeights, ends: Ends | None, say: _Saying) -> Service:
         connections = self._connections
         context = Context(
             worker=self._worker,
@@ -154,6 +167,7 @@ class StageWorker:
             vitals=self._vitals,
             run=Run(uid=connections.uid, base_folder=connections.base_folder, folder=connections.folder),
             say=say,
+            ends=ends,
         )
         context = with_guest(self._job, context, self._connect)
         service: Service = import_module(f"rlhfspec.{self._stage}.build").build(self._job, context)
@@ -161,7 +175,7 @@ class StageWorker:
 
     def _info(self, service: Service, health: Health) -> WorkerInfo:
         return WorkerInfo(
-            id=f"{self._stage}/{self._worker}/{secrets.token_hex(8)}",
+            id=self._incarnation,
             job=self._job.metadata.name,
             stage=self._stage,
             worker=self._worker,
@@ -171,6 +185,11 @@ class StageWorker:
             http_address=health.http_address,
             models_json=dumps({role: asdict(report) for role, report in service.models.items()}),
         )
+
+
+def incarnation_of(stage: str, worker: int) -> str:
+    """Another one with every start of a worker."""
+    return f"{stage}/{worker}/{secrets.token_hex(8)}"
 
 
 def _snapshot(service: Service) -> Snapshot:

@@ -65,9 +65,23 @@ def random_model(
 
     Freshly initialised models give nearly uniform distributions, which hide mistakes; so the head is rescaled.
     """
-    torch.manual_seed(seed)
     config = CONFIGS[kind]()
     config.vocab_size = vocab_size
+    return _random(config, seed, logit_scale)
+
+
+def large_kv_model(*, seed: int = 1, vocab_size: int = SHAPE["vocab_size"]) -> PreTrainedModel:
+    """A narrow model with the KV of a large one, 65,536 bytes a token in bfloat16: for moves, which it makes dear."""
+    config = LlamaConfig(
+        **SHAPE
+        | {"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 16}
+        | {"num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 4096}
+    )
+    return _random(config, seed, 3.0)
+
+
+def _random(config: PreTrainedConfig, seed: int, logit_scale: float) -> PreTrainedModel:
+    torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=torch.float32
     )
@@ -78,6 +92,6 @@ def random_model(
         else:
             parameter.mul_(5.0)
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    tokens = torch.randint(vocab_size, (4, 32))
+    tokens = torch.randint(config.vocab_size, (4, 32))
     head.weight.mul_(logit_scale / model(tokens).logits.std())  # where it is the embedding too, norms even it out
     return model.eval()  # type: ignore[no-untyped-call,no-any-return]

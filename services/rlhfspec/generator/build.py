@@ -42,6 +42,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
         job=job,
         engine=engine,
         weights=context.weights,
+        ends=context.ends,
         guest=context.guest,
     )
     service.models = {{"model": "generator"}.get(name, name): report for name, report in engine.reports.items()}

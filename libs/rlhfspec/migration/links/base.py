@@ -1,0 +1,96 @@
+"""What a link is: bytes by key from one engine's process into another's, packed where they travel from.
+
+    landing = opening.make_landing("auto")                           # destination: once, for all sources and moves
+    sending = opening.open_sending(landing.offer)                    # source: once for each destination
+    room = sending.room(4096)                                        # memory of the link, to pack into
+    sending.send("move-1/0", 4096)
+    view = landing.take("move-1/0", 4096, timeout=5.0)               # destination, told of the key over its control
+    landing.done("move-1/0")                                         # its memory may be used again
+
+All of it blocks: call it in a thread, never in an event loop. Everything that can go wrong is a LinkError, by a
+deadline: an end that was killed, cut off, slow, hostile or never came. A LinkError of `take` concerns one key; one of
+`room` or `send` ends the sending: close it, and open another when there is a next move. No link promises that bytes are
+right: `KVRange.checksum` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from rlhfspec.errors import LinkError
+
+KINDS = ("memory", "shm", "tcp", "nixl", "torch")  # "auto": the first of the first three that both ends share
+MOST_BYTES = 256 << 20  # of ranges that landed and are not done, all together
+SECONDS = 10.0  # for the other end to answer, to make room, or to send all of a range that it began
+KEPT_SECONDS = 60.0  # what landed and nobody took
+MOST_KEY_BYTES = 512
+
+
+class Landing(Protocol):
+    """The destination's end: one for all who send here."""
+
+    @property
+    def offer(self) -> str:
+        """How to send here. It holds a secret: let it travel over connections that are trusted only."""
+        ...
+
+    def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
+        """Waits for these bytes. They are yours until `done`."""
+        ...
+
+    def done(self, key: str) -> None:
+        """The memory may be used again; of a key that has not come: it is dropped when it comes."""
+        ...
+
+    def close(self) -> None:
+        """Ends every connection and thread. Nobody may be using what was taken."""
+        ...
+
+
+class Sending(Protocol):
+    """The source's end of one pair, kept for later moves; for one thread at a time."""
+
+    def room(self, num_bytes: int) -> memoryview:
+        """Writable, exactly so long; there is one at a time. Waits while earlier ranges are not yet done there."""
+        ...
+
+    def send(self, key: str, num_bytes: int) -> None:
+        """The first bytes of the room. Returns when the next room may be asked for."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """`ways`: of each kind, where.
+
+    >>> offer = Offer(token="ab", ways=({"kind": "tcp", "host": "127.0.0.1", "port": 1},))
+    >>> Offer.of(offer.to_json()) == offer
+    True
+    >>> Offer.of("[]")
+    Traceback (most recent call last):
+    ...
+    rlhfspec.errors.LinkError: offer: is none of a link ('[]')
+    """
+
+    token: str
+    ways: Sequence[Mapping[str, Any]]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def of(cls, text: str) -> Offer:
+        try:
+            read = json.loads(text)
+            token, ways = (
+                bytes.fromhex(read["token"]).hex(),
+                tuple(dict(way, kind=str(way["kind"])) for way in read["ways"]),
+            )
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise LinkError("offer", f"is none of a link ({text[:80]!r})") from error
+        return cls(token=token, ways=ways)

@@ -1,0 +1,192 @@
+"""Does what the destination's machine says: to the engine between two steps, to the link in a thread, to custody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rlhfspec.engine.base import EngineProtocol, KVRange, Manifest, SequenceState, Watermark
+from rlhfspec.engine.state_bytes import from_bytes, to_bytes
+from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
+from rlhfspec.migration import messages
+from rlhfspec.migration.base import Custody
+from rlhfspec.migration.destination import Action, Answer, Arrived, Copy, Destination, Done, Free, Keep, Take, Tick
+from rlhfspec.migration.engine_calls import EngineCalls
+from rlhfspec.migration.sendings import Links
+from rlhfspec.transport.clock import Clock
+
+LINK_SECONDS = 4.0  # for what is told of to come over the link
+TICK_SECONDS = 1.0
+MOST_BYTES = 1 << 30  # of one range: a lie, or a mistake
+
+
+class Taking:
+    def __init__(
+        self,
+        incarnation: str,
+        engine: EngineProtocol,
+        calls: EngineCalls,
+        links: Links,
+        custody: Custody,
+        clock: Clock,
+    ) -> None:
+        self.machine = Destination(incarnation, links.landing.offer)
+        self.refused: Counter[str] = Counter()  # by what did not fit
+        self._engine = engine
+        self._calls = calls
+        self._links = links
+        self._custody = custody
+        self._clock = clock
+        self._lines: dict[str, tuple[asyncio.Lock, int]] = {}  # by sample, and how many stand there
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def answer(self, data: bytes) -> bytes:
+        """Raises MalformedRecord for what is no question."""
+        message = messages.told(data)
+        self._ticking = self._ticking or asyncio.create_task(self._tick())
+        async with self._in_line(message.sample):
+            actions = self.machine.on(Arrived(message), self._clock.now())
+            while True:
+                freed = self._free(actions)
+                last = actions[-1]
+                if isinstance(last, Answer):
+                    await freed
+                    return self._said(last.reply)
+                assert not isinstance(last, Free), "every message has an answer"
+                actions = self.machine.on(await self._do(last), self._clock.now())
+
+    async def close(self) -> None:
+        """Nothing more is taken; what was kept is freed."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        await self._free(self.machine.close())
+
+    # -- what the machine says ------------------------------------------------------------------------------
+
+    async def _do(self, action: Keep | Copy | Take) -> Done:
+        try:
+            match action:
+                case Keep(message):
+                    return Done(message, mark=await self._keep(message))
+                case Copy(message):
+                    await self._copy(message)
+                    return Done(message)
+                case Take(message):
+                    return Done(message, num_recomputed=await self._take(message))
+        except (SequenceStateError, InvalidRequest) as error:
+            return Done(action.message, (error.field, str(error)[:500]))
+        except LinkError as error:
+            return Done(action.message, ("link", str(error)[:500]))
+        except MalformedRecord as error:
+            return Done(action.message, ("bytes", str(error)[:500]))
+        except RLHFSpecError as error:
+            return Done(action.message, (type(error).__name__, str(error)[:500]))
+
+    async def _keep(self, message: messages.Reserve) -> bytes:
+        manifest = from_bytes(message.manifest)
+        if not isinstance(manifest, Manifest) or manifest.request.id != message.sample:
+            raise MalformedRecord("no manifest of this sample")
+
+        def reserve() -> bytes:
+            if message.has_kv:
+                return to_bytes(self._engine.reserve(manifest))
+            ours = self._engine.weights_version
+            if manifest.weights_version > ours:
+                raise SequenceStateError("newer weights", manifest.weights_version, ours)
+            return b""
+
+        return await self._calls.call(reserve)
+
+    async def _copy(self, message: messages.Range) -> None:
+        view = await self._arrived(message.key, message.num_bytes)
+        try:
+            kv = _range(message.kv, view, message.sample)
+            await self._calls.call(lambda: self._engine.import_range(kv))
+        finally:
+            self._links.landing.done(message.key)
+
+    async def _take(self, message: messages.HandOver) -> int:
+        state = from_bytes(message.state)
+        if not isinstance(state, SequenceState) or state.manifest.request.id != message.sample:
+            raise MalformedRecord("no state of this sample")
+        if self._custody.prompt_of(message.sample) is not None:
+            raise InvalidRequest("sample", message.sample, "is here already")
+        if not message.key:
+            return await self._adopt(message, state)
+        view = await self._arrived(message.key, message.num_bytes)
+        try:
+            return await self._adopt(message, replace(state, rest=_range(message.kv, view, message.sample)))
+        finally:
+            self._links.landing.done(message.key)
+
+    async def _adopt(self, message: messages.HandOver, state: SequenceState) -> int:
+        """Its prompt is kept in progress before it can run, and so before it can be finished."""
+        await self._custody.taken(message.sample, message.prompt, message.token)
+
+        def take() -> int:
+            before = self._engine.stats().num_recomputed_tokens
+            self._engine.import_sequence(state)
+            return self._engine.stats().num_recomputed_tokens - before
+
+        try:
+            return await self._calls.call(take)
+        except RLHFSpecError:
+            self._custody.given(message.sample)
+            raise
+
+    async def _arrived(self, key: str, num_bytes: int) -> memoryview:
+        if num_bytes > MOST_BYTES:
+            raise MalformedRecord(f"a range of {num_bytes} bytes")
+        landing = self._links.landing
+        return await self._links.in_thread(lambda: landing.take(key, num_bytes, timeout=LINK_SECONDS))
+
+    def _free(self, actions: list[Action]) -> asyncio.Future[list[Any]]:
+        """In line at once, so that what is asked of the engine afterwards finds it free."""
+        samples = [action.sample for action in actions if isinstance(action, Free) and action.has_kv]
+        freed = [self._calls.call(partial(self._engine.cancel, sample)) for sample in samples]
+        return asyncio.gather(*freed, return_exceptions=True)  # without its engine nothing is kept any more
+
+    def _said(self, reply: messages.Reply) -> bytes:
+        if isinstance(reply, messages.Refused):
+            self.refused[reply.field] += 1
+        return messages.to_bytes(reply)
+
+    async def _tick(self) -> None:
+        while True:
+            await self._clock.sleep(TICK_SECONDS)
+            await self._free(self.machine.on(Tick(), self._clock.now()))
+
+    @asynccontextmanager
+    async def _in_line(self, sample: str) -> AsyncIterator[None]:
+        """Messages of one sample come one after the other."""
+        lock, count = self._lines.get(sample, (asyncio.Lock(), 0))
+        self._lines[sample] = (lock, count + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            count = self._lines[sample][1] - 1
+            if count:
+                self._lines[sample] = (lock, count)
+            else:
+                del self._lines[sample]
+
+
+def _range(said: bytes, kv: memoryview, sample: str) -> KVRange:
+    read = from_bytes(said, kv=kv)
+    if not isinstance(read, KVRange) or read.request_id != sample:
+        raise MalformedRecord("no KV of this sample")
+    return read
+
+
+def watermark(said: bytes) -> Watermark:
+    read = from_bytes(said)
+    if not isinstance(read, Watermark):
+        raise MalformedRecord("no watermark")
+    return read

@@ -1,0 +1,132 @@
+"""What tests of links share: other processes, and what must not be left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfspec.migration.links import nixl
+from rlhfspec.migration.links.opening import WaysIn, make_landing, open_sending
+
+NO_NIXL = pytest.mark.skipif(not nixl.is_installed(), reason="the package nixl is not installed")
+NIXL = [pytest.param(name, marks=NO_NIXL) for name in ("nixl by read", "nixl by write")]
+
+SOURCE = """
+import sys
+from rlhfspec.migration.links.opening import open_sending
+sending = open_sending(sys.stdin.readline().strip(), seconds=10)
+print("ready", flush=True)
+for line in sys.stdin:
+    key, num_bytes, seed = line.split()
+    room = sending.room(int(num_bytes))
+    for start in range(0, len(room), 251):
+        room[start:start + 251] = bytes((7 * i + int(seed)) % 251 for i in range(min(251, len(room) - start)))
+    sending.send(key, len(room))
+    print("sent", key, flush=True)
+sending.close()
+"""
+
+DESTINATION = """
+import sys
+from rlhfspec.migration.links.opening import make_landing
+kind, _, by = sys.argv[1].partition(" by ")
+landing = make_landing(kind, **({"nixl_by": by} if by else {}))
+print(landing.offer, flush=True)
+for line in sys.stdin:
+    key, num_bytes = line.split()
+    print(sum(landing.take(key, int(num_bytes), timeout=30)), flush=True)
+    landing.done(key)
+landing.close()
+"""
+
+
+def pattern(num_bytes: int, seed: int = 0) -> bytes:
+    """No two neighbouring seeds look alike."""
+    piece = bytes((7 * i + seed) % 251 for i in range(251))
+    return (piece * (num_bytes // 251 + 1))[:num_bytes]
+
+
+def landing_of(kind: str, **settings: Any) -> WaysIn:
+    kind, _, by = kind.partition(" by ")
+    landing = make_landing(kind, **settings, **({"nixl_by": by} if by else {}))
+    assert isinstance(landing, WaysIn)
+    return landing
+
+
+class Other:
+    """Another process, spoken to line by line; killed at the end."""
+
+    def __init__(self, code: str, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextmanager
+def other(code: str, *arguments: str) -> Iterator[Other]:
+    process = Other(code, *arguments)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """No file, socket, thread, or memory of a link more than before."""
+    before = _held()
+    yield
+    patience = time.monotonic() + 5  # the kernel's list of threads is a moment behind the join
+    while _held() != before and time.monotonic() < patience:
+        time.sleep(0.01)
+    assert _held() == before
+
+
+def _held() -> dict[str, object]:
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "tasks": len(os.listdir("/proc/self/task")),
+        "maps": Path("/proc/self/maps").read_text().count("rlhfspec-link"),
+        "names": shared_names(),
+    }
+
+
+def warm(kind: str) -> None:
+    """What is there once a process, after the first use of a library."""
+    landing = landing_of(kind)
+    sending = open_sending(landing.offer)
+    sending.room(1)
+    sending.send("m/0", 1)
+    landing.take("m/0", 1, timeout=30)
+    sending.close()
+    landing.close()
+
+
+def shared_names() -> list[str]:
+    return [name for name in sorted(os.listdir("/dev/shm")) if name.startswith(("rlhfspec-link", "ucx", "torch"))]

@@ -1,0 +1,163 @@
+"""Generators in one process: real engines, each with its thread, a mover, and a custody that judges who has what."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from moving import Bits, bits, make, request
+
+from rlhfspec.engine import Completion, Engine
+from rlhfspec.errors import MalformedRecord
+from rlhfspec.migration.base import Peer
+from rlhfspec.migration.control import DirectControl
+from rlhfspec.migration.engine_calls import EngineCalls
+from rlhfspec.migration.links.opening import make_landing, open_sending
+from rlhfspec.migration.mover import Mover
+from rlhfspec.migration.sendings import Links
+from rlhfspec.records import Move, Moved
+
+_ids = itertools.count()
+
+
+class Held:
+    """The custody of one generator, and what its engine finished."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, tuple[bytes, str]] = {}
+        self.lost: list[str] = []
+        self.num_taken = 0
+
+    def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
+        return self.prompts.get(sample_id)
+
+    async def taken(self, sample_id: str, prompt: bytes, token: str) -> None:
+        if prompt != f"prompt of {sample_id}".encode():
+            raise MalformedRecord("the prompt of another one")
+        assert sample_id not in self.prompts
+        self.prompts[sample_id] = (prompt, token)
+        self.num_taken += 1
+
+    def given(self, sample_id: str) -> None:
+        del self.prompts[sample_id]
+
+    def forgotten(self, sample_id: str) -> None:
+        del self.prompts[sample_id]
+        self.lost.append(sample_id)
+
+
+class Generator:
+    """An engine's thread as the service has it: steps, and what is asked of the engine between two of them."""
+
+    def __init__(self, name: str, engine: Engine, control: Any, *, kind: str = "memory", **parts: Any) -> None:
+        self.name, self.engine = name, engine
+        self.peer = Peer(name=name, address=name, incarnation=f"{name}-{next(_ids)}")
+        self.custody = Held()
+        self.finished: dict[str, Completion] = {}
+        self.steps = 0
+        self._news = threading.Event()
+        self._stopped = False
+        self.calls = EngineCalls(on_call=self._news.set)
+        links = parts.pop("links", None) or Links(make_landing(kind), open_sending)
+        self.mover = Mover(name, self.peer.incarnation, engine, self.calls, control, links, self.custody, **parts)
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._work, name=name)
+        self.changed = asyncio.Event()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def submit(self, name: str, **params: Any) -> None:
+        self.custody.prompts[name] = (f"prompt of {name}".encode(), f"token of {name}")
+        await self.calls.call(lambda: self.engine.submit(request(name, **params)))
+
+    async def move(self, name: str, to: Generator | Peer, *, gain: float = 1e9, **options: Any) -> Moved:
+        peer = to.peer if isinstance(to, Generator) else to
+        move = Move(
+            id=f"move-{next(_ids)}", job="job", sample_id=name, source=0, destination=1, gain_seconds=gain, reason=""
+        )
+        return await self.mover.move(move, peer, **options)
+
+    def forget(self, name: str) -> None:
+        """Its prompt too; from the engine's thread."""
+        self._loop.call_soon_threadsafe(self.custody.prompts.pop, name, None)
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        while not holds():
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 60)
+
+    async def length(self, name: str) -> int:
+        """Tokens of a sequence that runs here; 0: it does not."""
+        views = await self.calls.call(self.engine.sequences)
+        return next((view.num_held for view in views if view.id == name), 0)
+
+    async def stop(self) -> None:
+        self._stopped = True
+        self._news.set()
+        await asyncio.to_thread(self._thread.join)
+        self.calls.close()
+
+    def _work(self) -> None:
+        while not self._stopped:
+            self.calls.run()
+            if self.engine.has_work:
+                done = self.engine.step().finished
+                self._loop.call_soon_threadsafe(self._stepped, done)
+            elif not self.calls.waiting:
+                self._news.wait(10)
+                self._news.clear()
+
+    def _stepped(self, finished: tuple[Completion, ...]) -> None:
+        for done in finished:
+            assert done.id in self.custody.prompts, "nobody kept its prompt in progress"
+            del self.custody.prompts[done.id]
+            self.finished[done.id] = done
+        self.steps += 1
+        self.changed.set()
+
+
+@contextlib.asynccontextmanager
+async def generators(
+    count: int = 2, *, control: Any = None, kind: str = "memory", links: Any = None, **options: Any
+) -> AsyncIterator[list[Generator]]:
+    control = control or DirectControl()
+    made = [
+        Generator(f"g{index}", make(**options), control, kind=kind, **({"links": links(index)} if links else {}))
+        for index in range(count)
+    ]
+    for each in made:
+        control.serve(each.name, each.mover.answer)
+        each.start()
+    try:
+        yield made
+        for each in made:
+            await each.until(lambda each=each: not each.engine.has_work)  # type: ignore[misc]
+    finally:
+        await asyncio.gather(*(each.mover.close() for each in made))
+        await asyncio.gather(*(each.stop() for each in made))
+    for each in made:
+        assert_clean(each)
+
+
+def assert_clean(generator: Generator) -> None:
+    engine = generator.engine
+    engine.check_integrity()
+    assert not engine.scheduler.away
+    assert not engine.scheduler.arriving
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    assert not generator.custody.prompts
+    assert not generator.mover.moving
+
+
+def all_bits(made: list[Generator]) -> dict[str, Bits]:
+    """Each sample, finished once."""
+    found: dict[str, Bits] = {}
+    for each in made:
+        assert not found.keys() & each.finished.keys(), "finished twice"
+        found |= {name: bits(done) for name, done in each.finished.items()}
+    return found

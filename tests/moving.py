@@ -1,0 +1,100 @@
+"""Engines between which sequences move, and the ways in which they do; tests of moves share them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import numpy as np
+
+from rlhfspec.drafting.base import Plan
+from rlhfspec.engine import Completion, Engine, Request, SamplingParams
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.tiny import perturbed, random_model
+
+VOCAB = 260  # the byte tokenizer's
+TREE = Plan(drafter="model", depth=4, width=2, branch=2)
+SUFFIX = Plan(drafter="suffix", depth=4, width=2, branch=2)
+PROMPT = tuple(range(40))
+Bits = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...], str]
+
+
+@functools.cache
+def model(kind: str = "llama") -> Any:
+    return random_model(kind, seed=1, vocab_size=VOCAB)
+
+
+@functools.cache
+def draft() -> Any:
+    return perturbed(model(), 0.1)
+
+
+def make(**options: Any) -> Engine:
+    chosen = {"max_sequences": 8, "max_context": 128, "profile": False, "num_threads": 1, "speculation": TREE} | options
+    extra = {"tokenizer": chosen.pop("tokenizer", None), "draft": chosen.pop("draft", draft())}
+    given = chosen.pop("model", model())
+    extra["draft"] = copy.deepcopy(extra["draft"])
+    return make_engine(copy.deepcopy(given), EngineConfig(**chosen), **extra)
+
+
+def request(name: str, prompt: tuple[int, ...] = PROMPT, *, seed: int = 7, **params: Any) -> Request:
+    params = {"max_tokens": 30, "ignore_eos": True} | params
+    return Request(id=name, prompt_token_ids=prompt, params=SamplingParams(**params), seed=seed)
+
+
+def bits(done: Completion) -> Bits:
+    return done.token_ids, done.log_probs, done.tempered_log_probs, done.finish_reason
+
+
+def drain(engine: Engine) -> dict[str, Completion]:
+    done: dict[str, Completion] = {}
+    for _ in range(500):  # an engine that spins is a failure, not a hang
+        if not engine.has_work:
+            engine.check_integrity()
+            return done
+        done.update({each.id: each for each in engine.step().finished})
+    raise AssertionError("work was left and nothing came of it")
+
+
+@functools.cache
+def alone(seed: int = 7, max_tokens: int = 30) -> Bits:
+    engine = make(speculation="off")
+    engine.submit(request("x", seed=seed, max_tokens=max_tokens))
+    return bits(drain(engine)["x"])
+
+
+def check(*engines: Engine) -> None:
+    for engine in engines:
+        engine.check_integrity()
+
+
+def at_once(here: Engine, there: Engine, name: str, rng: np.random.Generator) -> None:
+    there.import_sequence(here.export_sequence(name))
+    assert here.cancel(name)
+
+
+def reserved(here: Engine, there: Engine, name: str, rng: np.random.Generator) -> None:
+    mark = there.reserve(here.manifest(name))
+    there.import_sequence(here.export_sequence(name, mark))
+    assert here.cancel(name)
+
+
+def in_rounds(here: Engine, there: Engine, name: str, rng: np.random.Generator) -> list[Completion]:
+    """KV goes ahead while both decode on."""
+    mark, done = there.reserve(here.manifest(name)), []
+    for _ in range(int(rng.integers(1, 4))):
+        for _ in range(int(rng.integers(1, 5))):
+            kv = here.export_range(name, mark, max_bytes=int(rng.choice([1, 3000, 40_000])))
+            there.import_range(kv)
+            mark = kv.end
+        for engine in (here, there):
+            done += engine.step().finished if engine.has_work else ()
+        check(here, there)
+        if name not in here.state.sequences:  # finished meanwhile
+            there.cancel(name)
+            return done
+    there.import_sequence(here.export_sequence(name, mark))
+    assert here.cancel(name)
+    return done

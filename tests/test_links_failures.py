@@ -1,0 +1,526 @@
+"""Ends that are killed, stopped, slow or hostile: a LinkError by its deadline, and nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import ssl
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from link_checks import DESTINATION, NIXL, SOURCE, landing_of, nothing_left, other, pattern, shared_names, warm
+
+from rlhfspec.errors import LinkError
+from rlhfspec.migration.links import door, frames
+from rlhfspec.migration.links.opening import WaysIn, open_sending
+from rlhfspec.migration.links.torch_link import TorchSending
+from rlhfspec.servers.certificates import client_tls, create_credentials, server_tls
+
+BETWEEN_PROCESSES = ["shm", "tcp", "torch", *NIXL]
+BY_SOCKET = ["shm", "tcp"]  # the others have their headers read as tcp has
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm("torch")
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+@pytest.fixture(params=BETWEEN_PROCESSES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+
+
+def test_ranges_of_any_sizes_arrive_whole_from_another_process(kind: str) -> None:
+    landing = landing_of(kind)
+    counter = iter(range(1 << 30))
+    with other(SOURCE) as source:
+        source.say(landing.offer)
+        assert source.hear() == "ready"
+
+        @settings(max_examples=25, deadline=None)
+        @given(st.lists(st.integers(0, 200_000) | st.sampled_from([0, 1, 4095, 4096, 65537]), min_size=1, max_size=5))
+        def ranges(sizes: list[int]) -> None:
+            move = next(counter)
+            for number, size in enumerate(sizes):
+                source.say(f"{move}/{number} {size} {move + number}")
+            for number, size in enumerate(sizes):
+                assert landing.take(f"{move}/{number}", size, timeout=30) == pattern(size, move + number)
+                landing.done(f"{move}/{number}")
+                assert source.hear() == f"sent {move}/{number}"
+
+        ranges()
+    landing.close()
+
+
+def test_what_a_killed_source_sent_is_whole_and_then_gone(kind: str) -> None:
+    landing = landing_of(kind)
+    with other(SOURCE) as source:
+        source.say(landing.offer)
+        source.say("m/0 100000 3")
+        view = landing.take("m/0", 100_000, timeout=30)
+    assert view == pattern(100_000, 3)
+    landing.done("m/0")
+    with pytest.raises(LinkError, match="did not come"):
+        landing.take("m/1", 1, timeout=0.01)
+    assert landing.inbox.num_bytes == 0
+    del view
+    landing.close()
+
+
+def test_a_killed_destination_is_noticed(kind: str) -> None:
+    with other(DESTINATION, kind) as destination:
+        sending = open_sending(destination.hear(), seconds=2)
+        sending.room(1000)[:] = pattern(1000)
+        sending.send("m/0", 1000)
+        destination.say("m/0 1000")
+        assert destination.hear() == str(sum(pattern(1000)))
+        sending.room(1000)
+    with pytest.raises(LinkError):
+        sending.send("m/1", 1000)
+    with pytest.raises(LinkError):
+        sending.room(1000)
+    sending.close()
+
+
+def test_a_destination_that_stands_still_is_given_up(kind: str) -> None:
+    with other(DESTINATION, kind) as destination:
+        sending = open_sending(destination.hear(), seconds=0.3)
+        os.kill(destination.process.pid, signal.SIGSTOP)
+        with pytest.raises(LinkError):  # noqa: PT012 sooner or later all room is taken
+            for number in range(10):
+                sending.room(30 << 20)
+                sending.send(f"m/{number}", 30 << 20)
+    sending.close()
+
+
+def test_nobody_there_any_more(kind: str) -> None:
+    landing = landing_of(kind)
+    landing.close()
+    with pytest.raises(LinkError, match="cannot connect"):
+        open_sending(landing.offer, seconds=1)
+
+
+@pytest.mark.parametrize("kind", ["shm", *NIXL])
+def test_an_end_that_is_killed_leaves_no_file(kind: str) -> None:
+    """Memory between processes has no name that anybody would have to remove."""
+    before = shared_names()
+    with other(DESTINATION, kind) as destination, other(SOURCE) as source:
+        source.say(destination.hear())
+        source.say("m/0 100000 3")
+        assert source.hear() == "ready"
+        assert source.hear() == "sent m/0"
+    assert shared_names() == before
+
+
+def test_a_process_may_end_while_gloo_waits() -> None:
+    """Else the interpreter's end under a thread that is within gloo aborts the process."""
+    code = """
+import sys
+from rlhfspec.migration.links.torch_link import TorchSending
+from rlhfspec.migration.links.opening import make_landing
+landing = make_landing("torch", seconds=1)
+print(landing.offer, flush=True)
+sys.stdin.readline()
+"""
+    with other(code) as destination:
+        sending = open_sending(destination.hear(), seconds=5)
+        assert isinstance(sending, TorchSending)
+        sending._connection.sendall(header(size=1000))  # and none of its bytes
+        destination.say("end")
+        assert destination.process.wait(60) == 0
+    sending.close()
+
+
+# --- hostile ends -----------------------------------------------------------------------------------------------------
+
+
+def let_in(landing: WaysIn) -> socket.socket:
+    """A connection that knows the token, and then says what it wants."""
+    offer = json.loads(landing.offer)
+    (way,) = offer["ways"]
+    if way["kind"] == "shm":
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(f"\0{way['name']}")
+    else:
+        connection = socket.create_connection((way["host"], way["port"]))
+    frames.greet(connection, offer["token"], timeout=10)
+    return connection
+
+
+def header(
+    mark: bytes = b"KVRG", key: bytes = b"m/0", length: int | None = None, place: int = 0, size: int = 3
+) -> bytes:
+    return struct.pack("!4sHIQ", mark, len(key) if length is None else length, place, size) + key
+
+
+def assert_thrown_out(connection: socket.socket) -> None:
+    connection.settimeout(30)
+    with suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
+    connection.close()
+
+
+def assert_works(landing: WaysIn, key: str) -> None:
+    sending = open_sending(landing.offer)
+    sending.room(3)[:] = b"abc"
+    sending.send(key, 3)
+    assert landing.take(key, 3, timeout=30) == b"abc"
+    landing.done(key)
+    sending.close()
+
+
+@pytest.mark.parametrize("kind", BY_SOCKET)
+@pytest.mark.parametrize(
+    "said",
+    [
+        header(mark=b"HTTP"),
+        header(length=0),
+        header(length=513),
+        header(length=65535),
+        header(key=b"\xff\xfe"),
+        header(size=1 << 40),
+        header(size=(1 << 64) - 1),
+        b"GET / HTTP/1.1\r\nHost: a.example\r\n\r\n",
+        b"\0" * 100,
+    ],
+)
+def test_a_hostile_header_ends_its_connection_and_nothing_else(kind: str, said: bytes) -> None:
+    landing = landing_of(kind)
+    connection = let_in(landing)
+    connection.sendall(said)
+    assert_thrown_out(connection)
+    assert landing.inbox.num_bytes == landing.inbox.num_keys == 0
+    assert_works(landing, "m/1")
+    landing.close()
+
+
+@pytest.mark.parametrize("kind", BY_SOCKET)
+def test_who_stops_in_the_middle_is_given_up(kind: str) -> None:
+    landing = landing_of(kind, seconds=0.2)
+    connection = let_in(landing)
+    connection.sendall(header()[:9])
+    assert_thrown_out(connection)
+    landing.close()
+
+
+def test_a_range_that_is_cut_off_is_told_to_who_waits_for_it() -> None:
+    landing = landing_of("tcp")
+    connection = let_in(landing)
+    connection.sendall(header(size=1 << 20) + b"a" * 1000)
+    with ThreadPoolExecutor(1) as beside:
+        waiting = beside.submit(landing.take, "m/0", 1 << 20, timeout=100)
+        connection.close()
+        with pytest.raises(LinkError, match="m/0: did not arrive whole"):
+            waiting.result()
+    assert landing.inbox.num_bytes == 0
+    landing.close()
+
+
+def test_a_key_twice_ends_the_connection_and_the_first_stays() -> None:
+    landing = landing_of("tcp")
+    connection = let_in(landing)
+    connection.sendall(header() + b"abc" + header() + b"xyz")
+    assert_thrown_out(connection)
+    assert landing.take("m/0", 3, timeout=30) == b"abc"
+    landing.done("m/0")
+    landing.close()
+
+
+@pytest.mark.parametrize("kind", BY_SOCKET)
+@pytest.mark.parametrize("what", ["foreign/0", "unwanted/0"])
+def test_what_nobody_takes_is_forgotten_and_what_nobody_wants_any_more_never_kept(kind: str, what: str) -> None:
+    landing = landing_of(kind, kept_seconds=0.0 if what == "foreign/0" else 60.0)
+    sending = open_sending(landing.offer)
+    if what == "unwanted/0":
+        landing.done(what)  # given up before it came
+    for key in (what, "m/0"):
+        sending.room(5000)[:] = pattern(5000)
+        sending.send(key, 5000)
+    assert landing.take("m/0", 5000, timeout=30) == pattern(5000)
+    assert landing.inbox.num_keys == 1
+    landing.done("m/0")
+    assert landing.inbox.num_bytes == 0
+    sending.close()
+    landing.close()
+
+
+@pytest.mark.parametrize("kind", BY_SOCKET)
+def test_who_does_not_know_the_token_is_refused(kind: str) -> None:
+    landing = landing_of(kind)
+    offer = json.loads(landing.offer)
+    stranger = json.dumps(offer | {"token": "00" * 32})
+    with pytest.raises(LinkError, match=r"closed|token|broke"):
+        open_sending(stranger, seconds=5)
+    assert_works(landing, "m/1")
+    landing.close()
+
+
+@pytest.mark.parametrize("kind", BY_SOCKET)
+def test_a_false_proof_is_answered_with_nothing(kind: str) -> None:
+    landing = landing_of(kind)
+    (way,) = json.loads(landing.offer)["ways"]
+    stranger = socket.socket(socket.AF_UNIX if kind == "shm" else socket.AF_INET)
+    stranger.connect(f"\0{way['name']}" if kind == "shm" else (way["host"], way["port"]))
+    assert stranger.recv(24, socket.MSG_WAITALL).startswith(frames.MAGIC)
+    stranger.sendall(b"n" * 16 + b"p" * 32)
+    assert_thrown_out(stranger)
+    landing.close()
+
+
+def test_a_source_tells_its_secret_to_nobody() -> None:
+    """Another program may have the port by now: it learns nothing, and is believed nothing."""
+    landing = landing_of("tcp")
+    offer = json.loads(landing.offer)
+    landing.close()
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as beside:
+        offer["ways"][0]["port"] = listening.getsockname()[1]
+
+        def impostor() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(frames.MAGIC + b"n" * 16)
+                heard.extend(connection.recv(48, socket.MSG_WAITALL))
+                connection.sendall(b"p" * 32)
+
+        listens = beside.submit(impostor)
+        with pytest.raises(LinkError, match="does not know the token"):
+            open_sending(json.dumps(offer), seconds=10)
+        listens.result()
+    assert bytes.fromhex(offer["token"]) not in heard
+
+
+@pytest.mark.parametrize("kind", BY_SOCKET)
+def test_strangers_are_few_at_a_time_and_in_nobodys_way(kind: str) -> None:
+    landing = landing_of(kind, seconds=2)
+    sending = open_sending(landing.offer)
+    (way,) = json.loads(landing.offer)["ways"]
+    strangers = []
+    for _ in range(3 * door._MOST_STRANGERS):
+        stranger = socket.socket(socket.AF_UNIX if kind == "shm" else socket.AF_INET)
+        stranger.connect(f"\0{way['name']}" if kind == "shm" else (way["host"], way["port"]))
+        strangers.append(stranger)
+    sending.room(3)[:] = b"abc"
+    sending.send("m/0", 3)
+    assert landing.take("m/0", 3, timeout=30) == b"abc"
+    num_refused = 0
+    for stranger in strangers:
+        stranger.settimeout(30)
+        num_refused += not stranger.recv(100)  # closed without a greeting
+        while stranger.recv(100):
+            pass
+        stranger.close()
+    assert num_refused > 0
+    assert_works(landing, "m/1")
+    sending.close()
+    landing.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.booleans(), st.sampled_from(BY_SOCKET), st.lists(st.binary(max_size=60), max_size=4))
+def test_whatever_is_said_the_landing_stays_whole(is_let_in: bool, kind: str, said: list[bytes]) -> None:
+    landing = landing_of(kind, seconds=5)
+    connection = let_in(landing)
+    with suppress(OSError):  # thrown out already
+        for each in said:
+            connection.sendall(header(key=each[:8] or b"k", size=len(each)) + each if is_let_in else each)
+    connection.close()
+    assert_works(landing, "last")
+    landing.close()
+    assert landing.inbox.num_bytes == 0
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+def unsealed() -> int:
+    file = os.memfd_create("rlhfspec-link", os.MFD_CLOEXEC)
+    os.ftruncate(file, 4096)
+    return file
+
+
+def a_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        file.write(b"x" * 4096)
+        return os.dup(file.fileno())
+
+
+def a_pipe() -> int:
+    reads, writes = os.pipe()
+    os.close(writes)
+    return reads
+
+
+@pytest.mark.parametrize("make", [unsealed, a_file, a_pipe])
+def test_memory_that_could_shrink_under_the_reader_is_refused(make: Callable[[], int]) -> None:
+    landing = landing_of("shm")
+    connection, file = let_in(landing), make()
+    said = header()
+    socket.send_fds(connection, [said[:1]], [file])
+    connection.sendall(said[1:])
+    os.close(file)
+    with pytest.raises(LinkError, match="place"):
+        landing.take("m/0", 3, timeout=30)
+    assert_thrown_out(connection)
+    landing.close()
+
+
+def test_a_place_that_was_never_handed_over_is_refused() -> None:
+    landing = landing_of("shm")
+    connection = let_in(landing)
+    connection.sendall(header(place=7))
+    with pytest.raises(LinkError, match="is none that was handed over"):
+        landing.take("m/0", 3, timeout=30)
+    assert_thrown_out(connection)
+    landing.close()
+
+
+# --- slow and cut networks --------------------------------------------------------------------------------------------
+
+
+class Relay:
+    """Between source and destination: `passes(bytes so far)` decides whether the next piece goes on."""
+
+    def __init__(self, offer: str, passes: Callable[[int], bool], piece: int = 1 << 16) -> None:
+        self._passes = passes
+        self._piece = piece
+        read = json.loads(offer)
+        (way,) = read["ways"]
+        self._to = (way["host"], way["port"])
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        way["port"] = self._listening.getsockname()[1]
+        self.offer = json.dumps(read)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        source, _ = self._listening.accept()
+        with source, socket.create_connection(self._to) as destination:
+            back = threading.Thread(target=self._copy, args=(destination, source, lambda _: True))
+            back.start()
+            self._copy(source, destination, self._passes)
+            for end in (source, destination):
+                with suppress(OSError):  # it is not connected any more
+                    end.shutdown(socket.SHUT_RDWR)
+            back.join()
+
+    def _copy(self, one: socket.socket, another: socket.socket, passes: Callable[[int], bool]) -> None:
+        total = 0
+        with suppress(OSError):  # an end closed
+            while (data := one.recv(self._piece)) and passes(total):
+                another.sendall(data)
+                total += len(data)
+
+    def close(self) -> None:
+        self._thread.join()
+        self._listening.close()
+
+
+def test_a_slow_link_is_slow_and_right() -> None:
+    landing = landing_of("tcp")
+    relay = Relay(landing.offer, lambda _: not time.sleep(0.0005), piece=4096)
+    sending = open_sending(relay.offer)
+    content = pattern(500_001)
+    sending.room(len(content))[:] = content
+    sending.send("m/0", len(content))
+    assert landing.take("m/0", len(content), timeout=30) == content
+    landing.done("m/0")
+    sending.close()
+    relay.close()
+    landing.close()
+
+
+def test_a_cable_that_is_cut_in_mid_range() -> None:
+    landing = landing_of("tcp")
+    relay = Relay(landing.offer, lambda total: total < 8 << 20)
+    sending = open_sending(relay.offer, seconds=10)
+    sending.room(64 << 20)
+    with pytest.raises(LinkError, match=r"broke|closed"):
+        sending.send("m/0", 64 << 20)
+    with pytest.raises(LinkError, match="did not arrive whole"):
+        landing.take("m/0", 64 << 20, timeout=30)
+    assert landing.inbox.num_bytes == 0
+    sending.close()
+    relay.close()
+    landing.close()
+
+
+def test_a_range_that_trickles_is_given_up_at_its_deadline() -> None:
+    """However steadily: else a hostile source could hold memory for ever."""
+    landing = landing_of("tcp", seconds=0.3)
+    stop = threading.Event()
+    relay = Relay(landing.offer, lambda total: not stop.wait(0.05) or total < 1000, piece=1000)
+    sending = open_sending(relay.offer, seconds=10)
+    sending.room(1 << 16)
+    sending.send("m/0", 1 << 16)
+    with pytest.raises(LinkError, match="did not arrive whole"):
+        landing.take("m/0", 1 << 16, timeout=30)
+    stop.set()
+    sending.close()
+    relay.close()
+    landing.close()
+
+
+# --- credentials ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def credentials(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Of this run, and of another one."""
+    folders = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("theirs")
+    for folder in folders:
+        create_credentials(folder, ["generator"])
+    return folders
+
+
+def test_with_credentials_bytes_travel_encrypted_and_whole(credentials: tuple[Path, Path]) -> None:
+    ours, _ = credentials
+    landing = landing_of("tcp", tls=server_tls(ours, "generator"))
+    sending = open_sending(landing.offer, tls=client_tls(ours, "generator"))
+    content = pattern(3_000_001)
+    for number in range(2):
+        sending.room(len(content))[:] = content
+        sending.send(f"m/{number}", len(content))
+        assert landing.take(f"m/{number}", len(content), timeout=30) == content
+        landing.done(f"m/{number}")
+    sending.close()
+    landing.close()
+
+
+def test_credentials_of_another_run_are_refused(credentials: tuple[Path, Path]) -> None:
+    ours, theirs = credentials
+    landing = landing_of("tcp", tls=server_tls(ours, "generator"))
+    with pytest.raises(LinkError, match="no TLS"):
+        open_sending(landing.offer, tls=client_tls(theirs, "generator"), seconds=5)
+    with pytest.raises(LinkError, match="one end has credentials"):
+        open_sending(landing.offer, seconds=5)
+    landing.close()
+
+
+def test_who_shows_no_certificate_is_refused(credentials: tuple[Path, Path]) -> None:
+    ours, _ = credentials
+    landing = landing_of("tcp", tls=server_tls(ours, "generator"))
+    bare = ssl.create_default_context(cafile=str(ours / "ca.pem"))
+    with pytest.raises(LinkError):
+        open_sending(landing.offer, tls=bare, seconds=5)
+    landing.close()

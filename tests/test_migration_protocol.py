@@ -1,0 +1,333 @@
+"""Who owns a sequence that moves: one, or nobody and its prompt is delivered again; whatever the network does."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from moving_world import NODES, World, any_of
+
+from rlhfspec.errors import MalformedRecord
+from rlhfspec.migration import destination as theirs
+from rlhfspec.migration import messages
+from rlhfspec.migration import source as ours
+from rlhfspec.migration.destination import DOUBT_SECONDS, LEASE_SECONDS, Destination
+from rlhfspec.migration.messages import from_bytes, to_bytes
+from rlhfspec.migration.source import Source
+
+HEAD: dict[str, Any] = {"move": "m", "sample": "x", "number": 1, "source": "s", "destination": "d"}
+RESERVE = messages.Reserve(**HEAD, manifest=b"manifest", weights_version=3, has_kv=True)
+HAND_OVER = messages.HandOver(**HEAD, state=b"s", kv=b"k", key="k", num_bytes=1, prompt=b"p", token="t")
+INDEX, PLACE = st.integers(0, NODES - 1), st.integers(0, 7)
+
+
+def lives(seeds: range, **bugs: Any) -> Counter[str]:
+    ends: Counter[str] = Counter()
+    for seed in seeds:
+        world, rng = World(**bugs), Random(seed)
+        for _ in range(120):
+            any_of(rng, world)
+        world.settle()
+        ends.update(world.ends)
+    return ends
+
+
+def test_many_lives_end_with_one_owner_each() -> None:
+    ends = lives(range(600))
+    assert min(ends[how] for how in ("kv", "tokens", "kept")) > 50, "what is checked does happen"
+    assert ends["lost"] > 0
+
+
+class Moves(RuleBasedStateMachine):
+    """The same world, and hypothesis looks for the shortest story that breaks it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    @rule(index=INDEX, sample=st.integers(0, 1), to=INDEX)
+    def move(self, index: int, sample: int, to: int) -> None:
+        self.world.move(index, self.world.samples[sample], to)
+
+    @rule(at=PLACE, keep=st.booleans())
+    def deliver(self, at: int, keep: bool) -> None:
+        self.world.deliver(at, keep=keep)
+
+    @rule(at=PLACE, keep=st.booleans())
+    def reply(self, at: int, keep: bool) -> None:
+        self.world.reply(at, keep=keep)
+
+    @rule(index=INDEX)
+    def work(self, index: int) -> None:
+        self.world.work(index)
+
+    @rule(at=PLACE)
+    def lose(self, at: int) -> None:
+        self.world.lose(at)
+
+    @rule(index=INDEX, what=st.sampled_from(["silence", "give_up", "preempt", "swap", "finish", "crash"]))
+    def befall(self, index: int, what: str) -> None:
+        getattr(self.world, what)(index)
+
+    @rule(seconds=st.sampled_from([0.6, 3.0, LEASE_SECONDS + 1, DOUBT_SECONDS + 1]))
+    def advance(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @invariant()
+    def one_runs_it(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        self.world.settle()
+
+
+TestMoves = Moves.TestCase
+TestMoves.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+# ---- each rule is needed --------------------------------------------------------------------------------------------
+
+
+class NoTombstone(Destination):
+    def _told(self, message: Any, now: float) -> Any:
+        actions = super()._told(message, now)
+        if isinstance(message, messages.Ask):
+            self._source(message.source).fates.pop(message.number, None)
+        return actions
+
+
+class ForgetsWhatItTook(Destination):
+    def _say_taken(self, message: Any) -> Any:
+        self._source(message.source).settle(message.number, "refused")
+        return super()._say_taken(message)
+
+
+class TakesWithoutALease(Destination):
+    def _told(self, message: Any, now: float) -> Any:
+        source, is_free = self._source(message.source), message.sample not in self._leases
+        if isinstance(message, messages.HandOver) and is_free and source.fate(message.number) != "taken":
+            source.settle(message.number, "open")
+            reserve = messages.Reserve(**message.head(), manifest=b"", weights_version=0, has_kv=False)
+            self._leases[message.sample] = theirs._Lease(reserve, now)
+        return super()._told(message, now)
+
+
+class PassesOnAtOnce(Destination):
+    def may_leave(self, sample: str, now: float) -> bool:
+        return True
+
+
+class NoDoubt(Source):
+    def _doubt(self, event: Any, now: float) -> Any:
+        if isinstance(event, ours.Silence):
+            return [ours.Reattach(), *self._keep("no reply")]
+        return super()._doubt(event, now)
+
+
+class TakesBackAfterDoubt(Source):
+    def _doubt(self, event: Any, now: float) -> Any:
+        actions = super()._doubt(event, now)
+        if any(isinstance(action, ours.LetGo) and not action.is_known for action in actions):
+            return [ours.Reattach(), ours.End("kept")]
+        return actions
+
+
+class BelievesGoneForEver(Source):
+    def _doubt(self, event: Any, now: float) -> Any:
+        if isinstance(event, ours.Heard) and isinstance(event.reply, messages.Gone):
+            return [ours.Reattach(), *self._keep("gone")]
+        return super()._doubt(event, now)
+
+
+@pytest.mark.parametrize(
+    ("bug", "first"), [(NoTombstone, 1500), (ForgetsWhatItTook, 150), (TakesWithoutALease, 1100)]
+)  # fmt: skip
+def test_a_destination_without_one_rule_is_found_out(bug: Callable[[str], Destination], first: int) -> None:
+    """`first`: near the life that shows it, which saves time."""
+    with pytest.raises(AssertionError):
+        lives(range(first, first + 3000), make_destination=bug)
+
+
+@pytest.mark.parametrize("bug", [NoDoubt, TakesBackAfterDoubt])
+def test_a_source_without_one_rule_is_found_out(bug: Callable[..., Source]) -> None:
+    with pytest.raises(AssertionError):
+        lives(range(3000), make_source=bug)
+
+
+def handed_over_and_nobody_said_so(**bugs: Any) -> World:
+    """From 0 to 1, which runs it; no reply comes through."""
+    world = World(samples=1, **bugs)
+    world.move(0, "s0", 1)
+    for _ in range(20):
+        world.deliver(0)
+        world.work(1)
+        if "s0" in world.nodes[1].engine.running:
+            world.replies.clear()
+            return world
+        world.reply(0)
+    raise AssertionError("it was never taken")
+
+
+def passed_on(world: World) -> World:
+    """From 1 to 2, and 1 is no more; 0 asks whoever is in its place."""
+    world.move(1, "s0", 2)
+    for _ in range(20):
+        world.deliver(0)
+        world.work(2)
+        world.reply(0)
+    world.crash(1)
+    world.silence(0)
+    for _ in range(4):
+        world.advance(0.6)
+        world.deliver(0)
+        world.reply(0)
+        world.check()
+    world.settle()
+    return world
+
+
+def test_what_came_is_not_passed_on_before_its_source_let_go() -> None:
+    world = passed_on(handed_over_and_nobody_said_so())
+    assert world.ends == ["kept"], "1 kept it, and died with it; 0 had not forgotten it"
+    with pytest.raises(AssertionError, match="s0 runs at"):
+        passed_on(handed_over_and_nobody_said_so(make_destination=PassesOnAtOnce))
+
+
+def passed_on_long_after(world: World) -> World:
+    """0 was cut off all the while, and then the first that it hears is that 1 is no more."""
+    world.advance(theirs.SETTLED_SECONDS + 1)
+    world.move(1, "s0", 2)
+    for _ in range(20):
+        world.deliver(0)
+        world.work(2)
+        world.reply(0)
+    assert "s0" in world.nodes[2].engine.running
+    gone = messages.Gone(
+        move="m0.0", sample="s0", number=1, here="n1-9",
+        source=world.nodes[0].incarnation, destination=world.nodes[1].incarnation,
+    )  # fmt: skip
+    world.crash(1)
+    world.say(world.nodes[0], "s0", ours.Heard(gone))
+    world.check()
+    world.settle()
+    return world
+
+
+def test_a_source_that_doubted_too_long_believes_no_news() -> None:
+    assert passed_on_long_after(handed_over_and_nobody_said_so()).ends == ["kv", "lost"]
+    with pytest.raises(AssertionError, match="s0 runs at"):
+        passed_on_long_after(handed_over_and_nobody_said_so(make_source=BelievesGoneForEver))
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+REPLIES = [
+    messages.Reserved(**HEAD, mark=b"mark", offer="{}"), messages.Copied(**HEAD, key="k"),
+    messages.Taken(**HEAD, num_recomputed=4), messages.Refused(**HEAD, field="room", reason="none"),
+    messages.Unknown(**HEAD), messages.Gone(**HEAD, here="e"),
+]  # fmt: skip
+TOLD = [
+    RESERVE, messages.Range(**HEAD, kv=b"kv", key="k", num_bytes=9), HAND_OVER,
+    messages.Abort(**HEAD), messages.Ask(**HEAD), messages.Settled(**HEAD),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", [*TOLD, *REPLIES], ids=lambda each: type(each).__name__)
+def test_a_message_comes_back_whole(message: messages.Message) -> None:
+    assert from_bytes(to_bytes(message)) == message
+    right, wrong = (messages.told, messages.reply) if message in TOLD else (messages.reply, messages.told)
+    assert right(to_bytes(message)) == message
+    with pytest.raises(MalformedRecord):
+        wrong(to_bytes(message))
+
+
+@given(st.data())
+def test_damaged_bytes_are_refused(data: st.DataObject) -> None:
+    good = to_bytes(data.draw(st.sampled_from([*TOLD, *REPLIES])))
+    place = data.draw(st.integers(0, len(good) - 1))
+    for bad in (good[:place], good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :]):
+        with pytest.raises(MalformedRecord):
+            from_bytes(bad)
+    with pytest.raises(MalformedRecord):
+        from_bytes(data.draw(st.binary(max_size=64)))
+
+
+def sealed(header: object, rest: bytes = b"") -> bytes:
+    """As `to_bytes` would write it, whatever the header says."""
+    text = json.dumps(header).encode()
+    body = b"RLHFTELL" + len(text).to_bytes(4, "little") + text + rest
+    return body + zlib.crc32(body).to_bytes(4, "little")
+
+
+LIES = [None, True, -1, 0.5, 1 << 70, "", "x", "x" * 5000, [], [1], {}, {"message": "Ask"}]
+
+
+@given(st.data())
+def test_a_header_that_lies_is_refused_or_harmless(data: st.DataObject) -> None:
+    good = to_bytes(data.draw(st.sampled_from([*TOLD, *REPLIES])))
+    length = int.from_bytes(good[8:12], "little")
+    header, rest = json.loads(good[12 : 12 + length]), good[12 + length : -4]
+    for field in data.draw(st.lists(st.sampled_from([*header, "new"]), min_size=1, max_size=3)):
+        header[field] = data.draw(st.sampled_from(LIES))
+    try:
+        message = from_bytes(sealed(header, rest))
+    except MalformedRecord:
+        return
+    end = Destination("d")
+    if isinstance(message, messages.Told):
+        assert end.on(theirs.Arrived(message), 0.0)
+
+
+@pytest.mark.parametrize("header", [[], None, "x", {"message": "Message"}, {"message": "__class__"}, {"message": []}])
+def test_a_header_that_is_none_is_refused(header: object) -> None:
+    with pytest.raises(MalformedRecord):
+        from_bytes(sealed(header))
+
+
+# ---- the machines, one by one ---------------------------------------------------------------------------------------
+
+
+def test_two_that_arrive_at_once_and_one_too_many() -> None:
+    end = Destination("d")
+    for index in range(theirs.MOST_LEASES):
+        message = dataclasses.replace(RESERVE, sample=f"x{index}", number=index + 1)
+        assert end.on(theirs.Arrived(message), 0.0) == [theirs.Keep(message)]
+        end.on(theirs.Done(message, None, b"mark"), 0.0)
+    late = dataclasses.replace(RESERVE, number=99)
+    [answer] = end.on(theirs.Arrived(late), 1.0)
+    assert isinstance(answer, theirs.Answer)
+    assert isinstance(answer.reply, messages.Refused)
+    freed = end.on(theirs.Tick(), LEASE_SECONDS)
+    assert len(freed) == theirs.MOST_LEASES
+    assert not end.arriving
+    [again] = end.on(theirs.Arrived(late), LEASE_SECONDS)
+    assert isinstance(again, theirs.Answer), "its number is used up"
+
+
+def test_what_was_long_ago_is_unknown_and_never_refused() -> None:
+    end = Destination("d")
+    end.on(theirs.Arrived(RESERVE), 0.0)
+    end.on(theirs.Done(RESERVE), 0.0)
+    end.on(theirs.Arrived(HAND_OVER), 0.0)
+    assert isinstance(end.on(theirs.Done(HAND_OVER), 0.0)[0], theirs.Answer)
+    for number in range(2, theirs.MOST_REMEMBERED + 2):
+        end.on(theirs.Arrived(messages.Abort(**HEAD | {"number": number})), 0.0)
+    assert end.on(theirs.Arrived(messages.Ask(**HEAD)), 0.0) == [theirs.Answer(messages.Unknown(**HEAD))]
+
+
+def test_a_machine_that_is_over_does_nothing() -> None:
+    machine = Source("m", "x", source="s", destination="d", numbers=itertools.count(1))
+    machine.start()
+    machine.on(ours.Failed("finished", "length"), 0.0)
+    assert machine.state == "over"
+    assert machine.on(ours.Tick(), 99.0) == []
