@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from movers import Generator, assert_clean
-from moving import Bits, bits, drain, make, request
+from movers import LONG, TOKENS, Generator, alone, assert_clean
+from moving import make
 
 from rlhfspec.errors import MalformedRecord
 from rlhfspec.migration import messages
@@ -24,7 +24,6 @@ from rlhfspec.servers.certificates import channel_credentials, create_credential
 from rlhfspec.service.health import Health
 from rlhfspec.service.vitals import Vitals
 
-LONG = {"max_context": 448, "speculation": "off"}
 ASK = messages.Ask(move="m", sample="x", number=1, source="s", destination="d")
 
 
@@ -152,7 +151,7 @@ def test_between_two_processes(kind: str) -> None:
             assert moved.how == "kv", moved
             assert moved.num_bytes > 0
             token_ids, log_probs, tempered, reason = json.loads(stdout.readline())
-            assert (tuple(token_ids), tuple(log_probs), tuple(tempered), reason) == whole()
+            assert (tuple(token_ids), tuple(log_probs), tuple(tempered), reason) == alone(3)
             stdin.write("\n")
             stdin.flush()
             assert process.wait(60) == 0
@@ -165,7 +164,7 @@ async def moved_to(peer: Peer, kind: str) -> Moved:
         here = Generator("here", make(**LONG), control, kind=kind)
         here.start()
         await control.ask(peer, messages.to_bytes(ASK))  # the way is open
-        await here.submit("x", seed=3, max_tokens=400)
+        await here.submit("x", seed=3, max_tokens=TOKENS)
         await here.until(lambda: here.steps > 3)
         moved = await here.move("x", peer)
         await here.until(lambda: not here.engine.has_work)
@@ -173,9 +172,3 @@ async def moved_to(peer: Peer, kind: str) -> Moved:
         await here.stop()
     assert_clean(here)
     return moved
-
-
-def whole() -> Bits:
-    engine = make(**LONG)
-    engine.submit(request("x", seed=3, max_tokens=400))
-    return bits(drain(engine)["x"])
