@@ -6,9 +6,19 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfspec.migration.links import nixl
+from rlhfspec.migration.links.opening import WaysIn, make_landing, open_sending
+
+NO_NIXL = pytest.mark.skipif(not nixl.is_installed(), reason="the package nixl is not installed")
+NIXL = [pytest.param(name, marks=NO_NIXL) for name in ("nixl by read", "nixl by write")]
 
 SOURCE = """
 import sys
@@ -28,7 +38,8 @@ sending.close()
 DESTINATION = """
 import sys
 from rlhfspec.migration.links.opening import make_landing
-landing = make_landing(sys.argv[1])
+kind, _, by = sys.argv[1].partition(" by ")
+landing = make_landing(kind, **({"nixl_by": by} if by else {}))
 print(landing.offer, flush=True)
 for line in sys.stdin:
     key, num_bytes = line.split()
@@ -42,6 +53,13 @@ def pattern(num_bytes: int, seed: int = 0) -> bytes:
     """No two neighbouring seeds look alike."""
     piece = bytes((7 * i + seed) % 251 for i in range(251))
     return (piece * (num_bytes // 251 + 1))[:num_bytes]
+
+
+def landing_of(kind: str, **settings: Any) -> WaysIn:
+    kind, _, by = kind.partition(" by ")
+    landing = make_landing(kind, **settings, **({"nixl_by": by} if by else {}))
+    assert isinstance(landing, WaysIn)
+    return landing
 
 
 class Other:
@@ -83,13 +101,32 @@ def nothing_left() -> Iterator[None]:
     """No file, socket, thread, or memory of a link more than before."""
     before = _held()
     yield
+    patience = time.monotonic() + 5  # the kernel's list of threads is a moment behind the join
+    while _held() != before and time.monotonic() < patience:
+        time.sleep(0.01)
     assert _held() == before
 
 
-def _held() -> tuple[object, ...]:
-    maps = Path("/proc/self/maps").read_text().count("rlhfspec-link")
-    files = [
-        os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()
-    ]
-    num_sockets = sum(each.startswith(("socket:", "/memfd:")) for each in files)
-    return num_sockets, len(files), threading.active_count(), maps, sorted(os.listdir("/dev/shm"))
+def _held() -> dict[str, object]:
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "tasks": len(os.listdir("/proc/self/task")),
+        "maps": Path("/proc/self/maps").read_text().count("rlhfspec-link"),
+        "names": shared_names(),
+    }
+
+
+def warm(kind: str) -> None:
+    """What is there once a process, after the first use of a library."""
+    landing = landing_of(kind)
+    sending = open_sending(landing.offer)
+    sending.room(1)
+    sending.send("m/0", 1)
+    landing.take("m/0", 1, timeout=30)
+    sending.close()
+    landing.close()
+
+
+def shared_names() -> list[str]:
+    return [name for name in sorted(os.listdir("/dev/shm")) if name.startswith(("rlhfspec-link", "ucx", "torch"))]

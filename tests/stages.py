@@ -15,7 +15,7 @@ import torch
 
 from rlhfspec.data import Prompts
 from rlhfspec.data.rows import Rows
-from rlhfspec.engine.base import Completion, EngineStats, EngineStep, Request, SequenceStats
+from rlhfspec.engine.base import Completion, EngineStats, EngineStep, Request, SequenceStats, SequenceView
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
 from rlhfspec.learning.learner import LearnReport
@@ -100,6 +100,14 @@ class FakeEngine:
             finished=(done,), num_decoding=1, num_prefill_tokens=0, num_verified_nodes=1, num_committed=2,
             strategy="off", seconds=0.001,
         )  # fmt: skip
+
+    def sequences(self) -> tuple[SequenceView, ...]:
+        return tuple(
+            SequenceView(
+                id=request.id, num_generated=0, num_held=len(request.prompt_token_ids), num_prefill=0, is_waiting=False
+            )
+            for request in self._requests
+        )
 
     def load_weights(self, state_dict: dict[str, Any], *, version: int) -> None:
         assert version > self.weights_version

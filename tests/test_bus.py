@@ -10,6 +10,7 @@ import pytest
 
 from rlhfspec.errors import (
     InvalidRequest,
+    MalformedRecord,
     RecordUndeliverable,
 )
 from rlhfspec.loop import ACK_WAIT_SECONDS
@@ -109,7 +110,7 @@ def test_a_delivery_goes_on_with_another_worker_who_has_its_token() -> None:
         ):
             await bus.of("generator").publish(SAMPLE)
             [delivery] = await first.pull(max_records=9, timeout_seconds=0)
-            adopted = await other.adopt(delivery.record, delivery.held.token, delivery.headers)
+            adopted = await other.adopt(encode(SAMPLE), SAMPLE.id, delivery.held.token, delivery.headers)
             delivery.held.leave()
             assert not first._kept
             assert other._kept, "its new holder keeps it in progress"
@@ -119,8 +120,12 @@ def test_a_delivery_goes_on_with_another_worker_who_has_its_token() -> None:
             assert not other._kept
             await clock.advance(5 * ACK_WAIT_SECONDS)
             assert await first.pull(max_records=9, timeout_seconds=0) == []
+            foreign = delivery.held.token.replace("reward", "trainer")
             with pytest.raises(InvalidRequest, match="none of a delivery"):
-                await other.adopt(delivery.record, delivery.held.token.replace("reward", "trainer"), {})
+                await other.adopt(encode(SAMPLE), SAMPLE.id, foreign, {})
+            for data, id in ((encode(SAMPLE), "another"), (encode(WEIGHTS), WEIGHTS.id), (b"nothing", SAMPLE.id)):
+                with pytest.raises(MalformedRecord):
+                    await other.adopt(data, id, delivery.held.token, {})
 
     with_bus(check)
 

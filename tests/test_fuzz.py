@@ -11,12 +11,16 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from test_engine_hostile_moves import exported, target_of_fuzzing
 from test_wire import records
 
-from rlhfspec.errors import MalformedRecord
+from rlhfspec.engine.base import KVRange, Manifest, SequenceState
+from rlhfspec.engine.state_bytes import checksum_of, from_bytes, to_bytes
+from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError, WeightsVersionError
 from rlhfspec.records import Record
 from rlhfspec.transport import dead_letters
 from rlhfspec.wire.codec import decode, encode
@@ -64,8 +68,52 @@ def damaged(draw: random.Random, valid: list[bytes]) -> bytes:
     return bytes(data)
 
 
+def moving() -> list[bytes]:
+    """Of a sequence on its way: what is asked first, ranges of KV, the rest, and tokens alone."""
+    state = exported()
+    assert state.rest is not None
+    kv = tuple(part[:1] for part in state.rest.kv)
+    small = replace(state.rest, kv=kv, checksum=checksum_of(kv))
+    records = (
+        state.manifest,
+        small,
+        state.rest,
+        state,
+        replace(state, rest=small),
+        replace(state, rest=None),
+        small.end,
+    )
+    return [to_bytes(each) for each in records]
+
+
+def read_and_import(data: bytes) -> None:
+    """What is a record goes into an engine, which takes it or refuses it, and is whole in the end."""
+    engine = target_of_fuzzing()
+    take = {Manifest: engine.reserve, KVRange: engine.import_range, SequenceState: engine.import_sequence}
+    try:
+        record = from_bytes(data)
+        if isinstance(record, KVRange):
+            engine.reserve(exported().manifest)
+        if type(record) in take:
+            take[type(record)](record)  # type: ignore[operator]
+    except (SequenceStateError, InvalidRequest, WeightsVersionError) as refusal:
+        raise MalformedRecord(str(refusal)) from refusal
+    finally:
+        engine.check_integrity()
+        for name in [*engine.scheduler.arriving, *engine.state.sequences]:
+            engine.cancel(name)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def resealed(decode: Callable[[bytes], object]) -> Callable[[bytes], object]:
+    """Its checksum made right again: otherwise nothing damaged would come past it."""
+    return lambda data: decode(data[:-8] + checksum_of([data[:-8]]).to_bytes(8, "little"))
+
+
 DECODERS: dict[str, tuple[Callable[[bytes], object], Callable[[], list[bytes]], type[Exception]]] = {
     "records": (lambda data: encode(decode(data)), some_records, MalformedRecord),
+    "moving sequences": (read_and_import, moving, MalformedRecord),
+    "moving sequences, sealed": (resealed(read_and_import), moving, MalformedRecord),
     "dead letters": (dead_letters.decode, lambda: [dead_letters.encode(letter())], MalformedRecord),
 }
 

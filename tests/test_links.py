@@ -7,14 +7,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from link_checks import nothing_left, pattern
+from link_checks import NIXL, landing_of, nothing_left, pattern, warm
 
 from rlhfspec.errors import InvalidRequest, LinkError
 from rlhfspec.migration.links.base import Landing, Sending
 from rlhfspec.migration.links.opening import make_landing, open_sending
 
-KINDS = ["memory", "shm", "tcp"]
+KINDS = ["memory", "shm", "tcp", "torch", *NIXL]
 Pair = tuple[Landing, Sending]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm("torch")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +35,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pair(kind: str) -> Iterator[Pair]:
-    landing = make_landing(kind)
+    landing = landing_of(kind)
     sending = open_sending(landing.offer)
     yield landing, sending
     sending.close()
@@ -74,7 +79,7 @@ def test_what_lies_there_is_not_touched_before_it_is_done(pair: Pair) -> None:
 
 
 def test_many_sources_at_once(kind: str) -> None:
-    landing = make_landing(kind)
+    landing = landing_of(kind)
     barrier = threading.Barrier(8)
 
     def source(index: int) -> None:
@@ -109,7 +114,7 @@ def test_another_length_is_refused(pair: Pair) -> None:
 
 
 def test_closing_wakes_who_waits(kind: str) -> None:
-    landing = make_landing(kind)
+    landing = landing_of(kind)
     with ThreadPoolExecutor(1) as beside:
         waiting = beside.submit(landing.take, "m/0", 4, timeout=100)
         landing.close()
@@ -118,7 +123,7 @@ def test_closing_wakes_who_waits(kind: str) -> None:
 
 
 def test_a_closed_landing_ends_its_sendings(kind: str) -> None:
-    landing = make_landing(kind)
+    landing = landing_of(kind)
     sending = open_sending(landing.offer)
     send(sending, "m/0", b"abc")
     landing.close()
@@ -129,7 +134,7 @@ def test_a_closed_landing_ends_its_sendings(kind: str) -> None:
 
 def test_memory_of_the_destination_is_bounded(kind: str) -> None:
     """And what nobody takes makes room again, at last."""
-    landing = make_landing(kind, most_bytes=1 << 20, seconds=0.3)
+    landing = landing_of(kind, most_bytes=1 << 20, seconds=0.3)
     sending = open_sending(landing.offer, seconds=0.3)
     with pytest.raises(LinkError):  # noqa: PT012 over some links the source notices one range later
         for number in range(40):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from forced_moves import play
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, check, drain, in_rounds, make, model, request, reserved
 
 from rlhfspec.drafting.base import Plan
@@ -48,6 +52,22 @@ def test_moved_at_any_time_in_any_way_the_bits_are_those_of_the_plain_engine(
     assert sum(each.stats.num_preemptions for each in done.values()) == 0, "KV went along: nothing was computed again"
     for engine in engines:
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1 << 20))
+def test_forced_to_move_at_random_the_bits_are_those_of_the_unmoved(seed: int) -> None:
+    play(seed)
+
+
+def test_forced_moves_meet_everything_that_can_happen_to_them() -> None:
+    seen = sum((play(seed) for seed in range(6)), Counter[str]())
+    missing = {
+        "moved", "moved twice or more", "tokens", "tokens to newer weights", "taken back", "given up", "drafted",
+        "preempted", "new weights", "shares a prompt there", "finished in mid-copy", "stopped at a string",
+        "refused: room", "refused: epoch", "refused: weights_version",
+    } - {what for what, times in seen.items() if times}  # fmt: skip
+    assert not missing, seen
 
 
 def test_bf16_moves_bit_for_bit_too() -> None:
@@ -290,6 +310,40 @@ def test_a_preemption_voids_what_was_sent_and_the_sequence_goes_on() -> None:
     there.import_sequence(here.export_sequence("x"))  # all of it
     here.cancel("x")
     assert bits(drain(there)["x"]) == alone()
+
+
+@pytest.mark.parametrize("how", ["finished", "cancelled", "another of its name", "new weights", "waits again"])
+def test_what_ends_in_mid_copy_is_refused_by_name_and_its_lease_ends(how: str) -> None:
+    here, there = make(), make()
+    here.submit(request("x", max_tokens=5 if how == "finished" else 30))
+    here.step()
+    mark = there.reserve(here.manifest("x"))
+    kv = here.export_range("x", mark)
+    there.import_range(kv)
+    match how:
+        case "finished":
+            drain(here)
+        case "cancelled" | "another of its name":
+            assert here.cancel("x")
+        case "new weights":
+            here.load_weights(perturbed(model(), 0.1).state_dict(), version=1)
+            here.step()
+        case "waits again":
+            assert here.preempt("x")
+    if how == "another of its name":
+        here.submit(request("x", seed=3))
+        here.step()
+    gone = how in ("finished", "cancelled")
+    for call in (here.export_range, here.export_sequence):
+        with pytest.raises(InvalidRequest if gone else SequenceStateError, match="no such" if gone else "epoch"):
+            call("x", kv.end)
+    check(here, there)
+    assert there.cancel("x")
+    with pytest.raises(SequenceStateError, match="reservation"):
+        there.import_range(kv)
+    assert there.stats().num_free_blocks == there.stats().num_blocks
+    drain(there)
+    assert drain(here).keys() == (set() if gone else {"x"})
 
 
 def test_memory_that_is_kept_for_a_move_never_stops_the_others() -> None:

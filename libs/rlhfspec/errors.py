@@ -64,6 +64,16 @@ def _folded(word: str) -> str:
     return word.replace("_", "").lower()
 
 
+def _brief(value: object) -> str:
+    """On one line, and of a length to be read: a value that was sent to us may be a megabyte.
+
+    >>> _brief([1, 2]), len(_brief("x" * 1_000_000))
+    ('[1, 2]', 303)
+    """
+    text = " ".join(repr(value).split("\n"))
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
 class RLHFSpecError(Exception):
     """Root of every error raised on purpose."""
 
@@ -75,7 +85,7 @@ class InvalidRequest(RLHFSpecError, ValueError):
         self.field = field
         self.value = value
         self.problem = problem
-        super().__init__(f"{field}: {problem} (got {value!r})")
+        super().__init__(f"{field}: {problem} (got {_brief(value)})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +177,7 @@ class SequenceStateError(RLHFSpecError):
         self.field = field
         self.theirs = theirs
         self.ours = ours
-        super().__init__(f"sequence state: {field} differs (theirs {theirs!r}, ours {ours!r})")
+        super().__init__(f"sequence state: {field} differs (theirs {_brief(theirs)}, ours {_brief(ours)})")
 
 
 class RolloutError(RLHFSpecError):

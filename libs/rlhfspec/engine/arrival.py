@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -14,8 +13,10 @@ from rlhfspec.engine.state import EngineState, KVSpace
 from rlhfspec.engine.state_bytes import checksum_of
 from rlhfspec.errors import SequenceStateError
 
+NOT_WANTED = np.iinfo(np.int32).max  # the position from which on KV is wanted that is not
 _MOST_COUNTED = 1 << 30
 _MOST_STRATEGIES = 1024
+_LARGEST = 1e300  # a whole number may have more digits than a float can hold
 
 
 def check_manifest(manifest: Manifest, state: EngineState, schema: int) -> None:
@@ -56,7 +57,7 @@ def check_range(kv: KVRange, manifest: Manifest, spaces: SequenceOf[KVSpace | No
         _require("kv", is_bytes, type(part).__name__, "uint8 [positions, bytes a position]")
         if space is not None:
             _same("kv", part.shape[1], space.runner.bytes_per_position)
-        if len(part):
+        if len(part) or first != NOT_WANTED:
             _require("kv", first + len(part) < num_tokens, first + len(part), f"fewer positions than {num_tokens}")
 
 
@@ -108,10 +109,13 @@ def check_state(arrived: SequenceState, state: EngineState, stop_ids: tuple[int,
     _require("token_ids", not np.isin(tokens[prompt:], stop_ids).any(), "a stop token", "none before the end")
     _array("log_probs", arrived.log_probs, np.float32, response)
     _array("tempered_log_probs", arrived.tempered_log_probs, np.float32, response)
+    for name, values in (("log_probs", arrived.log_probs), ("tempered_log_probs", arrived.tempered_log_probs)):
+        _require(name, np.isfinite(values).all(), "NaN or infinity", "numbers")
     versions = arrived.weights_versions
     _array("weights_versions", versions, np.int32, response)
-    known = not response or 0 <= versions.min() <= versions.max() <= arrived.manifest.weights_version
-    _require("weights_versions", known, "an unknown one", f"0 to {arrived.manifest.weights_version}")
+    newest = arrived.manifest.weights_version
+    known = not response or (versions[0] >= 0 and versions[-1] <= newest and (np.diff(versions) >= 0).all())
+    _require("weights_versions", known, "an unknown one, or an older one after it", f"0 to {newest}, never falling")
     counters = arrived.counters
     are_counts = _is_tuple(counters, NUM_COUNTERS) and all(map(_is_count, counters))
     _require("counters", are_counts, counters, f"{NUM_COUNTERS} numbers")
@@ -120,7 +124,11 @@ def check_state(arrived: SequenceState, state: EngineState, stop_ids: tuple[int,
     are_named = are_named and all(_is_tuple(s, 2) and isinstance(s[0], str) and _is_count(s[1]) for s in strategies)
     _require("strategies", are_named, strategies, "names and counts")
     learnt = arrived.acceptance
-    sane = _is_tuple(learnt) and all(_is_tuple(each, 3) and _is_learnt(*each) for each in learnt)
+    sane = (
+        _is_tuple(learnt)
+        and len(learnt) <= _MOST_STRATEGIES
+        and all(_is_tuple(each, 3) and _is_learnt(*each) for each in learnt)
+    )
     _require("acceptance", sane, learnt, "drafter, shift, precision")
     _require(
         "age_seconds", _is_number(arrived.age_seconds) and arrived.age_seconds >= 0, arrived.age_seconds, "seconds"
@@ -136,11 +144,12 @@ def _is_tuple(value: object, length: int | None = None) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value <= _MOST_COUNTED
+    return is_int(value) and 0 <= value <= _MOST_COUNTED  # type: ignore[operator]
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, float | int) and math.isfinite(value)
+    is_number = isinstance(value, float | int) and not isinstance(value, bool)
+    return is_number and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]
 
 
 def _is_learnt(drafter: object, shift: object, precision: object) -> bool:

@@ -132,6 +132,7 @@ class EngineStats:
     num_steps: int
     num_generated_tokens: int
     num_preemptions: int
+    num_free_tokens: int = 0  # whose KV the free blocks have room for
     num_moves: int = 0  # sequences taken over from other engines
     num_recomputed_tokens: int = 0  # of these: what had run there, and had to run here again
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # each expert's, by layer

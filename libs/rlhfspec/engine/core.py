@@ -200,6 +200,7 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             room=self.scheduler.room,
             num_free_blocks=self.state.pool.num_free,
+            num_free_tokens=self.state.pool.num_free * self.state.pool.block_size,
             num_blocks=self.state.pool.num_blocks,
             weights_version=self.state.weights_version,
             num_steps=self._num_steps,

@@ -11,7 +11,6 @@ Example:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -72,7 +71,7 @@ def is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and -LARGEST <= value <= LARGEST  # type: ignore[operator]
 
 
 def _is_list(value: object) -> bool:

@@ -78,7 +78,7 @@ def from_bytes(data: Buffer, kv: Buffer | None = None) -> Travels:
         return _read(body, None if kv is None else memoryview(kv).toreadonly())
     except InvalidRequest:
         raise
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, struct.error) as error:
         raise MalformedRecord(f"no record of a sequence ({type(error).__name__}: {error})") from error
 
 
@@ -94,6 +94,8 @@ def _read(body: memoryview, kv: memoryview | None) -> Travels:
     inside, place = (body, end) if kv is None else (kv, 0)
     arrays = []
     for name, shape in header["arrays"]:
+        if not all(type(length) is int and length >= 0 for length in shape):
+            raise ValueError(f"an array of shape {shape}")
         dtype, count = _DTYPES[name], math.prod(shape)
         arrays.append(np.frombuffer(inside, dtype, count, place).reshape(shape))
         place += count * dtype.itemsize

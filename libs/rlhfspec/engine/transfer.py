@@ -20,7 +20,6 @@ from rlhfspec.engine.state_bytes import checksum_of
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 
 SCHEMA = 2
-_NOT_WANTED = np.iinfo(np.int32).max  # the position from which on KV is wanted that is not
 
 
 class Moves:
@@ -142,7 +141,9 @@ class Moves:
         arrival.check_weights(manifest, self.state)
         if not self.scheduler.reserve(sequence, manifest.num_tokens, in_ranges=True):
             raise self._no_room(f"{manifest.num_tokens} tokens")
-        cached = [_NOT_WANTED if space is None else int(space.cached[sequence.row]) for space in self._spaces(manifest)]
+        cached = [
+            arrival.NOT_WANTED if space is None else int(space.cached[sequence.row]) for space in self._spaces(manifest)
+        ]
         return Watermark(epoch=manifest.epoch, positions=tuple(cached))
 
     def import_range(self, kv: KVRange) -> None:

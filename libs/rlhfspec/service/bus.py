@@ -164,9 +164,10 @@ class Inbox(Generic[R]):
         held = Held(message, message.id, kept, self._watched(record, message.headers, bool(message.token)))
         return Delivery(record, held, message.num_deliveries, message.headers)
 
-    async def adopt(self, record: R, token: str, headers: Mapping[str, str]) -> Delivery[R]:
-        """What was delivered to another worker of the stage, who goes on with it no more. Raises InvalidRequest where
-        the token is none of such a delivery."""
+    async def adopt(self, data: bytes, id: str, token: str, headers: Mapping[str, str]) -> Delivery[R]:
+        """What was delivered to another worker of the stage, who goes on with it no more. Raises MalformedRecord where
+        it is no such record with this id, InvalidRequest where the token is none of such a delivery."""
+        record = self._bus.read(self._record_type, f"{self._bus.uid}/{id}", data)
         subject = self._bus.subject(self._record_type)
         receipt = await self._bus.transport.adopt(token, subject, self._place.stage)
         await receipt.in_progress()

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.service.bus import StageBus
+from rlhfspec.service.guest import Guest
 from rlhfspec.service.vitals import Vitals
 
 if TYPE_CHECKING:
+    from rlhfspec.service.ends import Ends
     from rlhfspec.weights import WeightStore
 
 KEPT_VERSIONS = 2  # of weights, beyond what staleness needs
@@ -41,3 +43,5 @@ class Context:
     vitals: Vitals
     run: Run
     say: Callable[[str], None]  # a line for the person who watches
+    ends: Ends | None = None  # of a generator
+    guest: Guest | None = None  # of a generator: the scoring stage that it may help

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from json import dumps
+from typing import TYPE_CHECKING
 
 from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.job import RLHFJob
@@ -26,14 +27,18 @@ from rlhfspec.service.connections import Connections
 from rlhfspec.service.context import Context, Run
 from rlhfspec.service.health import BEAT_SECONDS, Health
 from rlhfspec.service.heartbeats import Heartbeats
+from rlhfspec.service.hosting import with_guest
 from rlhfspec.service.live import LiveBeats, LiveState, Snapshot, snapshot_of
 from rlhfspec.service.rights import inbox_of
 from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
 from rlhfspec.service.threads import ComputeThread
 from rlhfspec.service.vitals import Vitals, WorkerVitals
 from rlhfspec.service.worker_weights import WorkerWeights
-from rlhfspec.tracing.opening import Watching, watching
+from rlhfspec.tracing.opening import watching
 from rlhfspec.transport.nats import NatsTransport
+
+if TYPE_CHECKING:
+    from rlhfspec.service.ends import Ends
 
 log = logging.getLogger("rlhfspec.service")
 
@@ -49,6 +54,8 @@ class StageWorker:
         self._vitals = Vitals(AwakeClock())
         self._stop = asyncio.Event()
         self._is_built = False
+        self._incarnation = incarnation_of(stage, worker)
+        self._transports: list[NatsTransport] = []
 
     def run(self) -> None:
         asyncio.run(self._main())
@@ -66,15 +73,18 @@ class StageWorker:
             self._health = health = Health(
                 self._stage, self._worker, self._vitals, connections.credentials, metrics=watched.metrics_text
             )
-            transport = await self._connect()
+            self._watched = watched
+            self._vitals.told = watched.meters.worked if watched.meters else None
             try:
-                bus = self._bus(transport, watched)
+                bus = await self._connect(self._stage, self._worker)
                 stage_bus = bus.of(self._stage, self._worker)
                 async with WorkerWeights(connections, self._job, stage_bus, health) as weights:
+                    ends = self._ends(health)
                     leaving.enter_context(health)
-                    await self._work(bus, health, weights)
+                    await self._work(bus, health, weights, ends)
             finally:
-                await transport.close()
+                for transport in self._transports:
+                    await transport.close()
 
     def _asked_to_leave(self) -> None:
         """While it loads there is nothing to hand back."""
@@ -83,31 +93,36 @@ class StageWorker:
         self._stop.set()
         self._health.draining()
 
-    async def _connect(self) -> NatsTransport:
-        credentials, stage = self._connections.credentials, self._stage
-        return await NatsTransport.connect(
+    async def _connect(self, stage: str, worker: int) -> Bus:
+        """With the rights of that stage. Who was started by hand may have a higher number than the job says."""
+        credentials = self._connections.credentials
+        transport = await NatsTransport.connect(
             self._connections.nats_url,
-            name=f"{stage}-{self._worker}",
+            name=f"{stage}-{worker}",
             inbox_prefix=inbox_of(stage),
             nkey_seed=credentials / f"{stage}.seed" if credentials else None,
             tls=client_tls(credentials, stage) if credentials else None,
             clock=self._vitals.clock,
         )
-
-    def _bus(self, transport: NatsTransport, watched: Watching) -> Bus:
-        """A worker that was started by hand may have a higher number than the job says."""
+        self._transports.append(transport)
         workers = workers_of(self._job)
-        workers[self._stage] = max(workers[self._stage], self._worker + 1)
+        workers[stage] = max(workers[stage], worker + 1)
         name, uid = self._job.metadata.name, self._connections.uid
         bus = Bus(transport, name, uid=uid, workers=workers, clock=self._vitals.clock)
-        bus.watcher = watched.watcher
-        self._vitals.told = watched.meters.worked if watched.meters else None
+        bus.watcher = self._watched.watcher
         return bus
 
-    async def _work(self, bus: Bus, health: Health, weights: WorkerWeights) -> None:
+    def _ends(self, health: Health) -> Ends | None:
+        if self._stage != "generator":
+            return None
+        from rlhfspec.service.ends import Ends
+
+        return Ends.between_processes(self._incarnation, self._stage, health, self._connections.credentials)
+
+    async def _work(self, bus: Bus, health: Health, weights: WorkerWeights, ends: Ends | None) -> None:
         beating = asyncio.create_task(_beat(health))
         try:
-            service = await self._built(bus, weights)
+            service = await self._built(bus, weights, ends)
             self._is_built = True
             await bus.publish(self._info(service, health))
             health.ready()
@@ -130,7 +145,7 @@ class StageWorker:
             beats.append(LiveBeats(live, self._vitals, look))
         return beats
 
-    async def _built(self, bus: Bus, weights: WorkerWeights) -> Service:
+    async def _built(self, bus: Bus, weights: WorkerWeights, ends: Ends | None) -> Service:
         """In a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
         vitals = Vitals(self._vitals.clock)
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
@@ -138,12 +153,12 @@ class StageWorker:
         thread = ComputeThread("build")
         try:
             with _Saying(vitals.worker(self._stage, self._worker), deadline) as say:
-                return await thread.in_thread(self._build, bus, weights, say)
+                return await thread.in_thread(self._build, bus, weights, ends, say)
         finally:
             thread.close()
             beating.cancel()
 
-    def _build(self, bus: Bus, weights: WorkerWeights, say: _Saying) -> Service:
+    def _build(self, bus: Bus, weights: WorkerWeights, ends: Ends | None, say: _Saying) -> Service:
         connections = self._connections
         context = Context(
             worker=self._worker,
@@ -152,13 +167,15 @@ class StageWorker:
             vitals=self._vitals,
             run=Run(uid=connections.uid, base_folder=connections.base_folder, folder=connections.folder),
             say=say,
+            ends=ends,
         )
+        context = with_guest(self._job, context, self._connect)
         service: Service = import_module(f"rlhfspec.{self._stage}.build").build(self._job, context)
         return service
 
     def _info(self, service: Service, health: Health) -> WorkerInfo:
         return WorkerInfo(
-            id=f"{self._stage}/{self._worker}/{secrets.token_hex(8)}",
+            id=self._incarnation,
             job=self._job.metadata.name,
             stage=self._stage,
             worker=self._worker,
@@ -168,6 +185,11 @@ class StageWorker:
             http_address=health.http_address,
             models_json=dumps({role: asdict(report) for role, report in service.models.items()}),
         )
+
+
+def incarnation_of(stage: str, worker: int) -> str:
+    """Another one with every start of a worker."""
+    return f"{stage}/{worker}/{secrets.token_hex(8)}"
 
 
 def _snapshot(service: Service) -> Snapshot:

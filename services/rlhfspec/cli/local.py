@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -18,15 +19,19 @@ from rlhfspec.cli.watch import WatchService
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
+from rlhfspec.migration.control import DirectControl
 from rlhfspec.prompts.service import PromptsService
+from rlhfspec.records import WorkerInfo
 from rlhfspec.reward.service import RewardService
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.context import Context, Run, kept_versions
 from rlhfspec.service.dead_letters import DeadLetterWatch
+from rlhfspec.service.ends import Ends
 from rlhfspec.service.heartbeats import Heartbeats
 from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
 from rlhfspec.service.vitals import Vitals
+from rlhfspec.service.worker import incarnation_of
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.view import View
 from rlhfspec.tracing.opening import watching
@@ -49,6 +54,8 @@ class LocalRun(JobRun):
         )
         self._weights = MemoryWeightStore(keep=kept_versions(job))
         self._services: list[Service] = []
+        self._control = DirectControl()  # between the run's generators
+        self._infos: list[WorkerInfo] = []  # of generators that samples can move between
 
     def build(self, say: Say) -> None:
         self._refuse_ranks()
@@ -62,11 +69,28 @@ class LocalRun(JobRun):
                     vitals=self._vitals,
                     run=self._run,
                     say=say,
+                    ends=self._ends(worker) if stage == "generator" and num_workers > 1 else None,
                 )
                 service = make(self._job, context)
                 self._services.append(service)
                 self._leaving.callback(service.close)
         self._check_columns()
+
+    def _ends(self, worker: int) -> Ends:
+        """Without addresses: they call each other."""
+        info = WorkerInfo(
+            id=incarnation_of("generator", worker),
+            job=self._job.metadata.name,
+            stage="generator",
+            worker=worker,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            grpc_address="",
+            http_address="",
+            models_json="{}",
+        )
+        self._infos.append(info)
+        return Ends.direct(info.id, self._control)
 
     def begin(self) -> None:
         models = {role: asdict(report) for service in self._services for role, report in service.models.items()}
@@ -84,6 +108,8 @@ class LocalRun(JobRun):
 
     async def _supervised(self) -> None:
         await self._bus.declare()
+        for info in self._infos:
+            await self._bus.publish(info)
         watch = WatchService(self._vitals, self._bus.of("view"), view=self._view)
         others = [watch, Heartbeats(self._bus, self._vitals), DeadLetterWatch(self._bus, self._vitals)]
         supervisor = Supervisor(self._vitals, stall_seconds=STALL_SECONDS, grace_seconds=GRACE_SECONDS)

@@ -36,7 +36,14 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
         draft = load_model(model.drafter, field="spec.model.drafter")
     engine = make_engine(target, config, draft=draft, tokenizer=load_tokenizer(model))
     service = GeneratorService(
-        context.worker, context.vitals, context.bus, job=job, engine=engine, weights=context.weights
+        context.worker,
+        context.vitals,
+        context.bus,
+        job=job,
+        engine=engine,
+        weights=context.weights,
+        ends=context.ends,
+        guest=context.guest,
     )
     service.models = {{"model": "generator"}.get(name, name): report for name, report in engine.reports.items()}
     return service

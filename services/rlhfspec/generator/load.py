@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import count
 
 from rlhfspec.engine.base import EngineProtocol, EngineStep
+from rlhfspec.rebalancing.curve import Curve
 from rlhfspec.records import Load
 
-EVERY_SECONDS = 0.25
+EVERY_SECONDS, IDLE_EVERY_SECONDS = 0.25, 1.0
 Experts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Meter:
-    """Counts what the engine's steps report; `load` makes a record of it when one is due."""
+    """Counts what the engine's steps report; `load` makes a record of it when one is due.
+
+    `incarnation` is of the process: what is said under another one holds no more. `is_leaving` is set by whoever is.
+    """
 
     def __init__(
-        self, job: str, name: str, engine: EngineProtocol, *, now: Callable[[], float] = time.monotonic
+        self,
+        job: str,
+        name: str,
+        engine: EngineProtocol,
+        *,
+        worker: int = 0,
+        incarnation: str = "",
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
+        self.worker = worker
+        self.incarnation = incarnation or secrets.token_hex(8)
+        self.is_leaving = False
+        self._curve = Curve()
+        self._host = socket.gethostname()
         self._job = job
         self._engine = engine
         self._now = now
@@ -46,15 +64,34 @@ class Meter:
         self._num_committed += report.num_committed
         self._seconds += report.seconds
         self._strategies[report.strategy] += 1
+        self._learn(report)
+
+    def _learn(self, report: EngineStep) -> None:
+        """What a token of each sequence costs: with drafts, a step's share."""
+        tokens_each = report.num_committed / report.num_decoding if report.num_decoding else 0.0
+        if report.num_prefill_tokens:
+            decoding = self._curve.seconds(report.num_decoding) * tokens_each
+            self._curve.learn_prefill(report.num_prefill_tokens, report.seconds - decoding)
+        elif tokens_each:
+            self._curve.learn(report.num_decoding, report.seconds / tokens_each)
 
     def load(self) -> Load | None:
         """When it is due: from time to time, and when the engine has run out of work."""
         if not self._is_due(self._last) or not self._strategies:
             return None
-        stats = self._engine.stats()
+        return self._record(self._strategies.most_common(1)[0][0])
+
+    def idle(self) -> Load | None:
+        """Of an engine without work, from time to time: others may have work for it."""
+        if self._engine.has_work or self._now() - self._last < IDLE_EVERY_SECONDS:
+            return None
+        return self._record("")
+
+    def _record(self, strategy: str) -> Load:
+        stats, sequences = self._engine.stats(), self._engine.sequences()
         accepted = max(self._num_committed / self._num_rows - 1.0, 0.0) if self._num_drafted else None
         record = Load(
-            id=f"{self._job}/{self.name}/load/{next(self._numbers)}",
+            id=f"{self._job}/{self.name}/load/{self.incarnation}/{next(self._numbers)}",
             job=self._job,
             generator=self.name,
             step=self._step,
@@ -64,7 +101,21 @@ class Meter:
             num_tokens=self._num_tokens,
             tokens_per_second=self._num_committed / self._seconds if self._seconds else 0.0,
             accepted_per_verification=accepted,
-            strategy=self._strategies.most_common(1)[0][0],
+            strategy=strategy,
+            worker=self.worker,
+            incarnation=self.incarnation,
+            host=self._host,
+            weights_version=stats.weights_version,
+            is_leaving=self.is_leaving,
+            step_seconds=self._curve.step_seconds,
+            sequence_seconds=self._curve.sequence_seconds,
+            prefill_seconds=self._curve.prefill_seconds,
+            prefill_tokens=sum(sequence.num_prefill for sequence in sequences),
+            num_free_rows=max(stats.room - stats.num_waiting, 0),
+            num_free_tokens=stats.num_free_tokens,
+            sample_ids=tuple(sequence.id for sequence in sequences),
+            num_generated=tuple(sequence.num_generated for sequence in sequences),
+            num_held=tuple(sequence.num_held for sequence in sequences),
         )
         self._last, self._seconds = self._now(), 0.0
         self._num_rows = self._num_drafted = self._num_committed = 0

@@ -9,16 +9,22 @@ from typing import Any
 
 from rlhfspec.engine.base import Completion, EngineProtocol, Request
 from rlhfspec.engine.params import SamplingParams
+from rlhfspec.generator.dry import Dry
 from rlhfspec.generator.history import Histories
 from rlhfspec.generator.load import Experts, Meter
+from rlhfspec.generator.moving import Luggage, Moving
 from rlhfspec.job import Generation, RLHFJob
+from rlhfspec.migration.engine_calls import EngineCalls
 from rlhfspec.records import Load, Prompt, Sample, Weights
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Delivery, Inbox, StageBus, give_back
+from rlhfspec.service.ends import Ends
+from rlhfspec.service.guest import Guest
 from rlhfspec.service.new_weights import NewWeights
 from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.weights import WeightStore
+from rlhfspec.wire.codec import encode
 
 IDLE_SECONDS = 0.5
 BURST_SECONDS = 0.05  # so long the engine steps between two looks at what came; a finished sample ends it sooner
@@ -29,11 +35,21 @@ class GeneratorService(Service):
     prompts, trainer. A prompt is acknowledged once its sample is published, so a lost generator loses no sample.
 
     It pulls what its engine can run, and a few prompts more; all others stay where whoever has room first takes them.
-    Asked to stop, it hands back all that it has not answered.
+    Samples go to other generators and come from them while they run (`moving`); of these it is the `Custody`. Asked to
+    stop, it hands what runs to the others, and back what is left.
     """
 
     def __init__(
-        self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, engine: EngineProtocol, weights: WeightStore
+        self,
+        worker: int,
+        vitals: Vitals,
+        bus: StageBus,
+        *,
+        job: RLHFJob,
+        engine: EngineProtocol,
+        weights: WeightStore,
+        ends: Ends | None = None,
+        guest: Guest | None = None,
     ) -> None:
         super().__init__("generator", worker, vitals)
         spec = job.spec
@@ -50,6 +66,7 @@ class GeneratorService(Service):
         self._room = 0  # prompts that may still be pulled
         self._has_room = asyncio.Event()  # for a piece
         self._news = asyncio.Event()  # prompts or weights came, or the worker is asked to stop
+        self._dry = Dry(self, bus, guest, self._news)
         self._pulled: deque[Delivery[Prompt]] = deque()  # not yet in the engine: just come, or before their weights
         self._running: dict[str, Delivery[Prompt]] = {}
         self._last_load: Load | None = None
@@ -57,18 +74,45 @@ class GeneratorService(Service):
         self._shares: dict[str, float] = {}  # of what runs: `_share_seconds` when it came
         self._share_seconds = 0.0  # of each piece of work, what fell to each sample that was there
         self._histories = Histories(keep=spec.algorithm.samples_per_prompt)
-        self._meter = Meter(job.metadata.name, f"generator-{worker}", engine)
+        incarnation = ends.incarnation if ends is not None else ""
+        name = f"generator-{worker}"
+        self._meter = Meter(job.metadata.name, name, engine, worker=worker, incarnation=incarnation)
+        self._prompts: Inbox[Prompt]
+        self._calls = EngineCalls(self._news.set)
+        self._moving: Moving | None = None
+        if ends is not None:
+            link = spec.roles.generator.link
+            mover = ends.mover(engine, self._calls, self, bus.clock, name=name, link=link)
+            self._moving = Moving(bus, mover, job.metadata.name)
 
     async def run(self) -> None:
-        async with await self._bus.subscribe(Prompt) as prompts, await self._bus.subscribe(Weights) as weights:
+        async with await self._bus.subscribe(Prompt) as self._prompts, await self._bus.subscribe(Weights) as weights:
             self._look_for_room()
+            parts = [self._pull(self._prompts), self._follow(weights), self._dry.follow(), self._work()]
+            if self._moving is not None:
+                parts += [self._moving.run(self.stopping), self._say_idle()]
             try:
-                await together(self._pull(prompts), self._follow(weights), self._work())
-                await give_back([delivery.held for delivery in (*self._pulled, *self._running.values())])
+                await together(*parts)
+                await self._leave()
                 await self._published()
             finally:
+                self._calls.close()
                 if self._publishing is not None:
                     self._publishing.cancel()
+
+    async def _leave(self) -> None:
+        """What runs goes on elsewhere where it can; the rest is handed back."""
+        if self._moving is not None:
+            with self.vitals.working("handing over what runs", deadline_seconds=self._deadline):
+                begun = [each.id for each in self._engine.sequences() if each.num_generated]
+                leaving = asyncio.create_task(self._moving.leave(begun))
+                leaving.add_done_callback(lambda _: self._news.set())
+                while not leaving.done():
+                    await self._news.wait()
+                    self._news.clear()
+                    while self._calls.waiting:
+                        await self.in_thread(self._calls.run)
+        await give_back([delivery.held for delivery in (*self._pulled, *self._running.values())])
 
     @property
     def load(self) -> Load | None:
@@ -82,6 +126,28 @@ class GeneratorService(Service):
         await super().stop()
         self._news.set()
         self._has_room.set()
+
+    # -- the custody of prompts, for those who move samples ---------------------------------------------------
+
+    def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
+        delivery = self._running.get(sample_id)
+        if delivery is None:
+            return None
+        seconds = self._share_seconds - self._shares[sample_id]
+        return Luggage(encode(delivery.record), delivery.headers, seconds).to_bytes(), delivery.held.token
+
+    async def taken(self, sample_id: str, prompt: bytes, token: str) -> None:
+        luggage = Luggage.read(prompt)
+        delivery = await self._prompts.adopt(luggage.record, sample_id, token, luggage.headers)
+        self._running[sample_id] = delivery
+        self._shares[sample_id] = self._share_seconds - luggage.seconds
+        self._meter.submitted(delivery.record.step)
+
+    def given(self, sample_id: str) -> None:
+        self._running.pop(sample_id).held.leave()
+        del self._shares[sample_id]
+
+    forgotten = given  # nobody ends it: if need be it is delivered again
 
     # -- what comes, while the engine works -----------------------------------------------------------------
 
@@ -124,6 +190,8 @@ class GeneratorService(Service):
             self._look_for_room()
             if self._engine.has_work:
                 await self._generate()
+            elif self._calls.waiting:
+                await self.in_thread(self._calls.run)
             else:
                 await self._wait()
 
@@ -132,7 +200,19 @@ class GeneratorService(Service):
             await self._published()
         early = min((delivery.record.weights_version for delivery in self._pulled), default=None)
         with self.vitals.waiting("prompts" if early is None else f"weights version {early}"):
-            await self._news.wait()
+            await self._dry.until_news()
+
+    async def _say_idle(self) -> None:
+        """Who has nothing to do says so, so that others may move samples here."""
+        while not self.stopping.is_set():
+            if not self._running and (load := self._meter.idle()) is not None:
+                self._last_load = load
+                await self._bus.publish(load)
+            await self.unless_stopped(self._idle_for_a_while())
+
+    async def _idle_for_a_while(self) -> list[None]:
+        await self._bus.clock.sleep(IDLE_SECONDS)
+        return []
 
     async def _take_weights(self) -> None:
         """Between two steps of the engine. What runs goes on under the new version, and says so token by token."""
@@ -147,13 +227,17 @@ class GeneratorService(Service):
     def _submit_ready(self) -> None:
         """What may be sampled now; the rest stays until its weights are here."""
         version = self._engine.weights_version
-        ready = [delivery for delivery in self._pulled if delivery.record.weights_version <= version]
-        self._pulled = deque(delivery for delivery in self._pulled if delivery.record.weights_version > version)
-        for delivery in ready:
+        on_the_way = self._moving.mover.moving if self._moving is not None else ()
+        waiting: deque[Delivery[Prompt]] = deque()
+        for delivery in self._pulled:
+            if delivery.record.weights_version > version or delivery.record.id in on_the_way:
+                waiting.append(delivery)
+                continue
             if delivery.record.id not in self._running:  # a redelivery of what already runs here
                 self._submit(delivery.record)
                 self._shares[delivery.record.id] = self._share_seconds
             self._running[delivery.record.id] = delivery
+        self._pulled = waiting
 
     def _submit(self, prompt: Prompt) -> None:
         request = Request(
@@ -168,10 +252,10 @@ class GeneratorService(Service):
         self._meter.submitted(prompt.step)
 
     async def _generate(self) -> None:
-        what = f"{len(self._running)} samples, the first {next(iter(self._running))}"
+        what = f"{len(self._running)} samples, the first {next(iter(self._running), 'gone')}"
         with self.vitals.working(what, deadline_seconds=self._deadline) as worked:
             finished = await self.in_thread(self._burst)
-        self._share_seconds += worked.seconds / len(self._running)
+        self._share_seconds += worked.seconds / max(len(self._running), 1)
         await self._published()
         made = [self._finished(completion) for completion in finished]
         load = self._meter.load()
@@ -205,10 +289,12 @@ class GeneratorService(Service):
         """Steps until something is finished, so that scoring begins with the first sample, or something came."""
         end = time.monotonic() + BURST_SECONDS
         finished: list[Completion] = []
+        self._calls.run()
         while self._engine.has_work and not finished and time.monotonic() < end:
             report = self._engine.step()
             self._meter.stepped(report)
             finished.extend(report.finished)
+            self._calls.run()
             if self._news.is_set():
                 break
         return finished

@@ -13,5 +13,7 @@ if TYPE_CHECKING:
 
 def build(job: RLHFJob, context: Context) -> RebalancerService:
     from rlhfspec.rebalancer.service import RebalancerService
+    from rlhfspec.telemetry.moves import MovesFile
 
-    return RebalancerService(context.worker, context.vitals, context.bus, job=job)
+    moves = MovesFile(context.run.folder)
+    return RebalancerService(context.worker, context.vitals, context.bus, job=job, moves=moves)

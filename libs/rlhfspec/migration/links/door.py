@@ -45,6 +45,10 @@ class Door:
     def num_connections(self) -> int:
         return len(self._connections)
 
+    @property
+    def port(self) -> int:
+        return int(self._listening.getsockname()[1])
+
     def close(self) -> None:
         with self._lock:
             self._closed.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import ssl
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rlhfspec.errors import InvalidRequest, LinkError, did_you_mean
 from rlhfspec.migration.links import memory, shm, tcp
@@ -53,6 +53,7 @@ def make_landing(
     most_bytes: int = MOST_BYTES,
     seconds: float = SECONDS,
     kept_seconds: float = KEPT_SECONDS,
+    nixl_by: Literal["read", "write"] = "read",
 ) -> Landing:
     """`host`: to listen at, and where others find it. `tls`: of a server, for ways between hosts.
 
@@ -78,6 +79,14 @@ def make_landing(
         ways.append(shm.ShmWay(inbox, token, seconds=seconds))
     if kind in ("auto", "tcp"):
         ways.append(tcp.TcpWay(inbox, token, host=host, tls=tls, seconds=seconds))
+    if kind == "nixl":
+        from rlhfspec.migration.links import nixl
+
+        ways.append(nixl.NixlWay(inbox, token, host=host, by=nixl_by, tls=tls, seconds=seconds))
+    if kind == "torch":
+        from rlhfspec.migration.links import torch_link
+
+        ways.append(torch_link.TorchWay(inbox, token, host=host, tls=tls, seconds=seconds))
     return WaysIn(inbox, token, ways)
 
 
@@ -91,5 +100,13 @@ def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: floa
             return shm.ShmSending(way, read.token, seconds=seconds)
         if way["kind"] == "tcp":
             return tcp.TcpSending(way, read.token, tls=tls, seconds=seconds)
+        if way["kind"] == "nixl":
+            from rlhfspec.migration.links import nixl
+
+            return nixl.NixlSending(way, read.token, tls=tls, seconds=seconds)
+        if way["kind"] == "torch":
+            from rlhfspec.migration.links import torch_link
+
+            return torch_link.TorchSending(way, read.token, tls=tls, seconds=seconds)
     kinds = ", ".join(str(way["kind"])[:20] for way in read.ways[:8])
     raise LinkError("offer", f"no way of it leads there from here ({kinds})")

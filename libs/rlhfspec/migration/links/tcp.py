@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhfspec.errors import LinkError
@@ -35,13 +35,8 @@ class TcpWay:
     ) -> None:
         self._inbox = inbox
         self._seconds = seconds
-        try:
-            listening = socket.create_server((host, 0), family=family_of(host))
-        except OSError as error:
-            raise LinkError("tcp", f"cannot listen at {host}: {error.strerror or error}") from error
-        self.door = Door(listening, token, self._serve, tls=tls, seconds=seconds)
-        port = listening.getsockname()[1]
-        self.way: Mapping[str, Any] = {"kind": "tcp", "host": host, "port": port, "tls": tls is not None}
+        self.door = open_door(host, token, self._serve, tls=tls, seconds=seconds)
+        self.way: Mapping[str, Any] = {"kind": "tcp", **place_of(self.door, host, tls)}
 
     def close(self) -> None:
         self.door.close()
@@ -119,6 +114,21 @@ class TcpSending:
             raise LinkError("connection", f"broke ({error.strerror or error})") from error
 
 
+def open_door(
+    host: str, token: str, serve: Callable[[socket.socket], None], *, tls: ssl.SSLContext | None, seconds: float
+) -> Door:
+    try:
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise LinkError("tcp", f"cannot listen at {host}: {error.strerror or error}") from error
+    return Door(listening, token, serve, tls=tls, seconds=seconds)
+
+
+def place_of(door: Door, host: str, tls: ssl.SSLContext | None) -> Mapping[str, Any]:
+    """For `connected`."""
+    return {"host": host, "port": door.port, "tls": tls is not None}
+
+
 def connected(way: Mapping[str, Any], *, tls: ssl.SSLContext | None, seconds: float) -> socket.socket:
     if bool(way.get("tls")) != (tls is not None):
         raise LinkError("tcp", "one end has credentials for TLS, the other has none")
@@ -146,7 +156,3 @@ def keep_alive(connection: socket.socket, seconds: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,61 @@
+"""How long a plan takes over a large fleet, beside a plain pass of numpy over the same arrays.
+
+python bench/plan.py --generators 10000 --sequences 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+
+from rlhfspec.rebalancing.fleet import Fleet
+from rlhfspec.rebalancing.plan import plan
+
+
+def large_fleet(num_generators: int, num_sequences: int, seed: int = 0) -> Fleet:
+    """Work-bound engines with lognormal lengths, a hundred sequences each: synthetic."""
+    rng = np.random.default_rng(seed)
+    return Fleet.of(
+        step_seconds=np.full(num_generators, 2.5e-3),
+        sequence_seconds=np.full(num_generators, 1e-3),
+        free_rows=np.full(num_generators, 64),
+        free_tokens=np.full(num_generators, 200_000),
+        generator=np.sort(rng.integers(0, num_generators, num_sequences)),
+        remaining=128 * rng.lognormal(0.0, 1.0, num_sequences),
+        held=rng.integers(20, 2000, num_sequences),
+    )
+
+
+def passing(fleet: Fleet) -> float:
+    """Twenty plain operations over all sequences: what numpy can do in the time."""
+    total = fleet.remaining
+    for _ in range(10):
+        total = np.maximum(total * 1.01, fleet.remaining)
+    return float(total.sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--generators", type=int, default=10_000)
+    parser.add_argument("--sequences", type=int, default=1_000_000)
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    fleet = large_fleet(options.generators, options.sequences)
+    planning, plain = [], []
+    for _ in range(options.repeats):
+        begun = time.perf_counter()
+        planned = plan(fleet, 0.0)
+        between = time.perf_counter()
+        passing(fleet)
+        planning.append(between - begun)
+        plain.append(time.perf_counter() - between)
+    median, fastest = float(np.median(planning)), min(planning)
+    print(f"{options.generators:,} generators, {options.sequences:,} sequences: {planned.num_moves:,} moves")
+    print(f"plan(): median {median * 1e3:.1f} ms, fastest {fastest * 1e3:.1f} ms")
+    print(f"a plain pass (20 operations): median {np.median(plain) * 1e3:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""What the rebalancer knows, from signals alone: who has which samples, what steps cost, what moves under way.
+
+Pure but for its clock's readings, which are arguments. Nothing here outlives the process, and nothing has to: a second
+after its start it knows again what it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlhfspec.arrays import Floats
+from rlhfspec.rebalancing.curve import Curve
+from rlhfspec.rebalancing.factors import Factors
+from rlhfspec.rebalancing.fleet import Fleet
+from rlhfspec.rebalancing.plan import plan
+from rlhfspec.rebalancing.planned import Planned
+from rlhfspec.rebalancing.residual import Residual
+from rlhfspec.rebalancing.settings import Settings
+from rlhfspec.records import Load, Move, Moved, Sample
+
+QUIET_SECONDS = 2.0  # who says nothing for longer is left out
+MOVE_SECONDS = 5.0  # a move that is not told of by then is over for all we know
+MOST_REST_SECONDS = 16.0  # of a sample whose moves were refused one after the other
+_ALIKE = 0.15  # curves that differ from the fleet's by less are the fleet's: what is left is noise
+_PAUSE_RATE = 0.1
+_KEPT_RESTS = 1 << 14
+
+
+@dataclass(slots=True)
+class _Generator:
+    load: Load
+    heard_at: float
+    places: dict[str, int]  # of its samples in the arrays of its load
+    gone: set[int] = field(default_factory=set)  # finished since
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    source: int
+    destination: int
+    ends_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A fleet, and whose numbers are whose."""
+
+    fleet: Fleet
+    workers: tuple[int, ...]
+    sample_ids: list[str]
+
+    def name(self, index: int) -> str:
+        return f"generator {self.workers[index]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    planned: Planned
+    seen: Seen
+    moves: tuple[Move, ...]
+
+
+class Knowledge:
+    """`draw`: the id of a move by its number, never the same for two processes."""
+
+    def __init__(self, job: str, *, max_tokens: int, began_at: float, draw: Callable[[int], str]) -> None:
+        self._job, self._max_tokens, self._draw = job, max_tokens, draw
+        self._settings = Settings()
+        self._pause = self._settings.pause_seconds
+        self._plans_from = began_at + self._settings.rest_seconds  # what moved a moment before we began rests
+        self._generators: dict[int, _Generator] = {}
+        self._earlier: dict[int, set[str]] = {}  # incarnations that others came after
+        self._among_others: dict[int, Curve] = {}
+        self._alone: dict[int, Curve] = {}
+        self._residual, self._factors = Residual(), Factors()
+        self._under_way: dict[str, _UnderWay] = {}
+        self._settles_at: dict[int, float] = {}  # a load from before then does not show how a move ended
+        self._rests: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when a sample rests; refusals in a row
+        self._num_moves = 0
+
+    @property
+    def num_moves(self) -> int:
+        return self._num_moves
+
+    # -- what is heard ----------------------------------------------------------------------------------------
+
+    def loaded(self, load: Load, now: float) -> None:
+        before = self._generators.get(load.worker)
+        earlier = self._earlier.setdefault(load.worker, set())
+        if load.incarnation in earlier:
+            return
+        if before is not None and before.load.incarnation != load.incarnation:
+            earlier.add(before.load.incarnation)
+        places = {sample: place for place, sample in enumerate(load.sample_ids)}
+        self._generators[load.worker] = _Generator(load, now, places)
+        self._learn_curve(load, now)
+
+    def finished(self, sample: Sample) -> None:
+        for generator in self._generators.values():
+            if (place := generator.places.get(sample.id)) is not None:
+                generator.gone.add(place)
+        self._rests.pop(sample.id, None)
+        if sample.finish_reason != "error":
+            length = len(sample.token_ids)
+            self._residual.learn(length, factor=self._factors.of(sample.group_id))
+            self._factors.learn(sample.group_id, hash(sample.prompt_token_ids), length)
+
+    def moved(self, moved: Moved, now: float) -> None:
+        self._under_way.pop(moved.id, None)
+        for worker in (moved.source, moved.destination):
+            self._settles_at[worker] = now
+        _, refusals = self._rests.get(moved.sample_id, (now, 0))
+        refusals = refusals + 1 if moved.how == "kept" else 0
+        self._rest(moved.sample_id, now + min(2.0**refusals - 1, MOST_REST_SECONDS), refusals)
+        if moved.how in ("kv", "tokens") and math.isfinite(moved.pause_seconds):
+            self._pause += (max(moved.pause_seconds, 0.0) - self._pause) * _PAUSE_RATE
+
+    def _rest(self, sample: str, since: float, refusals: int) -> None:
+        self._rests.pop(sample, None)
+        self._rests[sample] = (since, refusals)
+        if len(self._rests) > _KEPT_RESTS:
+            self._rests.popitem(last=False)
+
+    def _learn_curve(self, load: Load, now: float) -> None:
+        seconds = load.step_seconds + load.sequence_seconds * load.num_running
+        if not (load.num_running and seconds > 0 and math.isfinite(seconds)):
+            return
+        prior = (load.step_seconds, load.sequence_seconds)
+        others = [
+            other.load.num_running > 0
+            for worker, other in self._generators.items()
+            if worker != load.worker and other.load.host == load.host and now - other.heard_at <= QUIET_SECONDS
+        ]
+        curves = self._alone if others and not any(others) else self._among_others
+        curve = curves.setdefault(load.worker, Curve(prior))
+        curve.learn(load.num_running, seconds)
+
+    # -- what follows -----------------------------------------------------------------------------------------
+
+    def advise(self, now: float) -> Advice | None:
+        """None: it is too early, or nobody has anything to do."""
+        for move in [id for id, move in self._under_way.items() if move.ends_at <= now]:
+            del self._under_way[move]
+        if now < self._plans_from or (seen := self._fleet(now)) is None:
+            return None
+        planned = plan(seen.fleet, now, self._settings_now())
+        moves = tuple(self._begin(planned, seen, move, now) for move in range(planned.num_moves))
+        return Advice(planned, seen, moves)
+
+    def _settings_now(self) -> Settings:
+        return Settings(pause_seconds=self._pause)
+
+    def _begin(self, planned: Planned, seen: Seen, move: int, now: float) -> Move:
+        source, destination = (seen.workers[int(side[move])] for side in (planned.source, planned.destination))
+        sample = seen.sample_ids[int(planned.sequence[move])]
+        id = self._draw(self._num_moves)
+        self._num_moves += 1
+        self._under_way[id] = _UnderWay(source, destination, now + MOVE_SECONDS)
+        self._rest(sample, now, self._rests.get(sample, (now, 0))[1])
+        return Move(
+            id=id,
+            job=self._job,
+            sample_id=sample,
+            source=source,
+            destination=destination,
+            gain_seconds=float(planned.gain[move]),
+            reason=planned.why_move(move, seen.name),
+        )
+
+    def _fleet(self, now: float) -> Seen | None:
+        heard = [self._generators[worker] for worker in sorted(self._generators)]
+        heard = [generator for generator in heard if now - generator.heard_at <= QUIET_SECONDS]
+        loads = [generator.load for generator in heard]
+        if not any(load.sample_ids for load in loads):
+            return None
+        busy = {worker for move in self._under_way.values() for worker in (move.source, move.destination)}
+        rests = [
+            load.worker in busy or generator.heard_at <= self._settles_at.get(load.worker, -math.inf)
+            for load, generator in zip(loads, heard, strict=True)
+        ]
+        counts = [len(load.sample_ids) for load in loads]
+        sample_ids = [sample for load in loads for sample in load.sample_ids]
+        generated = np.array([number for load in loads for number in load.num_generated], np.int64)
+        limit = np.maximum(self._max_tokens - generated, 1)
+        remaining = self._residual.remaining(generated, self._factors_of(sample_ids), limit)
+        step, sequence = self._curves(loads, self._among_others)
+        alone_step, alone_sequence = self._curves(loads, self._alone, (step, sequence))
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(load.host for load in loads))}
+        fleet = Fleet.of(
+            step_seconds=step,
+            sequence_seconds=sequence,
+            alone_step_seconds=alone_step,
+            alone_sequence_seconds=alone_sequence,
+            prefill_owed=[load.prefill_tokens * load.prefill_seconds for load in loads],
+            free_rows=[0 if rest else load.num_free_rows for load, rest in zip(loads, rests, strict=True)],
+            free_tokens=[load.num_free_tokens for load in loads],
+            weights_version=[load.weights_version for load in loads],
+            is_leaving=[load.is_leaving for load in loads],
+            host=[numbers[load.host] for load in loads],
+            generator=np.repeat(np.arange(len(loads)), counts),
+            generated=generated,
+            held=[number for load in loads for number in load.num_held],
+            remaining=remaining,
+            limit=limit,
+            moved_at=np.where(np.repeat(rests, counts), now, self._resting_since(sample_ids)),
+        )
+        return _without(Seen(fleet, tuple(load.worker for load in loads), sample_ids), heard)
+
+    def _factors_of(self, sample_ids: list[str]) -> Floats:
+        return np.array([self._factors.of(sample.rpartition("/")[0]) for sample in sample_ids])
+
+    def _resting_since(self, sample_ids: list[str]) -> Floats:
+        never = (-math.inf, 0)
+        return np.array([self._rests.get(sample, never)[0] for sample in sample_ids])
+
+    def _curves(
+        self, loads: list[Load], curves: dict[int, Curve], unknown: tuple[Floats, Floats] | None = None
+    ) -> tuple[Floats, Floats]:
+        """What was learnt of each; of who said nothing yet, what is known otherwise or the fleet's."""
+        told = [
+            (load.step_seconds, load.sequence_seconds) for load in loads if load.step_seconds + load.sequence_seconds
+        ]
+        usual = np.median(np.array(told), axis=0) if told else np.zeros(2)
+        known = np.tile(usual, (len(loads), 1)) if unknown is None else np.stack(unknown, axis=1)
+        for index, load in enumerate(loads):
+            if (curve := curves.get(load.worker)) is not None:
+                curve.prior = (float(usual[0]), float(usual[1])) if usual.sum() > 0 else curve.prior
+                known[index] = curve.step_seconds, curve.sequence_seconds
+        middle = np.median(known, axis=0)
+        # Of the cost at a usual number of sequences: t0 and c by themselves are noisier than what they add up to.
+        usual_number = max(float(np.mean([load.num_running for load in loads])), 1.0)
+        cost, fleet_cost = known @ (1.0, usual_number), middle @ (1.0, usual_number)
+        known[np.abs(cost - fleet_cost) <= _ALIKE * fleet_cost] = middle
+        return known[:, 0].copy(), known[:, 1].copy()
+
+
+def _without(seen: Seen, heard: list[_Generator]) -> Seen | None:
+    """What has finished since its generator said that it has it."""
+    fleet = seen.fleet
+    first = fleet.starts
+    gone = np.array([first[index] + place for index, each in enumerate(heard) for place in each.gone], np.int64)
+    if len(gone) == fleet.num_sequences:
+        return None
+    if not len(gone):
+        return seen
+    stays = np.ones(fleet.num_sequences, bool)
+    stays[gone] = False
+    return Seen(fleet.only(stays), seen.workers, [id for id, here in zip(seen.sample_ids, stays, strict=True) if here])

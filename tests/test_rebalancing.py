@@ -1,0 +1,294 @@
+"""The laws of a plan: what it may never do, that it is what the slow planner says, and how fast it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec.rebalancing.fleet import Fleet
+from rlhfspec.rebalancing.oracle import plan_slowly
+from rlhfspec.rebalancing.plan import plan
+from rlhfspec.rebalancing.planned import Planned
+from rlhfspec.rebalancing.settings import Settings
+
+NOW = 100.0
+PROMPT = Settings(pause_seconds=0.001)
+
+
+def random_fleet(seed: int, *, is_alike: bool = False) -> Fleet:
+    """Anything can be true of a generator at once; lengths and curves without ties."""
+    rng = np.random.default_rng(seed)
+    num_generators = int(rng.integers(1, 9))
+    num_sequences = int(rng.integers(0, 12 * num_generators))
+    tight = rng.random() < 0.5
+    step = 10 ** rng.uniform(-4, -2, num_generators)
+    fleet = Fleet.of(
+        step_seconds=step,
+        sequence_seconds=10 ** rng.uniform(-4, -2.5, num_generators),
+        alone_step_seconds=step * rng.uniform(0.5, 1.0, num_generators),
+        prefill_owed=rng.random(num_generators) * (rng.random() < 0.3),
+        free_rows=rng.integers(0, 4 if tight else 40, num_generators),
+        free_tokens=rng.integers(0, 1500 if tight else 60_000, num_generators),
+        weights_version=rng.integers(0, rng.integers(1, 3), num_generators),
+        is_leaving=rng.random(num_generators) < (0.2 if rng.random() < 0.4 else 0.0),
+        host=rng.integers(0, num_generators, num_generators),
+        generator=np.sort(rng.integers(0, num_generators, num_sequences)),
+        remaining=100 * rng.lognormal(0, 1, num_sequences),
+        generated=rng.integers(0, 500, num_sequences),
+        held=rng.integers(1, 700, num_sequences),
+        moved_at=np.where(rng.random(num_sequences) < 0.3, NOW - rng.uniform(0, 2, num_sequences), -np.inf),
+    )
+    if not is_alike:
+        return fleet
+    same = np.full(num_generators, fleet.step_seconds[0])
+    return replace(
+        fleet,
+        step_seconds=same,
+        alone_step_seconds=same,
+        sequence_seconds=np.full(num_generators, fleet.sequence_seconds[0]),
+    )
+
+
+def moves_of(planned: Planned) -> list[tuple[int, int, int]]:
+    return list(zip(planned.sequence.tolist(), planned.source.tolist(), planned.destination.tolist(), strict=True))
+
+
+def after(fleet: Fleet, planned: Planned) -> Fleet:
+    """All moves made at once."""
+    generator, moved_at = fleet.generator.copy(), fleet.moved_at.copy()
+    rows, tokens = fleet.free_rows.copy(), fleet.free_tokens.copy()
+    for sequence, source, destination in moves_of(planned):
+        generator[sequence], moved_at[sequence] = destination, NOW
+        held = int(fleet.held[sequence])
+        rows[source], rows[destination] = rows[source] + 1, rows[destination] - 1
+        tokens[source], tokens[destination] = tokens[source] + held, tokens[destination] - held
+    order = np.argsort(generator, kind="stable")
+    columns = {name: getattr(fleet, name)[order] for name in ("generated", "held", "remaining", "limit")}
+    return replace(
+        fleet, generator=generator[order], moved_at=moved_at[order], free_rows=rows, free_tokens=tokens, **columns
+    )
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=400, deadline=None)
+def test_the_plan_is_what_the_slow_planner_says(seed: int) -> None:
+    fleet = random_fleet(seed)
+    assert moves_of(plan(fleet, NOW, PROMPT)) == plan_slowly(fleet, NOW, PROMPT)
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=300, deadline=None)
+def test_nothing_goes_where_it_may_not(seed: int) -> None:
+    fleet = random_fleet(seed)
+    planned = plan(fleet, NOW, PROMPT)
+    sequence, source, destination = planned.sequence, planned.source, planned.destination
+    assert len(set(sequence.tolist())) == len(sequence)  # each at most once
+    assert (NOW - fleet.moved_at[sequence] >= PROMPT.rest_seconds).all()
+    assert (fleet.generator[sequence] == source).all()
+    assert (fleet.weights_version[source] == fleet.weights_version[destination]).all()
+    assert not (fleet.is_leaving | planned.is_closing)[destination].any()
+    assert (np.bincount(destination, minlength=fleet.num_generators) <= fleet.free_rows).all()
+    tokens = np.bincount(destination, (fleet.held + fleet.remaining)[sequence], minlength=fleet.num_generators)
+    assert (tokens <= fleet.free_tokens).all()
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=200, deadline=None)
+def test_numbers_of_generators_are_names_only(seed: int) -> None:
+    fleet = random_fleet(seed)
+    order = np.random.default_rng(seed + 1).permutation(fleet.num_generators)  # new -> old
+    new_of = np.argsort(order)
+    sequences = np.argsort(new_of[fleet.generator], kind="stable")  # new -> old
+    per_generator = {
+        name: getattr(fleet, name)[order]
+        for name in Fleet.__slots__
+        if len(getattr(fleet, name)) == fleet.num_generators and name not in PER_SEQUENCE
+    }
+    per_sequence = {name: getattr(fleet, name)[sequences] for name in PER_SEQUENCE}
+    per_sequence["generator"] = new_of[per_sequence["generator"]]
+    renamed = plan(replace(fleet, **per_generator, **per_sequence), NOW, PROMPT)
+    told = {(int(sequences[one]), int(order[two]), int(order[three])) for one, two, three in moves_of(renamed)}
+    assert told == set(moves_of(plan(fleet, NOW, PROMPT)))
+
+
+PER_SEQUENCE = ("generator", "generated", "held", "remaining", "limit", "moved_at")
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=150, deadline=None)
+def test_with_lengths_fixed_the_ends_sorted_downwards_fall_until_nothing_moves(seed: int) -> None:
+    """So nothing swings: no state of the fleet comes again."""
+    fleet = replace(random_fleet(seed), is_leaving=np.zeros(0, bool))
+    fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool), alone_step_seconds=fleet.step_seconds)
+    ends = sorted(fleet.drain_seconds().tolist(), reverse=True)
+    for _ in range(fleet.num_sequences * 8 + 1):
+        planned = plan(replace(fleet, moved_at=np.full(fleet.num_sequences, -np.inf)), NOW, PROMPT)
+        if not planned.num_moves:
+            return
+        fleet = after(fleet, planned)
+        before, ends = ends, sorted(fleet.drain_seconds().tolist(), reverse=True)
+        assert ends < before
+    raise AssertionError("it never comes to rest")
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=100, deadline=None)
+def test_a_memory_bound_fleet_is_left_alone(seed: int) -> None:
+    fleet = random_fleet(seed, is_alike=True)
+    fullest = max(np.bincount(fleet.generator, minlength=1).max(), 1)
+    fleet = replace(
+        fleet,
+        sequence_seconds=fleet.step_seconds / (40 * fullest),  # t0 >> c * B
+        is_leaving=np.zeros(fleet.num_generators, bool),
+        prefill_owed=np.zeros(fleet.num_generators),
+    )
+    assert plan(fleet, NOW, PROMPT).num_moves == 0
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=30, deadline=None)
+def test_lengths_that_work_against_it_cannot_make_it_swing(seed: int) -> None:
+    """What is expected changes at every plan, to what would lure a sequence back: it rests a second in between."""
+    rng = np.random.default_rng(seed)
+    fleet = replace(random_fleet(seed, is_alike=True), is_leaving=np.zeros(0, bool))
+    fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool))
+    now, num_moves = NOW, 0
+    fleet = replace(fleet, moved_at=np.full(fleet.num_sequences, -np.inf))
+    for _ in range(40):
+        planned = plan(fleet, now, PROMPT)
+        last = fleet.moved_at[planned.sequence]
+        assert (now - last >= PROMPT.rest_seconds).all()
+        num_moves += planned.num_moves
+        fleet = replace(after(fleet, planned))
+        fleet = replace(fleet, moved_at=np.where(fleet.moved_at == NOW, now, fleet.moved_at))
+        crowded = fleet.generator == rng.integers(0, fleet.num_generators)
+        fleet = replace(fleet, remaining=np.where(crowded, 900.0, 30.0) * rng.uniform(0.9, 1.1, fleet.num_sequences))
+        now += 0.25
+    assert num_moves <= fleet.num_sequences * 10  # 40 plans are 10 s
+
+
+def test_a_leaving_generators_sequences_go_first_and_all_of_them() -> None:
+    fleet = Fleet.of(
+        step_seconds=[1e-3] * 3, sequence_seconds=[5e-4] * 3, is_leaving=[False, True, False],
+        generator=[0] * 2 + [1] * 30, remaining=[100.0] * 2 + list(range(1, 31)), held=[10] * 32,
+    )  # fmt: skip
+    planned = plan(fleet, NOW)
+    left = planned.source == 1
+    assert left[:30].all()
+    assert sorted(planned.sequence[left].tolist()) == list(range(2, 32))
+    assert planned.why_move(0, lambda index: f"generator {index}") == (
+        "generator 1 is leaving; generator 2 ends in 0.00 s"
+    )
+
+
+def test_who_leaves_is_told_when_nobody_has_room() -> None:
+    fleet = Fleet.of(
+        step_seconds=[1e-3] * 2, sequence_seconds=[5e-4] * 2, is_leaving=[False, True], free_rows=[0, 9],
+        generator=[1], remaining=[50.0],
+    )  # fmt: skip
+    planned = plan(fleet, NOW)
+    assert planned.num_moves == 0
+    assert planned.why_not() == ["1: nobody has room for what it has to hand over"]
+
+
+def shared_host(num_left: int, free_rows: int = 64) -> Fleet:
+    """Plain decoding on one host, as measured: 8.8 + .37 B ms with both busy, 6.1 + .46 B alone."""
+    return Fleet.of(
+        step_seconds=[8.8e-3] * 2, sequence_seconds=[0.37e-3] * 2, alone_step_seconds=[6.1e-3] * 2,
+        alone_sequence_seconds=[0.46e-3] * 2, host=[0, 0], free_rows=[free_rows] * 2,
+        generator=[0] * num_left + [1] * num_left,
+        remaining=np.linspace(300, 200, 2 * num_left).reshape(-1, 2).T.reshape(-1),  # longest, next on the other, ...
+    )  # fmt: skip
+
+
+def test_engines_that_share_bandwidth_are_consolidated_in_the_tail_only() -> None:
+    assert plan(shared_host(12), NOW).num_moves == 0
+    fleet = shared_host(2)
+    planned = plan(fleet, NOW)
+    assert planned.is_closing.tolist() == [False, True]
+    assert moves_of(planned) == [(2, 1, 0), (3, 1, 0)]
+    assert planned.why_move(0).startswith("as few as 1 of this host's engines are faster")
+    merged = after(fleet, planned)
+    again = plan(replace(merged, moved_at=np.full(4, -np.inf)), NOW)
+    assert again.num_moves == 0  # it stays so
+    assert again.dry.tolist() == [1]
+    assert again.advice == ("consolidate",)
+    assert not plan(shared_host(2, free_rows=1), NOW).is_closing.any()  # no room for all of them
+
+
+def test_an_engine_that_costs_is_closed_only_where_engines_cost() -> None:
+    fleet = replace(shared_host(6), alone_step_seconds=np.full(2, 8.8e-3), alone_sequence_seconds=np.full(2, 0.37e-3))
+    assert plan(fleet, NOW).num_moves == 0
+    assert plan(fleet, NOW, Settings(engine_cost=0.5)).num_moves == 6
+
+
+def test_dry_generators_are_told_what_to_do() -> None:
+    def told(remaining: float) -> tuple[str, ...]:
+        fleet = Fleet.of(
+            step_seconds=[1e-2] * 2, sequence_seconds=[1e-5] * 2, generator=[0], remaining=[remaining], held=[9]
+        )
+        return plan(fleet, NOW).advice
+
+    assert told(500.0) == ("score",)  # 5 s: time for other work
+    assert told(20.0) == ("wait",)
+
+
+def test_it_says_why_not() -> None:
+    def why_not(**changed: object) -> list[str]:
+        values: dict[str, object] = {
+            "step_seconds": [1e-2] * 2, "sequence_seconds": [5e-3] * 2,
+            "generator": [0, 0, 1], "remaining": [100.0, 100.0, 20.0],
+        }  # fmt: skip
+        return plan(Fleet.of(**(values | changed)), NOW).why_not()  # type: ignore[arg-type]
+
+    assert why_not(remaining=[100.0, 99.0, 99.0]) == [
+        "0 ends in 2.00 s, 1 in 1.48 s: every sequence would end later there"
+    ]
+    assert why_not(generator=[0, 1], remaining=[100.0, 98.0]) == [
+        "0 ends in 1.50 s, 1 in 1.47 s: too near to each other"
+    ]
+    bound = why_not(step_seconds=[1e-2] * 2, sequence_seconds=[1e-5] * 2)
+    assert bound == ["0 ends in 1.00 s, 1 in 0.20 s: steps take as long with fewer sequences, so nothing is gained"]
+    resting = why_not(moved_at=[NOW, NOW, NOW])
+    assert resting == ["0 ends in 2.00 s, 1 in 0.30 s: what could go has just moved, or does not fit"]
+
+
+def test_a_plan_of_a_large_fleet_takes_a_few_passes_over_its_arrays() -> None:
+    """On an idle core twice the time of twenty operations over the same arrays; a loop takes a thousand times that."""
+    rng = np.random.default_rng(0)
+    fleet = Fleet.of(
+        step_seconds=np.full(1000, 2.5e-3), sequence_seconds=np.full(1000, 1e-3),
+        free_rows=np.full(1000, 64), free_tokens=np.full(1000, 200_000),
+        generator=np.sort(rng.integers(0, 1000, 100_000)), remaining=128 * rng.lognormal(0, 1, 100_000),
+        held=rng.integers(20, 2000, 100_000),
+    )  # fmt: skip
+
+    def best_of(work: object, repeats: int = 9) -> float:
+        seconds = []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            work()  # type: ignore[operator]
+            seconds.append(time.perf_counter() - begun)
+        return min(seconds)
+
+    def passing() -> None:
+        total = fleet.remaining
+        for _ in range(10):
+            total = np.maximum(total * 1.01, fleet.remaining)
+
+    assert plan(fleet, NOW).num_moves > 500
+    assert best_of(lambda: plan(fleet, NOW)) < 15 * best_of(passing)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_fleet_with_nothing_to_do_is_planned(number: int) -> None:
+    planned = plan(
+        Fleet.of(step_seconds=[1e-3] * number, sequence_seconds=[1e-4] * number, generator=[], remaining=[]), NOW
+    )
+    assert planned.num_moves == 0
+    assert planned.advice == ("wait",) * number
