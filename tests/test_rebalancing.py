@@ -298,7 +298,7 @@ def test_a_plan_of_a_large_fleet_takes_a_few_passes_over_its_arrays() -> None:
             total = np.maximum(total * 1.01, fleet.remaining)
 
     assert plan(fleet, NOW).num_moves > 2000
-    assert best_of(lambda: plan(fleet, NOW)) < 10 * best_of(passing)
+    assert best_of(lambda: plan(fleet, NOW)) < 20 * best_of(passing)
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from rlhfspec.rebalancing.settings import Settings
 from rlhfspec.records import Load, Move, Moved, Sample
 
 QUIET_SECONDS = 2.0  # who says nothing for longer is left out
+REST_SECONDS = 1.0  # between two moves of one sample
 MOVE_SECONDS = 5.0  # a move that is not told of by then is over for all we know
 MOST_REST_SECONDS = 16.0  # of a sample whose moves were refused one after the other
 _ALIKE = 0.15  # curves that differ from the fleet's by less are the fleet's: what is left is noise
@@ -70,7 +71,7 @@ class Knowledge:
 
     def __init__(self, job: str, *, max_tokens: int, began_at: float, draw: Callable[[int], str]) -> None:
         self._job, self._max_tokens, self._draw = job, max_tokens, draw
-        self._settings = Settings()
+        self._settings = Settings(rest_seconds=REST_SECONDS)
         self._pause = self._settings.pause_seconds
         self._plans_from = began_at + self._settings.rest_seconds  # what moved a moment before we began rests
         self._generators: dict[int, _Generator] = {}
@@ -153,7 +154,7 @@ class Knowledge:
         return Advice(planned, seen, moves)
 
     def _settings_now(self) -> Settings:
-        return Settings(pause_seconds=self._pause)
+        return replace(self._settings, pause_seconds=self._pause)
 
     def _begin(self, planned: Planned, seen: Seen, move: int, now: float) -> Move:
         source, destination = (seen.workers[int(side[move])] for side in (planned.source, planned.destination))
