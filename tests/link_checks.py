@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlhfspec.migration.links import nixl
-from rlhfspec.migration.links.opening import WaysIn, make_landing
+from rlhfspec.migration.links.opening import WaysIn, make_landing, open_sending
 
 NO_NIXL = pytest.mark.skipif(not nixl.is_installed(), reason="the package nixl is not installed")
 NIXL = [pytest.param(name, marks=NO_NIXL) for name in ("nixl by read", "nixl by write")]
@@ -115,6 +115,17 @@ def _held() -> dict[str, object]:
         "maps": Path("/proc/self/maps").read_text().count("rlhfspec-link"),
         "names": shared_names(),
     }
+
+
+def warm(kind: str) -> None:
+    """What is there once a process, after the first use of a library."""
+    landing = landing_of(kind)
+    sending = open_sending(landing.offer)
+    sending.room(1)
+    sending.send("m/0", 1)
+    landing.take("m/0", 1, timeout=30)
+    sending.close()
+    landing.close()
 
 
 def shared_names() -> list[str]:

@@ -58,7 +58,7 @@ class Generator:
         self.peer = Peer(name=name, address=name, incarnation=f"{name}-{next(_ids)}")
         self.custody = Held()
         self.finished: dict[str, Completion] = {}
-        self.most_calls_a_step = 0
+        self.steps = 0
         self._news = threading.Event()
         self._stopped = False
         self.calls = EngineCalls(on_call=self._news.set)
@@ -82,6 +82,10 @@ class Generator:
         )
         return await self.mover.move(move, peer, **options)
 
+    def forget(self, name: str) -> None:
+        """Its prompt too; from the engine's thread."""
+        self._loop.call_soon_threadsafe(self.custody.prompts.pop, name, None)
+
     async def until(self, holds: Callable[[], object]) -> None:
         while not holds():
             self.changed.clear()
@@ -100,7 +104,6 @@ class Generator:
 
     def _work(self) -> None:
         while not self._stopped:
-            self.most_calls_a_step = max(self.most_calls_a_step, self.calls.waiting)
             self.calls.run()
             if self.engine.has_work:
                 done = self.engine.step().finished
@@ -111,9 +114,10 @@ class Generator:
 
     def _stepped(self, finished: tuple[Completion, ...]) -> None:
         for done in finished:
+            assert done.id in self.custody.prompts, "nobody kept its prompt in progress"
             del self.custody.prompts[done.id]
-            assert done.id not in self.finished
             self.finished[done.id] = done
+        self.steps += 1
         self.changed.set()
 
 

@@ -97,8 +97,9 @@ def test_commands_in_documents_exist(document: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     used = set(re.findall(r"\bmake ([a-z][a-z-]+(?: [a-z-]+)*)", "\n".join(_code_of(text))))
     assert {word for command in used for word in command.split()} <= targets
-    commands = {"bench", "compare", "init", "models", "run", "schema", "tiny", "top", "trace", "validate"}
-    for command in re.findall(r"\brlhfspec ((?:[a-z]+ ?)+)", "\n".join(_code_of(text))):
+    commands = {"bench", "compare", "explain-moves", "init", "models", "run", "schema", "simulate", "tiny", "top"}
+    commands |= {"trace", "validate"}
+    for command in re.findall(r"\brlhfspec ((?:[a-z][a-z-]* ?)+)", "\n".join(_code_of(text))):
         assert command.split()[0] in commands, f"{document} shows: rlhfspec {command}"
 
 

@@ -7,14 +7,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from link_checks import NIXL, landing_of, nothing_left, pattern
+from link_checks import NIXL, landing_of, nothing_left, pattern, warm
 
 from rlhfspec.errors import InvalidRequest, LinkError
 from rlhfspec.migration.links.base import Landing, Sending
 from rlhfspec.migration.links.opening import make_landing, open_sending
 
-KINDS = ["memory", "shm", "tcp", *NIXL]
+KINDS = ["memory", "shm", "tcp", "torch", *NIXL]
 Pair = tuple[Landing, Sending]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm("torch")
 
 
 @pytest.fixture(autouse=True)

@@ -255,18 +255,22 @@ def test_the_stage_publishes_moves_and_says_why(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_of_moves_are_left_out_and_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+    nothing = {
+        "moves": [], "why_not": [], "dry": {}, "num_samples": 1, "num_generators": 2, "latest_end": 1.0,
+        "latest_end_after": 1.0,
+    }  # fmt: skip
     file = MovesFile(tmp_path)
-    file.plan("one", {"moves": []})
+    file.plan("one", nothing)
     with (tmp_path / "moves.jsonl").open("a") as half:
         half.write('{"kind": "pl')
     again = MovesFile(tmp_path)
-    again.plan("two", {"moves": []})
+    again.plan("two", nothing)
     assert [line["id"] for line, _ in read_moves(tmp_path)] == ["one", "two"]
     last = max(offset for _, offset in read_moves(tmp_path))
     assert not list(read_moves(tmp_path, offset=last))
     broken = MovesFile(tmp_path / "missing")
-    broken.plan("three", {"moves": []})
-    broken.plan("four", {"moves": []})
+    broken.plan("three", nothing)
+    broken.plan("four", nothing)
 
 
 def test_a_generator_says_what_a_plan_needs() -> None:

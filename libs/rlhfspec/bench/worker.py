@@ -56,17 +56,24 @@ class Worker:
 
     def ask(self, request: str, **arguments: Any) -> dict[str, Any]:
         """Send one request and wait for its answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         deadline = threading.Timer(self._patience_seconds, self._process.kill)
         deadline.start()
         try:
-            print(json.dumps({request: arguments}), file=self._process.stdin, flush=True)
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+            self.send(request, **arguments)
+            return self.receive()
         finally:
             deadline.cancel()
+
+    def send(self, request: str, **arguments: Any) -> None:
+        """A request to a worker that speaks of its own accord; a dead one is noticed by whoever receives."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({request: arguments}), file=self._process.stdin, flush=True)
+
+    def receive(self) -> dict[str, Any]:
+        """The next line of the worker; waits for it."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         if not line:
             raise WorkerFailed(f"the worker ended (exit code {self._process.wait()}):\n{self._log_tail()}")
         answer: dict[str, Any] = json.loads(line)
@@ -74,11 +81,16 @@ class Worker:
             raise WorkerFailed(f"{answer['error']}\n{self._log_tail()}")
         return answer
 
+    def close_input(self) -> None:
+        """Ends the worker, once it is done with what it was asked; its last lines can still be received."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # what was not sent to a dead worker is lost with it
+                self._process.stdin.close()
+
     def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # what was not sent to a dead worker is lost with it
-                    pipe.close()  # end of input ends the worker
+        self.close_input()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

@@ -236,7 +236,8 @@ class Giving:
         engine, name, custody = self._place.engine, self._move.sample_id, self._place.custody
         match action:
             case machines.Reattach():
-                await self._quietly(lambda: engine.reattach(name))
+                if not await self._quietly(lambda: engine.reattach(name)):
+                    custody.forgotten(name)
             case machines.LetGo(is_known):
                 if self._detached_at is not None:
                     self._pause = self._place.clock.now() - self._detached_at
@@ -247,12 +248,14 @@ class Giving:
             case machines.End():
                 self._moved = self._told(action)
 
-    async def _quietly(self, do: Callable[[], object]) -> None:
-        """It was cancelled meanwhile, or the engine stopped: then there is nothing left to be done here."""
+    async def _quietly(self, do: Callable[[], object]) -> bool:
+        """Else it was cancelled meanwhile, or the engine stopped: there is nothing left to be done here."""
         try:
             await self._place.calls.call(do)
         except RLHFSpecError as error:
             self._reason = str(error)
+            return False
+        return True
 
     def _told(self, end: machines.End) -> Moved:
         move = self._move

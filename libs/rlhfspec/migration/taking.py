@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from rlhfspec.engine.base import EngineProtocol, KVRange, Manifest, SequenceState, Watermark
 from rlhfspec.engine.state_bytes import from_bytes, to_bytes
@@ -50,19 +52,20 @@ class Taking:
         async with self._in_line(message.sample):
             actions = self.machine.on(Arrived(message), self._clock.now())
             while True:
-                self._free(actions)
+                freed = self._free(actions)
                 last = actions[-1]
                 if isinstance(last, Answer):
+                    await freed
                     return self._said(last.reply)
                 assert not isinstance(last, Free), "every message has an answer"
                 actions = self.machine.on(await self._do(last), self._clock.now())
 
     async def close(self) -> None:
         """Nothing more is taken; what was kept is freed."""
-        self._free(self.machine.close())
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
+        await self._free(self.machine.close())
 
     # -- what the machine says ------------------------------------------------------------------------------
 
@@ -143,11 +146,11 @@ class Taking:
         landing = self._links.landing
         return await self._links.in_thread(lambda: landing.take(key, num_bytes, timeout=LINK_SECONDS))
 
-    def _free(self, actions: list[Action]) -> None:
+    def _free(self, actions: list[Action]) -> asyncio.Future[list[Any]]:
         """In line at once, so that what is asked of the engine afterwards finds it free."""
-        for action in actions:
-            if isinstance(action, Free) and action.has_kv:
-                self._calls.call(lambda sample=action.sample: self._engine.cancel(sample))  # type: ignore[misc]
+        samples = [action.sample for action in actions if isinstance(action, Free) and action.has_kv]
+        freed = [self._calls.call(partial(self._engine.cancel, sample)) for sample in samples]
+        return asyncio.gather(*freed, return_exceptions=True)  # without its engine nothing is kept any more
 
     def _said(self, reply: messages.Reply) -> bytes:
         if isinstance(reply, messages.Refused):
@@ -157,7 +160,7 @@ class Taking:
     async def _tick(self) -> None:
         while True:
             await self._clock.sleep(TICK_SECONDS)
-            self._free(self.machine.on(Tick(), self._clock.now()))
+            await self._free(self.machine.on(Tick(), self._clock.now()))
 
     @asynccontextmanager
     async def _in_line(self, sample: str) -> AsyncIterator[None]:

@@ -11,7 +11,7 @@ class Settings:
     num_rounds: int = 4  # so many moves a generator and plan
     least_share: float = 0.05  # two whose ends differ by less of the later end are alike
     least_pauses: float = 4.0  # nor by so many pauses
-    rest_seconds: float = 1.0  # between two moves of one sequence
+    rest_seconds: float = 0.5  # between two moves of one sequence
     moves_of_leaving: int = 32  # a generator that is leaving, or is to be empty, hands over at most so many a plan
     engine_cost: float = 0.0  # of another running engine, as a share of the time until its host is done
     consolidating_share: float = 0.05  # fewer or more engines of a host must be faster by this

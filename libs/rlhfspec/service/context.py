@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.service.bus import StageBus
+from rlhfspec.service.guest import Guest
 from rlhfspec.service.vitals import Vitals
 
 if TYPE_CHECKING:
@@ -43,3 +44,4 @@ class Context:
     run: Run
     say: Callable[[str], None]  # a line for the person who watches
     ends: Ends | None = None  # of a generator
+    guest: Guest | None = None  # of a generator: the scoring stage that it may help

@@ -27,13 +27,14 @@ from rlhfspec.service.connections import Connections
 from rlhfspec.service.context import Context, Run
 from rlhfspec.service.health import BEAT_SECONDS, Health
 from rlhfspec.service.heartbeats import Heartbeats
+from rlhfspec.service.hosting import with_guest
 from rlhfspec.service.live import LiveBeats, LiveState, Snapshot, snapshot_of
 from rlhfspec.service.rights import inbox_of
 from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
 from rlhfspec.service.threads import ComputeThread
 from rlhfspec.service.vitals import Vitals, WorkerVitals
 from rlhfspec.service.worker_weights import WorkerWeights
-from rlhfspec.tracing.opening import Watching, watching
+from rlhfspec.tracing.opening import watching
 from rlhfspec.transport.nats import NatsTransport
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class StageWorker:
         self._stop = asyncio.Event()
         self._is_built = False
         self._incarnation = incarnation_of(stage, worker)
+        self._transports: list[NatsTransport] = []
 
     def run(self) -> None:
         asyncio.run(self._main())
@@ -71,16 +73,18 @@ class StageWorker:
             self._health = health = Health(
                 self._stage, self._worker, self._vitals, connections.credentials, metrics=watched.metrics_text
             )
-            transport = await self._connect()
+            self._watched = watched
+            self._vitals.told = watched.meters.worked if watched.meters else None
             try:
-                bus = self._bus(transport, watched)
+                bus = await self._connect(self._stage, self._worker)
                 stage_bus = bus.of(self._stage, self._worker)
                 async with WorkerWeights(connections, self._job, stage_bus, health) as weights:
                     ends = self._ends(health)
                     leaving.enter_context(health)
                     await self._work(bus, health, weights, ends)
             finally:
-                await transport.close()
+                for transport in self._transports:
+                    await transport.close()
 
     def _asked_to_leave(self) -> None:
         """While it loads there is nothing to hand back."""
@@ -89,25 +93,23 @@ class StageWorker:
         self._stop.set()
         self._health.draining()
 
-    async def _connect(self) -> NatsTransport:
-        credentials, stage = self._connections.credentials, self._stage
-        return await NatsTransport.connect(
+    async def _connect(self, stage: str, worker: int) -> Bus:
+        """With the rights of that stage. Who was started by hand may have a higher number than the job says."""
+        credentials = self._connections.credentials
+        transport = await NatsTransport.connect(
             self._connections.nats_url,
-            name=f"{stage}-{self._worker}",
+            name=f"{stage}-{worker}",
             inbox_prefix=inbox_of(stage),
             nkey_seed=credentials / f"{stage}.seed" if credentials else None,
             tls=client_tls(credentials, stage) if credentials else None,
             clock=self._vitals.clock,
         )
-
-    def _bus(self, transport: NatsTransport, watched: Watching) -> Bus:
-        """A worker that was started by hand may have a higher number than the job says."""
+        self._transports.append(transport)
         workers = workers_of(self._job)
-        workers[self._stage] = max(workers[self._stage], self._worker + 1)
+        workers[stage] = max(workers[stage], worker + 1)
         name, uid = self._job.metadata.name, self._connections.uid
         bus = Bus(transport, name, uid=uid, workers=workers, clock=self._vitals.clock)
-        bus.watcher = watched.watcher
-        self._vitals.told = watched.meters.worked if watched.meters else None
+        bus.watcher = self._watched.watcher
         return bus
 
     def _ends(self, health: Health) -> Ends | None:
@@ -167,6 +169,7 @@ class StageWorker:
             say=say,
             ends=ends,
         )
+        context = with_guest(self._job, context, self._connect)
         service: Service = import_module(f"rlhfspec.{self._stage}.build").build(self._job, context)
         return service
 

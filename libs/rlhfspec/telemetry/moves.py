@@ -10,13 +10,18 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from rlhfspec.records import Moved
 
 NAME = "moves.jsonl"
+_ENDS = {"num_samples", "num_generators", "latest_end", "latest_end_after"}
+_KEYS = {
+    "plan": {"at", "id", "moves", "why_not", "dry", *_ENDS},
+    "moved": {"at", *(field.name for field in fields(Moved))},
+}
 log = logging.getLogger("rlhfspec.telemetry")
 
 
@@ -67,7 +72,7 @@ def read_moves(run: Path, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
                 content = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(content, dict) and content.get("kind") in ("plan", "moved"):
+            if isinstance(content, dict) and content.keys() >= _KEYS.get(str(content.get("kind")), {""}):
                 yield content, offset
 
 

@@ -81,6 +81,8 @@ def _metrics(progress: Progress, width: int) -> Iterator[Text]:
     yield _row("loss", _losses(last))
     yield _row("speed", _speed_of_loads(progress) if progress.loads else _speed_of_step(last))
     yield _row("log-probs", _agreement(last))
+    if progress.moves or progress.why_moved:
+        yield _row("moves", _moves(progress))
     if warning := equal_rewards_warning(progress.steps):
         yield _row("warning", Text(warning, "bold red"))
 
@@ -127,6 +129,15 @@ def _losses(last: StepMetrics) -> Text:
     text.append("entropy ", "dim").append(f"{number(last.entropy)}  ")
     text.append("clipped ", "dim").append(f"{last.clip_fraction:.1%}  ")
     return text.append("gradient ", "dim").append(number(last.grad_norm))
+
+
+def _moves(progress: Progress) -> Text:
+    """How many samples went on elsewhere, how many did not, and why the last plan did what it did."""
+    went = progress.moves["kv"] + progress.moves["tokens"]
+    text = Text(f"{went:<9}")
+    if stayed := progress.moves["kept"] + progress.moves["lost"]:
+        text.append(f"{stayed} not  ", "dim")
+    return text.append(one_line(progress.why_moved), "dim")
 
 
 def _speed_of_loads(progress: Progress) -> Text:

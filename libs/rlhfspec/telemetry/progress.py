@@ -5,11 +5,13 @@ Collections are replaced, never changed in place, so that the drawing thread alw
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Heartbeat, Load, Sample
+from rlhfspec.records import Heartbeat, Load, Moved, MoveOutcome, Plan, Sample
 from rlhfspec.service.roster import ProcessState
 from rlhfspec.telemetry.evaluations import Evaluation
 from rlhfspec.telemetry.metrics import StepMetrics
@@ -43,6 +45,8 @@ class Progress:
         self.stages: tuple[StageState, ...] = ()
         self.workers: tuple[tuple[ProcessState, float], ...] = ()  # with each its utilisation: of a run with processes
         self.last_sample: Sample | None = None
+        self.moves: Counter[MoveOutcome] = Counter()  # that have ended, by how
+        self.why_moved = ""  # of the last plan: why something goes elsewhere, or why nothing does
         self._done: set[str] = set()
         self._step_of_samples = 0
         self._now = now
@@ -69,6 +73,14 @@ class Progress:
 
     def load(self, load: Load) -> None:
         self.loads = {**self.loads, load.generator: load}
+
+    def moved(self, moved: Moved) -> None:
+        self.moves = self.moves + Counter((moved.how,))
+
+    def plan(self, plan: Plan) -> None:
+        content = json.loads(plan.plan_json)
+        moves, why_not = content.get("moves", []), content.get("why_not", [])
+        self.why_moved = moves[0]["reason"] if moves else why_not[0] if why_not else self.why_moved
 
     def vitals(self, states: Sequence[Heartbeat]) -> None:
         shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})

@@ -23,7 +23,7 @@ from rich.live import Live
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Heartbeat, Load, Sample
+from rlhfspec.records import Heartbeat, Load, Moved, Plan, Sample
 from rlhfspec.service.roster import ProcessState
 from rlhfspec.telemetry.equal_rewards import equal_rewards_warning
 from rlhfspec.telemetry.evaluations import Evaluation, best
@@ -50,6 +50,12 @@ class View:
 
     def load(self, load: Load) -> None:
         self.progress.load(load)
+
+    def moved(self, moved: Moved) -> None:
+        self.progress.moved(moved)
+
+    def plan(self, plan: Plan) -> None:
+        self.progress.plan(plan)
 
     def sample(self, sample: Sample) -> None:
         self.progress.sample(sample)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
-from rlhfspec.records import Load, Record, Sample, Weights
+from rlhfspec.records import Load, Moved, Record, Sample, Weights
 from rlhfspec.tracing.base import SENT, How, Place, sent_at
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -80,6 +80,7 @@ class Meters:
         self._work: dict[Labels, Times] = defaultdict(Times)
         self._gauges: dict[tuple[str, Labels], float] = {}
         self._counts: dict[tuple[str, Labels], float] = defaultdict(float)
+        self._pauses: dict[Labels, Times] = defaultdict(Times)
 
     # --- what passes on the bus --------------------------------------------------------------------------------------
 
@@ -93,6 +94,8 @@ class Meters:
         records.publish.add(self._now() - began)
         if isinstance(record, Load):
             self._loaded(place, record)
+        elif isinstance(record, Moved):
+            self._moved(place, record)
         elif isinstance(record, Sample) and record.weights_versions:
             self._set("weights_version", record.weights_versions[-1], place, role="policy")
         elif isinstance(record, Weights):
@@ -132,6 +135,13 @@ class Meters:
         if load.accepted_per_verification is not None:
             self._set("generator_accepted_per_verification", load.accepted_per_verification, place)
 
+    def _moved(self, place: Place, moved: Moved) -> None:
+        self._counts["moves", _labels(place, how=moved.how)] += 1
+        if moved.how in ("kv", "tokens"):
+            self._counts["move_bytes", _labels(place)] += moved.num_bytes
+            self._counts["move_recomputed_tokens", _labels(place)] += moved.num_recomputed
+            self._pauses[_labels(place, how=moved.how)].add(moved.pause_seconds)
+
     def _set(self, name: str, value: float, place: Place, **labels: str) -> None:
         self._gauges[name, _labels(place, **labels)] = value
 
@@ -155,6 +165,8 @@ class Meters:
             times = [(_labels(place, type=kind), getattr(each, name)) for place, kind, each in records]
             yield Metric(f"{name}_seconds", what, "times", [(labels, of) for labels, of in times if any(of.counts)])
         yield Metric("work_seconds", "Seconds of one piece of work", "times", list(self._work.items()))
+        pauses: list[tuple[Labels, float | Times]] = [*self._pauses.items()]
+        yield Metric("move_pause_seconds", "Seconds for which a sample that moved stood still", "times", pauses)
         yield from _by_name(self._gauges, "gauge")
         yield from _by_name(self._counts, "counter")
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfspec.cli import drain
+from rlhfspec.cli import drain, moving
+from rlhfspec.cli.bench_models import Draft, Model, Pair, checked, models
 from rlhfspec.cli.progress import StatusLine, wide_console
-from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rlhfspec.bench.results import Results
 
 app = typer.Typer(help="How fast the engine generates, against what, and why.", no_args_is_help=True)
 app.command()(drain.drain)
+app.command()(moving.rebalance)
 
 # At most three minutes for both pairs: the strategies that tell most, two batches and the long tail, one thread count.
 QUICK: dict[str, Any] = {
@@ -30,12 +31,6 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 # A whole step, small: says whether it works and roughly how it compares.
 QUICK_STEP: dict[str, Any] = {"num_tokens": 128, "steps": 2, "repeats": 1}
-
-Pair = Annotated[
-    Literal["english", "library"], typer.Option(help="Which tiny models: of templated English, or of real text.")
-]
-Model = Annotated[str | None, typer.Option(help="Folder of the target; without it, the tiny 77M model.")]
-Draft = Annotated[str | None, typer.Option(help="Folder of the draft model; without it, the tiny draft.")]
 
 
 @app.command()
@@ -86,8 +81,8 @@ def generate(
     results = {}
     with StatusLine() as status:
         for pair in wanted:
-            target_path, draft_path = _models(model, draft, status, pair=pair)
-            settings = _checked(
+            target_path, draft_path = models(model, draft, status, pair=pair)
+            settings = checked(
                 Settings,
                 target=target_path,
                 draft=draft_path,
@@ -97,7 +92,7 @@ def generate(
                 vllm_draft_tokens=vllm_draft_tokens,
                 **chosen,
             )
-            results[pair] = _checked(Benchmark(settings, report=status).run)
+            results[pair] = checked(Benchmark(settings, report=status).run)
     _show(results, json_file, plot_file)
 
 
@@ -147,8 +142,8 @@ def step(
     }
     chosen = (QUICK_STEP if quick else {}) | {name: value for name, value in given.items() if value is not None}
     with StatusLine() as status:
-        target_path, draft_path = _models(model, draft, status, tiny_target="target" if quick else "wide")
-        settings = _checked(
+        target_path, draft_path = models(model, draft, status, tiny_target="target" if quick else "wide")
+        settings = checked(
             StepSettings,
             model=target_path,
             draft=draft_path,
@@ -159,7 +154,7 @@ def step(
             **chosen,
         )
         try:
-            results = _checked(StepBenchmark(settings, report=status).run)
+            results = checked(StepBenchmark(settings, report=status).run)
         except UnequalWork as difference:
             typer.echo(str(difference), err=True)
             raise typer.Exit(1) from difference
@@ -186,7 +181,7 @@ def explain(
     from rlhfspec.engine import Engine
 
     with StatusLine() as status:
-        target_path, draft_path = _models(model, draft, status, pair=pair)
+        target_path, draft_path = models(model, draft, status, pair=pair)
         status("measuring the cost tables")
         engine = Engine.from_pretrained(
             target_path, drafter=draft_path, dtype=dtype, num_threads=threads, max_context=MAX_CONTEXT
@@ -210,7 +205,7 @@ def trees(
     from rlhfspec.engine import Engine
 
     with StatusLine() as status:
-        target_path, draft_path = _models(model, draft, status, tiny_target="target")
+        target_path, draft_path = models(model, draft, status, tiny_target="target")
         status("generating")
         engine = Engine.from_pretrained(
             target_path,
@@ -222,25 +217,6 @@ def trees(
         )
         gains = tree_gains(engine, batch_scenario(batch, tokens))
     wide_console().print(render(gains))
-
-
-def _models(
-    model: str | None, draft: str | None, status: StatusLine, *, tiny_target: str = "wide", pair: str = "english"
-) -> tuple[str, str]:
-    """The folders given, or a tiny pair, made when it is not there yet."""
-    if (model is None) != (draft is None):
-        raise typer.BadParameter("--model and --draft go together: their vocabularies must be the same")
-    if model is not None and draft is not None:
-        for option, path in (("--model", model), ("--draft", draft)):
-            if not (Path(path) / "config.json").exists():
-                raise typer.BadParameter(f"{option}: no model folder with a config.json (got {path!r})")
-        return model, draft
-    from rlhfspec.tiny import ensure
-
-    names = ("library-wide", "library-draft") if pair == "library" else (tiny_target, "draft")
-    made = ensure(*names, report=status)
-    target_path, draft_path = (str(getattr(made, name.replace("-", "_"))) for name in names)
-    return target_path, draft_path
 
 
 def _checked_pair(name: str) -> str:
@@ -256,11 +232,3 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"--threads: numbers separated by commas, such as 1,2 (got {text!r})") from error
-
-
-def _checked(call: Any, **arguments: Any) -> Any:
-    """User errors are one line that names the field to fix, never a traceback."""
-    try:
-        return call(**arguments)
-    except InvalidRequest as error:
-        raise typer.BadParameter(str(error)) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhfspec.records import EvaluationReport, Heartbeat, Load, Sample, StepReport
+from rlhfspec.records import EvaluationReport, Heartbeat, Load, Moved, Plan, Sample, StepReport
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import StageBus
 from rlhfspec.service.live import RecentLines
@@ -16,8 +16,8 @@ LOOK_SECONDS = 0.1
 
 
 class WatchService(Service):
-    """Consumes Sample, Load, StepReport, EvaluationReport, Heartbeat; produces nothing; waits for something to show;
-    unblocked by every stage."""
+    """Consumes Sample, Load, Moved, Plan, StepReport, EvaluationReport, Heartbeat; produces nothing; waits for
+    something to show; unblocked by every stage."""
 
     def __init__(self, vitals: Vitals, bus: StageBus, *, view: View) -> None:
         super().__init__("view", 0, vitals)
@@ -31,6 +31,8 @@ class WatchService(Service):
         """From now on nothing is missed; to be said before the stages begin, where they begin before `run`."""
         self._samples = await self._bus.subscribe(Sample)
         self._loads = await self._bus.subscribe(Load)
+        self._all_moved = await self._bus.subscribe(Moved)
+        self._plans = await self._bus.subscribe(Plan)
         self._reports = await self._bus.subscribe(StepReport)
         self._evaluations = await self._bus.subscribe(EvaluationReport)
         self._all_beats = await self._bus.subscribe(Heartbeat)
@@ -43,6 +45,10 @@ class WatchService(Service):
             last = self.stopping.is_set()  # what was published before the stop is still shown
             for load in await self._loads.pull(max_records=64, timeout_seconds=0.0):
                 self._view.load(load.record)
+            for moved in await self._all_moved.pull(max_records=1024, timeout_seconds=0.0):
+                self._view.moved(moved.record)
+            for plan in await self._plans.pull(max_records=64, timeout_seconds=0.0):
+                self._view.plan(plan.record)
             for sample in await self._samples.pull(max_records=1024, timeout_seconds=0.0):
                 if sample.record.purpose == "training":
                     self._view.sample(sample.record)

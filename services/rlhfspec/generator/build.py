@@ -43,6 +43,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
         engine=engine,
         weights=context.weights,
         ends=context.ends,
+        guest=context.guest,
     )
     service.models = {{"model": "generator"}.get(name, name): report for name, report in engine.reports.items()}
     return service

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhfspec.engine.base import Completion, EngineProtocol, Request
 from rlhfspec.engine.params import SamplingParams
+from rlhfspec.generator.dry import Dry
 from rlhfspec.generator.history import Histories
 from rlhfspec.generator.load import Experts, Meter
 from rlhfspec.generator.moving import Luggage, Moving
@@ -18,6 +19,7 @@ from rlhfspec.records import Load, Prompt, Sample, Weights
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Delivery, Inbox, StageBus, give_back
 from rlhfspec.service.ends import Ends
+from rlhfspec.service.guest import Guest
 from rlhfspec.service.new_weights import NewWeights
 from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
@@ -47,6 +49,7 @@ class GeneratorService(Service):
         engine: EngineProtocol,
         weights: WeightStore,
         ends: Ends | None = None,
+        guest: Guest | None = None,
     ) -> None:
         super().__init__("generator", worker, vitals)
         spec = job.spec
@@ -63,6 +66,7 @@ class GeneratorService(Service):
         self._room = 0  # prompts that may still be pulled
         self._has_room = asyncio.Event()  # for a piece
         self._news = asyncio.Event()  # prompts or weights came, or the worker is asked to stop
+        self._dry = Dry(self, bus, guest, self._news)
         self._pulled: deque[Delivery[Prompt]] = deque()  # not yet in the engine: just come, or before their weights
         self._running: dict[str, Delivery[Prompt]] = {}
         self._last_load: Load | None = None
@@ -84,7 +88,7 @@ class GeneratorService(Service):
     async def run(self) -> None:
         async with await self._bus.subscribe(Prompt) as self._prompts, await self._bus.subscribe(Weights) as weights:
             self._look_for_room()
-            parts = [self._pull(self._prompts), self._follow(weights), self._work()]
+            parts = [self._pull(self._prompts), self._follow(weights), self._dry.follow(), self._work()]
             if self._moving is not None:
                 parts += [self._moving.run(self.stopping), self._say_idle()]
             try:
@@ -196,7 +200,7 @@ class GeneratorService(Service):
             await self._published()
         early = min((delivery.record.weights_version for delivery in self._pulled), default=None)
         with self.vitals.waiting("prompts" if early is None else f"weights version {early}"):
-            await self._news.wait()
+            await self._dry.until_news()
 
     async def _say_idle(self) -> None:
         """Who has nothing to do says so, so that others may move samples here."""

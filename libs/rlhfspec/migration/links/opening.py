@@ -83,6 +83,10 @@ def make_landing(
         from rlhfspec.migration.links import nixl
 
         ways.append(nixl.NixlWay(inbox, token, host=host, by=nixl_by, tls=tls, seconds=seconds))
+    if kind == "torch":
+        from rlhfspec.migration.links import torch_link
+
+        ways.append(torch_link.TorchWay(inbox, token, host=host, tls=tls, seconds=seconds))
     return WaysIn(inbox, token, ways)
 
 
@@ -100,5 +104,9 @@ def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: floa
             from rlhfspec.migration.links import nixl
 
             return nixl.NixlSending(way, read.token, tls=tls, seconds=seconds)
+        if way["kind"] == "torch":
+            from rlhfspec.migration.links import torch_link
+
+            return torch_link.TorchSending(way, read.token, tls=tls, seconds=seconds)
     kinds = ", ".join(str(way["kind"])[:20] for way in read.ways[:8])
     raise LinkError("offer", f"no way of it leads there from here ({kinds})")

@@ -1,0 +1,93 @@
+"""The curve of a generator while its neighbour runs likewise, and what a prompt token costs.
+
+Both generators decode B sequences at once, for every size; only steps in which all B were running and no prompt was
+read count, and only until the first of the two is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from rlhfspec.bench.moving.pair import NUM_GENERATORS, Pair, ids_of, sequences_of
+from rlhfspec.bench.moving.sharing import Curve
+from rlhfspec.tiny.corpus import prompts
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+_TOKENS, _SHORTEST, _LONGEST = 2048, 40, 512  # of all sequences of a size together; of one
+
+
+class EngineStepTold(NamedTuple):
+    """A step as a generator tells of it; `at`: its end, on the monotonic clock."""
+
+    at: float
+    num_decoding: int
+    num_prefill_tokens: int
+    num_committed: int
+    seconds: float
+
+
+def calibrate(
+    pair: Pair,
+    speculation: str,
+    sizes: Iterable[int] = SIZES,
+    scale: float = 1.0,
+    report: Callable[[str], None] = print,
+) -> Curve:
+    curve: dict[int, float] = {}
+    prefill: list[EngineStepTold] = []
+    sizes = tuple(sizes)
+    for size in (sizes[0], *sizes):  # the first once more: it warms up
+        report(f"measuring the curve, {speculation}: {size} sequences on each")
+        steps = _run(pair, speculation, size, max(round(scale * min(max(_TOKENS // size, _SHORTEST), _LONGEST)), 8))
+        curve[size] = token_seconds(steps, size)
+        prefill += [step for one in steps for step in one if step.num_prefill_tokens and not step.num_decoding]
+    tokens = sum(step.num_prefill_tokens for step in prefill)
+    return Curve(
+        sizes=sizes,
+        seconds=tuple(curve[size] for size in sizes),
+        prefill_seconds=sum(step.seconds for step in prefill) / max(tokens, 1),
+    )
+
+
+def token_seconds(generators: Iterable[list[EngineStepTold]], size: int) -> float:
+    """Of a token of each of `size` sequences, over the generators' steps while all of them ran.
+
+    >>> steps = [EngineStepTold(at, 4, 0, 8, 0.1) for at in (0.1, 0.2, 0.3)]  # two tokens of each of four a step
+    >>> round(token_seconds([steps, steps], 4), 3)
+    0.05
+    """
+    generators = [list(steps) for steps in generators]
+    end = min(steps[-1].at for steps in generators)
+    full = [
+        (after.at - before.at, after.num_committed)
+        for steps in generators
+        for before, after in itertools.pairwise(steps)
+        if after.num_decoding == size and not after.num_prefill_tokens and after.at <= end
+    ]
+    if not full:
+        raise ValueError(f"no step with {size} sequences on both generators: too few tokens each")
+    return size * sum(seconds for seconds, _ in full) / sum(committed for _, committed in full)
+
+
+def _run(pair: Pair, speculation: str, size: int, num_tokens: int) -> list[list[EngineStepTold]]:
+    texts = [tuple(text) for text in prompts(size, seed=size)]
+    name = f"curve-{speculation}-{size}"
+    for number in range(NUM_GENERATORS):
+        ids = ids_of(f"{name}-{number}", size)
+        seeds = range(number * size, (number + 1) * size)
+        made = sequences_of(ids, texts, [num_tokens] * size, seeds, range(size))
+        pair.tell(number, "stage", name=f"{name}-{number}", speculation=speculation, sequences=made)
+    pair.hear_all("ready")
+    for number in range(NUM_GENERATORS):
+        pair.tell(number, "go", ids=ids_of(f"{name}-{number}", size))
+    left = NUM_GENERATORS * size
+    while left:
+        _, said, rest = pair.hear()
+        left -= len(rest["ids"]) if said == "finished" else 0
+    return [told(ended) for ended in pair.ask_all("end", "ended")]
+
+
+def told(ended: dict[str, Any]) -> list[EngineStepTold]:
+    return [EngineStepTold(*step) for step in ended["steps"]]

@@ -1,0 +1,120 @@
+"""Two generators as the benchmark sees them: processes of one thread, each on a core of its own."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from rlhfspec.bench.worker import Worker, WorkerFailed
+from rlhfspec.errors import InvalidRequest
+
+NUM_GENERATORS = 2
+PATIENCE_SECONDS = 600.0
+
+
+def two_cores() -> tuple[int, int]:
+    """The first two that this process may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < NUM_GENERATORS:
+        raise InvalidRequest("cores", len(cores), "two generators need a core each")
+    return cores[0], cores[1]
+
+
+class Pair:
+    """Each tells of its own accord; `hear` gives what came first, whoever said it."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self._workers = workers
+        self._heard: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(number, worker), name=f"generator-{number}", daemon=True)
+            for number, worker in enumerate(workers)
+        ]
+        for listener in self._listeners:
+            listener.start()
+
+    @classmethod
+    def start(cls) -> Pair:
+        module = "rlhfspec.bench.moving.generator"
+        commands = [[sys.executable, "-m", module, str(core)] for core in two_cores()]
+        return cls([Worker.start(command, num_threads=1) for command in commands])
+
+    def tell(self, number: int, request: str, **arguments: Any) -> None:
+        self._workers[number].send(request, **arguments)
+
+    def tell_all(self, request: str, **arguments: Any) -> None:
+        for number in range(NUM_GENERATORS):
+            self.tell(number, request, **arguments)
+
+    def hear(self, timeout_seconds: float = PATIENCE_SECONDS) -> tuple[int, str, dict[str, Any]]:
+        """Who says it, what it is, and the rest."""
+        try:
+            number, message = self._heard.get(timeout=timeout_seconds)
+        except queue.Empty:
+            raise WorkerFailed(f"no generator said anything for {timeout_seconds:g} s") from None
+        [(name, rest)] = message.items()
+        if name == "died":
+            raise WorkerFailed(f"generator {number}: {rest}")
+        return number, name, rest
+
+    def hear_all(self, wanted: str) -> list[dict[str, Any]]:
+        """Of each; whatever else they say meanwhile is of no interest any more."""
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < NUM_GENERATORS:
+            number, name, rest = self.hear()
+            if name == wanted:
+                answers[number] = rest
+        return [answers[number] for number in range(NUM_GENERATORS)]
+
+    def ask_all(self, request: str, answer: str, **arguments: Any) -> list[dict[str, Any]]:
+        self.tell_all(request, **arguments)
+        return self.hear_all(answer)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close_input()
+        for listener in self._listeners:
+            listener.join()
+        for worker in self._workers:
+            worker.close()
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _listen(self, number: int, worker: Worker) -> None:
+        while True:
+            try:
+                message = worker.receive()
+            except WorkerFailed as failure:
+                self._heard.put((number, {"died": str(failure)}))
+                return
+            self._heard.put((number, message))
+
+
+def ids_of(name: str, count: int) -> list[str]:
+    """
+    >>> ids_of("skew-1", 2)
+    ['skew-1/0', 'skew-1/1']
+    """
+    return [f"{name}/{index}" for index in range(count)]
+
+
+def sequences_of(
+    ids: Iterable[str], prompts: Iterable[tuple[int, ...]], lengths: Iterable[int], seeds: Iterable[int],
+    groups: Iterable[int],
+) -> list[dict[str, Any]]:  # fmt: skip
+    columns = zip(ids, prompts, lengths, seeds, groups, strict=True)
+    return [
+        {"id": name, "prompt": list(prompt), "max_tokens": length, "seed": seed, "group": group}
+        for name, prompt, length, seed, group in columns
+    ]

@@ -1,0 +1,112 @@
+"""`rlhfspec explain-moves RUN`: what the rebalancer planned, why, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rlhfspec.cli.problems import exit_on_problems
+from rlhfspec.cli.progress import wide_console
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.telemetry.text import one_line
+from rlhfspec.telemetry.view import print_line
+
+FOLLOW_SECONDS = 0.5
+_HOW = {
+    "kv": "went with its KV",
+    "tokens": "went without KV, to be computed again there",
+    "kept": "stayed",
+    "lost": "is lost there, and will be delivered again",
+}
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line, as moves.jsonl has them.")]
+Follow = Annotated[bool, typer.Option("--follow", help="And what comes, until Ctrl-C.")]
+
+
+def explain_moves(run: Run, as_json: AsJson = False, follow: Follow = False) -> None:
+    """Show which samples went on at another generator, why they did or did not, and what came of each move."""
+    with exit_on_problems():
+        lines = _lines(run, follow)
+    console = wide_console()
+    num_moves = 0
+    with suppress(KeyboardInterrupt):
+        for line in lines:
+            num_moves += len(line.get("moves", ()))
+            if as_json:
+                typer.echo(json.dumps(line))
+            else:
+                _print(console, line)
+    if not as_json:
+        print_line(console, f"{num_moves} moves were advised")
+
+
+def _lines(run: Path, follow: bool) -> Iterator[dict[str, Any]]:
+    from rlhfspec.telemetry.moves import NAME
+
+    if not run.is_dir():
+        raise InvalidRequest("RUN", str(run), "is no folder of a run")
+    if not (run / NAME).exists() and not follow:
+        problem = f"has no {NAME}: nothing was planned (one generator, or roles.rebalancer.enabled: false)"
+        raise InvalidRequest("RUN", str(run), problem)
+    return _read(run, follow)
+
+
+def _read(run: Path, follow: bool) -> Iterator[dict[str, Any]]:
+    from rlhfspec.telemetry.moves import read_moves
+
+    offset = 0
+    while True:
+        for line, end in read_moves(run, offset=offset):
+            offset = end
+            yield line
+        if not follow:
+            return
+        time.sleep(FOLLOW_SECONDS)
+
+
+def _print(console: Console, line: dict[str, Any]) -> None:
+    when = datetime.fromtimestamp(line["at"]).strftime("%H:%M:%S")
+    for text in _words_of_plan(line) if line["kind"] == "plan" else [_words_of_end(line)]:
+        print_line(console, f"{when}  {one_line(text)}")
+
+
+def _words_of_plan(line: dict[str, Any]) -> Iterator[str]:
+    number = len(line["moves"])
+    after = f", in {line['latest_end_after']:.2f} s with {number} moves" if number else "; nothing moves"
+    yield (
+        f"{line['num_samples']} samples at {line['num_generators']} generators, the last to end "
+        f"in {line['latest_end']:.2f} s{after}"
+    )
+    for move in line["moves"]:
+        yield f"  {move['sample']}: generator {move['source']} -> {move['destination']}: {move['reason']}"
+    for reason in line["why_not"]:
+        yield f"  stays: {reason}"
+    for worker, told in line["dry"].items():
+        yield f"  generator {worker} has nothing to do: {_DRY[told]}"
+
+
+_DRY = {
+    "consolidate": "fewer engines of its host are faster",
+    "score": "free for other work",
+    "wait": "the others are about to end",
+}
+
+
+def _words_of_end(line: dict[str, Any]) -> str:
+    where = f"{line['sample_id']}: generator {line['source']} -> {line['destination']}"
+    if line["how"] not in ("kv", "tokens"):
+        return f"{where}: {_HOW[line['how']]}: {line['reason']}"
+    recomputed = f", {line['num_recomputed']} tokens computed again" if line["num_recomputed"] else ""
+    return (
+        f"{where}: {_HOW[line['how']]}, {line['num_bytes'] / 1e6:.1f} MB in {line['num_rounds']} rounds, "
+        f"a pause of {line['pause_seconds'] * 1e3:.1f} ms{recomputed}"
+    )

@@ -1,0 +1,80 @@
+"""What a generator does while it has nothing to do: what the rebalancer's plan says (docs/rebalancing.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from rlhfspec.records import Plan
+from rlhfspec.service.base import Service
+from rlhfspec.service.bus import StageBus
+from rlhfspec.service.guest import Guest
+
+PULL_SECONDS = 0.5
+
+
+class Dry:
+    """Of one generator. The latest plan that speaks of dry generators counts; without one, it waits.
+
+    `guest`: with whom it may score; None: nowhere in this job, and no plan is read. `news`: of the generator, for whom
+    it waits; a plan that says something else is news too.
+    """
+
+    def __init__(self, generator: Service, bus: StageBus, guest: Guest | None, news: asyncio.Event) -> None:
+        self._generator = generator
+        self._bus = bus
+        self._guest = guest
+        self._news = news
+        self._is_to_score = False
+        if guest is not None:
+            generator.leaving.callback(guest.close)
+
+    async def follow(self) -> None:
+        """Reads the plans."""
+        if self._guest is None:
+            return
+        async with await self._bus.subscribe(Plan) as inbox:
+            while not self._generator.stopping.is_set():
+                pulling = inbox.pull(max_records=1024, timeout_seconds=PULL_SECONDS)
+                for delivery in await self._generator.unless_stopped(pulling):
+                    self._take(delivery.record)
+
+    async def until_news(self) -> None:
+        """Scores meanwhile, where the plan says so; after news the sample at hand is still scored."""
+        waiting = asyncio.create_task(_set(self._news))
+        try:
+            if self._guest is not None and self._is_to_score:
+                await self._guest.score_while(waiting)
+            else:
+                await waiting
+        finally:
+            waiting.cancel()
+
+    def _take(self, plan: Plan) -> None:
+        orders = orders_of(plan)
+        if orders is None:
+            return
+        is_to_score = orders.get(str(self._generator.worker)) == "score"
+        if is_to_score != self._is_to_score:
+            self._is_to_score = is_to_score
+            self._news.set()
+
+
+def orders_of(plan: Plan) -> dict[str, str] | None:
+    """What each dry generator is to do; None: the plan does not speak of them. Whatever it holds, it is only advice.
+
+    >>> orders_of(Plan(id="sums/plan", job="sums", plan_json='{"dry": {"1": "score"}}'))
+    {'1': 'score'}
+    >>> print(orders_of(Plan(id="sums/plan", job="sums", plan_json="[")))
+    None
+    """
+    try:
+        content = json.loads(plan.plan_json)
+    except ValueError:
+        return None
+    dry = content.get("dry") if isinstance(content, dict) else None
+    return dry if isinstance(dry, dict) else None
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
