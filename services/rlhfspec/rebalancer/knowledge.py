@@ -20,11 +20,10 @@ from rlhfspec.rebalancing.fleet import Fleet
 from rlhfspec.rebalancing.plan import plan
 from rlhfspec.rebalancing.planned import Planned
 from rlhfspec.rebalancing.residual import Residual
-from rlhfspec.rebalancing.settings import Settings
+from rlhfspec.rebalancing.settings import STANDARD, Settings
 from rlhfspec.records import Load, Move, Moved, Sample
 
 QUIET_SECONDS = 2.0  # who says nothing for longer is left out
-REST_SECONDS = 1.0  # between two moves of one sample
 MOVE_SECONDS = 5.0  # a move that is not told of by then is over for all we know
 MOST_REST_SECONDS = 16.0  # of a sample whose moves were refused one after the other
 _ALIKE = 0.15  # curves that differ from the fleet's by less are the fleet's: what is left is noise
@@ -71,9 +70,8 @@ class Knowledge:
 
     def __init__(self, job: str, *, max_tokens: int, began_at: float, draw: Callable[[int], str]) -> None:
         self._job, self._max_tokens, self._draw = job, max_tokens, draw
-        self._settings = Settings(rest_seconds=REST_SECONDS)
-        self._pause = self._settings.pause_seconds
-        self._plans_from = began_at + self._settings.rest_seconds  # what moved a moment before we began rests
+        self._pause = STANDARD.pause_seconds
+        self._plans_from = began_at + STANDARD.rest_seconds  # what moved a moment before we began rests
         self._generators: dict[int, _Generator] = {}
         self._earlier: dict[int, set[str]] = {}  # incarnations that others came after
         self._among_others: dict[int, Curve] = {}
