@@ -20,7 +20,7 @@ from rlhfspec.rebalancing.fleet import Fleet
 from rlhfspec.rebalancing.plan import plan
 from rlhfspec.rebalancing.planned import Planned
 from rlhfspec.rebalancing.residual import Residual
-from rlhfspec.rebalancing.settings import STANDARD, Settings
+from rlhfspec.rebalancing.settings import STANDARD
 from rlhfspec.records import Load, Move, Moved, Sample
 
 QUIET_SECONDS = 2.0  # who says nothing for longer is left out
@@ -147,12 +147,9 @@ class Knowledge:
             del self._under_way[move]
         if now < self._plans_from or (seen := self._fleet(now)) is None:
             return None
-        planned = plan(seen.fleet, now, self._settings_now())
+        planned = plan(seen.fleet, now, replace(STANDARD, pause_seconds=self._pause))
         moves = tuple(self._begin(planned, seen, move, now) for move in range(planned.num_moves))
         return Advice(planned, seen, moves)
-
-    def _settings_now(self) -> Settings:
-        return replace(self._settings, pause_seconds=self._pause)
 
     def _begin(self, planned: Planned, seen: Seen, move: int, now: float) -> Move:
         source, destination = (seen.workers[int(side[move])] for side in (planned.source, planned.destination))
