@@ -139,7 +139,7 @@ class PullReading:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
                 if self._connection.is_connected:
-                    await self._heard.drain()
+                    await self._heard.drain()  # type: ignore[no-untyped-call]
                 else:
                     await self._heard.unsubscribe()
                 await asyncio.gather(*(message.nak() for message in self._ready))
