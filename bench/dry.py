@@ -3,7 +3,7 @@
 PPO with a reference, in processes of one thread each: two generators, whose answers are short, and one reference, whose
 samples are long. Without help and helped by both generators when they are dry, taking turns. Told are the seconds from
 the first sample of a step to the last score of its reference (from the traces), and those of whole steps; the first
-step does not count, for it holds the helpers' loading. Both must draw the same curve.
+step does not count, for it holds the helpers' loading, nor does the last. Both must draw the same curve.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from rlhfspec.records import Plan
+from rlhfspec.records import Plan, WorkerInfo
 from rlhfspec.servers.certificates import client_tls
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.connections import Connections
@@ -45,7 +46,7 @@ def write_job(folder: Path, given: argparse.Namespace) -> Path:
     spec: dict[str, Any] = {
         "model": {"path": str(getattr(models, given.tiny))},
         "dataset": {"path": "data.jsonl"},
-        "algorithm": {"name": "ppo", "samplesPerPrompt": 8, "klCoefficient": 0.05},
+        "algorithm": {"name": "ppo", "samplesPerPrompt": 4, "klCoefficient": 0.05},
         "generation": {"maxTokens": given.tokens, "ignoreEos": True, "speculation": {"mode": "off"}},
         "rewards": {"sources": [{"type": "function", "function": "rewards:letters"}]},
         "training": {"steps": given.steps, "promptsPerStep": 4},
@@ -58,7 +59,7 @@ def write_job(folder: Path, given: argparse.Namespace) -> Path:
     return folder / "job.yaml"
 
 
-def run(job: Path, out: str, helped: bool) -> Path:
+def run(job: Path, out: str, helped: bool, num_steps: int) -> Path:
     folder = job.parent / out
     command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "--processes", str(job), "--out", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -70,14 +71,14 @@ def run(job: Path, out: str, helped: bool) -> Path:
         for line in process.stdout:
             said.append(line)
             if helped and "(8 of 8)" in line:
-                asyncio.run(_order(folder, process))
+                asyncio.run(_order(folder, num_steps - 1))
         if process.wait() != 0:
             sys.exit("".join(said))
     return folder
 
 
-async def _order(folder: Path, process: subprocess.Popen[str]) -> None:
-    """In the rebalancer's place, until the run ends."""
+async def _order(folder: Path, last_step: int) -> None:
+    """In the rebalancer's place, who is stopped until the last step, and then goes on to end with the run."""
     connections = Connections.read(folder / "processes" / "connections.json")
     assert connections.credentials is not None
     transport = await NatsTransport.connect(
@@ -88,26 +89,37 @@ async def _order(folder: Path, process: subprocess.Popen[str]) -> None:
         tls=client_tls(connections.credentials, "rebalancer"),
     )
     bus = Bus(transport, "dry", uid=connections.uid, workers={"rebalancer": 1}).of("rebalancer")
-    while process.poll() is None and (folder / "processes").exists():
+    workers = await (await bus.subscribe(WorkerInfo)).pull(max_records=64, timeout_seconds=10.0)
+    [rebalancer] = [each.record.pid for each in workers if each.record.stage == "rebalancer"]
+    os.kill(rebalancer, signal.SIGSTOP)
+    while len(_lines(folder)) < last_step:
         await bus.publish(Plan(id="dry/plan", job="dry", plan_json=ORDER))
         await asyncio.sleep(0.25)
+    os.kill(rebalancer, signal.SIGCONT)
     await transport.close()
+
+
+def _lines(folder: Path) -> list[str]:
+    steps = folder / "steps.jsonl"
+    return steps.read_text().splitlines() if steps.exists() else []
 
 
 def told(folder: Path) -> dict[str, float]:
     began: dict[int, float] = defaultdict(lambda: float("inf"))
-    ended: dict[int, float] = defaultdict(float)
+    ended: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     by_guests = []
     for span in read_spans(folder):
         if span.name == "generation":
             began[span.step] = min(began[span.step], span.ended)
-        elif span.name == "reference":
-            ended[span.step] = max(ended[span.step], span.ended)
+        by_step = ended[span.name]
+        by_step[span.step] = max(by_step[span.step], span.ended)
+        if span.name == "reference":
             by_guests.append(span.worker > 0)
-    steps = [json.loads(line)["seconds"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+    steps = range(2, len(_lines(folder)))
+    scored, trained = ended["reference"], ended["training"]
     return {
-        "scoring": statistics.median(ended[step] - began[step] for step in began if step > 1),
-        "step": statistics.median(step["total"] if isinstance(step, dict) else step for step in steps[1:]),
+        "scoring": statistics.median(scored[step] - began[step] for step in steps),
+        "step": statistics.median(trained[step] - trained[step - 1] for step in steps),
         "by guests": sum(by_guests) / len(by_guests),
     }
 
@@ -115,9 +127,9 @@ def told(folder: Path) -> dict[str, float]:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--tiny", choices=("target", "wide"), default="target", help="3.3M or 77M parameters")
-    arguments.add_argument("--prompt-tokens", type=int, default=400)
+    arguments.add_argument("--prompt-tokens", type=int, default=200)
     arguments.add_argument("--tokens", type=int, default=4)
-    arguments.add_argument("--steps", type=int, default=5)
+    arguments.add_argument("--steps", type=int, default=6)
     arguments.add_argument("--pairs", type=int, default=5)
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
@@ -127,10 +139,8 @@ def main() -> None:
         for number in range(given.pairs):
             runs = {}
             for way in sorted(("alone", "helped"), reverse=number % 2 == 1):
-                runs[way] = run(job, f"{way}-{number}", way == "helped")
-            curves = [
-                [curve(line) for line in (path / "steps.jsonl").read_text().splitlines()] for path in runs.values()
-            ]
+                runs[way] = run(job, f"{way}-{number}", way == "helped", given.steps)
+            curves = [[curve(line) for line in _lines(path)] for path in runs.values()]
             if curves[0] != curves[1]:
                 sys.exit("the curves differ")
             pairs.append({way: told(path) for way, path in runs.items()})
