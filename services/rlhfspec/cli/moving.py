@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhfspec.cli.bench_models import Draft, Model, checked, models
 from rlhfspec.cli.progress import StatusLine, wide_console
+
+if TYPE_CHECKING:
+    from rlhfspec.bench.moving.rebalance import Rebalancer
 
 # Says whether it works and roughly what comes, in three minutes.
 QUICK_REBALANCE: dict[str, Any] = {"decoding": ("adaptive",), "seeds": 1, "repeats": 2, "scale": 0.5}
@@ -43,8 +48,9 @@ def rebalance(
     with StatusLine() as status:
         target_path, draft_path = models(model, draft, status)
         settings = checked(RebalanceSettings, model=target_path, draft=draft_path, dtype=dtype, **chosen)
+        benchmark = RebalanceBenchmark(settings, generator_command, rebalancer_of_a_run, report=status)
         try:
-            results = checked(RebalanceBenchmark(settings, report=status).run)
+            results = checked(benchmark.run)
         except DifferentTokens as difference:
             typer.echo(str(difference), err=True)
             raise typer.Exit(1) from difference
@@ -54,6 +60,16 @@ def rebalance(
     if plot_file is not None:
         plot(results, plot_file)
         typer.echo(f"plot: {plot_file}")
+
+
+def generator_command(number: int, core: int) -> list[str]:
+    return [sys.executable, "-m", "rlhfspec.cli.bench_generator", str(number), str(core)]
+
+
+def rebalancer_of_a_run(now: float, earlier: Sequence[int]) -> Rebalancer:
+    from rlhfspec.cli.bench_rebalancer import RunsRebalancer
+
+    return RunsRebalancer(now, earlier)
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.bench.moving.arms import ARMS, OURS
-from rlhfspec.bench.moving.rebalance_results import IDEAL, RebalanceResults, StageResult, StageRun
+from rlhfspec.bench.moving.prediction import IDEAL
+from rlhfspec.bench.moving.rebalance_results import RebalanceResults, StageResult, StageRun
 
 COLORS = {"dealt": "#8d99ae", "pulled": "#edae49", "ours": "#d1495b", "clairvoyant": "#30638e"}
 _HALVES = ("#d1495b", "#30638e")
