@@ -266,7 +266,8 @@ class _State:
 
     def planned(self) -> Planned:
         dry = np.flatnonzero((self.num_sequences == 0) & ~self.fleet.is_leaving)
-        goes_on = float(self.ends.max(initial=0.0)) > self.settings.scoring_seconds
+        latest = float(self.ends.max(initial=0.0))
+        goes_on = latest > self.settings.scoring_seconds or not latest  # all are dry: it is others who are awaited
         advice = tuple("consolidate" if self.is_closing[place] else "score" if goes_on else "wait" for place in dry)
         return self.notes.planned(self.before, self.ends, self.is_closing, self.num_kept, dry, advice)
 

@@ -172,7 +172,7 @@ class Knowledge:
         heard = [self._generators[worker] for worker in sorted(self._generators)]
         heard = [generator for generator in heard if now - generator.heard_at <= QUIET_SECONDS]
         loads = [generator.load for generator in heard]
-        if not any(load.sample_ids for load in loads):
+        if not loads:
             return None
         busy = {worker for move in self._under_way.values() for worker in (move.source, move.destination)}
         rests = [
@@ -235,13 +235,11 @@ class Knowledge:
         return known[:, 0].copy(), known[:, 1].copy()
 
 
-def _without(seen: Seen, heard: list[_Generator]) -> Seen | None:
+def _without(seen: Seen, heard: list[_Generator]) -> Seen:
     """What has finished since its generator said that it has it."""
     fleet = seen.fleet
     first = fleet.starts
     gone = np.array([first[index] + place for index, each in enumerate(heard) for place in each.gone], np.int64)
-    if len(gone) == fleet.num_sequences:
-        return None
     if not len(gone):
         return seen
     stays = np.ones(fleet.num_sequences, bool)
