@@ -1,0 +1,107 @@
+"""One sequence on two generators, watched: when its tokens came, what its moves took."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import NamedTuple
+
+from rlhfspec.bench.moving.migrate_results import Moment
+from rlhfspec.bench.moving.pair import NUM_GENERATORS, Pair
+from rlhfspec.records import Move, Moved
+
+_LOOK_SECONDS = 0.01  # between two looks
+_PATIENCE_SECONDS = 60.0
+
+
+class Seen(NamedTuple):
+    at: float  # end of a step
+    num_tokens: int
+
+
+class Watch:
+    def __init__(self, pair: Pair, name: str) -> None:
+        self._pair = pair
+        self._name = name
+        self._seen: list[list[Seen]] = [[] for _ in range(NUM_GENERATORS)]
+        self._step = [0.0] * NUM_GENERATORS
+
+    def wait_for_tokens(self, number: int, count: int) -> bool:
+        """Until so many more steps gave it tokens there; False: it ended, or they never came."""
+        self._forget(number)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            self._look(number)
+            if len({seen.num_tokens for seen in self._seen[number]}) > count:
+                return True
+            time.sleep(_LOOK_SECONDS)
+        return False
+
+    def idle(self, seconds: float) -> tuple[float, float]:
+        """Without a move: how long it was, and the CPU that both took beside their engines."""
+        before, began = self._cpu(), time.monotonic()
+        time.sleep(seconds)
+        return time.monotonic() - began, max(self._cpu()[0] - before[0], 0.0)
+
+    def move(self, move: Move, idle_rate: float) -> tuple[Moment | None, str]:
+        """What it took, or why it did not come about. `idle_rate`: CPU a second that is not the move's."""
+        source, destination = move.source, move.destination
+        for number in range(NUM_GENERATORS):
+            self._look(number)
+        self._seen[source], self._seen[destination] = self._seen[source][-1:], []
+        cpu_before, _ = self._cpu()
+        began = time.monotonic()
+        told = self._pair.ask(source, "move", "moved", **asdict(move))
+        ended = told.pop("at")
+        cpu_after, held = self._cpu()
+        moved = Moved(**told)
+        if moved.how != "kv" or not self.wait_for_tokens_after(destination):
+            return None, moved.reason or moved.how
+        self._look(source)
+        first = self._seen[destination][0]
+        last = max(seen for seen in self._seen[source] if seen.at < first.at)
+        seconds = ended - began
+        cpu = max(cpu_after - cpu_before - idle_rate * seconds, 0.0)
+        return Moment(
+            pause=moved.pause_seconds, gap=first.at - last.at, seconds=seconds, num_bytes=moved.num_bytes, cpu=cpu,
+            held=held, step=self._step[destination],
+        ), ""  # fmt: skip
+
+    def wait_for_tokens_after(self, number: int) -> bool:
+        """Until it has run there for two steps; what was seen there since the move stays."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            self._look(number)
+            if len(self._seen[number]) >= 2:
+                return True
+            time.sleep(_LOOK_SECONDS)
+        return False
+
+    def prefill_gap(self, number: int) -> float | None:
+        """Its memory is taken from it: from its last token to the first after its KV was computed again."""
+        self._look(number)
+        self._seen[number] = self._seen[number][-1:]
+        at = self._pair.ask(number, "preempt", "preempted", id=self._name)["at"]
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            self._look(number)
+            before = [seen for seen in self._seen[number] if seen.at <= at]
+            after = [seen for seen in self._seen[number] if before and seen.num_tokens > before[-1].num_tokens]
+            if after:
+                return after[0].at - before[-1].at
+            time.sleep(_LOOK_SECONDS)
+        return None
+
+    def _forget(self, number: int) -> None:
+        self._look(number)
+        self._seen[number].clear()
+
+    def _look(self, number: int) -> None:
+        answer = self._pair.ask(number, "watched", "watched")
+        self._seen[number] += [Seen(at, tokens) for name, at, tokens in answer["steps"] if name == self._name]
+        self._step[number] = answer["step_seconds"]
+
+    def _cpu(self) -> tuple[float, float]:
+        """Seconds of CPU for calls into the engines and in all other threads, of both; the longest that one was held."""
+        told = [self._pair.ask(number, "cpu", "cpu") for number in range(NUM_GENERATORS)]
+        return sum(one["calls"] + one["others"] for one in told), max(one["longest_held"] for one in told)
