@@ -157,6 +157,7 @@ class MigrateBenchmark:
             self._skipped.append(f"{kind}: {str(failure).splitlines()[-1]}")
             return None
         self._arithmetic = loaded["arithmetic"]
+        self._stage(pair, "plain", min(LARGE_KV_TOKENS, *self._settings.tokens), _Found())  # connects, warms up
         return pair
 
     # -- a stage ----------------------------------------------------------------------------------------------
@@ -173,10 +174,10 @@ class MigrateBenchmark:
         for number in range(self._settings.moves_per_stage):
             if number == self._settings.moves_per_stage // 2 and (gap := watch.prefill_gap(here)) is not None:
                 found.prefill_gaps.append(gap)
-            idle_seconds, idle_cpu = watch.idle(0.05)
+            idle_cpu = watch.idle_cpu(0.05)
             move = Move(id=f"{name}/{number}", job="bench", sample_id=moved, source=here, destination=1 - here,
                         gain_seconds=1.0, reason="measured")  # fmt: skip
-            moment, reason = watch.move(move, idle_cpu / idle_seconds)
+            moment, reason = watch.move(move, idle_cpu)
             if moment is None:
                 found.kept.append(reason)
                 break

@@ -46,9 +46,8 @@ def plot(results: MigrateResults, path: Path) -> None:
         for axis in column[1:]:
             axis.set_ylim(0, None)
         column[2].set_xlabel("tokens")
-    for axis, name in zip(
-        axes[:, 0], ("gap, ms", "pause, ms (line: what is promised)", "CPU of both ends, ms"), strict=True
-    ):
+    names = ("gap, ms", "pause, ms (dotted: what is promised)", "CPU of both ends, ms")
+    for axis, name in zip(axes[:, 0], names, strict=True):
         axis.set_ylabel(name)
     axes[0][0].legend(fontsize=8)
     figure.suptitle(f"{results.machine.cpu}: two generators, one core each, both busy", fontsize=10)

@@ -22,16 +22,17 @@ def render(results: MigrateResults) -> Group:
 def _heading(results: MigrateResults) -> Text:
     settings = results.settings
     return Text(
-        f"{results.machine.cpu}, two generators of one core each, both decoding 8 other sequences, {settings['model']}, "
+        f"{results.machine.cpu}, two generators of one core each, both decoding 8 others, {settings['model']}, "
         f"{settings['dtype']}\nmedians of {settings['repeats']} moves, links in turn; pause: source lets go -> "
-        "destination has it; gap: last token here -> first there; CPU: of both ends, beyond decoding"
+        "destination has it;\ngap: last token here -> first there, re-prefill: the same when its KV is computed again; "
+        "CPU: of both ends, beyond decoding\n(in the engines' threads); even at: tokens from which the move is shorter"
     )
 
 
 def _cells(results: MigrateResults) -> Table:
     table = Table(title="one move, milliseconds", title_style="bold")
-    columns = (*_LEFT, "tokens", "moves", "MB", "pause", "gap", "a step", "whole", "CPU", "CPU/MB", "held (most)",
-               "re-prefill gap", "times", "break-even, tokens")  # fmt: skip
+    columns = (*_LEFT, "tokens", "moves", "MB", "pause", "gap", "step", "whole", "CPU", "CPU/MB", "held, most",
+               "re-prefill", "times", "even at")  # fmt: skip
     for name in columns:
         table.add_column(name, justify="left" if name in _LEFT else "right")
     for cell in results.cells:
@@ -44,10 +45,11 @@ def _row(cell: Cell) -> list[str]:
         return f"{1000 * cell.median(name):.1f}"
 
     most = max(move.held for move in cell.moves)
+    cpu = f"{ms('cpu')} ({ms('engine_cpu')})"
     return [
         cell.model, cell.decoding, cell.link, str(cell.num_tokens), str(len(cell.moves)),
-        f"{cell.median('num_bytes') / 1e6:.1f}", ms("pause"), ms("gap"), ms("step"), ms("seconds"), ms("cpu"),
-        f"{1000 * cell.cpu_per_mb:.2f}", f"{ms('held')} ({1000 * most:.1f})", f"{1000 * cell.prefill_gap:.0f}",
+        f"{cell.median('num_bytes') / 1e6:.1f}", ms("pause"), ms("gap"), ms("step"), ms("seconds"), cpu,
+        f"{1000 * cell.cpu_per_mb:.2f}", f"{ms('held')}, {1000 * most:.1f}", f"{1000 * cell.prefill_gap:.0f}",
         f"{cell.times_shorter:.1f}", f"{cell.break_even_tokens:.0f}",
     ]  # fmt: skip
 

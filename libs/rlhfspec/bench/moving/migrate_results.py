@@ -1,7 +1,8 @@
 """What `rlhfspec bench migrate` found: medians of every cell, and the bars.
 
 Example: a pause of a step of 10 ms and 3 ms more is within what is promised over shared memory.
-    >>> move = Moment(pause=0.013, gap=0.02, seconds=0.02, num_bytes=4_700_000, cpu=0.0015, held=0.001, step=0.01)
+    >>> move = Moment(pause=0.013, gap=0.02, seconds=0.02, num_bytes=4_700_000, cpu=0.0015,
+    ...               engine_cpu=0.001, held=0.001, step=0.01)
     >>> cell = Cell(model="wide", decoding="plain", link="shm", num_tokens=1024, moves=(move,), prefill_gaps=(0.5,))
     >>> [(bar.name, bar.found, bar.holds) for bar in bars([cell])][0]
     ('pause', '13.0 ms', True)
@@ -30,14 +31,15 @@ TIMES_SHORTER = {512: 10.0, 1024: 20.0}  # than computing the KV again, the gap
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """One move. Seconds: pause, from the source's letting go to its being there; gap, from the last token here to the
-    first there; of the whole move; CPU of both ends beyond what they take without; the longest that an engine was held
-    between two steps; and a step of the destination."""
+    first there; of the whole move; CPU of both ends beyond what they take without, and what of it was in the engines'
+    threads; the longest that an engine was held between two steps; and a step of the destination."""
 
     pause: float
     gap: float
     seconds: float
     num_bytes: int
     cpu: float
+    engine_cpu: float
     held: float
     step: float
 
@@ -77,7 +79,7 @@ class Cell:
         return max(self.median("gap") - step, 0.0) / prefill_token
 
     def summary(self) -> dict[str, Any]:
-        names = ("pause", "gap", "seconds", "num_bytes", "cpu", "held", "step")
+        names = ("pause", "gap", "seconds", "num_bytes", "cpu", "engine_cpu", "held", "step")
         told = {name: self.median(name) for name in names}
         return told | {
             "longest_held": max(move.held for move in self.moves),

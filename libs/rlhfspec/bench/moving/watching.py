@@ -19,6 +19,12 @@ class Seen(NamedTuple):
     num_tokens: int
 
 
+class _Cpu(NamedTuple):
+    calls: float
+    others: float
+    longest_held: float
+
+
 class Watch:
     def __init__(self, pair: Pair, name: str) -> None:
         self._pair = pair
@@ -37,11 +43,12 @@ class Watch:
             time.sleep(_LOOK_SECONDS)
         return False
 
-    def idle(self, seconds: float) -> tuple[float, float]:
-        """Without a move: how long it was, and the CPU that both took beside their engines."""
+    def idle_cpu(self, seconds: float) -> float:
+        """CPU a second that both take beside their engines when nothing moves."""
         before, began = self._cpu(), time.monotonic()
         time.sleep(seconds)
-        return time.monotonic() - began, max(self._cpu()[0] - before[0], 0.0)
+        after = self._cpu()
+        return max(after.calls + after.others - before.calls - before.others, 0.0) / (time.monotonic() - began)
 
     def move(self, move: Move, idle_rate: float) -> tuple[Moment | None, str]:
         """What it took, or why it did not come about. `idle_rate`: CPU a second that is not the move's."""
@@ -49,11 +56,11 @@ class Watch:
         for number in range(NUM_GENERATORS):
             self._look(number)
         self._seen[source], self._seen[destination] = self._seen[source][-1:], []
-        cpu_before, _ = self._cpu()
+        before = self._cpu()
         began = time.monotonic()
         told = self._pair.ask(source, "move", "moved", **asdict(move))
         ended = told.pop("at")
-        cpu_after, held = self._cpu()
+        after = self._cpu()
         moved = Moved(**told)
         if moved.how != "kv" or not self.wait_for_tokens_after(destination):
             return None, moved.reason or moved.how
@@ -61,10 +68,12 @@ class Watch:
         first = self._seen[destination][0]
         last = max(seen for seen in self._seen[source] if seen.at < first.at)
         seconds = ended - began
-        cpu = max(cpu_after - cpu_before - idle_rate * seconds, 0.0)
+        in_engines = after.calls - before.calls
+        cpu = max(in_engines + after.others - before.others - idle_rate * seconds, 0.0)
         return Moment(
             pause=moved.pause_seconds, gap=first.at - last.at, seconds=seconds, num_bytes=moved.num_bytes, cpu=cpu,
-            held=held, step=self._step[destination],
+            engine_cpu=in_engines,
+            held=after.longest_held, step=self._step[destination],
         ), ""  # fmt: skip
 
     def wait_for_tokens_after(self, number: int) -> bool:
@@ -101,7 +110,8 @@ class Watch:
         self._seen[number] += [Seen(at, tokens) for name, at, tokens in answer["steps"] if name == self._name]
         self._step[number] = answer["step_seconds"]
 
-    def _cpu(self) -> tuple[float, float]:
-        """Seconds of CPU for calls into the engines and in all other threads, of both; the longest that one was held."""
+    def _cpu(self) -> _Cpu:
+        """Of both: CPU for calls into the engines, CPU of all other threads; the longest that one was held."""
         told = [self._pair.ask(number, "cpu", "cpu") for number in range(NUM_GENERATORS)]
-        return sum(one["calls"] + one["others"] for one in told), max(one["longest_held"] for one in told)
+        calls, others = (sum(one[name] for one in told) for name in ("calls", "others"))
+        return _Cpu(calls, others, max(one["longest_held"] for one in told))
