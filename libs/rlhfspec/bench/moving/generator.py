@@ -22,6 +22,7 @@ import asyncio
 import hashlib
 import json
 import secrets
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from rlhfspec.migration.sendings import Links
 from rlhfspec.records import Load, Move
 
 _IDLE_SECONDS = 0.25
+_RECENT_STEPS = 32
 
 
 class Meter(Protocol):
@@ -216,7 +218,14 @@ class Generator:
         self._tell("cpu", **await self._calls.call(read))
 
     async def _on_watched(self) -> None:
-        self._tell("watched", steps=await self._calls.call(lambda: list(self._watched)))
+        """Since the last such question; and what a step takes, of the last few that read no prompt."""
+
+        def read() -> dict[str, Any]:
+            watched, self._watched = self._watched, []
+            plain = [seconds for _, _, prefill, _, seconds in self._steps[-_RECENT_STEPS:] if not prefill]
+            return {"steps": watched, "step_seconds": statistics.median(plain) if plain else 0.0}
+
+        self._tell("watched", **await self._calls.call(read))
 
     async def _on_end(self) -> None:
         def end() -> dict[str, Any]:

@@ -77,6 +77,14 @@ class Pair:
                 answers[number] = rest
         return [answers[number] for number in range(NUM_GENERATORS)]
 
+    def ask(self, number: int, request: str, answer: str, **arguments: Any) -> dict[str, Any]:
+        """One of them; whatever else is said meanwhile is of no interest."""
+        self.tell(number, request, **arguments)
+        while True:
+            speaker, name, rest = self.hear()
+            if (speaker, name) == (number, answer):
+                return rest
+
     def ask_all(self, request: str, answer: str, **arguments: Any) -> list[dict[str, Any]]:
         self.tell_all(request, **arguments)
         return self.hear_all(answer)

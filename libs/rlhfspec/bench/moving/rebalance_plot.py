@@ -61,6 +61,7 @@ def _activity(axis: Any, run: StageRun, latest: float) -> None:
     moved = f", {len(run.moves)} moves" if run.arm == OURS else ""
     axis.set_title(f"{run.arm}: {run.seconds:.1f} s{moved}", fontsize=9)
     axis.set(xlim=(0, latest * 1.03), ylim=(0, None))
+    axis.yaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
 
 
