@@ -9,8 +9,6 @@ from advice import Adviser
 from runs import train
 from test_processes import Started, starting  # noqa: F401
 
-from rlhfspec.service.connections import Connections
-
 LONG = (
     "roles.generator.workers=2",
     "generation.maxTokens=192",
@@ -27,7 +25,7 @@ def test_random_moves_every_50_ms_change_no_bit_of_the_curve(
     whole = train(job_file, "one", *LONG)
     run = starting("many", *LONG)
     run.until("(7 of 7)")
-    with Adviser(Connections.read(run.folder / "processes" / "connections.json"), seed=1) as adviser:
+    with Adviser(run.folder / "processes" / "connections.json", seed=1) as adviser:
         code, output = run.ended()
     assert code == 0, output
     assert run.curve() == whole
