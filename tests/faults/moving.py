@@ -36,10 +36,10 @@ LONG = (
     "generation.kvCacheTokens=65536",
 )
 # Of those struck by a kill, by weight; beside the kills, of every ten faults one hold and, over TCP, one of the link.
-KILLED = {"source": 30, "destination": 30, "generator": 8, "rebalancer-0": 12, SUPERVISOR: 3, "nats": 5, "redis": 2,
+KILLED = {"source": 30, "destination": 30, "generator": 8, "rebalancer-0": 12, SUPERVISOR: 1, "nats": 5, "redis": 2,
           "guardian": 2, "launcher": 2, "trainer-0": 3, "reward-0": 2, "prompts-0": 1}  # fmt: skip
 LINK_FAULTS: tuple[Kind, ...] = ("cut", "slow", "break")
-STEPS_A_WAVE, MOST_IN_A_WAVE = (1, 2), 4
+MOST_IN_A_WAVE = 6
 
 
 def link_of(seed: int) -> str:
@@ -68,7 +68,7 @@ def schedule(seed: int, num_kills: int, *, most_held_seconds: float) -> list[Fau
                     target = f"generator-{draw.randrange(NUM_GENERATORS)}"
                 faults.append(Fault(step, delay, "kill", target))
                 left -= 1
-        step += draw.randint(*STEPS_A_WAVE)
+        step += 1
     return faults
 
 
