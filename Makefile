@@ -60,8 +60,9 @@ check: $(INSTALLED)  ## Lint, types and import directions
 test: $(INSTALLED)  ## All tests (TESTS=tests/test_x.py for some, WORKERS=n)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
 
-faults: $(INSTALLED)  ## 200 kills over whole runs of real processes, each equal to the run without them (make faults SEED=7)
+faults: $(INSTALLED)  ## 500 kills over whole runs, 300 of them among moves, each equal to the run without (make faults SEED=7)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --kills 200 --trials 5 --seed $(SEED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --moves --kills 300 --trials 6 --seed $(SEED)
 
 bench: $(INSTALLED)  ## The benchmark, quick: at most 3 minutes (all of it: rlhfspec bench generate)
 	$(BIN)/rlhfspec bench generate --quick

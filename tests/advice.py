@@ -1,12 +1,15 @@
-"""Someone who advises moves at random, as fast as asked for, in place of (or beside) a run's rebalancer."""
+"""Who listens to a run's generators in its rebalancer's place (or beside it), and advises what they make of it."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import threading
+import time
 from collections import Counter
+from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Self
 
 from rlhfspec.errors import RLHFSpecError
@@ -19,21 +22,21 @@ from rlhfspec.service.rights import inbox_of
 from rlhfspec.transport.nats import NatsTransport
 
 ROLE = "rebalancer"
+LISTEN_SECONDS = 0.02
 
 
-class Adviser:
-    """Advises a move every `every_seconds`, of a sample that some generator said it has, to any other generator."""
+class Listener:
+    """`file`: RUN/processes/connections.json, read again when the run is started anew. Advises nothing."""
 
-    def __init__(self, connections: Connections, seed: int, *, every_seconds: float = 0.05) -> None:
+    def __init__(self, file: Path) -> None:
+        self.loads: dict[int, Load] = {}  # the last of each worker
+        self.num_tokens: dict[str, int] = {}  # that each process generated, by its incarnation
         self.outcomes: Counter[str] = Counter()
         self.moved: list[Moved] = []
         self.num_advised = 0
-        self._connections = connections
-        self._every = every_seconds
-        self._draw = random.Random(seed)
-        self._loads: dict[int, Load] = {}
+        self._file = file
         self._leaving = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._advise()))
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._listen()))
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -43,49 +46,85 @@ class Adviser:
         self._leaving.set()
         self._thread.join()
 
-    async def _advise(self) -> None:
-        connections, job = self._connections, self._connections.job()
-        folder = connections.credentials
-        assert folder is not None
+    def advice(self, job: str) -> list[Move]:
+        return []
+
+    def heard(self, moved: Moved) -> None:
+        self.moved.append(moved)
+        self.outcomes[moved.how] += 1
+
+    async def _listen(self) -> None:
         while not self._leaving.is_set():
-            transport = await NatsTransport.connect(
-                connections.nats_url,
-                name="adviser",
-                inbox_prefix=inbox_of(ROLE),
-                nkey_seed=folder / f"{ROLE}.seed",
-                tls=client_tls(folder, ROLE),
-            )
-            try:
-                await self._while_connected(
-                    Bus(transport, job.metadata.name, uid=connections.uid, workers=workers_of(job))
-                )
-            except RLHFSpecError:
-                await asyncio.sleep(self._every)  # its server was killed
-            finally:
+            with suppress(RLHFSpecError, OSError):  # there is no run right now, or its server was killed
+                await self._while_it_runs(Connections.read(self._file))
+            await asyncio.sleep(LISTEN_SECONDS)
+
+    async def _while_it_runs(self, connections: Connections) -> None:
+        job, folder = connections.job(), connections.credentials
+        assert folder is not None
+        transport = await NatsTransport.connect(
+            connections.nats_url,
+            name="listener",
+            inbox_prefix=inbox_of(ROLE),
+            nkey_seed=folder / f"{ROLE}.seed",
+            tls=client_tls(folder, ROLE),
+        )
+        self.loads.clear()
+        bus = Bus(transport, job.metadata.name, uid=connections.uid, workers=workers_of(job))
+        stage = bus.of(ROLE)
+        try:
+            async with await stage.subscribe(Load) as loads, await stage.subscribe(Moved) as moves:
+                while not self._leaving.is_set() and Connections.read(self._file).uid == connections.uid:
+                    for load in await loads.pull(max_records=256, timeout_seconds=LISTEN_SECONDS):
+                        self.loads[load.record.worker] = load.record
+                        self.num_tokens[load.record.incarnation] = load.record.num_tokens
+                    for moved in await moves.pull(max_records=4096, timeout_seconds=0.0):
+                        self.heard(moved.record)
+                    for move in self.advice(bus.job):
+                        await stage.publish(move)
+                        self.num_advised += 1
+        finally:
+            with suppress(AttributeError):  # its library's, where the connection was lost a moment ago
                 await transport.close()
 
-    async def _while_connected(self, bus: Bus) -> None:
-        stage = bus.of(ROLE)
-        async with await stage.subscribe(Load) as loads, await stage.subscribe(Moved) as moves:
-            names = count(self.num_advised)
-            while not self._leaving.is_set():
-                for load in await loads.pull(max_records=256, timeout_seconds=self._every):
-                    self._loads[load.record.worker] = load.record
-                for moved in await moves.pull(max_records=256, timeout_seconds=0.0):
-                    self.moved.append(moved.record)
-                    self.outcomes[moved.record.how] += 1
-                if (move := self._move(bus.job, f"random/{next(names)}")) is not None:
-                    await stage.publish(move)
-                    self.num_advised += 1
 
-    def _move(self, job: str, name: str) -> Move | None:
-        sources = [load for load in self._loads.values() if load.sample_ids]
-        if not sources or len(self._loads) < 2:
+class Adviser(Listener):
+    """Advises a move every `every_seconds`, of a sample that is at some generator to any other one."""
+
+    def __init__(self, file: Path, seed: int, *, every_seconds: float = 0.05) -> None:
+        super().__init__(file)
+        self.under_way: dict[str, tuple[float, Move]] = {}  # advised when, and not told of; the last one last
+        self._every = every_seconds
+        self._draw = random.Random(seed)
+        self._names = count()
+        self._next = 0.0
+        self._places: dict[str, int] = {}  # of what moved since its generator last said what it has
+
+    def advice(self, job: str) -> list[Move]:
+        if time.monotonic() < self._next or (move := self._move(job)) is None:
+            return []
+        self._next = time.monotonic() + self._every
+        self.under_way[move.id] = (time.monotonic(), move)
+        while len(self.under_way) > 8:  # lost
+            del self.under_way[next(iter(self.under_way))]
+        return [move]
+
+    def heard(self, moved: Moved) -> None:
+        super().heard(moved)
+        self.under_way.pop(moved.id, None)
+        if moved.how in ("kv", "tokens"):
+            self._places[moved.sample_id] = moved.destination
+        while len(self._places) > 1024:
+            del self._places[next(iter(self._places))]
+
+    def _move(self, job: str) -> Move | None:
+        at = {sample: load.worker for load in list(self.loads.values()) for sample in load.sample_ids}
+        at |= {sample: worker for sample, worker in self._places.items() if sample in at}
+        if not at or len(self.loads) < 2:
             return None
-        source = self._draw.choice(sources)
-        other = self._draw.choice([worker for worker in self._loads if worker != source.worker])
-        sample = self._draw.choice(source.sample_ids)
+        sample = self._draw.choice(sorted(at))
+        other = self._draw.choice([worker for worker in self.loads if worker != at[sample]])
         return Move(
-            id=f"{job}/{name}", job=job, sample_id=sample, source=source.worker, destination=other,
+            id=f"{job}/random/{next(self._names)}", job=job, sample_id=sample, source=at[sample], destination=other,
             gain_seconds=1e9, reason="at random",
         )  # fmt: skip

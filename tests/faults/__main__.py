@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from faults import moving
 from faults.harness import Disturbed
 from faults.trial import alone, trial
 
@@ -19,6 +20,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; the next ones count on")
     parser.add_argument("--held-seconds", type=float, default=30.0, help="the longest that a process is held")
     parser.add_argument("--alone", metavar="WORKER", help="such as trainer-0: only this one is killed, one kill a time")
+    parser.add_argument("--moves", action="store_true", help="with moves under way, and half of the kills in one")
     arguments = parser.parse_args()
     for seed in range(arguments.seed, arguments.seed + arguments.trials):
         began = time.monotonic()
@@ -27,6 +29,8 @@ def main() -> None:
             try:
                 if arguments.alone:
                     run = alone(Path(folder), seed, kills, arguments.alone, _say)
+                elif arguments.moves:
+                    run = moving.trial(Path(folder), seed, kills, _say, held_seconds=arguments.held_seconds)
                 else:
                     run = trial(Path(folder), seed, kills, _say, held_seconds=arguments.held_seconds)
             except Disturbed as error:

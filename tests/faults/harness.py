@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from rlhfspec.service.connections import Connections
 
 LOOK_SECONDS = 0.02
 GONE_SECONDS = 60.0  # nothing of a run is left after so long; 10 s on a quiet machine, which is printed
-MOST_WORKERS = 2  # of a stage
+MOST_WORKERS = 3  # of a stage
 QUIET_SECONDS = 240.0  # without a step, and without a fault: it hangs
 
 
@@ -36,6 +37,7 @@ class FaultyRun:
         self._command += [word for override in overrides for word in ("--set", override)]
         self.out = out
         self._say = say
+        self.environment: dict[str, str] = {}  # what its processes have beside this one's
         self._log = out.with_suffix(".log")
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._right_code = 0
@@ -50,8 +52,11 @@ class FaultyRun:
         """Until it is completed. Raises `Disturbed` when it fails, hangs or leaves something behind."""
         with self.started():
             for fault in faults:
-                self._wait_for(fault)
-                self._strike(fault)
+                self.wait_and_strike(fault)
+
+    def wait_and_strike(self, fault: Fault) -> None:
+        self._wait_for(fault)
+        self._strike(fault)
 
     @contextmanager
     def started(self) -> Iterator[None]:
@@ -84,8 +89,9 @@ class FaultyRun:
         resume = ["--resume"] if (self.out / "manifest.json").exists() else []
         with self._log.open("ab") as log:
             self._supervisor = subprocess.Popen(
-                [*self._command, *resume], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+                [*self._command, *resume], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=os.environ | self.environment,
+            )  # fmt: skip
 
     def _ended(self) -> int | None:
         assert self._supervisor is not None
@@ -145,7 +151,8 @@ class FaultyRun:
 
     def _strike(self, fault: Fault) -> None:
         if fault.target == SUPERVISOR:
-            return self._kill_supervisor(fault)
+            self._kill_supervisor(fault)
+            return
         found: list[int] = []
 
         def is_there() -> bool:
@@ -154,11 +161,14 @@ class FaultyRun:
             return bool(found)
 
         self.until(is_there, f"there is a {fault.target}")
+        self._send(fault, found)
+        self._tell(fault, f"{len(found)} processes")
+
+    def _send(self, fault: Fault, pids: Sequence[int]) -> None:
         number = {"kill": signal.SIGKILL, "hold": signal.SIGSTOP, "leave": signal.SIGTERM}[fault.kind]
-        for pid in found:
+        for pid in pids:
             if processes.send(pid, number) and fault.kind == "hold":
                 heapq.heappush(self._held, (time.monotonic() + fault.seconds, pid))
-        self._tell(fault, f"{len(found)} processes")
 
     def _found(self, uid: str, target: str) -> list[int]:
         """Or a colleague, where it is being started again or has left for good."""

@@ -51,13 +51,20 @@ class Proxy:
             except OSError:
                 return
             try:
-                far = socket.create_connection(self._server)
-            except OSError:
+                far = self._reach(near)
+            except (OSError, ValueError):
                 near.close()
                 continue
             self._sockets += [near, far]
             for one, other in ((near, far), (far, near)):
                 threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _reach(self, near: socket.socket) -> socket.socket:
+        """The other end for one who comes."""
+        return socket.create_connection(self._server)
+
+    def _before(self, piece: bytes) -> None:
+        """It is passed on."""
 
     def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
         with suppress(OSError):
@@ -67,6 +74,7 @@ class Proxy:
                 self._whole.wait()  # what came after the cut is lost to the other side until it is healed
                 if not piece:
                     break
+                self._before(piece)
                 other.sendall(piece)
         for each in (one, other):
             with suppress(OSError):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from faults import moving
 from faults.schedule import schedule
 from faults.trial import WORKERS, join_and_leave, trial
 
@@ -31,3 +32,11 @@ def test_a_run_under_forty_kills_is_the_run_without_faults(tmp_path: Path) -> No
 def test_a_generator_joins_is_cut_off_comes_back_and_leaves(tmp_path: Path) -> None:
     """By hand, with a proxy between it and the server; the curve is that of the run without it."""
     join_and_leave(tmp_path, print)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_under_twenty_kills_in_mid_move_is_the_run_without_them(tmp_path: Path) -> None:
+    """`make faults` does three hundred, over shared memory and over TCP with a way that is cut, slow or broken off."""
+    run = moving.trial(tmp_path, 1, 20, print, held_seconds=2.0)
+    assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 20
+    assert len(run.in_a_move) >= 4

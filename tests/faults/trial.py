@@ -42,7 +42,7 @@ def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *
 def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
     """Each generator runs a few of a step's samples at a time, so that there is always something to take. It goes on as
     long as the visit takes, and then no further."""
-    job = _written(folder, name="grpo")
+    job = written(folder, name="grpo")
     overrides = [*OVERRIDES, "training.promptsPerStep=16", "generation.maxTokens=64", "generation.maxSequences=4"]
     run = FaultyRun(job, folder / "faults", [*overrides, "training.steps=100000"], say)
     with run.started():
@@ -50,7 +50,7 @@ def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
         Joined(run, say).visit()
         run.interrupt()
     undisturbed = train(job, "undisturbed", *overrides, f"training.steps={run.num_steps}")
-    _check(job, undisturbed)
+    check(job, undisturbed)
 
 
 def alone(folder: Path, seed: int, num_kills: int, worker: str, say: Callable[[str], None]) -> FaultyRun:
@@ -64,22 +64,22 @@ def alone(folder: Path, seed: int, num_kills: int, worker: str, say: Callable[[s
 
 def _trial(folder: Path, faults: Sequence[Fault], say: Callable[[str], None]) -> FaultyRun:
     """PPO: every stage runs."""
-    job = _written(folder, name="ppo", samplesPerPrompt=2)
+    job = written(folder, name="ppo", samplesPerPrompt=2)
     overrides = [*OVERRIDES, f"training.steps={faults[-1].after_step + STEPS_AFTER}"]
     undisturbed = train(job, "undisturbed", *overrides)
     run = FaultyRun(job, folder / "faults", overrides, say)
     run.run(faults)
-    _check(job, undisturbed)
+    check(job, undisturbed)
     return run
 
 
-def _written(folder: Path, **algorithm: Any) -> Path:
+def written(folder: Path, **algorithm: Any) -> Path:
     write_models(folder, random_model("llama", seed=1, vocab_size=260))
     write_data(folder)
     return write_job(folder, folder, **algorithm)
 
 
-def _check(job: Path, undisturbed: list[dict[str, Any]]) -> None:
+def check(job: Path, undisturbed: list[dict[str, Any]]) -> None:
     if curve_of(job, "faults") != undisturbed:
         raise Disturbed("its curve is another one")
     one, other = ((job.parent / out / "samples.jsonl").read_bytes() for out in ("undisturbed", "faults"))

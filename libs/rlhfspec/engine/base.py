@@ -248,6 +248,10 @@ class EngineProtocol(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def check_integrity(self) -> None:
+        """Between two steps. AssertionError where rows, blocks and sequences do not add up."""
+        ...
+
     def sequences(self) -> tuple[SequenceView, ...]:
         """Those that wait or run here; not those on their way from or to another engine."""
         ...

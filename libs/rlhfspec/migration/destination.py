@@ -205,7 +205,8 @@ class Destination:
             return [_refused(message, "sample", "is arriving from another one")]
         if self.is_closed or len(self._leases) >= MOST_LEASES:
             source.settle(message.number, "refused")
-            return [*freed, _refused(message, "room", "leaving" if self.is_closed else "others are arriving")]
+            why = ("leaving", "takes nothing more") if self.is_closed else ("busy", "others are arriving")
+            return [*freed, _refused(message, *why)]
         source.settle(message.number, "open")
         self._leases[message.sample] = _Lease(message, now + LEASE_SECONDS)
         return [*freed, Keep(message)]

@@ -24,6 +24,7 @@ from rlhfspec.records import Move, Moved
 from rlhfspec.transport.clock import Clock
 
 ASK_SECONDS = 2.0  # for an answer that needs no engine
+LEAVE_SECONDS = 1.5  # for the first answer to who leaves: somebody else may be quicker
 _NO_KV = 1 << 30  # the position behind which there is none
 
 
@@ -46,6 +47,8 @@ class Giving:
         self._move, self._peer, self._machine, self._place = move, peer, machine, place
         self._must_go = must_go
         self._give_up = ""
+        self._was_answered = False
+        self._asking: asyncio.Task[bytes] | None = None
         self._reason = ""  # why this way
         self._mark: Watermark | None = None  # up to where it was packed
         self._sending: asyncio.Task[None] | None = None
@@ -58,6 +61,8 @@ class Giving:
     def give_up(self, reason: str) -> None:
         """Before it is handed over; afterwards it is not ours to say."""
         self._give_up = reason
+        if self._asking is not None:
+            self._asking.cancel()
 
     async def run(self) -> Moved:
         actions = deque(self._machine.start())
@@ -208,9 +213,7 @@ class Giving:
         """What was packed is on its way meanwhile. A range that cannot be sent is known here first; whether a sequence
         that was handed over without its rest is refused, only there."""
         sending, self._sending = self._sending, None
-        timeout = ASK_SECONDS if isinstance(message, messages.Ask) else TELL_SECONDS
-        question = messages.to_bytes(message)
-        asking = asyncio.create_task(self._place.control.ask(self._peer, question, timeout=timeout))
+        asking = self._ask(message)
         if sending is not None:
             await asyncio.wait([sending, asking], return_when=asyncio.FIRST_EXCEPTION)
             failed = sending.exception() if sending.done() else None
@@ -220,8 +223,13 @@ class Giving:
                 raise failed
         try:
             said = messages.reply(await asking)
+            self._was_answered = True
         except (NoReply, MalformedRecord) as error:
             return Silence(str(error))
+        except asyncio.CancelledError:
+            if not (self._give_up and asking.cancelled()):
+                raise
+            return Silence(self._give_up)
         finally:
             if sending is not None:
                 await asyncio.gather(sending, return_exceptions=True)
@@ -229,6 +237,14 @@ class Giving:
             seconds = self._place.clock.now() - self._packed_at
             self._place.costs.learn_link(self._peer.name, num_bytes=message.num_bytes, seconds=seconds)
         return Heard(said)
+
+    def _ask(self, message: messages.Told) -> asyncio.Task[bytes]:
+        """Not longer than until it is given up."""
+        hurries = self._must_go and not self._was_answered
+        timeout = ASK_SECONDS if isinstance(message, messages.Ask) else LEAVE_SECONDS if hurries else TELL_SECONDS
+        question = messages.to_bytes(message)
+        self._asking = asyncio.create_task(self._place.control.ask(self._peer, question, timeout=timeout))
+        return self._asking
 
     # -- of its end -----------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from rlhfspec.records import Move, Moved
 from rlhfspec.transport.clock import Clock, SystemClock
 
 MOST_MOVES = 4  # from here at once; others wait
+CLOSE_SECONDS = 0.5  # for those who wait for what does not come to be told so
 T = TypeVar("T")
 
 
@@ -59,12 +60,13 @@ class Mover:
         self._free = asyncio.Semaphore(MOST_MOVES)
         self._giving: dict[str, Giving] = {}  # by sample
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._parting: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     @property
     def moving(self) -> frozenset[str]:
         """Samples that the engine knows, or may know, without running them. A prompt of one waits."""
-        return self._taking.machine.arriving | self._giving.keys()
+        return self._taking.arriving | self._giving.keys()
 
     @property
     def refused(self) -> dict[str, int]:
@@ -82,21 +84,30 @@ class Mover:
             must_go=must_go,
         )  # fmt: skip
         giving = self._giving[move.sample_id] = Giving(move, peer, machine, self._place, must_go=must_go)
-        return await asyncio.shield(self._begin(self._run(giving, move)))
+        return await asyncio.shield(_kept_in(self._tasks, self._run(giving, move)))
 
     async def answer(self, data: bytes) -> bytes:
         """To what a source tells. Raises MalformedRecord for what is no message of a move."""
         return await self._taking.answer(data)
 
+    async def refuse(self) -> None:
+        """Nothing comes any more; what is here may still go."""
+        await self._taking.refuse()
+
     async def close(self) -> None:
-        """What is not handed over stays; what is in doubt is asked about once more and then forgotten. Nothing comes
-        any more; the links are closed. The engine's thread must still `run` calls."""
+        """What is not handed over stays; what is in doubt is forgotten. Nothing comes any more; the links are closed.
+        The engine's thread must still `run` calls."""
         self._is_closed = True
         for giving in self._giving.values():
             giving.give_up("its generator is leaving")
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._taking.close()
+        if self._parting:
+            _, silent = await asyncio.wait(self._parting, timeout=CLOSE_SECONDS)
+            for each in silent:
+                each.cancel()
+            await asyncio.gather(*silent, return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(None, self._place.links.close)
 
     # -- of moves from here ---------------------------------------------------------------------------------
@@ -120,12 +131,6 @@ class Mover:
         finally:
             del self._giving[move.sample_id]
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def _part(self, peer: Peer, message: messages.Told) -> None:
         async def tell() -> None:
             try:
@@ -133,7 +138,15 @@ class Mover:
             except NoReply:
                 return  # its lease runs out, or it lets the sequence go on a little later
 
-        self._begin(tell())
+        _kept_in(self._parting, tell())
+
+
+def _kept_in(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Until it is done."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 def _kept(move: Move, reason: str) -> Moved:

@@ -46,7 +46,13 @@ class Taking:
         self._waits: dict[
             str, tuple[messages.Message, asyncio.Event]
         ] = {}  # by sample, for the link: or is it given up?
+        self._freeing: dict[str, asyncio.Future[bool]] = {}
         self._ticking: asyncio.Task[None] | None = None
+
+    @property
+    def arriving(self) -> frozenset[str]:
+        """Samples that the engine keeps something for, or still does until its next step."""
+        return self.machine.arriving | self._freeing.keys()
 
     async def answer(self, data: bytes) -> bytes:
         """Raises MalformedRecord for what is no question."""
@@ -64,12 +70,15 @@ class Taking:
                 assert not isinstance(last, Free), "every message has an answer"
                 actions = self.machine.on(await self._do(last), self._clock.now())
 
-    async def close(self) -> None:
+    async def refuse(self) -> None:
         """Nothing more is taken; what was kept is freed."""
+        await self._free(self.machine.close())
+
+    async def close(self) -> None:
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
-        await self._free(self.machine.close())
+        await self.refuse()
 
     # -- what the machine says ------------------------------------------------------------------------------
 
@@ -181,8 +190,15 @@ class Taking:
     def _free(self, actions: list[Action]) -> asyncio.Future[list[Any]]:
         """In line at once, so that what is asked of the engine afterwards finds it free."""
         samples = [action.sample for action in actions if isinstance(action, Free) and action.has_kv]
-        freed = [self._calls.call(partial(self._engine.cancel, sample)) for sample in samples]
-        return asyncio.gather(*freed, return_exceptions=True)  # without its engine nothing is kept any more
+        freed = {sample: self._calls.call(partial(self._engine.cancel, sample)) for sample in samples}
+        self._freeing |= freed
+        for sample in samples:
+            freed[sample].add_done_callback(partial(self._freed, sample))
+        return asyncio.gather(*freed.values(), return_exceptions=True)  # without its engine nothing is kept any more
+
+    def _freed(self, sample: str, call: asyncio.Future[bool]) -> None:
+        if self._freeing.get(sample) is call:
+            del self._freeing[sample]
 
     def _said(self, reply: messages.Reply) -> bytes:
         if isinstance(reply, messages.Refused):

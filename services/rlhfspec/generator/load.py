@@ -81,6 +81,10 @@ class Meter:
             return None
         return self._record(self._strategies.most_common(1)[0][0])
 
+    def now(self) -> Load:
+        """Due or not."""
+        return self._record("")
+
     def idle(self) -> Load | None:
         """Of an engine without work, from time to time: others may have work for it."""
         if self._engine.has_work or self._now() - self._last < IDLE_EVERY_SECONDS:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
@@ -12,11 +13,14 @@ from rlhfspec.errors import MalformedRecord
 from rlhfspec.migration.base import Peer
 from rlhfspec.migration.mover import Mover
 from rlhfspec.records import Move, Moved, WorkerInfo
+from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Inbox, StageBus
 from rlhfspec.service.tasks import together
 
 PULL_SECONDS = 0.5
-LEAVE_SECONDS = 4.0  # for all that runs here to go on elsewhere
+LEAVE_SECONDS = 3.5  # for all that runs here to go on elsewhere
+AGAIN_SECONDS = 0.02  # then who had no place for it is asked again
+MOST_ADVICE = 32  # followed at once; the rest of a flood is lost, as advice may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,37 +54,47 @@ class Luggage:
 class Moving:
     """Follows the rebalancer's advice; knows the other generators by what they say of themselves."""
 
-    def __init__(self, bus: StageBus, mover: Mover, job: str) -> None:
+    def __init__(self, generator: Service, bus: StageBus, mover: Mover, job: str) -> None:
         self.mover = mover
+        self._generator = generator
         self._bus = bus
         self._job = job
         self._peers: dict[int, Peer] = {}
         self._moves: set[asyncio.Task[Moved]] = set()
         self._numbers = count()
 
-    async def run(self, stopping: asyncio.Event) -> None:
+    async def run(self) -> None:
         async with await self._bus.subscribe(Move) as advice, await self._bus.subscribe(WorkerInfo) as infos:
-            await together(self._follow(advice, stopping), self._meet(infos, stopping))
+            await together(self._follow(advice), self._meet(infos))
 
-    async def leave(self, samples: Collection[str]) -> None:
-        """All of them go on elsewhere, as far as others have room and the time lasts."""
-        workers = sorted(self._peers)
-        leaving = [self._away(sample, _from(workers, place)) for place, sample in enumerate(samples)]
-        tasks = {asyncio.create_task(part) for part in leaving} | self._moves
-        if tasks:
-            await asyncio.wait(tasks, timeout=LEAVE_SECONDS)
+    async def leave(self, begun: Callable[[], Awaitable[list[str]]]) -> None:
+        """What has begun here goes on elsewhere, as far as others take it and the time lasts. Who leaves too, or says
+        nothing, is asked once: when a whole run ends nobody waits for anybody."""
+        await self.mover.refuse()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                turn = 0
+                while ((samples := await begun()) and self._peers) or self._moves:
+                    workers = sorted(self._peers)
+                    going = enumerate(samples if workers else (), turn)
+                    await asyncio.gather(*(self._away(each, workers[n % len(workers)]) for n, each in going))
+                    await asyncio.sleep(AGAIN_SECONDS)
+                    turn += 1
         await self.mover.close()
 
-    async def _follow(self, inbox: Inbox[Move], stopping: asyncio.Event) -> None:
-        while not stopping.is_set():
-            for delivery in await inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS):
+    async def _follow(self, inbox: Inbox[Move]) -> None:
+        while not self._generator.stopping.is_set():
+            pulling = inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS)
+            for delivery in await self._generator.unless_stopped(pulling):
                 move = delivery.record
-                if move.source == self._bus.worker and move.destination in self._peers:
+                is_ours = move.source == self._bus.worker and move.destination in self._peers
+                if is_ours and len(self._moves) < MOST_ADVICE:
                     self._begin(move)
 
-    async def _meet(self, inbox: Inbox[WorkerInfo], stopping: asyncio.Event) -> None:
-        while not stopping.is_set():
-            for delivery in await inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS):
+    async def _meet(self, inbox: Inbox[WorkerInfo]) -> None:
+        while not self._generator.stopping.is_set():
+            pulling = inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS)
+            for delivery in await self._generator.unless_stopped(pulling):
                 info = delivery.record
                 if info.stage == self._bus.stage.name and info.worker != self._bus.worker:
                     name = f"{info.stage}-{info.worker}"
@@ -88,23 +102,21 @@ class Moving:
                         name=name, address=info.grpc_address or info.id, incarnation=info.id
                     )
 
-    async def _away(self, sample: str, workers: list[int]) -> None:
-        for worker in workers:
-            name = f"{self._job}/leave/{self.mover.incarnation}/{next(self._numbers)}"
-            moved = await self._begin(
-                Move(
-                    id=name,
-                    job=self._job,
-                    sample_id=sample,
-                    source=self._bus.worker,
-                    destination=worker,
-                    gain_seconds=0.0,
-                    reason="its generator leaves",
-                ),
-                must_go=True,
-            )
-            if moved.how != "kept":
-                return
+    async def _away(self, sample: str, worker: int) -> None:
+        if (peer := self._peers.get(worker)) is None:
+            return
+        move = Move(
+            id=f"{self._job}/leave/{self.mover.incarnation}/{next(self._numbers)}",
+            job=self._job,
+            sample_id=sample,
+            source=self._bus.worker,
+            destination=worker,
+            gain_seconds=0.0,
+            reason="its generator leaves",
+        )
+        moved = await self._begin(move, must_go=True)
+        if moved.how == "kept" and moved.reason.startswith(("leaving", "the destination is no more", peer.address)):
+            self._peers.pop(worker, None)
 
     def _begin(self, move: Move, *, must_go: bool = False) -> asyncio.Task[Moved]:
         task = asyncio.create_task(self._move(move, must_go))
@@ -116,13 +128,3 @@ class Moving:
         moved = await self.mover.move(move, self._peers[move.destination], must_go=must_go)
         await self._bus.publish(moved)
         return moved
-
-
-def _from(workers: list[int], place: int) -> list[int]:
-    """All of them, another first each time.
-
-    >>> _from([0, 2, 5], 4)
-    [2, 5, 0]
-    """
-    first = place % len(workers) if workers else 0
-    return workers[first:] + workers[:first]

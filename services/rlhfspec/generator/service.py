@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from typing import Any
@@ -26,7 +27,9 @@ from rlhfspec.service.vitals import Vitals
 from rlhfspec.weights import WeightStore
 from rlhfspec.wire.codec import encode
 
+log = logging.getLogger("rlhfspec.service")
 IDLE_SECONDS = 0.5
+ON_THE_WAY_SECONDS = 0.05
 BURST_SECONDS = 0.05  # so long the engine steps between two looks at what came; a finished sample ends it sooner
 
 
@@ -83,14 +86,14 @@ class GeneratorService(Service):
         if ends is not None:
             link = spec.roles.generator.link
             mover = ends.mover(engine, self._calls, self, bus.clock, name=name, link=link)
-            self._moving = Moving(bus, mover, job.metadata.name)
+            self._moving = Moving(self, bus, mover, job.metadata.name)
 
     async def run(self) -> None:
         async with await self._bus.subscribe(Prompt) as self._prompts, await self._bus.subscribe(Weights) as weights:
             self._look_for_room()
             parts = [self._pull(self._prompts), self._follow(weights), self._dry.follow(), self._work()]
             if self._moving is not None:
-                parts += [self._moving.run(self.stopping), self._say_idle()]
+                parts += [self._moving.run(), self._say_idle()]
             try:
                 await together(*parts)
                 await self._leave()
@@ -102,17 +105,41 @@ class GeneratorService(Service):
 
     async def _leave(self) -> None:
         """What runs goes on elsewhere where it can; the rest is handed back."""
+        num_running = len(self._running)
         if self._moving is not None:
             with self.vitals.working("handing over what runs", deadline_seconds=self._deadline):
-                begun = [each.id for each in self._engine.sequences() if each.num_generated]
-                leaving = asyncio.create_task(self._moving.leave(begun))
+                leaving = asyncio.create_task(self._moving.leave(self._begun))
                 leaving.add_done_callback(lambda _: self._news.set())
                 while not leaving.done():
                     await self._news.wait()
                     self._news.clear()
                     while self._calls.waiting:
                         await self.in_thread(self._calls.run)
+                await leaving
+                self._meter.is_leaving = True
+                await self._bus.publish(self._meter.now())
+                await self.in_thread(self._check_nothing_leaked)
+        left = len(self._running)
+        log.info(
+            "left: of %d running samples %d go on elsewhere, %d are handed back", num_running, num_running - left, left
+        )
         await give_back([delivery.held for delivery in (*self._pulled, *self._running.values())])
+
+    async def _begun(self) -> list[str]:
+        """What is worth more than its prompt."""
+
+        def begun() -> list[str]:
+            return [each.id for each in self._engine.sequences() if each.num_generated or not each.is_waiting]
+
+        return await self._calls.call(begun)
+
+    def _check_nothing_leaked(self) -> None:
+        """Without what still runs an engine is empty: no row, no block and no lease of any move is left in it."""
+        for each in self._engine.sequences():
+            self._engine.cancel(each.id)
+        self._engine.check_integrity()
+        stats = self._engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks, f"{stats.num_blocks - stats.num_free_blocks} blocks leaked"
 
     @property
     def load(self) -> Load | None:
@@ -198,6 +225,9 @@ class GeneratorService(Service):
     async def _wait(self) -> None:
         with self.vitals.waiting("room to publish samples"):
             await self._published()
+        if any(delivery.record.id in self._on_the_way for delivery in self._pulled):
+            with self.vitals.waiting("what is on its way from or to another generator"):
+                return await self._bus.clock.sleep(ON_THE_WAY_SECONDS)
         early = min((delivery.record.weights_version for delivery in self._pulled), default=None)
         with self.vitals.waiting("prompts" if early is None else f"weights version {early}"):
             await self._dry.until_news()
@@ -227,7 +257,7 @@ class GeneratorService(Service):
     def _submit_ready(self) -> None:
         """What may be sampled now; the rest stays until its weights are here."""
         version = self._engine.weights_version
-        on_the_way = self._moving.mover.moving if self._moving is not None else ()
+        on_the_way = self._on_the_way
         waiting: deque[Delivery[Prompt]] = deque()
         for delivery in self._pulled:
             if delivery.record.weights_version > version or delivery.record.id in on_the_way:
@@ -238,6 +268,10 @@ class GeneratorService(Service):
                 self._shares[delivery.record.id] = self._share_seconds
             self._running[delivery.record.id] = delivery
         self._pulled = waiting
+
+    @property
+    def _on_the_way(self) -> frozenset[str]:
+        return self._moving.mover.moving if self._moving is not None else frozenset()
 
     def _submit(self, prompt: Prompt) -> None:
         request = Request(

@@ -1,0 +1,47 @@
+"""A way for KV between generators that may be cut, slow, or broken off: what `sitecustomize` here leads through."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from faults.proxy import Proxy
+
+SLOW_BYTES_A_SECOND = 30_000.0
+
+
+class LinkProxy(Proxy):
+    """The first line of a connection says where to."""
+
+    def __init__(self) -> None:
+        super().__init__("", 0)
+        self.bytes_a_second = float("inf")
+        self.num_connections = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of processes whose links go through here."""
+        folder = str(Path(__file__).with_name("led"))
+        path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
+        return {"PYTHONPATH": path, "FAULTS_LINK_PORT": str(self.port)}
+
+    def break_off(self) -> None:
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _reach(self, near: socket.socket) -> socket.socket:
+        near.settimeout(5.0)
+        line = b""
+        while not line.endswith(b"\n"):
+            line += near.recv(1)
+        near.settimeout(None)
+        host, port = line.decode().split()
+        self.num_connections += 1
+        return socket.create_connection((host, int(port)))
+
+    def _before(self, piece: bytes) -> None:
+        time.sleep(min(len(piece) / self.bytes_a_second, 5.0))
