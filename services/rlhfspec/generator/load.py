@@ -75,6 +75,11 @@ class Meter:
         elif tokens_each:
             self._curve.learn(report.num_decoding, report.seconds / tokens_each)
 
+    @property
+    def prefill_seconds(self) -> float:
+        """A token."""
+        return self._curve.prefill_seconds
+
     def load(self) -> Load | None:
         """When it is due: from time to time, and when the engine has run out of work."""
         if not self._is_due(self._last) or not self._strategies:

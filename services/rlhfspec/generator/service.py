@@ -327,6 +327,8 @@ class GeneratorService(Service):
         while self._engine.has_work and not finished and time.monotonic() < end:
             report = self._engine.step()
             self._meter.stepped(report)
+            if report.num_prefill_tokens and self._moving is not None:
+                self._moving.mover.costs.learn_prefill(1, self._meter.prefill_seconds)
             finished.extend(report.finished)
             self._calls.run()
             if self._news.is_set():
