@@ -7,7 +7,7 @@ Example:
     >>> costs.learn_prefill(1000, 0.5); costs.learn_link("b", num_bytes=4_000_000, seconds=0.004); costs.learn_size(1000, 4_000_000)
     >>> costs.choose("b", 1000, gain_seconds=1.0)
     Choice(how='kv', reason='4.0 MB in 4 ms, 1000 tokens again in 500 ms')
-    >>> costs.learn_link("b", num_bytes=4_000, seconds=1.0)  # the way became slow
+    >>> costs.learn_link("b", num_bytes=400_000, seconds=1.0)  # the way became slow
     >>> costs.choose("b", 1000, gain_seconds=9.0).how
     'tokens'
     >>> costs.choose("b", 1000, gain_seconds=0.1).how
@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+LEAST_BYTES = 1 << 18  # of a range that tells of the way's speed
 NEWEST = 0.3  # the weight of what was measured last
 
 
@@ -37,8 +38,9 @@ class Costs:
         self.bytes_a_token: float | None = None
 
     def learn_link(self, peer: str, *, num_bytes: int, seconds: float) -> None:
-        """From packing until it was imported there."""
-        if num_bytes:
+        """From packing until it was imported there. Small ones say how long the steps of both engines are, and that
+        costs nothing: it decodes on."""
+        if num_bytes >= LEAST_BYTES:
             known = self._seconds_a_byte.get(peer)
             self._seconds_a_byte[peer] = _newer(known, seconds / num_bytes)
 
