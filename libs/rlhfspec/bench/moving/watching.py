@@ -43,15 +43,8 @@ class Watch:
             time.sleep(_LOOK_SECONDS)
         return False
 
-    def idle_cpu(self, seconds: float) -> float:
-        """CPU a second that both take beside their engines when nothing moves."""
-        before, began = self._cpu(), time.monotonic()
-        time.sleep(seconds)
-        after = self._cpu()
-        return max(after.calls + after.others - before.calls - before.others, 0.0) / (time.monotonic() - began)
-
-    def move(self, move: Move, idle_rate: float) -> tuple[Moment | None, str]:
-        """What it took, or why it did not come about. `idle_rate`: CPU a second that is not the move's."""
+    def move(self, move: Move) -> tuple[Moment | None, str]:
+        """What it took, or why it did not come about."""
         source, destination = move.source, move.destination
         for number in range(NUM_GENERATORS):
             self._look(number)
@@ -69,7 +62,7 @@ class Watch:
         last = max(seen for seen in self._seen[source] if seen.at < first.at)
         seconds = ended - began
         in_engines = after.calls - before.calls
-        cpu = max(in_engines + after.others - before.others - idle_rate * seconds, 0.0)
+        cpu = max(in_engines + after.others - before.others - self._idle_cpu(seconds), 0.0)
         return Moment(
             pause=moved.pause_seconds, gap=first.at - last.at, seconds=seconds, num_bytes=moved.num_bytes, cpu=cpu,
             engine_cpu=in_engines,
@@ -109,6 +102,13 @@ class Watch:
         answer = self._pair.ask(number, "watched", "watched")
         self._seen[number] += [Seen(at, tokens) for name, at, tokens in answer["steps"] if name == self._name]
         self._step[number] = answer["step_seconds"]
+
+    def _idle_cpu(self, seconds: float) -> float:
+        """That both take beside their engines in such a while when nothing moves, and asking for it."""
+        before = self._cpu()
+        time.sleep(seconds)
+        after = self._cpu()
+        return after.calls + after.others - before.calls - before.others
 
     def _cpu(self) -> _Cpu:
         """Of both: CPU for calls into the engines, CPU of all other threads; the longest that one was held."""
