@@ -32,7 +32,8 @@ DECODING = {"plain": "off", "drafts": "adaptive"}
 NUM_OTHERS = 8  # on each generator
 LARGE_KV_TOKENS = 1024  # 67 MB
 MAX_CONTEXT, MIN_CONTEXT = 2048, 512
-_BEFORE = 48  # tokens that it is short of its size when it begins
+_BEFORE, _BEHIND = 48, 400  # tokens that it is short of its size when it begins, and those it may grow beyond it
+_LEAST_GROWTH = 200
 _ROOM_TOKENS = 12_000  # of KV: the moved one and the others, with drafts' trees
 _LINK_SIZES = (4 << 20,)
 
@@ -71,7 +72,7 @@ class MigrateSettings:
     def max_context(self) -> int:
         """Of the engines: the moved sequence goes on to there."""
         largest = max(*self.tokens, LARGE_KV_TOKENS if self.large_kv else 0)
-        return max(largest + _BEFORE, MIN_CONTEXT)
+        return min(max(largest + _BEHIND, MIN_CONTEXT), MAX_CONTEXT)
 
     @property
     def num_stages(self) -> int:
@@ -179,9 +180,8 @@ class MigrateBenchmark:
         others = [[f"{name}/other-{number}/{i}" for i in range(NUM_OTHERS)] for number in range(NUM_GENERATORS)]
         self._begin(pair, name, decoding, tokens, moved, others)
         watch = Watch(pair, moved)
-        watch.wait_for_tokens(0, 3)
-        here = 0
-        for number in range(self._settings.moves_per_stage):
+        here, is_there = 0, watch.wait_for_tokens(0, 3)
+        for number in range(self._settings.moves_per_stage if is_there else 0):
             if number == self._settings.moves_per_stage // 2 and (gap := watch.prefill_gap(here)) is not None:
                 found.prefill_gaps.append(gap)
             move = Move(id=f"{name}/{number}", job="bench", sample_id=moved, source=here, destination=1 - here,
@@ -197,7 +197,8 @@ class MigrateBenchmark:
         time.sleep(0.05)  # tombstones and late answers of the last move
 
     def _begin(self, pair: Pair, name: str, decoding: str, tokens: int, moved: str, others: list[list[str]]) -> None:
-        text = token_stream(tokens - _BEFORE, seed=self._num_stages)
+        size = min(tokens - _BEFORE, MAX_CONTEXT - _LEAST_GROWTH)
+        text = token_stream(size, seed=self._num_stages)
         texts = [tuple(text), *(tuple(each) for each in prompts(NUM_GENERATORS * NUM_OTHERS, seed=7))]
         ids = [moved, *others[0], *others[1]]
         room = self._settings.max_context
