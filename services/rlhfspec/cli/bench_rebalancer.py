@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfspec.bench.moving.workloads import LONGEST
 from rlhfspec.rebalancer.knowledge import Knowledge
 from rlhfspec.rebalancing.settings import STANDARD
 from rlhfspec.records import Load, Move, Moved, Sample
@@ -13,9 +12,9 @@ from rlhfspec.records import Load, Move, Moved, Sample
 class RunsRebalancer:
     """Knows what it would in the middle of a job: how long responses of earlier steps were, of other prompts."""
 
-    def __init__(self, now: float, earlier: Sequence[int]) -> None:
+    def __init__(self, now: float, limit: int, earlier: Sequence[int]) -> None:
         began = now - STANDARD.rest_seconds  # in a run it has been there for long
-        self._knowledge = Knowledge("bench", max_tokens=LONGEST, began_at=began, draw=lambda number: f"move-{number}")
+        self._knowledge = Knowledge("bench", max_tokens=limit, began_at=began, draw=lambda number: f"move-{number}")
         for index, length in enumerate(earlier):
             self.finished(f"earlier/{index}/0", (index,), length)
 

@@ -123,10 +123,10 @@ def generator_command(number: int, core: int) -> list[str]:
     return [sys.executable, "-m", "rlhfspec.cli.bench_generator", str(number), str(core)]
 
 
-def rebalancer_of_a_run(now: float, earlier: Sequence[int]) -> Rebalancer:
+def rebalancer_of_a_run(now: float, limit: int, earlier: Sequence[int]) -> Rebalancer:
     from rlhfspec.cli.bench_rebalancer import RunsRebalancer
 
-    return RunsRebalancer(now, earlier)
+    return RunsRebalancer(now, limit, earlier)
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

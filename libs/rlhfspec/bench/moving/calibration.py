@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlhfspec.bench.moving.pair import NUM_GENERATORS, Pair, sequences_of
 from rlhfspec.bench.moving.prediction import Curve
-from rlhfspec.bench.moving.workloads import LONGEST
+from rlhfspec.bench.moving.workloads import LONGEST, LONGEST_PROMPT
 from rlhfspec.tiny.corpus import prompts
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -34,17 +34,17 @@ def calibrate(
     pair: Pair,
     speculation: str,
     sizes: Sequence[int] = SIZES,
-    scale: float = 1.0,
+    limit: int = LONGEST,
     report: Callable[[str], None] = print,
 ) -> Curve:
     alone: dict[int, float] = {}
     busy: dict[int, float] = {}
     prefill: list[EngineStepTold] = []
     for size in (sizes[0], *sizes):  # the first once more: it warms up
-        length = max(round(scale * min(max(_TOKENS // size, _SHORTEST), _LONGEST)), 8)
+        length = min(max(_TOKENS // size, _SHORTEST), _LONGEST, limit)
         for seconds, numbers in ((busy, _BOTH), (alone, _ONE)):
             report(f"measuring the curve, {speculation}: {size} sequences on {len(numbers)}")
-            steps = _run(pair, speculation, size, length, numbers)
+            steps = _run(pair, speculation, size, length, numbers, limit)
             seconds[size] = token_seconds(steps, size)
             prefill += [step for one in steps for step in one if step.num_prefill_tokens and not step.num_decoding]
     tokens = sum(step.num_prefill_tokens for step in prefill)
@@ -77,14 +77,14 @@ def token_seconds(generators: Iterable[list[EngineStepTold]], size: int) -> floa
 
 
 def _run(
-    pair: Pair, speculation: str, size: int, num_tokens: int, numbers: Sequence[int]
+    pair: Pair, speculation: str, size: int, num_tokens: int, numbers: Sequence[int], limit: int
 ) -> list[list[EngineStepTold]]:
-    texts = [tuple(text) for text in prompts(size, seed=size)]
+    texts = [tuple(text[:LONGEST_PROMPT]) for text in prompts(size, seed=size)]
     name = f"curve/{speculation}-{size}-{len(numbers)}"
     ids = [[f"{name}-{number}/{index}" for index in range(size)] for number in range(NUM_GENERATORS)]
     for number in range(NUM_GENERATORS):
         seeds = range(number * size, (number + 1) * size)
-        made = sequences_of(ids[number], texts, [num_tokens] * size, seeds, range(size), max_tokens=LONGEST)
+        made = sequences_of(ids[number], texts, [num_tokens] * size, seeds, range(size), max_tokens=limit)
         pair.tell(number, "stage", name=f"{name}-{number}", speculation=speculation, sequences=made)
     pair.hear_all("ready")
     for number in numbers:

@@ -218,12 +218,14 @@ class Generator:
         self._tell("cpu", **await self._calls.call(read))
 
     async def _on_watched(self) -> None:
-        """Since the last such question; and what a step takes, of the last few that read no prompt."""
+        """Tokens since the last such question; what a step takes, of the last few that read no prompt."""
 
         def read() -> dict[str, Any]:
             watched, self._watched = self._watched, []
             plain = [seconds for _, _, prefill, _, seconds in self._steps[-_RECENT_STEPS:] if not prefill]
-            return {"steps": watched, "step_seconds": statistics.median(plain) if plain else 0.0}
+            has_ended = any(done.id in self._watch for done in self._completions)
+            step = statistics.median(plain) if plain else 0.0
+            return {"steps": watched, "step_seconds": step, "has_ended": has_ended}
 
         self._tell("watched", **await self._calls.call(read))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.bench import links
+from rlhfspec.bench.links import LinkCost
 from rlhfspec.bench.moving.migrate_results import Cell, MigrateResults, Moment
 from rlhfspec.bench.moving.pair import NUM_GENERATORS, Command, Pair, sequences_of
 from rlhfspec.bench.moving.watching import Watch
@@ -30,8 +31,9 @@ WIDE, LARGE_KV = "wide", "large-kv"
 DECODING = {"plain": "off", "drafts": "adaptive"}
 NUM_OTHERS = 8  # on each generator
 LARGE_KV_TOKENS = 1024  # 67 MB
-MAX_CONTEXT = 2048
-_BEFORE = 48  # tokens that it is short of its size when it begins
+MAX_CONTEXT, MIN_CONTEXT = 2048, 512
+_BEFORE, _BEHIND = 48, 400  # tokens that it is short of its size when it begins, and those it may grow beyond it
+_LEAST_GROWTH = 200
 _ROOM_TOKENS = 12_000  # of KV: the moved one and the others, with drafts' trees
 _LINK_SIZES = (4 << 20,)
 
@@ -65,6 +67,12 @@ class MigrateSettings:
         for name in ("repeats", "moves_per_stage"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, getattr(self, name), "must be >= 1")
+
+    @property
+    def max_context(self) -> int:
+        """Of the engines: the moved sequence goes on to there."""
+        largest = max(*self.tokens, LARGE_KV_TOKENS if self.large_kv else 0)
+        return min(max(largest + _BEHIND, MIN_CONTEXT), MAX_CONTEXT)
 
     @property
     def num_stages(self) -> int:
@@ -104,18 +112,20 @@ class MigrateBenchmark:
         self._measure_model(found, WIDE, settings.model, settings.draft, kinds)
         if settings.large_kv is not None:
             self._measure_model(found, LARGE_KV, settings.large_kv, None, kinds)
-        self._report("links without engines")
-        costs = links.measure(
-            [links.COPY, links.SOCKET, *(kind for kind in kinds if kind != "torch")], _LINK_SIZES,
-            rounds=settings.link_rounds,
-        )  # fmt: skip
         return MigrateResults(
             machine=processor(arithmetic=self._arithmetic),
             settings=settings.published(),
             cells=tuple(_cell(key, each) for key, each in found.items() if each.moves and each.prefill_gaps),
-            links=tuple(costs),
+            links=self._measure_links(kinds),
             skipped=tuple(self._skipped),
         )
+
+    def _measure_links(self, kinds: list[str]) -> tuple[LinkCost, ...]:
+        if not self._settings.link_rounds:
+            return ()
+        self._report("links without engines")
+        alone = [links.COPY, links.SOCKET, *(kind for kind in kinds if kind != "torch")]
+        return tuple(links.measure(alone, _LINK_SIZES, rounds=self._settings.link_rounds))
 
     def _is_here(self, kind: str) -> bool:
         if kind == "nixl" and importlib.util.find_spec("nixl") is None:
@@ -149,10 +159,11 @@ class MigrateBenchmark:
 
     def _open(self, opened: ExitStack, kind: str, target: str, draft: str | None) -> Pair | None:
         self._report(f"loading the engines for {kind}")
-        pair = opened.enter_context(Pair.start(self._command))
+        settings, pair = self._settings, opened.enter_context(Pair.start(self._command))
         try:
-            loaded = pair.load(target=target, draft=draft, dtype=self._settings.dtype, link=kind, num_threads=1,
-                               max_sequences=16, max_context=MAX_CONTEXT, kv_cache_tokens=_ROOM_TOKENS)  # fmt: skip
+            loaded = pair.load(target=target, draft=draft, dtype=settings.dtype, link=kind, num_threads=1,
+                               max_sequences=16, max_context=settings.max_context,
+                               kv_cache_tokens=_ROOM_TOKENS)  # fmt: skip
         except WorkerFailed as failure:
             self._skipped.append(f"{kind}: {str(failure).splitlines()[-1]}")
             return None
@@ -169,15 +180,13 @@ class MigrateBenchmark:
         others = [[f"{name}/other-{number}/{i}" for i in range(NUM_OTHERS)] for number in range(NUM_GENERATORS)]
         self._begin(pair, name, decoding, tokens, moved, others)
         watch = Watch(pair, moved)
-        watch.wait_for_tokens(0, 3)
-        here = 0
-        for number in range(self._settings.moves_per_stage):
+        here, is_there = 0, watch.wait_for_tokens(0, 3)
+        for number in range(self._settings.moves_per_stage if is_there else 0):
             if number == self._settings.moves_per_stage // 2 and (gap := watch.prefill_gap(here)) is not None:
                 found.prefill_gaps.append(gap)
-            idle_cpu = watch.idle_cpu(0.05)
             move = Move(id=f"{name}/{number}", job="bench", sample_id=moved, source=here, destination=1 - here,
                         gain_seconds=1.0, reason="measured")  # fmt: skip
-            moment, reason = watch.move(move, idle_cpu)
+            moment, reason = watch.move(move)
             if moment is None:
                 found.kept.append(reason)
                 break
@@ -188,11 +197,12 @@ class MigrateBenchmark:
         time.sleep(0.05)  # tombstones and late answers of the last move
 
     def _begin(self, pair: Pair, name: str, decoding: str, tokens: int, moved: str, others: list[list[str]]) -> None:
-        text = token_stream(tokens - _BEFORE, seed=self._num_stages)
+        size = min(tokens - _BEFORE, MAX_CONTEXT - _LEAST_GROWTH)
+        text = token_stream(size, seed=self._num_stages)
         texts = [tuple(text), *(tuple(each) for each in prompts(NUM_GENERATORS * NUM_OTHERS, seed=7))]
         ids = [moved, *others[0], *others[1]]
-        most = MAX_CONTEXT - max(map(len, texts)) - 1
-        lengths = [most, *([MAX_CONTEXT // 2] * (len(ids) - 1))]
+        room = self._settings.max_context
+        lengths = [room - len(text), *([room // 2] * (len(ids) - 1))]
         sequences = [
             sequences_of([id], [prompt], [length], [seed], [seed], max_tokens=length)[0]
             for seed, (id, prompt, length) in enumerate(zip(ids, texts, lengths, strict=True))

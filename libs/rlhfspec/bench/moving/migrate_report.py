@@ -13,7 +13,7 @@ _LEFT = ("model", "decoding", "link")
 
 
 def render(results: MigrateResults) -> Group:
-    parts: list[RenderableType] = [_heading(results), _cells(results), _links(results)]
+    parts: list[RenderableType] = [_heading(results), _cells(results), *([_links(results)] if results.links else ())]
     parts += [bar_line(bar) for bar in bars(results.cells)]
     parts += [Text(f"left out: {line}", style="yellow") for line in results.skipped]
     return Group(*parts)

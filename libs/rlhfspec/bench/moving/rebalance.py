@@ -17,13 +17,12 @@ from rlhfspec.bench.moving.calibration import SIZES, EngineStepTold, calibrate, 
 from rlhfspec.bench.moving.pair import NUM_GENERATORS, Command, Pair, sequences_of
 from rlhfspec.bench.moving.prediction import ROWS, Curve, clairvoyant, predict
 from rlhfspec.bench.moving.rebalance_results import RebalanceResults, StageResult, StageRun, digest_of
-from rlhfspec.bench.moving.workloads import LONGEST, LONGEST_PROMPT, WORKLOADS, Stage, earlier_lengths, stages
+from rlhfspec.bench.moving.workloads import LONGEST, LONGEST_PROMPT, SHORTEST, WORKLOADS, Stage, earlier_lengths, stages
 from rlhfspec.bench.processor import processor
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.records import Load, Move, Moved
 
 DECODING = {"adaptive": "adaptive", "plain": "off"}
-MAX_CONTEXT = LONGEST_PROMPT + LONGEST + 32
 PLAN_SECONDS = 0.25  # between two plans, as in a run
 NUM_EARLIER = 256  # lengths of earlier steps that the rebalancer has seen
 
@@ -46,7 +45,8 @@ class Rebalancer(Protocol):
     def moves(self, now: float) -> Sequence[Move]: ...
 
 
-MakeRebalancer = Callable[[float, Sequence[int]], Rebalancer]  # the monotonic clock's time, lengths of earlier steps
+# the monotonic clock's time, the most tokens of a response, lengths of earlier steps
+MakeRebalancer = Callable[[float, int, Sequence[int]], Rebalancer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,11 @@ class RebalanceSettings:
             if getattr(self, name) <= 0:
                 raise InvalidRequest(name, getattr(self, name), "must be > 0")
 
+    @property
+    def limit(self) -> int:
+        """The most tokens of a response, which is all that engines and rebalancer know."""
+        return max(round(LONGEST * self.scale), SHORTEST)
+
     def published(self) -> dict[str, Any]:
         """For the JSON: models by the names of their folders, no path of the machine."""
         return asdict(self) | {name: Path(getattr(self, name)).name for name in ("model", "draft")}
@@ -97,11 +102,12 @@ class RebalanceBenchmark:
         with Pair.start(self._command) as pair:
             self._report("loading the engines")
             loaded = pair.load(target=settings.model, draft=settings.draft, dtype=settings.dtype, link=settings.link,
-                               num_threads=1, max_sequences=ROWS, max_context=MAX_CONTEXT)  # fmt: skip
+                               num_threads=1, max_sequences=ROWS,
+                               max_context=LONGEST_PROMPT + settings.limit + 32)  # fmt: skip
             curves: dict[str, Curve] = {}
             results: list[StageResult] = []
             for decoding in settings.decoding:
-                curve = calibrate(pair, DECODING[decoding], settings.sizes, settings.scale, self._report)
+                curve = calibrate(pair, DECODING[decoding], settings.sizes, settings.limit, self._report)
                 curves[decoding] = curve
                 for workload in settings.workloads:
                     for stage in stages(workload, settings.seeds, settings.scale):
@@ -147,11 +153,11 @@ class RebalanceBenchmark:
         name = f"run-{self._num_runs}"
         ids = [f"{name}/{group}/{index}" for index, group in enumerate(stage.groups)]
         seeds = [1_000_003 * stage.seed + index for index in range(stage.num_sequences)]
-        made = sequences_of(ids, stage.prompts, stage.lengths, seeds, stage.groups, max_tokens=LONGEST)
+        made = sequences_of(ids, stage.prompts, stage.lengths, seeds, stage.groups, max_tokens=self._settings.limit)
         pair.ask_all("stage", "ready", name=name, speculation=DECODING[decoding], sequences=made)
         chosen: Arm = Pulled(len(ids)) if arm == PULLED else Placed(best if arm == CLAIRVOYANT else stage.dealt)
         began = time.monotonic()
-        rebalancer = self._make_rebalancer(began, self._earlier) if arm == OURS else None
+        rebalancer = self._make_rebalancer(began, self._settings.limit, self._earlier) if arm == OURS else None
         course = _Course(pair, stage, chosen, ids, rebalancer)
         course.run()
         ended = pair.ask_all("end", "ended")
@@ -193,9 +199,11 @@ class _Course:
                 left -= len(rest["ids"])
                 self._finished(number, rest["ids"], rest["at"])
             elif said == "load" and self.rebalancer is not None:
-                self._loaded(self.rebalancer, rest)
+                self.rebalancer.loaded(Load(**tupled(rest)), time.monotonic())
             elif said == "moved" and self.rebalancer is not None:
                 self._moved(self.rebalancer, rest)
+            if self.rebalancer is not None:
+                self._plan(self.rebalancer)
 
     def _finished(self, number: int, ids: list[str], at: float) -> None:
         self.ends[number] = at
@@ -205,9 +213,9 @@ class _Course:
             for index in map(self.ids.index, ids):
                 self.rebalancer.finished(self.ids[index], self.stage.prompts[index], self.stage.lengths[index])
 
-    def _loaded(self, rebalancer: Rebalancer, told_of: dict[str, Any]) -> None:
+    def _plan(self, rebalancer: Rebalancer) -> None:
+        """After any news, but not too often."""
         now = time.monotonic()
-        rebalancer.loaded(Load(**tupled(told_of)), now)
         if now - self.planned_at < PLAN_SECONDS:
             return
         self.planned_at = now

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import NamedTuple
 
 from rlhfspec.bench.moving.migrate_results import Moment
 from rlhfspec.bench.moving.pair import NUM_GENERATORS, Pair
+from rlhfspec.bench.worker import WorkerFailed
 from rlhfspec.records import Move, Moved
 
 _LOOK_SECONDS = 0.01  # between two looks
 _PATIENCE_SECONDS = 60.0
+_IDLE_SECONDS = 0.05  # beyond, nothing happens that a longer look would tell
 
 
 class Seen(NamedTuple):
@@ -31,27 +34,16 @@ class Watch:
         self._name = name
         self._seen: list[list[Seen]] = [[] for _ in range(NUM_GENERATORS)]
         self._step = [0.0] * NUM_GENERATORS
+        self._has_ended = False
 
     def wait_for_tokens(self, number: int, count: int) -> bool:
-        """Until so many more steps gave it tokens there; False: it ended, or they never came."""
-        self._forget(number)
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while time.monotonic() < deadline:
-            self._look(number)
-            if len({seen.num_tokens for seen in self._seen[number]}) > count:
-                return True
-            time.sleep(_LOOK_SECONDS)
-        return False
+        """Until so many more steps gave it tokens there; False: it ended before."""
+        self._look(number)
+        self._seen[number].clear()
+        return self._wait(number, lambda: len({seen.num_tokens for seen in self._seen[number]}) > count)
 
-    def idle_cpu(self, seconds: float) -> float:
-        """CPU a second that both take beside their engines when nothing moves."""
-        before, began = self._cpu(), time.monotonic()
-        time.sleep(seconds)
-        after = self._cpu()
-        return max(after.calls + after.others - before.calls - before.others, 0.0) / (time.monotonic() - began)
-
-    def move(self, move: Move, idle_rate: float) -> tuple[Moment | None, str]:
-        """What it took, or why it did not come about. `idle_rate`: CPU a second that is not the move's."""
+    def move(self, move: Move) -> tuple[Moment | None, str]:
+        """What it took, or why it did not come about."""
         source, destination = move.source, move.destination
         for number in range(NUM_GENERATORS):
             self._look(number)
@@ -62,53 +54,56 @@ class Watch:
         ended = told.pop("at")
         after = self._cpu()
         moved = Moved(**told)
-        if moved.how != "kv" or not self.wait_for_tokens_after(destination):
+        if moved.how != "kv" or not self._wait(destination, lambda: bool(self._seen[destination])):
             return None, moved.reason or moved.how
         self._look(source)
         first = self._seen[destination][0]
         last = max(seen for seen in self._seen[source] if seen.at < first.at)
         seconds = ended - began
         in_engines = after.calls - before.calls
-        cpu = max(in_engines + after.others - before.others - idle_rate * seconds, 0.0)
+        cpu = max(in_engines + after.others - before.others - self._idle_cpu(min(seconds, _IDLE_SECONDS)), 0.0)
         return Moment(
             pause=moved.pause_seconds, gap=first.at - last.at, seconds=seconds, num_bytes=moved.num_bytes, cpu=cpu,
             engine_cpu=in_engines,
             held=after.longest_held, step=self._step[destination],
         ), ""  # fmt: skip
 
-    def wait_for_tokens_after(self, number: int) -> bool:
-        """Until it has run there for two steps; what was seen there since the move stays."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while time.monotonic() < deadline:
-            self._look(number)
-            if len(self._seen[number]) >= 2:
-                return True
-            time.sleep(_LOOK_SECONDS)
-        return False
-
     def prefill_gap(self, number: int) -> float | None:
-        """Its memory is taken from it: from its last token to the first after its KV was computed again."""
+        """Its memory is taken from it: from its last token to the first after its KV was computed again. None: it ended
+        before."""
         self._look(number)
         self._seen[number] = self._seen[number][-1:]
         at = self._pair.ask(number, "preempt", "preempted", id=self._name)["at"]
+        self._look(number)
+        before = max(seen for seen in self._seen[number] if seen.at <= at)
+
+        def after() -> list[Seen]:
+            return [seen for seen in self._seen[number] if seen.num_tokens > before.num_tokens]
+
+        return after()[0].at - before.at if self._wait(number, lambda: bool(after())) else None
+
+    def _wait(self, number: int, is_so: Callable[[], bool]) -> bool:
+        """Looking there until it is so; False: the sequence ended before."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
             self._look(number)
-            before = [seen for seen in self._seen[number] if seen.at <= at]
-            after = [seen for seen in self._seen[number] if before and seen.num_tokens > before[-1].num_tokens]
-            if after:
-                return after[0].at - before[-1].at
+            if is_so() or self._has_ended:
+                return is_so()
             time.sleep(_LOOK_SECONDS)
-        return None
-
-    def _forget(self, number: int) -> None:
-        self._look(number)
-        self._seen[number].clear()
+        raise WorkerFailed(f"{self._name} has had no token for {_PATIENCE_SECONDS:g} s")
 
     def _look(self, number: int) -> None:
         answer = self._pair.ask(number, "watched", "watched")
         self._seen[number] += [Seen(at, tokens) for name, at, tokens in answer["steps"] if name == self._name]
         self._step[number] = answer["step_seconds"]
+        self._has_ended |= answer["has_ended"]
+
+    def _idle_cpu(self, seconds: float) -> float:
+        """That both take beside their engines in such a while when nothing moves, and asking for it."""
+        before = self._cpu()
+        time.sleep(seconds)
+        after = self._cpu()
+        return after.calls + after.others - before.calls - before.others
 
     def _cpu(self) -> _Cpu:
         """Of both: CPU for calls into the engines, CPU of all other threads; the longest that one was held."""
