@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from moving import Bits, bits, make, request
+from moving import Bits, bits, drain, make, request
 
 from rlhfspec.engine import Completion, Engine
 from rlhfspec.errors import MalformedRecord
@@ -22,6 +23,15 @@ from rlhfspec.migration.sendings import Links
 from rlhfspec.records import Move, Moved
 
 _ids = itertools.count()
+LONG = {"max_context": 448, "speculation": "off"}  # long enough for whatever happens meanwhile
+TOKENS = 400
+
+
+@functools.cache
+def alone(seed: int) -> Bits:
+    engine = make(**LONG)
+    engine.submit(request("x", seed=seed, max_tokens=TOKENS))
+    return bits(drain(engine)["x"])
 
 
 class Held:

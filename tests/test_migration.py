@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from movers import all_bits, generators
-from moving import SUFFIX, TREE, alone
+from movers import LONG, TOKENS, all_bits, alone, generators
+from moving import SUFFIX, TREE
 
 
 @pytest.mark.parametrize("kind", ["memory", "shm", "tcp"])
@@ -16,10 +16,10 @@ from moving import SUFFIX, TREE, alone
 def test_moved_while_both_decode_the_bits_are_those_of_one_engine(kind: str, speculation: Any) -> None:
     async def main() -> None:
         rng = np.random.default_rng(5)
-        async with generators(kind=kind, speculation=speculation) as made:
+        async with generators(kind=kind, **LONG | {"speculation": speculation}) as made:
             names = [str(seed) for seed in range(4)]
             for index, name in enumerate(names):
-                await made[index % 2].submit(name, seed=index, max_tokens=80)
+                await made[index % 2].submit(name, seed=index, max_tokens=TOKENS)
             moves = []
             while any(each.engine.has_work for each in made) and len(moves) < 12:
                 here = made[int(rng.integers(2))]
@@ -29,7 +29,7 @@ def test_moved_while_both_decode_the_bits_are_those_of_one_engine(kind: str, spe
                 await asyncio.sleep(0)
             for each in made:
                 await each.until(lambda each=each: not each.engine.has_work)
-        assert all_bits(made) == {name: alone(seed, max_tokens=80) for seed, name in enumerate(names)}
+        assert all_bits(made) == {name: alone(seed) for seed, name in enumerate(names)}
         hows = [moved.how for moved in moves]
         assert hows.count("kv") >= 3, moves
         assert all(moved.num_bytes > 0 for moved in moves if moved.how == "kv")

@@ -136,6 +136,22 @@ def test_with_lengths_fixed_the_ends_sorted_downwards_fall_until_nothing_moves(s
     raise AssertionError("it never comes to rest")
 
 
+@given(st.integers(0, 1 << 32), st.sampled_from([0.0, 0.2, 1.0]))
+@settings(max_examples=150, deadline=None)
+def test_hosts_that_consolidate_come_to_rest_too(seed: int, engine_cost: float) -> None:
+    fleet = random_fleet(seed)
+    fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool), host=fleet.host % 3)
+    chosen = replace(PROMPT, engine_cost=engine_cost)
+    num_moves = 0
+    for _ in range(60):
+        planned = plan(replace(fleet, moved_at=np.full(fleet.num_sequences, -np.inf)), NOW, chosen)
+        if not planned.num_moves:
+            return
+        num_moves += planned.num_moves
+        fleet = after(fleet, planned)
+    raise AssertionError(f"{num_moves} moves of {fleet.num_sequences} sequences, and it goes on")
+
+
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=100, deadline=None)
 def test_a_memory_bound_fleet_is_left_alone(seed: int) -> None:
@@ -259,21 +275,21 @@ def test_it_says_why_not() -> None:
 
 
 def test_a_plan_of_a_large_fleet_takes_a_few_passes_over_its_arrays() -> None:
-    """On an idle core twice the time of twenty operations over the same arrays; a loop takes a thousand times that."""
+    """Some three times twenty operations over the same arrays, on an idle core. A loop would be ten times slower."""
     rng = np.random.default_rng(0)
     fleet = Fleet.of(
-        step_seconds=np.full(1000, 2.5e-3), sequence_seconds=np.full(1000, 1e-3),
-        free_rows=np.full(1000, 64), free_tokens=np.full(1000, 200_000),
-        generator=np.sort(rng.integers(0, 1000, 100_000)), remaining=128 * rng.lognormal(0, 1, 100_000),
-        held=rng.integers(20, 2000, 100_000),
+        step_seconds=np.full(4000, 2.5e-3), sequence_seconds=np.full(4000, 1e-3),
+        free_rows=np.full(4000, 64), free_tokens=np.full(4000, 200_000),
+        generator=np.sort(rng.integers(0, 4000, 400_000)), remaining=128 * rng.lognormal(0, 1, 400_000),
+        held=rng.integers(20, 2000, 400_000),
     )  # fmt: skip
 
-    def best_of(work: object, repeats: int = 9) -> float:
+    def best_of(work: object, repeats: int = 7) -> float:
         seconds = []
         for _ in range(repeats):
-            begun = time.perf_counter()
+            begun = time.thread_time()  # others use the machine too
             work()  # type: ignore[operator]
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.thread_time() - begun)
         return min(seconds)
 
     def passing() -> None:
@@ -281,8 +297,8 @@ def test_a_plan_of_a_large_fleet_takes_a_few_passes_over_its_arrays() -> None:
         for _ in range(10):
             total = np.maximum(total * 1.01, fleet.remaining)
 
-    assert plan(fleet, NOW).num_moves > 500
-    assert best_of(lambda: plan(fleet, NOW)) < 15 * best_of(passing)
+    assert plan(fleet, NOW).num_moves > 2000
+    assert best_of(lambda: plan(fleet, NOW)) < 20 * best_of(passing)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -291,4 +307,4 @@ def test_a_fleet_with_nothing_to_do_is_planned(number: int) -> None:
         Fleet.of(step_seconds=[1e-3] * number, sequence_seconds=[1e-4] * number, generator=[], remaining=[]), NOW
     )
     assert planned.num_moves == 0
-    assert planned.advice == ("wait",) * number
+    assert planned.advice == ("score",) * number, "there may be samples to score"

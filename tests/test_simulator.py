@@ -168,7 +168,7 @@ def test_64_work_bound_generators_end_as_if_work_were_shared_and_no_later_than_b
 
 
 def test_where_steps_take_as_long_with_one_sequence_nothing_moves() -> None:
-    for kind in ("independent", "groups", "adversarial"):
+    for kind in ("independent", "groups", "skew", "adversarial"):
         [ours] = trials(stage("memory-bound"), lengths(kind), policies=("ours",), seeds=(1, 2))
         assert ours.moves_per_sequence == 0, kind
 

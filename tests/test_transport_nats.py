@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -64,6 +65,37 @@ def test_who_it_is_for_is_said_by_the_server(server: NatsServer) -> None:
         assert [seen.data for seen in await view.pull(1, 10.0)] == [b"busy"]
         await worker.close()
         await opening.close()
+        await forget_everything(server.url)
+
+    asyncio.run(main())
+
+
+def test_who_leaves_while_messages_come_keeps_none_of_them_from_others(server: NatsServer) -> None:
+    """What the server sent before it heard that nobody listens any more comes back at once, not after the ack wait."""
+
+    async def main() -> None:
+        reference = Consumer(name="reference", ack_wait_seconds=60.0, max_deliveries=None)
+        leaving = await NatsTransport.connect(server.url, name="reference")
+        sending = await NatsTransport.connect(server.url, name="generator")
+        await sending.declare("rlhf.a.sample", "work", [reference])
+        draw = random.Random(0)
+        for number in range(300):
+            reading = await leaving.subscribe("rlhf.a.sample", reference)
+            pull = asyncio.create_task(reading.pull(1, 10.0))
+            publish = asyncio.create_task(sending.publish("rlhf.a.sample", b"5", id=f"{number}"))
+            await asyncio.sleep(draw.random() * 0.003)
+            pull.cancel()
+            [got] = await asyncio.gather(pull, return_exceptions=True)
+            await reading.close()
+            await publish
+            if isinstance(got, BaseException):
+                other = await leaving.subscribe("rlhf.a.sample", reference)
+                got = await other.pull(1, 10.0)
+                await other.close()
+            assert [message.id for message in got] == [f"{number}"]
+            await got[0].ack()
+        await leaving.close()
+        await sending.close()
         await forget_everything(server.url)
 
     asyncio.run(main())

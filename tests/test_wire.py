@@ -23,6 +23,9 @@ from rlhfspec.records import (
     EvaluationReport,
     Heartbeat,
     Load,
+    Move,
+    Moved,
+    Plan,
     Prompt,
     Record,
     Sample,
@@ -40,6 +43,8 @@ counts = st.integers(0, 2**64 - 1)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple)
 finite = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=8).map(tuple)
 numbers = st.lists(st.floats(), max_size=8).map(tuple)
+seconds = st.floats(0, allow_infinity=False)
+moves = {"id": texts, "job": texts, "sample_id": texts, "source": counts, "destination": counts}
 named = {"id": texts, "job": texts, "step": counts}
 purposes = st.sampled_from(["training", "evaluation"])
 placed = {**named, "purpose": purposes, "prompt": counts, "replica": counts, "columns_json": texts}
@@ -114,18 +119,47 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         models_json=texts,
     ),
     Demand: st.builds(Demand, **named, round=counts, num_prompts=counts),
-    Load: st.builds(
-        Load,
-        **named,
-        generator=texts,
-        num_running=counts,
-        num_waiting=counts,
-        num_finished=counts,
-        num_tokens=counts,
-        tokens_per_second=st.floats(),
-        accepted_per_verification=st.none() | st.floats(),
-        strategy=texts,
+    Load: st.integers(0, 8).flatmap(
+        lambda number: st.builds(
+            Load,
+            **named,
+            worker=counts,
+            incarnation=texts,
+            host=texts,
+            weights_version=counts,
+            is_leaving=st.booleans(),
+            step_seconds=seconds,
+            sequence_seconds=seconds,
+            prefill_seconds=seconds,
+            prefill_tokens=counts,
+            num_free_rows=counts,
+            num_free_tokens=counts,
+            sample_ids=st.lists(texts, min_size=number, max_size=number).map(tuple),
+            num_generated=st.lists(st.integers(0, 2**32 - 1), min_size=number, max_size=number).map(tuple),
+            num_held=st.lists(st.integers(0, 2**32 - 1), min_size=number, max_size=number).map(tuple),
+            generator=texts,
+            num_running=counts,
+            num_waiting=counts,
+            num_finished=counts,
+            num_tokens=counts,
+            tokens_per_second=st.floats(),
+            accepted_per_verification=st.none() | st.floats(),
+            strategy=texts,
+        )
     ),
+    Move: st.builds(Move, **moves, gain_seconds=st.floats(), reason=texts),
+    Moved: st.builds(
+        Moved,
+        **moves,
+        how=st.sampled_from(["kv", "tokens", "kept", "lost"]),
+        reason=texts,
+        num_bytes=counts,
+        num_rounds=counts,
+        num_tokens=counts,
+        num_recomputed=counts,
+        pause_seconds=st.floats(),
+    ),
+    Plan: st.builds(Plan, id=texts, job=texts, plan_json=texts),
     Heartbeat: st.builds(
         Heartbeat,
         id=texts,

@@ -274,15 +274,6 @@ class GeneratorWorkers(Workers):
     )
 
 
-class Rebalancer(Workers):
-    """Runs with more than one generator."""
-
-    enabled: bool = Field(
-        True, description="Moves samples between generators while they run; which tokens come is the same."
-    )
-    interval_seconds: Seconds = Field(0.25, description="Between two plans, at least.")
-
-
 class Roles(Block):
     """One entry a stage of `rlhfspec.loop`."""
 
@@ -292,7 +283,7 @@ class Roles(Block):
     reference: Workers = Field(Workers(), description="Log-probs under the reference; runs when klCoefficient > 0.")
     critic: Workers = Field(Workers(), description="Values; runs with ppo.")
     trainer: Trainer = Field(Trainer(), description="Learns.")
-    rebalancer: Rebalancer = Field(Rebalancer(), description="Says which samples go on at another generator.")
+    rebalancer: Workers = Field(Workers(), description="Says which samples go on at another generator (rebalance).")
 
 
 class FailurePolicy(Block):
@@ -311,7 +302,12 @@ class FailurePolicy(Block):
 
 
 class Rebalance(Block):
-    mode: Literal["off"] = Field("off", description="Moving running sequences between generators; off in this version.")
+    """Runs with more than one generator."""
+
+    mode: Literal["auto", "off"] = Field(
+        "auto", description="auto: unfinished samples go on at another generator where that pays; their tokens stay."
+    )
+    interval_seconds: Seconds = Field(0.25, description="Between two plans, at least.")
 
 
 class Checkpoint(Block):

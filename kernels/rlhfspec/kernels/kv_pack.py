@@ -68,7 +68,7 @@ def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
         _copy_bytes(kernel, out, kv, slots, is_pack=True)
     else:
         packed = pack_slots(kv, torch.from_numpy(slots).to(kv.device))
-        out[...] = packed.reshape(len(slots), -1).view(torch.uint8).cpu().numpy()
+        out[...] = packed.reshape(-1).view(torch.uint8).cpu().numpy().reshape(out.shape)
 
 
 def unpack_from(packed: Bytes, kv: torch.Tensor, slots: IntArray) -> None:
@@ -78,9 +78,9 @@ def unpack_from(packed: Bytes, kv: torch.Tensor, slots: IntArray) -> None:
         raise ValueError("slots: must not repeat")
     if kv.device.type == "cpu" and (kernel := _kernel()) is not None:
         _copy_bytes(kernel, packed, kv, slots, is_pack=False)
-    else:
+    elif len(slots):
         shape = (len(slots), *kv.shape[1:3], *kv.shape[4:])
-        content = torch.from_numpy(packed.copy()).view(kv.dtype).reshape(shape)
+        content = torch.from_numpy(packed.reshape(-1).copy()).view(kv.dtype).reshape(shape)
         unpack_slots(content.to(kv.device), kv, torch.from_numpy(slots).to(kv.device))
 
 

@@ -42,6 +42,7 @@ _LENGTH = struct.Struct("<I")
 _CHECKSUM = struct.Struct("<Q")
 _RECORDS = {each.__name__: each for each in (Manifest, Watermark, KVRange, SequenceState, Request, SamplingParams)}
 _DTYPES = {name: np.dtype(name) for name in ("uint8", "int32", "float32")}
+_PLAIN = frozenset((int, float, str, bool, type(None)))  # what JSON has, and holds nothing
 _RECORD, _ARRAY = "record", "array"
 
 
@@ -115,14 +116,14 @@ def _lower(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
     if isinstance(value, np.ndarray):
         arrays.append(value)
         return {_ARRAY: len(arrays) - 1}
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list) and not _PLAIN.issuperset(map(type, value)):  # a prompt's ids are many
         return [_lower(each, arrays) for each in value]
     return value
 
 
 def _raise(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
     if isinstance(value, list):
-        return tuple(_raise(each, arrays) for each in value)
+        return tuple(value if _PLAIN.issuperset(map(type, value)) else (_raise(each, arrays) for each in value))
     if not isinstance(value, dict):
         return value
     if _ARRAY in value:

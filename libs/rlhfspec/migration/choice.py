@@ -58,9 +58,11 @@ class Costs:
         num_bytes = num_tokens * size
         send, again = num_bytes * speed, num_tokens * prefill
         costs = f"{num_bytes / 1e6:.1f} MB in {send * 1e3:.0f} ms, {num_tokens} tokens again in {again * 1e3:.0f} ms"
-        if min(send, again) > gain_seconds and not must_go:
+        if send <= again:  # it decodes on meanwhile: what it loses is a pause, which the plan knows
+            return Choice("kv", costs)
+        if again > gain_seconds and not must_go:
             return Choice("stay", f"{costs}: more than the {gain_seconds * 1e3:.0f} ms that it gains")
-        return Choice("kv" if send <= again else "tokens", costs)
+        return Choice("tokens", costs)
 
 
 def _newer(known: float | None, measured: float) -> float:

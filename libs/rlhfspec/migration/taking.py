@@ -43,7 +43,13 @@ class Taking:
         self._custody = custody
         self._clock = clock
         self._lines: dict[str, tuple[asyncio.Lock, int]] = {}  # by sample, and how many stand there
+<<<<<<< HEAD
         self._freeing: dict[str, asyncio.Future[bool]] = {}
+=======
+        self._waits: dict[
+            str, tuple[messages.Message, asyncio.Event]
+        ] = {}  # by sample, for the link: or is it given up?
+>>>>>>> lead
         self._ticking: asyncio.Task[None] | None = None
 
     @property
@@ -55,6 +61,7 @@ class Taking:
         """Raises MalformedRecord for what is no question."""
         message = messages.told(data)
         self._ticking = self._ticking or asyncio.create_task(self._tick())
+        self._part(message)
         async with self._in_line(message.sample):
             actions = self.machine.on(Arrived(message), self._clock.now())
             while True:
@@ -113,7 +120,7 @@ class Taking:
         return await self._calls.call(reserve)
 
     async def _copy(self, message: messages.Range) -> None:
-        view = await self._arrived(message.key, message.num_bytes)
+        view = await self._arrived(message)
         try:
             kv = _range(message.kv, view, message.sample)
             await self._calls.call(lambda: self._engine.import_range(kv))
@@ -128,7 +135,7 @@ class Taking:
             raise InvalidRequest("sample", message.sample, "is here already")
         if not message.key:
             return await self._adopt(message, state)
-        view = await self._arrived(message.key, message.num_bytes)
+        view = await self._arrived(message)
         try:
             return await self._adopt(message, replace(state, rest=_range(message.kv, view, message.sample)))
         finally:
@@ -149,11 +156,39 @@ class Taking:
             self._custody.given(message.sample)
             raise
 
-    async def _arrived(self, key: str, num_bytes: int) -> memoryview:
+    async def _arrived(self, message: messages.Range | messages.HandOver) -> memoryview:
+        key, num_bytes, landing = message.key, message.num_bytes, self._links.landing
         if num_bytes > MOST_BYTES:
             raise MalformedRecord(f"a range of {num_bytes} bytes")
-        landing = self._links.landing
-        return await self._links.in_thread(lambda: landing.take(key, num_bytes, timeout=LINK_SECONDS))
+        given_up = asyncio.Event()
+        self._waits[message.sample] = (message, given_up)
+        watching = asyncio.create_task(given_up.wait())
+        taking = asyncio.ensure_future(
+            self._links.in_thread(lambda: landing.take(key, num_bytes, timeout=LINK_SECONDS))
+        )
+        try:
+            await asyncio.wait([taking, watching], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            del self._waits[message.sample]
+        if not taking.done():
+
+            def drop(taken: asyncio.Future[memoryview]) -> None:
+                if not taken.cancelled() and taken.exception() is None:
+                    landing.done(key)
+
+            taking.add_done_callback(drop)
+            raise LinkError(key, "its source gave it up")
+        return taking.result()
+
+    def _part(self, message: messages.Told) -> None:
+        """Nobody waits any more for what the source of an attempt has given up."""
+        waiting, given_up = self._waits.get(message.sample, (None, None))
+        if waiting is None or given_up is None or waiting.source != message.source:
+            return
+        is_next = isinstance(message, messages.Reserve) and message.number > waiting.number
+        if is_next or (isinstance(message, messages.Abort) and message.number == waiting.number):
+            given_up.set()
 
     def _free(self, actions: list[Action]) -> asyncio.Future[list[Any]]:
         """In line at once, so that what is asked of the engine afterwards finds it free."""

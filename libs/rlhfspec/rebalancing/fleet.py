@@ -70,7 +70,8 @@ class Fleet:
 
     def work(self) -> tuple[Floats, Floats]:
         """[N], [N]: tokens that are expected of each generator in all, and of its longest sequence."""
-        return segment_sums(self.remaining, self.starts), segment_maxima(self.remaining, self.starts)
+        starts = self.starts
+        return segment_sums(self.remaining, starts), segment_maxima(self.remaining, starts)
 
     def drain_seconds(self) -> Floats:
         """[N]: until each generator is done with what it has: the law that plans follow."""

@@ -2,7 +2,8 @@
 
 A host's k engines, of n, take `F_k = t0_k * longest + c_k * max(longest, sum / k)`, with t0 and c between those of an
 engine alone (k = 1) and those learnt with all running (k = n). That depends only on what the host has, not on where: a
-move inside it changes nothing, so a decision stands until lengths turn out otherwise.
+move inside it changes nothing, so a decision stands until lengths turn out otherwise. A host that consolidates keeps
+to itself: nothing comes from other hosts or goes there, or their decisions would swing with each other.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ class Running:
     sequence_seconds: Floats
     is_closing: BoolArray
     num_kept: Ints  # [N]: of its host
+    apart: Ints  # [N]: its host, where that keeps to itself; else -1
 
 
 def engines_to_run(fleet: Fleet, settings: Settings) -> Running:
     """Nothing closes where engines share and cost nothing, where versions differ, or where the rest lacks room."""
     closing, kept = np.zeros(fleet.num_generators, bool), np.zeros(fleet.num_generators, np.int64)
+    apart = np.full(fleet.num_generators, -1)
     step, sequence = fleet.step_seconds.copy(), fleet.sequence_seconds.copy()
     total, longest = fleet.work()
     for host in _hosts_to_ask(fleet, settings).tolist():
@@ -40,7 +43,8 @@ def engines_to_run(fleet: Fleet, settings: Settings) -> Running:
         order = np.argsort(-(step * longest + sequence * total)[engines], kind="stable")
         closing[engines[order[number:]]] = True
         kept[engines] = number
-    return Running(step, sequence, closing, kept)
+        apart[engines] = host if number < len(engines) else -1
+    return Running(step, sequence, closing, kept, apart)
 
 
 def _hosts_to_ask(fleet: Fleet, settings: Settings) -> Ints:

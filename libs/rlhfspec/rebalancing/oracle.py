@@ -13,7 +13,7 @@ from rlhfspec.rebalancing.fleet import Fleet
 from rlhfspec.rebalancing.hosts import engines_to_run
 from rlhfspec.rebalancing.settings import STANDARD, Settings
 
-_A_LITTLE = 1e-9
+_A_LITTLE = 1e-4
 
 
 @dataclass
@@ -38,6 +38,7 @@ class _Generator:
     tokens: int
     version: int
     host: int
+    apart: int
     is_leaving: bool
     is_closing: bool
     sequences: list[_Sequence] = field(default_factory=list)
@@ -47,9 +48,9 @@ class _Generator:
         lengths = [*(sequence.remaining for sequence in self.sequences), *more]
         return self.step * max(lengths, default=0.0) + self.per_sequence * sum(lengths) + self.owed
 
-    def earliness(self) -> tuple[float, float, int, int]:
+    def earliness(self) -> tuple[float, float, int]:
         """Ties: the faster engine, then who has more room."""
-        return self.end(), self.per_sequence, -self.tokens, -self.rows
+        return self.end(), self.per_sequence, -self.tokens
 
     @property
     def stays(self) -> bool:
@@ -97,6 +98,7 @@ def _generators(fleet: Fleet, now: float, settings: Settings) -> list[_Generator
             int(fleet.free_tokens[index]),
             int(fleet.weights_version[index]),
             int(fleet.host[index]),
+            int(running.apart[index]),
             bool(fleet.is_leaving[index]),
             bool(running.is_closing[index]) and not bool(fleet.is_leaving[index]),
         )
@@ -134,8 +136,8 @@ def _hand_over(
 
 def _pairs(generators: list[_Generator]) -> list[tuple[_Generator, _Generator]]:
     pairs = []
-    for version in {generator.version for generator in generators}:
-        staying = [generator for generator in generators if generator.stays and generator.version == version]
+    for group in {(generator.version, generator.apart) for generator in generators}:
+        staying = [each for each in generators if each.stays and (each.version, each.apart) == group]
         sources = sorted((one for one in staying if one.sequences), key=lambda one: -one.end())
         places = sorted((one for one in staying if one.rows > 0 and one.tokens > 0), key=_Generator.earliness)
         pairs += [pair for pair in zip(sources, places, strict=False) if pair[0].end() > pair[1].end()]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhfspec.arrays import BoolArray, Floats
-from rlhfspec.rebalancing.fleet import Fleet, Ints, members_of, segment_maxima
+from rlhfspec.rebalancing.fleet import Fleet, Ints, members_of, segment_maxima, segment_sums
 from rlhfspec.rebalancing.hosts import engines_to_run
 from rlhfspec.rebalancing.planned import (
     ALIKE,
@@ -41,9 +41,9 @@ from rlhfspec.rebalancing.planned import (
 )
 from rlhfspec.rebalancing.settings import STANDARD, Settings
 
-_A_LITTLE = 1e-9  # of an end: less is rounding
+_A_LITTLE = 1e-4  # of an end: less is no gain
 _MOST_HANDED_OVER = 4096  # a plan
-_Entry = tuple[float, float, int, int, int]  # a place: its end, what breaks ties, which it is
+_Entry = tuple[float, float, int, int]  # a place: its end, what breaks ties, which it is
 
 
 def plan(fleet: Fleet, now: float, settings: Settings = STANDARD) -> Planned:
@@ -75,14 +75,17 @@ class _State:
         self.step, self.sequence = running.step_seconds, running.sequence_seconds
         self.is_closing, self.num_kept = running.is_closing, running.num_kept
         self.version = fleet.weights_version
+        self.group = _joint(self.version, running.apart)  # of generators that may be paired
         self.starts = fleet.starts
-        self.total, self.longest = fleet.work()
+        self.total = segment_sums(fleet.remaining, self.starts)
+        self.longest = segment_maxima(fleet.remaining, self.starts)
         self.ends = self.step * self.longest + self.sequence * self.total + fleet.prefill_owed
         self.before = self.ends.copy()
         self.longest_come = np.zeros(fleet.num_generators)  # of those that moved here
         self.num_sequences = np.diff(self.starts)
         self.rows, self.tokens = fleet.free_rows.copy(), fleet.free_tokens.copy()
         self.remaining = fleet.remaining.copy()  # 0: has moved
+        self.need = fleet.held + fleet.remaining  # tokens of KV, in the end
         self.may_move = now - fleet.moved_at >= settings.rest_seconds
         self.notes = Notes()
 
@@ -104,20 +107,21 @@ class _State:
         return bool(len(pairs.source)) and self._move_one_each(pairs)
 
     def _pairs(self) -> _Pairs:
-        """The k-th latest with the k-th earliest that has room, of each version."""
+        """The k-th latest with the k-th earliest that has room, of each group."""
         stays = ~(self.fleet.is_leaving | self.is_closing)
         sources = np.flatnonzero(stays & (self.num_sequences > 0))
         places = np.flatnonzero(stays & (self.rows > 0) & (self.tokens > 0))
-        sources = sources[np.lexsort((-self.ends[sources], self.version[sources]))]
+        sources = sources[np.argsort(-self.ends[sources], kind="stable")]
         # Of ends that are alike (who is dry ends at once) the faster engine comes first, then who has more room.
-        ties = (-self.rows[places], -self.tokens[places], self.sequence[places])
-        places = places[np.lexsort((*ties, self.ends[places], self.version[places]))]
-        if (self.version == self.version[:1]).all():
+        places = places[np.lexsort((-self.tokens[places], self.sequence[places], self.ends[places]))]
+        if (self.group == self.group[:1]).all():
             number = min(len(sources), len(places))
             pairs = _Pairs(sources[:number], places[:number])
         else:
+            sources = sources[np.argsort(self.group[sources], kind="stable")]
+            places = places[np.argsort(self.group[places], kind="stable")]
             _, left, right = np.intersect1d(
-                _ranked(self.version[sources]), _ranked(self.version[places]), assume_unique=True, return_indices=True
+                _ranked(self.group[sources]), _ranked(self.group[places]), assume_unique=True, return_indices=True
             )
             pairs = _Pairs(sources[left], places[right])
         return pairs.where(self.ends[pairs.source] > self.ends[pairs.destination])
@@ -149,7 +153,7 @@ class _State:
         worse = self._later_end(pairs, counts, remaining)
         ruled_out = ~self.may_move[members]
         if (self.tokens[destination] < (1 << 30)).any():
-            ruled_out |= self._need(members) > np.repeat(self.tokens[destination], counts)
+            ruled_out |= self.need[members] > np.repeat(self.tokens[destination], counts)
         worse[ruled_out] = np.inf
         offsets = np.concatenate(([0], np.cumsum(counts)))
         best = np.minimum.reduceat(worse, offsets[:-1])
@@ -189,13 +193,10 @@ class _State:
             hits, pair = hits[order], pair[order]
         return hits[np.concatenate(([True], pair[1:] != pair[:-1]))] if len(hits) else hits
 
-    def _need(self, members: Ints) -> Floats:
-        return self.fleet.held[members] + self.fleet.remaining[members]
-
     def _go(self, sequences: Ints, pairs: _Pairs, came: Floats) -> None:
         """Pairs without a generator twice; of the source, `longest` is set already."""
         source, destination = pairs.source, pairs.destination
-        need = np.ceil(self._need(sequences)).astype(np.int64)
+        need = np.ceil(self.need[sequences]).astype(np.int64)
         self.remaining[sequences], self.may_move[sequences] = 0.0, False
         self.total[source] -= came
         self.total[destination] += came
@@ -239,7 +240,7 @@ class _State:
         return sequences[np.argsort(-self.remaining[sequences], kind="stable")][:_MOST_HANDED_OVER]
 
     def _hand_one_over(self, sequence: int, source: int, heap: list[_Entry], why: int) -> None:
-        need = int(np.ceil(self._need(np.array([sequence]))[0]))
+        need = int(np.ceil(self.need[sequence]))
         passed = []
         while heap:
             entry = heapq.heappop(heap)
@@ -259,14 +260,14 @@ class _State:
             heapq.heappush(heap, entry)
 
     def _entry(self, place: int) -> _Entry:
-        room = (-int(self.tokens[place]), -int(self.rows[place]))
-        return float(self.ends[place]), float(self.sequence[place]), *room, place
+        return float(self.ends[place]), float(self.sequence[place]), -int(self.tokens[place]), place
 
     # -- and what comes of it ---------------------------------------------------------------------------------
 
     def planned(self) -> Planned:
         dry = np.flatnonzero((self.num_sequences == 0) & ~self.fleet.is_leaving)
-        goes_on = float(self.ends.max(initial=0.0)) > self.settings.scoring_seconds
+        latest = float(self.ends.max(initial=0.0))
+        goes_on = latest > self.settings.scoring_seconds or not latest  # all are dry: it is others who are awaited
         advice = tuple("consolidate" if self.is_closing[place] else "score" if goes_on else "wait" for place in dry)
         return self.notes.planned(self.before, self.ends, self.is_closing, self.num_kept, dry, advice)
 
@@ -285,5 +286,7 @@ def _ranked(groups: Ints) -> Ints:
 
 
 def _joint(versions: Ints, hosts: Ints) -> Ints:
+    if (versions == versions[:1]).all() and (hosts == hosts[:1]).all():
+        return np.zeros(len(versions), np.int64)
     _, joint = np.unique(np.stack((versions, hosts)), axis=1, return_inverse=True)
     return np.asarray(joint).reshape(-1)

@@ -128,7 +128,7 @@ class PullReading:
         self._connection.refuse_if_closed(self._consuming.subject)
 
     async def close(self) -> None:
-        """What was pulled and not handed out goes back at once."""
+        """What was pulled and not handed out goes back at once; what the server sent before it heard of it, too."""
         if self._closed:
             return
         self._closed = True
@@ -138,7 +138,10 @@ class PullReading:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._heard.unsubscribe()
+                if self._connection.is_connected:
+                    await self._heard.drain()  # type: ignore[no-untyped-call]
+                else:
+                    await self._heard.unsubscribe()
                 await asyncio.gather(*(message.nak() for message in self._ready))
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="How fast the engine generates, against what, and why.", no_args_is_help=True)
 app.command()(drain.drain)
 app.command()(moving.rebalance)
+app.command()(moving.migrate)
 
 # At most three minutes for both pairs: the strategies that tell most, two batches and the long tail, one thread count.
 QUICK: dict[str, Any] = {

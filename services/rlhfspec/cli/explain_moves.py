@@ -55,7 +55,7 @@ def _lines(run: Path, follow: bool) -> Iterator[dict[str, Any]]:
     if not run.is_dir():
         raise InvalidRequest("RUN", str(run), "is no folder of a run")
     if not (run / NAME).exists() and not follow:
-        problem = f"has no {NAME}: nothing was planned (one generator, or roles.rebalancer.enabled: false)"
+        problem = f"has no {NAME}: nothing was planned (one generator, or rebalance.mode: off)"
         raise InvalidRequest("RUN", str(run), problem)
     return _read(run, follow)
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhfspec.cli.bench_models import Draft, Model, checked, models
 from rlhfspec.cli.progress import StatusLine, wide_console
 
+if TYPE_CHECKING:
+    from rlhfspec.bench.moving.rebalance import Rebalancer
+
 # Says whether it works and roughly what comes, in three minutes.
 QUICK_REBALANCE: dict[str, Any] = {"decoding": ("adaptive",), "seeds": 1, "repeats": 2, "scale": 0.5}
+
+QUICK_MIGRATE: dict[str, Any] = {"links": ("shm", "tcp"), "tokens": (512, 1024), "repeats": 4, "moves_per_stage": 2}
 
 
 def rebalance(
@@ -43,8 +51,9 @@ def rebalance(
     with StatusLine() as status:
         target_path, draft_path = models(model, draft, status)
         settings = checked(RebalanceSettings, model=target_path, draft=draft_path, dtype=dtype, **chosen)
+        benchmark = RebalanceBenchmark(settings, generator_command, rebalancer_of_a_run, report=status)
         try:
-            results = checked(RebalanceBenchmark(settings, report=status).run)
+            results = checked(benchmark.run)
         except DifferentTokens as difference:
             typer.echo(str(difference), err=True)
             raise typer.Exit(1) from difference
@@ -54,6 +63,70 @@ def rebalance(
     if plot_file is not None:
         plot(results, plot_file)
         typer.echo(f"plot: {plot_file}")
+
+
+def migrate(
+    model: Model = None,
+    draft: Draft = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few moves of one length; done within minutes.")] = False,
+    links: Annotated[
+        str | None, typer.Option(help="Among shm, tcp, nixl, torch; all that are here by default.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Sizes of the moved sequence.  [default: 512,1024,2000]")] = None,
+    decoding: Annotated[str | None, typer.Option(help="Among plain, drafts; both by default.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Moves of each cell.")] = None,
+    large_kv: Annotated[
+        bool, typer.Option(help="Also a model with 65 KB of KV a token (67 MB at 1,024 tokens), plainly.")
+    ] = True,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG.")] = None,
+) -> None:
+    """Time moves between two generators of one core each that both decode others: pause, gap, CPU; by every link."""
+    from rlhfspec.bench.moving.migrate import MigrateBenchmark, MigrateSettings
+    from rlhfspec.bench.moving.migrate_plot import plot
+    from rlhfspec.bench.moving.migrate_report import render
+
+    given = {
+        "links": _names(links),
+        "tokens": tuple(map(int, _names(tokens) or ())) or None,
+        "decoding": _names(decoding),
+        "repeats": repeats,
+    }
+    chosen = (QUICK_MIGRATE if quick else {}) | {name: value for name, value in given.items() if value is not None}
+    with StatusLine() as status, TemporaryDirectory() as folder:
+        target_path, draft_path = models(model, draft, status)
+        large_path = large_kv_folder(Path(folder)) if large_kv else None
+        settings = checked(
+            MigrateSettings, model=target_path, draft=draft_path, large_kv=large_path, dtype=dtype, **chosen
+        )
+        results = checked(MigrateBenchmark(settings, generator_command, report=status).run)
+    wide_console().print(render(results))
+    if json_file is not None:
+        json_file.write_text(results.to_json())
+    if plot_file is not None:
+        plot(results, plot_file)
+        typer.echo(f"plot: {plot_file}")
+
+
+def large_kv_folder(folder: Path) -> str:
+    """A model as large as that only in its KV, with untrained weights: of use for its bytes alone."""
+    from rlhfspec.tiny import large_kv_model
+    from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
+
+    large_kv_model(vocab_size=VOCAB_SIZE).save_pretrained(folder)
+    hugging_face_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def generator_command(number: int, core: int) -> list[str]:
+    return [sys.executable, "-m", "rlhfspec.cli.bench_generator", str(number), str(core)]
+
+
+def rebalancer_of_a_run(now: float, earlier: Sequence[int]) -> Rebalancer:
+    from rlhfspec.cli.bench_rebalancer import RunsRebalancer
+
+    return RunsRebalancer(now, earlier)
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

@@ -146,7 +146,7 @@ def _scenario(job: RLHFJob, count: int, curve: Any, prefill_ms: float, rows: int
         prefetch=job.spec.roles.generator.prefetch,
         piece=max(min(job.spec.algorithm.samples_per_prompt, job.spec.roles.generator.prefetch), 1),
         prefill_seconds=prefill_ms / 1e3,
-        plan_seconds=job.spec.roles.rebalancer.interval_seconds,
+        plan_seconds=job.spec.rebalance.interval_seconds,
     )
 
 

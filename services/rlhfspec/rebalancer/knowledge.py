@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from rlhfspec.rebalancing.fleet import Fleet
 from rlhfspec.rebalancing.plan import plan
 from rlhfspec.rebalancing.planned import Planned
 from rlhfspec.rebalancing.residual import Residual
-from rlhfspec.rebalancing.settings import Settings
+from rlhfspec.rebalancing.settings import STANDARD
 from rlhfspec.records import Load, Move, Moved, Sample
 
 QUIET_SECONDS = 2.0  # who says nothing for longer is left out
@@ -70,9 +70,8 @@ class Knowledge:
 
     def __init__(self, job: str, *, max_tokens: int, began_at: float, draw: Callable[[int], str]) -> None:
         self._job, self._max_tokens, self._draw = job, max_tokens, draw
-        self._settings = Settings()
-        self._pause = self._settings.pause_seconds
-        self._plans_from = began_at + self._settings.rest_seconds  # what moved a moment before we began rests
+        self._pause = STANDARD.pause_seconds
+        self._plans_from = began_at + STANDARD.rest_seconds  # what moved a moment before we began rests
         self._generators: dict[int, _Generator] = {}
         self._earlier: dict[int, set[str]] = {}  # incarnations that others came after
         self._among_others: dict[int, Curve] = {}
@@ -148,12 +147,9 @@ class Knowledge:
             del self._under_way[move]
         if now < self._plans_from or (seen := self._fleet(now)) is None:
             return None
-        planned = plan(seen.fleet, now, self._settings_now())
+        planned = plan(seen.fleet, now, replace(STANDARD, pause_seconds=self._pause))
         moves = tuple(self._begin(planned, seen, move, now) for move in range(planned.num_moves))
         return Advice(planned, seen, moves)
-
-    def _settings_now(self) -> Settings:
-        return Settings(pause_seconds=self._pause)
 
     def _begin(self, planned: Planned, seen: Seen, move: int, now: float) -> Move:
         source, destination = (seen.workers[int(side[move])] for side in (planned.source, planned.destination))
@@ -176,7 +172,7 @@ class Knowledge:
         heard = [self._generators[worker] for worker in sorted(self._generators)]
         heard = [generator for generator in heard if now - generator.heard_at <= QUIET_SECONDS]
         loads = [generator.load for generator in heard]
-        if not any(load.sample_ids for load in loads):
+        if not loads:
             return None
         busy = {worker for move in self._under_way.values() for worker in (move.source, move.destination)}
         rests = [
@@ -239,13 +235,11 @@ class Knowledge:
         return known[:, 0].copy(), known[:, 1].copy()
 
 
-def _without(seen: Seen, heard: list[_Generator]) -> Seen | None:
+def _without(seen: Seen, heard: list[_Generator]) -> Seen:
     """What has finished since its generator said that it has it."""
     fleet = seen.fleet
     first = fleet.starts
     gone = np.array([first[index] + place for index, each in enumerate(heard) for place in each.gone], np.int64)
-    if len(gone) == fleet.num_sequences:
-        return None
     if not len(gone):
         return seen
     stays = np.ones(fleet.num_sequences, bool)

@@ -30,7 +30,7 @@ class RebalancerService(Service):
         super().__init__("rebalancer", worker, vitals)
         self._bus = bus
         self._job = job.metadata.name
-        self._interval = job.spec.roles.rebalancer.interval_seconds
+        self._interval = job.spec.rebalance.interval_seconds
         self._moves = moves
         self._incarnation = secrets.token_hex(4)
         self.knowledge = Knowledge(

@@ -1,21 +1,23 @@
-"""The curve of a generator while its neighbour runs likewise, and what a prompt token costs.
+"""The curve of a generator, its neighbour asleep and while it runs likewise, and what a prompt token costs.
 
-Both generators decode B sequences at once, for every size; only steps in which all B were running and no prompt was
-read count, and only until the first of the two is done.
+B sequences are decoded, for every B; only steps in which all of them were running and no prompt was read count, and of
+two generators only those before the first of them is done.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from rlhfspec.bench.moving.pair import NUM_GENERATORS, Pair, ids_of, sequences_of
-from rlhfspec.bench.moving.sharing import Curve
+from rlhfspec.bench.moving.pair import NUM_GENERATORS, Pair, sequences_of
+from rlhfspec.bench.moving.prediction import Curve
+from rlhfspec.bench.moving.workloads import LONGEST
 from rlhfspec.tiny.corpus import prompts
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _TOKENS, _SHORTEST, _LONGEST = 2048, 40, 512  # of all sequences of a size together; of one
+_BOTH, _ONE = tuple(range(NUM_GENERATORS)), (0,)
 
 
 class EngineStepTold(NamedTuple):
@@ -31,22 +33,25 @@ class EngineStepTold(NamedTuple):
 def calibrate(
     pair: Pair,
     speculation: str,
-    sizes: Iterable[int] = SIZES,
+    sizes: Sequence[int] = SIZES,
     scale: float = 1.0,
     report: Callable[[str], None] = print,
 ) -> Curve:
-    curve: dict[int, float] = {}
+    alone: dict[int, float] = {}
+    busy: dict[int, float] = {}
     prefill: list[EngineStepTold] = []
-    sizes = tuple(sizes)
     for size in (sizes[0], *sizes):  # the first once more: it warms up
-        report(f"measuring the curve, {speculation}: {size} sequences on each")
-        steps = _run(pair, speculation, size, max(round(scale * min(max(_TOKENS // size, _SHORTEST), _LONGEST)), 8))
-        curve[size] = token_seconds(steps, size)
-        prefill += [step for one in steps for step in one if step.num_prefill_tokens and not step.num_decoding]
+        length = max(round(scale * min(max(_TOKENS // size, _SHORTEST), _LONGEST)), 8)
+        for seconds, numbers in ((busy, _BOTH), (alone, _ONE)):
+            report(f"measuring the curve, {speculation}: {size} sequences on {len(numbers)}")
+            steps = _run(pair, speculation, size, length, numbers)
+            seconds[size] = token_seconds(steps, size)
+            prefill += [step for one in steps for step in one if step.num_prefill_tokens and not step.num_decoding]
     tokens = sum(step.num_prefill_tokens for step in prefill)
     return Curve(
-        sizes=sizes,
-        seconds=tuple(curve[size] for size in sizes),
+        sizes=tuple(sizes),
+        alone=tuple(alone[size] for size in sizes),
+        busy=tuple(busy[size] for size in sizes),
         prefill_seconds=sum(step.seconds for step in prefill) / max(tokens, 1),
     )
 
@@ -67,26 +72,29 @@ def token_seconds(generators: Iterable[list[EngineStepTold]], size: int) -> floa
         if after.num_decoding == size and not after.num_prefill_tokens and after.at <= end
     ]
     if not full:
-        raise ValueError(f"no step with {size} sequences on both generators: too few tokens each")
+        raise ValueError(f"no step with {size} sequences on all generators: too few tokens each")
     return size * sum(seconds for seconds, _ in full) / sum(committed for _, committed in full)
 
 
-def _run(pair: Pair, speculation: str, size: int, num_tokens: int) -> list[list[EngineStepTold]]:
+def _run(
+    pair: Pair, speculation: str, size: int, num_tokens: int, numbers: Sequence[int]
+) -> list[list[EngineStepTold]]:
     texts = [tuple(text) for text in prompts(size, seed=size)]
-    name = f"curve-{speculation}-{size}"
+    name = f"curve/{speculation}-{size}-{len(numbers)}"
+    ids = [[f"{name}-{number}/{index}" for index in range(size)] for number in range(NUM_GENERATORS)]
     for number in range(NUM_GENERATORS):
-        ids = ids_of(f"{name}-{number}", size)
         seeds = range(number * size, (number + 1) * size)
-        made = sequences_of(ids, texts, [num_tokens] * size, seeds, range(size))
+        made = sequences_of(ids[number], texts, [num_tokens] * size, seeds, range(size), max_tokens=LONGEST)
         pair.tell(number, "stage", name=f"{name}-{number}", speculation=speculation, sequences=made)
     pair.hear_all("ready")
-    for number in range(NUM_GENERATORS):
-        pair.tell(number, "go", ids=ids_of(f"{name}-{number}", size))
-    left = NUM_GENERATORS * size
+    for number in numbers:
+        pair.tell(number, "go", ids=ids[number])
+    left = len(numbers) * size
     while left:
         _, said, rest = pair.hear()
         left -= len(rest["ids"]) if said == "finished" else 0
-    return [told(ended) for ended in pair.ask_all("end", "ended")]
+    ended = pair.ask_all("end", "ended")
+    return [told(ended[number]) for number in numbers]
 
 
 def told(ended: dict[str, Any]) -> list[EngineStepTold]:

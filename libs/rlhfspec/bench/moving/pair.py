@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +14,7 @@ from rlhfspec.errors import InvalidRequest
 
 NUM_GENERATORS = 2
 PATIENCE_SECONDS = 600.0
+Command = Callable[[int, int], list[str]]
 
 
 def two_cores() -> tuple[int, int]:
@@ -39,10 +39,16 @@ class Pair:
             listener.start()
 
     @classmethod
-    def start(cls) -> Pair:
-        module = "rlhfspec.bench.moving.generator"
-        commands = [[sys.executable, "-m", module, str(core)] for core in two_cores()]
-        return cls([Worker.start(command, num_threads=1) for command in commands])
+    def start(cls, command: Command) -> Pair:
+        """`command`: of a generator, by its number and its core."""
+        cores = enumerate(two_cores())
+        return cls([Worker.start(command(number, core), num_threads=1) for number, core in cores])
+
+    def load(self, **settings: Any) -> dict[str, Any]:
+        """Engines, who then know each other; what the first says of its engine."""
+        loaded = self.ask_all("load", "loaded", **settings)
+        self.ask_all("meet", "met", peers=[one["peer"] for one in loaded])
+        return loaded[0]
 
     def tell(self, number: int, request: str, **arguments: Any) -> None:
         self._workers[number].send(request, **arguments)
@@ -70,6 +76,14 @@ class Pair:
             if name == wanted:
                 answers[number] = rest
         return [answers[number] for number in range(NUM_GENERATORS)]
+
+    def ask(self, number: int, request: str, answer: str, **arguments: Any) -> dict[str, Any]:
+        """One of them; whatever else is said meanwhile is of no interest."""
+        self.tell(number, request, **arguments)
+        while True:
+            speaker, name, rest = self.hear()
+            if (speaker, name) == (number, answer):
+                return rest
 
     def ask_all(self, request: str, answer: str, **arguments: Any) -> list[dict[str, Any]]:
         self.tell_all(request, **arguments)
@@ -101,20 +115,13 @@ class Pair:
             self._heard.put((number, message))
 
 
-def ids_of(name: str, count: int) -> list[str]:
-    """
-    >>> ids_of("skew-1", 2)
-    ['skew-1/0', 'skew-1/1']
-    """
-    return [f"{name}/{index}" for index in range(count)]
-
-
 def sequences_of(
     ids: Iterable[str], prompts: Iterable[tuple[int, ...]], lengths: Iterable[int], seeds: Iterable[int],
-    groups: Iterable[int],
+    groups: Iterable[int], *, max_tokens: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
+    """As generators are told of them. `max_tokens`: all that an engine knows of lengths."""
     columns = zip(ids, prompts, lengths, seeds, groups, strict=True)
     return [
-        {"id": name, "prompt": list(prompt), "max_tokens": length, "seed": seed, "group": group}
+        {"id": name, "prompt": list(prompt), "length": length, "max_tokens": max_tokens, "seed": seed, "group": group}
         for name, prompt, length, seed, group in columns
     ]

@@ -1,34 +1,52 @@
 """A stage of generation on two generators of unequal work: dealt, pulled, dealt and moved, or dealt by a clairvoyant.
 
-Two processes, one thread and one core each. Arms take turns within every pair of repetitions, so that noise hits all
-alike; ratios are taken within a repetition. Every arm must give the same tokens and log-probs, bit for bit.
+Two processes, one thread of the engine and one core each. Arms take turns within every repetition, so that noise hits
+all alike; ratios are taken within a repetition. Every arm must give the same tokens and log-probs, bit for bit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rlhfspec.bench.moving.arms import ARMS, CLAIRVOYANT, DEALT, PULLED, Arm, Placed, Pulled
+from rlhfspec.bench.moving.arms import ARMS, CLAIRVOYANT, OURS, PULLED, Arm, Placed, Pulled
 from rlhfspec.bench.moving.calibration import SIZES, EngineStepTold, calibrate, told
-from rlhfspec.bench.moving.pair import NUM_GENERATORS, Pair, ids_of, sequences_of
-from rlhfspec.bench.moving.rebalance_results import IDEAL, RebalanceResults, StageResult, StageRun, digest_of
-from rlhfspec.bench.moving.sharing import Curve, clairvoyant, ideal_seconds, stage_seconds
-from rlhfspec.bench.moving.workloads import WORKLOADS, Stage, stages
+from rlhfspec.bench.moving.pair import NUM_GENERATORS, Command, Pair, sequences_of
+from rlhfspec.bench.moving.prediction import ROWS, Curve, clairvoyant, predict
+from rlhfspec.bench.moving.rebalance_results import RebalanceResults, StageResult, StageRun, digest_of
+from rlhfspec.bench.moving.workloads import LONGEST, LONGEST_PROMPT, WORKLOADS, Stage, earlier_lengths, stages
 from rlhfspec.bench.processor import processor
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.records import Load, Move, Moved
 
 DECODING = {"adaptive": "adaptive", "plain": "off"}
-MAX_CONTEXT = 1088  # a prompt of 96, a response of 960, and some room
+MAX_CONTEXT = LONGEST_PROMPT + LONGEST + 32
+PLAN_SECONDS = 0.25  # between two plans, as in a run
+NUM_EARLIER = 256  # lengths of earlier steps that the rebalancer has seen
 
 Report = Callable[[str], None]
 
 
 class DifferentTokens(RuntimeError):
     """Two arms of one stage generated different tokens or log-probs: the law is broken."""
+
+
+class Rebalancer(Protocol):
+    """What decides in a run, of one stage; it knows what signals say, and lengths of earlier steps."""
+
+    def loaded(self, load: Load, now: float) -> None: ...
+
+    def finished(self, sample_id: str, prompt: tuple[int, ...], length: int) -> None: ...
+
+    def moved(self, moved: Moved, now: float) -> None: ...
+
+    def moves(self, now: float) -> Sequence[Move]: ...
+
+
+MakeRebalancer = Callable[[float, Sequence[int]], Rebalancer]  # the monotonic clock's time, lengths of earlier steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +58,12 @@ class RebalanceSettings:
     workloads: tuple[str, ...] = WORKLOADS
     decoding: tuple[str, ...] = tuple(DECODING)
     arms: tuple[str, ...] = ARMS
+    sizes: tuple[int, ...] = SIZES
     seeds: int = 5
     repeats: int = 5
     scale: float = 1.0
     dtype: str = "bfloat16"
+    link: str = "auto"
 
     def __post_init__(self) -> None:
         for name, known in (("workloads", WORKLOADS), ("decoding", tuple(DECODING)), ("arms", ARMS)):
@@ -60,38 +80,41 @@ class RebalanceSettings:
 
 
 class RebalanceBenchmark:
-    def __init__(self, settings: RebalanceSettings, report: Report = print) -> None:
+    """`command`: starts a generator, by number and core. `make_rebalancer`: anew for every stage."""
+
+    def __init__(
+        self, settings: RebalanceSettings, command: Command, make_rebalancer: MakeRebalancer, report: Report = print
+    ) -> None:
         self._settings = settings
+        self._command = command
+        self._make_rebalancer = make_rebalancer
         self._report = report
+        self._earlier = earlier_lengths(NUM_EARLIER, settings.scale)
         self._num_runs = 0
 
     def run(self) -> RebalanceResults:
         settings = self._settings
-        with Pair.start() as pair:
+        with Pair.start(self._command) as pair:
             self._report("loading the engines")
-            [loaded, _] = pair.ask_all("load", "loaded", target=settings.model, draft=settings.draft,
-                                       dtype=settings.dtype, num_threads=1, max_sequences=64,
-                                       max_context=MAX_CONTEXT)  # fmt: skip
-            curves = {
-                decoding: calibrate(pair, DECODING[decoding], SIZES, settings.scale, self._report)
-                for decoding in settings.decoding
-            }
-            results = tuple(
-                self._stage(pair, stage, decoding, curves[decoding])
-                for decoding in settings.decoding
-                for workload in settings.workloads
-                for stage in stages(workload, settings.seeds, settings.scale)
-            )
+            loaded = pair.load(target=settings.model, draft=settings.draft, dtype=settings.dtype, link=settings.link,
+                               num_threads=1, max_sequences=ROWS, max_context=MAX_CONTEXT)  # fmt: skip
+            curves: dict[str, Curve] = {}
+            results: list[StageResult] = []
+            for decoding in settings.decoding:
+                curve = calibrate(pair, DECODING[decoding], settings.sizes, settings.scale, self._report)
+                curves[decoding] = curve
+                for workload in settings.workloads:
+                    for stage in stages(workload, settings.seeds, settings.scale):
+                        results.append(self._stage(pair, stage, decoding, curve))
         return RebalanceResults(
             machine=processor(arithmetic=loaded["arithmetic"]),
             settings=settings.published(),
             curves=curves,
-            stages=results,
+            stages=tuple(results),
         )
 
     def _stage(self, pair: Pair, stage: Stage, decoding: str, curve: Curve) -> StageResult:
-        prompt_lengths = [len(prompt) for prompt in stage.prompts]
-        best = clairvoyant(stage.lengths, prompt_lengths, curve)
+        best = clairvoyant(stage, curve)
         runs: dict[str, list[StageRun]] = {arm: [] for arm in self._settings.arms}
         digests: set[str] = set()
         for arm in self._turns():
@@ -100,18 +123,14 @@ class RebalanceBenchmark:
             runs[arm].append(run)
             digests.add(digest)
             if len(digests) > 1:
-                raise DifferentTokens(f"{decoding}, {stage.workload}, seed {stage.seed}: {arm} differs")
+                raise DifferentTokens(f"{decoding}, {stage.workload}, seed {stage.seed}: {arm} gave other tokens")
         return StageResult(
             workload=stage.workload,
             decoding=decoding,
             seed=stage.seed,
             num_tokens=stage.num_tokens,
             imbalance=stage.imbalance,
-            predicted={
-                DEALT: stage_seconds(stage.lengths, prompt_lengths, stage.dealt, curve),
-                CLAIRVOYANT: stage_seconds(stage.lengths, prompt_lengths, best, curve),
-                IDEAL: ideal_seconds(stage.lengths, prompt_lengths, curve),
-            },
+            predicted=predict(stage, curve, best, self._earlier),
             runs={arm: tuple(made) for arm, made in runs.items()},
             digest=digests.pop(),
         )
@@ -125,39 +144,95 @@ class RebalanceBenchmark:
 
     def _once(self, pair: Pair, stage: Stage, decoding: str, arm: str, best: tuple[int, ...]) -> tuple[StageRun, str]:
         self._num_runs += 1
-        ids = ids_of(f"{stage.workload}-{stage.seed}", stage.num_sequences)
+        name = f"run-{self._num_runs}"
+        ids = [f"{name}/{group}/{index}" for index, group in enumerate(stage.groups)]
         seeds = [1_000_003 * stage.seed + index for index in range(stage.num_sequences)]
-        made = sequences_of(ids, stage.prompts, stage.lengths, seeds, stage.groups)
-        pair.ask_all("stage", "ready", name=f"run-{self._num_runs}", speculation=DECODING[decoding], sequences=made)
+        made = sequences_of(ids, stage.prompts, stage.lengths, seeds, stage.groups, max_tokens=LONGEST)
+        pair.ask_all("stage", "ready", name=name, speculation=DECODING[decoding], sequences=made)
         chosen: Arm = Pulled(len(ids)) if arm == PULLED else Placed(best if arm == CLAIRVOYANT else stage.dealt)
         began = time.monotonic()
-        ends = _drive(pair, chosen, ids)
+        rebalancer = self._make_rebalancer(began, self._earlier) if arm == OURS else None
+        course = _Course(pair, stage, chosen, ids, rebalancer)
+        course.run()
         ended = pair.ask_all("end", "ended")
         digests = ended[0]["digests"] | ended[1]["digests"]
         assert set(digests) == set(ids), "every sequence ends once"
         run = StageRun(
             arm=arm,
-            seconds=max(ends) - began,
-            ends=tuple(end - began for end in ends),
+            seconds=max(course.ends) - began,
+            ends=tuple(end - began for end in course.ends),
             active=tuple(activity(told(one), began) for one in ended),
+            moves=tuple((at - began, moved.source, moved.destination) for at, moved in course.moved),
+            kept=tuple(moved.reason for moved in course.kept),
         )
         return run, digest_of(digests[name] for name in ids)
 
 
-def _drive(pair: Pair, arm: Arm, ids: list[str]) -> list[float]:
-    """Until every sequence has ended; when each generator finished its last."""
-    for number, indices in enumerate(arm.first()):
-        pair.tell(number, "go", ids=[ids[i] for i in indices])
-    ends = [0.0] * NUM_GENERATORS
-    left = len(ids)
-    while left:
-        number, said, rest = pair.hear()
-        if said == "finished":
-            left -= len(rest["ids"])
-            ends[number] = rest["at"]
-            if more := arm.more(number, len(rest["ids"])):
-                pair.tell(number, "go", ids=[ids[i] for i in more])
-    return ends
+@dataclass(slots=True)
+class _Course:
+    """One stage, from the first prompt to the last token and the last answer to a move."""
+
+    pair: Pair
+    stage: Stage
+    arm: Arm
+    ids: list[str]
+    rebalancer: Rebalancer | None
+    ends: list[float] = field(default_factory=lambda: [0.0] * NUM_GENERATORS)
+    moved: list[tuple[float, Moved]] = field(default_factory=list)
+    kept: list[Moved] = field(default_factory=list)
+    num_moving: int = 0
+    planned_at: float = float("-inf")
+
+    def run(self) -> None:
+        for number, indices in enumerate(self.arm.first()):
+            self.pair.tell(number, "go", ids=[self.ids[i] for i in indices])
+        left = len(self.ids)
+        while left or self.num_moving:
+            number, said, rest = self.pair.hear()
+            if said == "finished":
+                left -= len(rest["ids"])
+                self._finished(number, rest["ids"], rest["at"])
+            elif said == "load" and self.rebalancer is not None:
+                self._loaded(self.rebalancer, rest)
+            elif said == "moved" and self.rebalancer is not None:
+                self._moved(self.rebalancer, rest)
+
+    def _finished(self, number: int, ids: list[str], at: float) -> None:
+        self.ends[number] = at
+        if more := self.arm.more(number, len(ids)):
+            self.pair.tell(number, "go", ids=[self.ids[i] for i in more])
+        if self.rebalancer is not None:
+            for index in map(self.ids.index, ids):
+                self.rebalancer.finished(self.ids[index], self.stage.prompts[index], self.stage.lengths[index])
+
+    def _loaded(self, rebalancer: Rebalancer, told_of: dict[str, Any]) -> None:
+        now = time.monotonic()
+        rebalancer.loaded(Load(**tupled(told_of)), now)
+        if now - self.planned_at < PLAN_SECONDS:
+            return
+        self.planned_at = now
+        for move in rebalancer.moves(now):
+            self.num_moving += 1
+            self.pair.tell(move.source, "move", **asdict(move))
+
+    def _moved(self, rebalancer: Rebalancer, told_of: dict[str, Any]) -> None:
+        self.num_moving -= 1
+        at = told_of.pop("at")
+        moved = Moved(**told_of)
+        rebalancer.moved(moved, time.monotonic())
+        if moved.how == "kept":
+            self.kept.append(moved)
+        else:
+            self.moved.append((at, moved))
+
+
+def tupled(record: dict[str, Any]) -> dict[str, Any]:
+    """Lists of JSON as records have them.
+
+    >>> tupled({"id": "a", "sample_ids": ["b"]})
+    {'id': 'a', 'sample_ids': ('b',)}
+    """
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
 
 
 def activity(steps: list[EngineStepTold], began: float) -> tuple[tuple[float, int], ...]:

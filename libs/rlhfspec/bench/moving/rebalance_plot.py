@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.bench.moving.arms import ARMS, OURS
-from rlhfspec.bench.moving.rebalance_results import IDEAL, RebalanceResults, StageResult, StageRun
+from rlhfspec.bench.moving.prediction import IDEAL
+from rlhfspec.bench.moving.rebalance_results import RebalanceResults, StageResult, StageRun
 
 COLORS = {"dealt": "#8d99ae", "pulled": "#edae49", "ours": "#d1495b", "clairvoyant": "#30638e"}
 _HALVES = ("#d1495b", "#30638e")
@@ -60,6 +61,7 @@ def _activity(axis: Any, run: StageRun, latest: float) -> None:
     moved = f", {len(run.moves)} moves" if run.arm == OURS else ""
     axis.set_title(f"{run.arm}: {run.seconds:.1f} s{moved}", fontsize=9)
     axis.set(xlim=(0, latest * 1.03), ylim=(0, None))
+    axis.yaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
 
 

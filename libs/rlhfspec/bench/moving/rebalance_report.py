@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfspec.bench.moving.arms import ARMS
-from rlhfspec.bench.moving.rebalance_results import IDEAL, RebalanceResults, Row, bars
+from rlhfspec.bench.moving.prediction import IDEAL
+from rlhfspec.bench.moving.rebalance_results import RebalanceResults, Row, bars
 from rlhfspec.bench.ratios import Ratio
 from rlhfspec.bench.results import Bar
 
@@ -38,18 +39,18 @@ def _heading(results: RebalanceResults) -> Text:
 
 def _curves(results: RebalanceResults) -> Table:
     sizes = next(iter(results.curves.values())).sizes
-    table = Table(title="ms for a token of each of B sequences, the neighbour running likewise", title_style="bold")
-    for name in ("decoding", *map(str, sizes), "t0", "c", "a prompt token"):
-        table.add_column(name, justify="left" if name == "decoding" else "right")
+    table = Table(title="ms for a token of each of B sequences", title_style="bold")
+    for name in ("decoding", "neighbour", *map(str, sizes), "t0", "c", "a prompt token"):
+        table.add_column(name, justify="left" if name in ("decoding", "neighbour") else "right")
     for decoding, curve in results.curves.items():
-        fixed, each = curve.law
-        seconds = (*curve.seconds, fixed, each, curve.prefill_seconds)
-        table.add_row(decoding, *(f"{1000 * value:.2f}" for value in seconds))
+        law = (*curve.law, curve.prefill_seconds)
+        table.add_row(decoding, "runs", *(f"{1000 * value:.2f}" for value in (*curve.busy, *law)))
+        table.add_row("", "sleeps", *(f"{1000 * value:.2f}" for value in curve.alone))
     return table
 
 
 def _seconds(rows: Iterable[Row]) -> Table:
-    table = Table(title="seconds of a stage (predicted by the curve / found, less 1)", title_style="bold")
+    table = Table(title="seconds of a stage (simulated by the curve / found, less 1)", title_style="bold")
     for name in ("decoding", "workload", "halves", *ARMS, IDEAL, "moves a sequence"):
         table.add_column(name, justify="left" if name in ("decoding", "workload") else "right")
     for row in rows:

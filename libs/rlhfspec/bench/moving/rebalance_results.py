@@ -23,27 +23,27 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhfspec.bench.moving.arms import CLAIRVOYANT, DEALT, OURS, PULLED
-from rlhfspec.bench.moving.sharing import Curve
+from rlhfspec.bench.moving.prediction import IDEAL, Curve
 from rlhfspec.bench.moving.workloads import GROUPS, SKEW
 from rlhfspec.bench.processor import Processor
 from rlhfspec.bench.ratios import Ratio, against_best, paired
 from rlhfspec.bench.results import Bar
 
 LEAST_GAIN, LEAST_CLOSED, MOST_HARM = 1.25, 0.65, 1.03
-IDEAL = "ideal"
 _NUM_RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
     """One arm, once. ends: of each generator, seconds since the start. active: of each, (second, running) in time.
-    moves: (second, from, to) of each that was carried out."""
+    moves: (second, from, to) of each that was carried out. kept: why others were not."""
 
     arm: str
     seconds: float
     ends: tuple[float, ...]
     active: tuple[tuple[tuple[float, int], ...], ...] = ()
     moves: tuple[tuple[float, int, int], ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

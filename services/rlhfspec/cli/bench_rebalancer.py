@@ -1,0 +1,40 @@
+"""The rebalancer of a run, for one stage of `rlhfspec bench rebalance`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhfspec.bench.moving.workloads import LONGEST
+from rlhfspec.rebalancer.knowledge import Knowledge
+from rlhfspec.rebalancing.settings import STANDARD
+from rlhfspec.records import Load, Move, Moved, Sample
+
+
+class RunsRebalancer:
+    """Knows what it would in the middle of a job: how long responses of earlier steps were, of other prompts."""
+
+    def __init__(self, now: float, earlier: Sequence[int]) -> None:
+        began = now - STANDARD.rest_seconds  # in a run it has been there for long
+        self._knowledge = Knowledge("bench", max_tokens=LONGEST, began_at=began, draw=lambda number: f"move-{number}")
+        for index, length in enumerate(earlier):
+            self.finished(f"earlier/{index}/0", (index,), length)
+
+    def loaded(self, load: Load, now: float) -> None:
+        self._knowledge.loaded(load, now)
+
+    def finished(self, sample_id: str, prompt: tuple[int, ...], length: int) -> None:
+        nothing = (0.0,) * length
+        self._knowledge.finished(
+            Sample(
+                id=sample_id, job="bench", step=0, prompt=0, replica=0, prompt_text="", prompt_token_ids=prompt,
+                columns_json="{}", text="", token_ids=(0,) * length, log_probs=nothing, tempered_log_probs=nothing,
+                weights_versions=(0,) * length, finish_reason="stop",
+            )
+        )  # fmt: skip
+
+    def moved(self, moved: Moved, now: float) -> None:
+        self._knowledge.moved(moved, now)
+
+    def moves(self, now: float) -> tuple[Move, ...]:
+        advice = self._knowledge.advise(now)
+        return () if advice is None else advice.moves

@@ -1,0 +1,66 @@
+"""Calls into an engine's thread: metered, in order, made once, and never forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from rlhfspec.errors import LinkError
+from rlhfspec.migration.engine_calls import EngineCalls, EngineStopped
+
+
+def test_one_at_least_and_no_more_than_the_budget() -> None:
+    async def main() -> None:
+        calls = EngineCalls()
+        made: list[int] = []
+        waiting = [calls.call(lambda index=index: (made.append(index), time.sleep(0.002))) for index in range(3)]
+        calls.run(budget_seconds=0.001)
+        assert (made, calls.waiting) == ([0], 2)
+        calls.run(budget_seconds=60.0)
+        assert (made, calls.waiting) == ([0, 1, 2], 0)
+        calls.run()
+        await asyncio.gather(*waiting)
+        assert calls.longest_seconds >= 0.002
+
+    asyncio.run(main())
+
+
+def test_what_it_raises_on_purpose_comes_back_and_a_bug_ends_the_thread_too() -> None:
+    def refuse() -> None:
+        raise LinkError("x", "cut")
+
+    async def main() -> None:
+        woken: list[int] = []
+        calls = EngineCalls(on_call=lambda: woken.append(1))
+        refused, bug, after = calls.call(refuse), calls.call(lambda: 1 // 0), calls.call(lambda: 3)
+        assert len(woken) == 3
+        calls.run(budget_seconds=0.0)
+        with pytest.raises(LinkError):
+            await refused
+        with pytest.raises(ZeroDivisionError):
+            calls.run(budget_seconds=0.0)
+        with pytest.raises(EngineStopped):
+            await bug
+        thread = threading.Thread(target=calls.run)
+        thread.start()
+        assert await after == 3
+        thread.join()
+
+    asyncio.run(main())
+
+
+def test_when_it_is_closed_nobody_waits_for_ever() -> None:
+    async def main() -> None:
+        calls = EngineCalls()
+        waiting, cancelled = calls.call(lambda: 1), calls.call(lambda: 2)
+        cancelled.cancel()
+        calls.close()
+        with pytest.raises(EngineStopped):
+            await waiting
+        with pytest.raises(EngineStopped):
+            calls.call(lambda: 3)
+
+    asyncio.run(main())
