@@ -54,10 +54,18 @@ class Listener:
         self.outcomes[moved.how] += 1
 
     async def _listen(self) -> None:
+        """To one start of the run after the other. A transport waits long for a server that does not come back."""
+        uid = ""
+        listening: asyncio.Task[None] | None = None
         while not self._leaving.is_set():
-            with suppress(RLHFSpecError, OSError):  # there is no run right now, or its server was killed
-                await self._while_it_runs(Connections.read(self._file))
-            await asyncio.sleep(LISTEN_SECONDS)
+            with suppress(RLHFSpecError, OSError):  # there is no run right now
+                connections = Connections.read(self._file)
+                if connections.uid != uid or listening is None or listening.done():
+                    await _end(listening)
+                    uid = connections.uid
+                    listening = asyncio.create_task(self._while_it_runs(connections))
+            await asyncio.sleep(0.1)
+        await _end(listening)
 
     async def _while_it_runs(self, connections: Connections) -> None:
         job, folder = connections.job(), connections.credentials
@@ -74,7 +82,7 @@ class Listener:
         stage = bus.of(ROLE)
         try:
             async with await stage.subscribe(Load) as loads, await stage.subscribe(Moved) as moves:
-                while not self._leaving.is_set() and Connections.read(self._file).uid == connections.uid:
+                while True:
                     for load in await loads.pull(max_records=256, timeout_seconds=LISTEN_SECONDS):
                         self.loads[load.record.worker] = load.record
                         self.num_tokens[load.record.incarnation] = load.record.num_tokens
@@ -84,8 +92,16 @@ class Listener:
                         await stage.publish(move)
                         self.num_advised += 1
         finally:
-            with suppress(AttributeError):  # its library's, where the connection was lost a moment ago
-                await transport.close()
+            with suppress(AttributeError, TimeoutError):  # its library's, where the connection was lost a moment ago
+                await asyncio.wait_for(transport.close(), 2.0)
+
+
+async def _end(listening: asyncio.Task[None] | None) -> None:
+    if listening is not None:
+        listening.cancel()
+        for error in await asyncio.gather(listening, return_exceptions=True):
+            if error is not None and not isinstance(error, asyncio.CancelledError | RLHFSpecError | OSError):
+                raise error
 
 
 class Adviser(Listener):

@@ -37,6 +37,7 @@ class FaultyRun:
         self._command += [word for override in overrides for word in ("--set", override)]
         self.out = out
         self._say = say
+        self.quiet_seconds = QUIET_SECONDS
         self.environment: dict[str, str] = {}  # what its processes have beside this one's
         self._log = out.with_suffix(".log")
         self._supervisor: subprocess.Popen[bytes] | None = None
@@ -136,8 +137,8 @@ class FaultyRun:
                 steps, since = self.num_steps, time.monotonic()
                 self.back_seconds += [since - let_go for let_go in self._let_go_at]
                 self._let_go_at.clear()
-            if time.monotonic() - since > QUIET_SECONDS:
-                raise Disturbed(f"never: {what}, and no step for {QUIET_SECONDS:.0f} s:\n{self._last_words()}")
+            if time.monotonic() - since > self.quiet_seconds:
+                raise Disturbed(f"never: {what}, and no step for {self.quiet_seconds:.0f} s:\n{self._last_words()}")
 
     # -- faults ---------------------------------------------------------------------------------------------
 

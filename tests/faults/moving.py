@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -75,11 +76,25 @@ def schedule(seed: int, num_kills: int, *, most_held_seconds: float) -> list[Fau
 class MovingRun(FaultyRun):
     def __init__(self, *arguments: Any, seed: int, adviser: Adviser, proxy: LinkProxy) -> None:
         super().__init__(*arguments)
-        self.environment = proxy.environment
+        self.environment = proxy.environment | {"FAULTS_TOLD": str(self.out.parent)}
         self.in_a_move: list[tuple[str, str]] = []  # who was struck how, in which move
         self._adviser, self._proxy = adviser, proxy
+        self.quiet_seconds = 100.0
         self._draw = random.Random(seed)
         self._link_heals_at = float("inf")
+
+    def _until(self, holds: Callable[[], object], what: str) -> None:
+        try:
+            super()._until(holds, what)
+        except Disturbed as error:
+            self._let_go(float("inf"))
+            uid = self._uid() or ""
+            for pid in (pid for worker in range(NUM_GENERATORS) for pid in processes.named(uid, f"generator-{worker}")):
+                processes.send(pid, signal.SIGUSR1)
+            time.sleep(1.0)
+            files = self.out.parent.glob("tasks-*.txt")
+            tasks = "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
+            raise Disturbed(f"{error}\n{tasks}") from error
 
     def _strike(self, fault: Fault) -> None:
         if fault.target in ENDS:

@@ -43,10 +43,8 @@ class Taking:
         self._custody = custody
         self._clock = clock
         self._lines: dict[str, tuple[asyncio.Lock, int]] = {}  # by sample, and how many stand there
-        self._waits: dict[
-            str, tuple[messages.Message, asyncio.Event]
-        ] = {}  # by sample, for the link: or is it given up?
         self._freeing: dict[str, asyncio.Future[bool]] = {}
+        self._waits: dict[str, tuple[messages.Message, asyncio.Event]] = {}  # for the link; or is it given up?
         self._ticking: asyncio.Task[None] | None = None
 
     @property

@@ -62,6 +62,7 @@ class Moving:
         self._peers: dict[int, Peer] = {}
         self._moves: set[asyncio.Task[Moved]] = set()
         self._numbers = count()
+        self._error: BaseException | None = None  # of a move: one that nobody foresaw ends this worker
 
     async def run(self) -> None:
         async with await self._bus.subscribe(Move) as advice, await self._bus.subscribe(WorkerInfo) as infos:
@@ -84,6 +85,8 @@ class Moving:
 
     async def _follow(self, inbox: Inbox[Move]) -> None:
         while not self._generator.stopping.is_set():
+            if self._error is not None:
+                raise self._error
             pulling = inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS)
             for delivery in await self._generator.unless_stopped(pulling):
                 move = delivery.record
@@ -121,8 +124,13 @@ class Moving:
     def _begin(self, move: Move, *, must_go: bool = False) -> asyncio.Task[Moved]:
         task = asyncio.create_task(self._move(move, must_go))
         self._moves.add(task)
-        task.add_done_callback(self._moves.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Moved]) -> None:
+        self._moves.discard(task)
+        if not task.cancelled():
+            self._error = self._error or task.exception()
 
     async def _move(self, move: Move, must_go: bool) -> Moved:
         moved = await self.mover.move(move, self._peers[move.destination], must_go=must_go)
