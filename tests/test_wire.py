@@ -117,6 +117,7 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         grpc_address=texts,
         http_address=texts,
         models_json=texts,
+        moves_address=texts,
     ),
     Demand: st.builds(Demand, **named, round=counts, num_prompts=counts),
     Load: st.integers(0, 8).flatmap(

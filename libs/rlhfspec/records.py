@@ -307,6 +307,7 @@ class WorkerInfo:
     grpc_address: str  # host:port of health and weights
     http_address: str  # of /healthz, /readyz and /metrics
     models_json: str = "{}"  # by role, for the manifest
+    moves_address: str = ""  # host:port where a generator is asked about moves; within one process it has none
 
 
 Record = (

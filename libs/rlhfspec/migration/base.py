@@ -12,7 +12,7 @@ TELL_SECONDS = 6.0  # for a reply: the link's wait, and a step or two of the eng
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another generator, as its `WorkerInfo` tells: `address` is host:port of its gRPC server, `incarnation` its id."""
+    """Another generator, as its `WorkerInfo` tells: `address` is its `moves_address`, `incarnation` its id."""
 
     name: str
     address: str

@@ -79,8 +79,10 @@ class StageWorker:
                 bus = await self._connect(self._stage, self._worker)
                 stage_bus = bus.of(self._stage, self._worker)
                 async with WorkerWeights(connections, self._job, stage_bus, health) as weights:
-                    ends = self._ends(health)
                     leaving.enter_context(health)
+                    ends = self._ends(health)
+                    if ends is not None:
+                        leaving.callback(ends.close)
                     await self._work(bus, health, weights, ends)
             finally:
                 for transport in self._transports:
@@ -117,14 +119,15 @@ class StageWorker:
             return None
         from rlhfspec.service.ends import Ends
 
-        return Ends.between_processes(self._incarnation, self._stage, health, self._connections.credentials)
+        host = health.grpc_address.rpartition(":")[0]
+        return Ends.between_processes(self._incarnation, self._stage, host, self._connections.credentials)
 
     async def _work(self, bus: Bus, health: Health, weights: WorkerWeights, ends: Ends | None) -> None:
         beating = asyncio.create_task(_beat(health))
         try:
             service = await self._built(bus, weights, ends)
             self._is_built = True
-            await bus.publish(self._info(service, health))
+            await bus.publish(self._info(service, health, ends))
             health.ready()
             supervisor = Supervisor(
                 self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=(self._stage,)
@@ -173,7 +176,7 @@ class StageWorker:
         service: Service = import_module(f"rlhfspec.{self._stage}.build").build(self._job, context)
         return service
 
-    def _info(self, service: Service, health: Health) -> WorkerInfo:
+    def _info(self, service: Service, health: Health, ends: Ends | None) -> WorkerInfo:
         return WorkerInfo(
             id=self._incarnation,
             job=self._job.metadata.name,
@@ -184,6 +187,7 @@ class StageWorker:
             grpc_address=health.grpc_address,
             http_address=health.http_address,
             models_json=dumps({role: asdict(report) for role, report in service.models.items()}),
+            moves_address=ends.address if ends else "",
         )
 
 

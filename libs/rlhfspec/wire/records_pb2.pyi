@@ -368,7 +368,7 @@ class Heartbeat(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., doing: _Optional[str] = ..., what: _Optional[str] = ..., since_seconds: _Optional[float] = ..., overdue_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("id", "job", "stage", "worker", "host", "pid", "grpc_address", "http_address", "models_json")
+    __slots__ = ("id", "job", "stage", "worker", "host", "pid", "grpc_address", "http_address", "models_json", "moves_address")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +378,7 @@ class WorkerInfo(_message.Message):
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODELS_JSON_FIELD_NUMBER: _ClassVar[int]
+    MOVES_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     stage: str
@@ -387,4 +388,5 @@ class WorkerInfo(_message.Message):
     grpc_address: str
     http_address: str
     models_json: str
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., models_json: _Optional[str] = ...) -> None: ...
+    moves_address: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., models_json: _Optional[str] = ..., moves_address: _Optional[str] = ...) -> None: ...

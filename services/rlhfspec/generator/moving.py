@@ -102,7 +102,7 @@ class Moving:
                 if info.stage == self._bus.stage.name and info.worker != self._bus.worker:
                     name = f"{info.stage}-{info.worker}"
                     self._peers[info.worker] = Peer(
-                        name=name, address=info.grpc_address or info.id, incarnation=info.id
+                        name=name, address=info.moves_address or info.id, incarnation=info.id
                     )
 
     async def _away(self, sample: str, worker: int) -> None:

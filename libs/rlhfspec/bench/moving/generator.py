@@ -10,7 +10,7 @@
 
 and of its own accord {"load": {...}}, as a generator of a run says it. Times are of the monotonic clock, which all
 processes of a machine share. The engine has a thread of its own, and steps whenever it has work; the event loop has the
-other: lines, moves, the control of moves over gRPC.
+other: lines, moves, the control of moves.
 
 Nobody but this file knows how long a response will be: the engine is told the most that may come, and what reaches its
 length is taken from it as if it had ended there. An engine that knew would favour the long ones.
@@ -26,16 +26,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import IO, Any, Protocol
-
-import grpc
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.base import EngineStep
 from rlhfspec.migration.base import Peer
-from rlhfspec.migration.control import GrpcControl, GrpcControlServer
+from rlhfspec.migration.control import StreamControl, StreamControlServer
 from rlhfspec.migration.engine_calls import EngineCalls
 from rlhfspec.migration.links.opening import make_landing, open_sending
 from rlhfspec.migration.mover import Mover
@@ -96,7 +93,7 @@ class Generator:
         self._calls = EngineCalls(self._wake.set)
         self._custody = Custody()
         self._incarnation = secrets.token_hex(4)
-        self._control = GrpcControl()
+        self._control = StreamControl()
         self._planned: dict[str, Planned] = {}
         self._completions: list[Completion] = []
         self._steps: list[tuple[float, int, int, int, float]] = []
@@ -108,7 +105,7 @@ class Generator:
         self._meter: Meter
         self._mover: Mover
         self._thread: threading.Thread | None = None
-        self._server: grpc.Server | None = None
+        self._server: StreamControlServer | None = None
         self._moves: set[asyncio.Task[None]] = set()
 
     async def serve(self, requests: IO[str]) -> None:
@@ -132,7 +129,7 @@ class Generator:
         if self._thread is not None:
             self._thread.join()
         if self._server is not None:
-            self._server.stop(None).wait()
+            self._server.close()
         self._control.close()
 
     def _tell(self, name: str, **what: Any) -> None:
@@ -147,13 +144,11 @@ class Generator:
         links = Links(make_landing(link), open_sending)
         name = f"generator-{self._number}"
         self._mover = Mover(name, self._incarnation, self._engine, self._calls, self._control, links, self._custody)
-        self._server = grpc.server(ThreadPoolExecutor(4))
-        port = self._server.add_insecure_port("127.0.0.1:0")
-        GrpcControlServer(self._mover.answer).add_to(self._server)
-        self._server.start()
+        self._server = StreamControlServer()
+        self._server.serve(self._mover.answer)
         self._thread = threading.Thread(target=self._work, name="engine")
         self._thread.start()
-        peer = asdict(Peer(name=name, address=f"127.0.0.1:{port}", incarnation=self._incarnation))
+        peer = asdict(Peer(name=name, address=self._server.address, incarnation=self._incarnation))
         state = self._engine.state
         bytes_per_token = sum(space.runner.bytes_per_position for space in state.spaces)
         arithmetic = state.target.runner.config.arithmetic
