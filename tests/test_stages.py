@@ -26,7 +26,7 @@ from stages import (
 from rlhfspec.critic.service import CriticService
 from rlhfspec.errors import RolloutError, StageFailed
 from rlhfspec.prompts.service import prompts_of
-from rlhfspec.records import Demand, Prompt, Sample, Score
+from rlhfspec.records import Demand, Prompt, Sample, Score, Weights
 from rlhfspec.service.base import Service
 from rlhfspec.service.dead_letters import DeadLetterWatch
 from rlhfspec.service.supervisor import Supervisor
@@ -296,6 +296,24 @@ def test_steps_are_trained_in_order_whatever_arrives_when(seed: int, staleness: 
         assert [trained.step for trained in stages.recorder.trained] == [1, 2, 3]
         assert stages.recorder.checkpoints == [3]
         assert stages.has_read("trainer")
+
+    asyncio.run(main())
+
+
+def test_a_trainer_that_goes_on_hands_out_its_weights_as_the_latest() -> None:
+    """Also where a later version was there before: who comes now must see what it hands out, not what was known."""
+
+    async def main() -> None:
+        stages = await Stages.open(a_job(), generator=1, reward=1, trainer=1)
+        seen = []
+        async with await stages.bus.of("generator").subscribe(Weights) as inbox:
+            for _ in range(2):
+                service = stages.trainer()
+                task = asyncio.create_task(service.run())
+                [delivery] = await inbox.pull(max_records=8, timeout_seconds=5.0)
+                seen.append(delivery.record)
+                await ends(task, service)
+        assert [record.version for record in seen] == [0, 0]
 
     asyncio.run(main())
 

@@ -7,10 +7,11 @@ goes back.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlhfspec.errors import DataExhausted
@@ -126,6 +127,7 @@ class TrainerService(Service):
         self._scores: Inbox[Score]
         self._saved_at = learner.version
         self._lap = _Lap(self.vitals, bus.clock)
+        self._start = secrets.token_hex(4)
         self.leaving.callback(recorder.close)
 
     @property
@@ -302,8 +304,10 @@ class TrainerService(Service):
         return [*records, self._weights.put(name, "policy", version, self._learner.policy_state())]
 
     async def _publish_weights(self, records: Sequence[Weights]) -> None:
+        """Under ids of this start. A trainer that was killed hands out earlier versions again; were a later one then
+        taken for a copy of what is known, an earlier one would stay the latest for everybody who comes."""
         for record in records:
-            await self._bus.publish(record)
+            await self._bus.publish(replace(record, id=f"{record.id}/{self._start}"))
 
     async def _publish_report(self, trained: Trained, line: str) -> None:
         name = self._job.metadata.name
