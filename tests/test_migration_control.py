@@ -56,6 +56,25 @@ def asking(credentials: Path | None = None, role: str = "generator") -> Any:
         control.close()
 
 
+def test_only_a_generator_is_asked(tmp_path: Path) -> None:
+    """Any stage could say that a generator is at its address."""
+    create_credentials(tmp_path, ["generator", "reward"])
+
+    async def main() -> None:
+        server = StreamControlServer(tls=server_tls(tmp_path, "reward"))
+        server.serve(gone)
+        peer = Peer(name="generator-1", address=server.address, incarnation="d")
+        control = StreamControl(client_tls(tmp_path, "generator"), answerers=["generator"])
+        try:
+            with pytest.raises(NoReply, match="reward may take no sequences"):
+                await control.ask(peer, QUESTIONED)
+        finally:
+            control.close()
+            server.close()
+
+    asyncio.run(main())
+
+
 async def gone(message: bytes) -> bytes:
     return messages.to_bytes(messages.Gone(**messages.told(message).head(), here="e"))
 

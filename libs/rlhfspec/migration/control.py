@@ -95,10 +95,12 @@ class _Frames(asyncio.Protocol):
 
 
 class StreamControl:
-    """Asks the servers of other processes, over a connection to each that is kept. `tls`: of who connects."""
+    """Asks the servers of other processes, over a connection to each that is kept. `tls`: of who connects. `answerers`:
+    names in the certificates of those who may answer, for an address proves nothing; None: whoever is there."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None, *, answerers: Collection[str] | None = None) -> None:
         self._tls = tls
+        self._answerers = answerers
         self._lines: dict[str, asyncio.Task[_Line]] = {}
 
     async def ask(self, peer: Peer, message: bytes, *, timeout: float = TELL_SECONDS) -> bytes:
@@ -138,6 +140,10 @@ class StreamControl:
         name = host if self._tls else None
         async with asyncio.timeout(FRAME_SECONDS):
             _, line = await loop.create_connection(_Line, host, int(port), ssl=self._tls, server_hostname=name)
+        answerer = _common_name(line.transport)
+        if self._answerers is not None and answerer not in self._answerers:
+            line.transport.abort()
+            raise ConnectionRefusedError(f"{answerer or 'nobody'} may take no sequences")
         keep_alive(line.transport.get_extra_info("socket"), FRAME_SECONDS)
         return line
 

@@ -24,7 +24,7 @@ from rlhfspec.transport.clock import Clock
 if TYPE_CHECKING:
     from rlhfspec.engine.base import EngineProtocol
 
-MOVERS = ("generator",)  # roles that may ask
+MOVERS = ("generator",)  # roles that may ask, and answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Ends:
         tls = (server_tls(credentials, role), client_tls(credentials, role)) if credentials else None
         listen, connect = tls or (None, None)
         server = StreamControlServer(host, tls=listen, askers=MOVERS if credentials else None)
-        control = StreamControl(connect)
+        control = StreamControl(connect, answerers=MOVERS if credentials else None)
 
         def close() -> None:
             control.close()
