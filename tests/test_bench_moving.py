@@ -32,7 +32,9 @@ from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    random_model("llama", seed=0, vocab_size=VOCAB_SIZE).save_pretrained(folder)
+    made = random_model("llama", seed=0, vocab_size=VOCAB_SIZE)
+    made.config.max_position_embeddings = 2048  # it is so fast that it would end before it is moved
+    made.save_pretrained(folder)
     hugging_face_tokenizer().save_pretrained(folder)
     return str(folder)
 
