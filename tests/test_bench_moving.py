@@ -32,7 +32,9 @@ from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    random_model("llama", seed=0, vocab_size=VOCAB_SIZE).save_pretrained(folder)
+    made = random_model("llama", seed=0, vocab_size=VOCAB_SIZE)
+    made.config.max_position_embeddings = 2048  # it is so fast that it would end before it is moved
+    made.save_pretrained(folder)
     hugging_face_tokenizer().save_pretrained(folder)
     return str(folder)
 
@@ -70,7 +72,7 @@ class Hasty:
 
 def test_rebalance_runs_every_arm_with_the_same_tokens(model: str, tmp_path: Path) -> None:
     settings = RebalanceSettings(
-        model=model, draft=model, workloads=("skew",), decoding=("plain",), sizes=(1, 8), seeds=1, repeats=1, scale=0.3
+        model=model, draft=model, workloads=("skew",), decoding=("adaptive",), sizes=(1, 8), seeds=1, repeats=1, scale=0.3
     )
     said: list[str] = []
     lengths = stages("skew", 1, 0.3)[0].lengths
@@ -82,8 +84,8 @@ def test_rebalance_runs_every_arm_with_the_same_tokens(model: str, tmp_path: Pat
     [ours] = stage.runs["ours"]
     assert ours.moves, ours.kept
     most = {arm: max(count for changes in runs[0].active for _, count in changes) for arm, runs in stage.runs.items()}
-    assert most["dealt"] == 32
-    assert most["pulled"] == 16
+    assert most["dealt"] > 16
+    assert most["pulled"] <= 16
     text = shown(rebalance_report.render(results))
     assert "skew" in text
     assert "dealt / ours" in text
