@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import CancelledError
 
 import grpc
 
@@ -121,7 +122,9 @@ class GrpcControlServer:
             return working.result(min(context.time_remaining() or TELL_SECONDS, TELL_SECONDS))
         except TimeoutError:
             self._refuse("slow", context, grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
-            raise AssertionError("refused") from None
+        except CancelledError:  # its event loop ends
+            self._refuse("closed", context, grpc.StatusCode.UNAVAILABLE, "is leaving")
+        raise AssertionError("refused")
 
     def _refuse(self, kind: str, context: grpc.ServicerContext, code: grpc.StatusCode, reason: str) -> None:
         self.refused[kind] += 1
