@@ -72,7 +72,14 @@ class Hasty:
 
 def test_rebalance_runs_every_arm_with_the_same_tokens(model: str, tmp_path: Path) -> None:
     settings = RebalanceSettings(
-        model=model, draft=model, workloads=("skew",), decoding=("adaptive",), sizes=(1, 8), seeds=1, repeats=1, scale=0.3
+        model=model,
+        draft=model,
+        workloads=("skew",),
+        decoding=("adaptive",),
+        sizes=(1, 8),
+        seeds=1,
+        repeats=1,
+        scale=0.3,
     )
     said: list[str] = []
     lengths = stages("skew", 1, 0.3)[0].lengths
