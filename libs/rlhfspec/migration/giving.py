@@ -186,11 +186,9 @@ class Giving:
         """And lets go of the way."""
 
         async def send() -> None:
-            assert way.sending is not None
-            sending = way.sending
             try:
                 if num_bytes:
-                    await self._place.links.in_thread(lambda: sending.send(key, num_bytes))
+                    await self._place.links.send(way, key, num_bytes)
             except LinkError:
                 self._place.links.drop(way, offer)
                 raise

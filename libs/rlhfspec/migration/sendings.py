@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rlhfspec.migration.links.base import Landing, Sending
+from rlhfspec.errors import LinkError
+from rlhfspec.migration.links.base import Landing, QuickSending, Sending
 
 NUM_THREADS = 8  # that wait in links: neither the event loop nor the engine ever does
 T = TypeVar("T")
@@ -19,6 +20,7 @@ class Way:
     """To one offer. `lock`: a link has one room at a time."""
 
     sending: Sending | None = None
+    is_at_once: bool = False  # what there was room for can be sent without a thread
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -40,12 +42,29 @@ class Links:
     async def room(self, way: Way, offer: str, num_bytes: int) -> memoryview:
         """With the way's lock held. Raises LinkError; then the next one opens it anew."""
 
+        sending = way.sending
+        try:
+            way.is_at_once = isinstance(sending, QuickSending) and sending.is_at_once(num_bytes)
+        except OSError as error:
+            raise LinkError("connection", f"broke ({error.strerror or error})") from error
+        if way.is_at_once and sending is not None:
+            return sending.room(num_bytes)
+
         def open_and_ask() -> memoryview:
             if way.sending is None:
                 way.sending = self._open(offer)
             return way.sending.room(num_bytes)
 
         return await self.in_thread(open_and_ask)
+
+    async def send(self, way: Way, key: str, num_bytes: int) -> None:
+        """What was packed into its room. Raises LinkError."""
+        sending = way.sending
+        assert sending is not None, "nothing was packed"
+        if way.is_at_once:
+            sending.send(key, num_bytes)
+        else:
+            await self.in_thread(lambda: sending.send(key, num_bytes))
 
     def drop(self, way: Way, offer: str) -> None:
         """It failed."""

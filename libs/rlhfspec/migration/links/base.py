@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rlhfspec.errors import LinkError
 
@@ -39,6 +39,10 @@ class Landing(Protocol):
 
     def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
         """Waits for these bytes. They are yours until `done`."""
+        ...
+
+    def has(self, key: str) -> bool:
+        """It has landed: `take` returns at once."""
         ...
 
     def done(self, key: str) -> None:
@@ -62,6 +66,15 @@ class Sending(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class QuickSending(Sending, Protocol):
+    """One that need not always wait, so that it need not always have a thread."""
+
+    def is_at_once(self, num_bytes: int) -> bool:
+        """`room` for so many bytes, and `send` after it, return at once."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,9 @@ class Inbox:
 
     # --- for who reads -----------------------------------------------------------------------------------------------
 
+    def has(self, key: str) -> bool:
+        return key in self._landed
+
     def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
         deadline = time.monotonic() + timeout
         with self._changed:

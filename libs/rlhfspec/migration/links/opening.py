@@ -36,6 +36,9 @@ class WaysIn:
     def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
         return self.inbox.take(key, num_bytes, timeout=timeout)
 
+    def has(self, key: str) -> bool:
+        return self.inbox.has(key)
+
     def done(self, key: str) -> None:
         self.inbox.done(key)
 

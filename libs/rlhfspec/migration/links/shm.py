@@ -106,6 +106,15 @@ class ShmSending:
             self._connection.close()
             raise LinkError("shm", f"cannot connect to {way.get('name')}: {error}") from error
 
+    def is_at_once(self, num_bytes: int) -> bool:
+        """There is memory, and it is free. What is sent then is a header, to one who has eight of them at most."""
+        if select.select([self._connection], [], [], 0.0)[0]:
+            heard = self._connection.recv(1024, socket.MSG_PEEK)
+            if not heard or len(heard) % _PLACE.size:
+                return False
+            self._hear(0.0)
+        return any(len(self._memory[place]) >= num_bytes for place in self._free)
+
     def room(self, num_bytes: int) -> memoryview:
         if num_bytes > MOST_BYTES:
             raise LinkError("range", f"has {num_bytes} bytes, more than {MOST_BYTES}")
