@@ -64,6 +64,7 @@ def random_policy(seed: int) -> Policy:
     def policy(snapshot, now):  # type: ignore[no-untyped-def]
         count = min(len(snapshot.ids), 3)
         chosen = random.choice(len(snapshot.ids), count, replace=False) if count else np.zeros(0, dtype=int)
+        chosen = np.argsort(snapshot.ids, kind="stable")[chosen]  # by name: at one time the order is nobody's
         return chosen, random.integers(0, len(snapshot.free_rows), count)
 
     return policy
