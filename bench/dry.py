@@ -24,14 +24,12 @@ from typing import Any
 import yaml
 
 from rlhfspec.records import Plan, WorkerInfo
-from rlhfspec.servers.certificates import client_tls
 from rlhfspec.service.bus import Bus
+from rlhfspec.service.connecting import connect
 from rlhfspec.service.connections import Connections
-from rlhfspec.service.rights import inbox_of
 from rlhfspec.telemetry.metrics import curve
 from rlhfspec.tiny.models import ensure
 from rlhfspec.tracing.folder import read_spans
-from rlhfspec.transport.nats import NatsTransport
 
 ORDER = json.dumps({"dry": {"0": "score", "1": "score"}})
 REWARDS = "def letters(completion):\n    return sum(map(str.isalpha, completion)) / 8\n"
@@ -80,14 +78,7 @@ def run(job: Path, out: str, helped: bool, num_steps: int) -> Path:
 async def _order(folder: Path, last_step: int) -> None:
     """In the rebalancer's place, who is stopped until the last step, and then goes on to end with the run."""
     connections = Connections.read(folder / "processes" / "connections.json")
-    assert connections.credentials is not None
-    transport = await NatsTransport.connect(
-        connections.nats_url,
-        name="rebalancer",
-        inbox_prefix=inbox_of("rebalancer"),
-        nkey_seed=connections.credentials / "rebalancer.seed",
-        tls=client_tls(connections.credentials, "rebalancer"),
-    )
+    transport = await connect(connections, "rebalancer", name="rebalancer")
     bus = Bus(transport, "dry", uid=connections.uid, workers={"rebalancer": 1}).of("rebalancer")
     workers = await (await bus.subscribe(WorkerInfo)).pull(max_records=64, timeout_seconds=10.0)
     [rebalancer] = [each.record.pid for each in workers if each.record.stage == "rebalancer"]

@@ -15,11 +15,9 @@ from typing import Self
 from rlhfspec.errors import RLHFSpecError
 from rlhfspec.loop import workers_of
 from rlhfspec.records import Load, Move, Moved
-from rlhfspec.servers.certificates import client_tls
 from rlhfspec.service.bus import Bus
+from rlhfspec.service.connecting import connect
 from rlhfspec.service.connections import Connections
-from rlhfspec.service.rights import inbox_of
-from rlhfspec.transport.nats import NatsTransport
 
 ROLE = "rebalancer"
 LISTEN_SECONDS = 0.02
@@ -68,15 +66,8 @@ class Listener:
         await _end(listening)
 
     async def _while_it_runs(self, connections: Connections) -> None:
-        job, folder = connections.job(), connections.credentials
-        assert folder is not None
-        transport = await NatsTransport.connect(
-            connections.nats_url,
-            name="listener",
-            inbox_prefix=inbox_of(ROLE),
-            nkey_seed=folder / f"{ROLE}.seed",
-            tls=client_tls(folder, ROLE),
-        )
+        job = connections.job()
+        transport = await connect(connections, ROLE, name="listener")
         self.loads.clear()
         bus = Bus(transport, job.metadata.name, uid=connections.uid, workers=workers_of(job))
         stage = bus.of(ROLE)

@@ -124,7 +124,7 @@ def test_schema() -> None:
     code, output = rlhfspec("schema")
     assert (code, json.loads(output)["properties"]["spec"]["additionalProperties"]) == (0, False)
     code, output = rlhfspec("schema", "--crd")
-    assert (code, json.loads(output)["properties"]["metadata"]) == (0, {"type": "object"})
+    assert (code, json.loads(output)["kind"]) == (0, "CustomResourceDefinition")
 
 
 def test_no_command_imports_torch(folder: Path) -> None:

@@ -363,7 +363,7 @@ class Control:
 
     async def _connected(self, role: str) -> NatsTransport:
         return await NatsTransport.connect(
-            self._url, name=role, inbox_prefix=inbox_of(role), nkey_seed=self._credentials / f"{role}.seed",
+            self._url, name=role, inbox_prefix=inbox_of(role, self._uid), nkey_seed=self._credentials / f"{role}.seed",
             tls=client_tls(self._credentials, role),
         )  # fmt: skip
 

@@ -53,7 +53,7 @@ def test_it_is_said_in_the_summary_the_picture_and_the_line() -> None:
     progress = Progress(example_job(steps=9), lambda: 0.0)
     progress.history(steps(2, 2, 2))
     console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(panel(progress, console.size))
+    console.print(panel(progress, console.size, "stop"))
     assert "rewards were equal in every group" in console.export_text()
     assert SAID in step_line(progress.steps[-1], progress)
     assert SAID in dict(facts(progress.steps))["warning"]

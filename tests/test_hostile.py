@@ -31,8 +31,8 @@ from rlhfspec.records import (
     WorkerInfo,
 )
 from rlhfspec.servers.certificates import client_tls
+from rlhfspec.service.connecting import connect
 from rlhfspec.service.connections import Connections
-from rlhfspec.service.rights import inbox_of
 from rlhfspec.transport import dead_letters
 from rlhfspec.transport.nats import NatsTransport
 from rlhfspec.wire.codec import encode
@@ -73,15 +73,7 @@ def hostile(record_type: type[Record]) -> list[bytes]:
 
 
 async def connected(connections: Connections, role: str) -> NatsTransport:
-    assert connections.credentials is not None
-    return await NatsTransport.connect(
-        connections.nats_url,
-        name="stranger",
-        inbox_prefix=inbox_of(role),
-        nkey_seed=connections.credentials / f"{role}.seed",
-        tls=client_tls(connections.credentials, role),
-        publish_timeout_seconds=5.0,
-    )
+    return await connect(connections, role, name="stranger", publish_timeout_seconds=5.0)
 
 
 async def attack(connections: Connections) -> tuple[int, int]:

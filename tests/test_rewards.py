@@ -293,6 +293,26 @@ def reward(completion):
     assert 0.5 <= desk.naps.seconds[0] < 1.0 <= desk.naps.seconds[1] < 2.0 <= desk.naps.seconds[2] < 4.0
 
 
+def test_a_source_that_fails_is_told_of_while_it_is_tried_again(desk: Desk) -> None:
+    code = """
+calls = []
+def reward(completion):
+    calls.append(1)
+    if len(calls) < 3: raise OSError('busy')
+    return 1.0 if len(calls) == 4 else None
+"""
+    desk.write(code)
+    desk.write("def good(completion): return 0.0", "fine")
+    sources = desk.sources({"function": "rewards:reward", "retries": 9}, {"function": "fine:good"})
+    told: list[str] = []
+    sources.told = told.append
+    with pytest.raises(RewardError):  # the third call returns nothing
+        run(sources)
+    run(sources)
+    failed, returned = "it raised OSError: busy", "what it returned is None, not a number"
+    assert told == [f"reward 'reward': {failed}", f"reward 'reward': {returned}", ""]
+
+
 def test_a_wrong_answer_is_not_asked_for_again(desk: Desk) -> None:
     with pytest.raises(RewardError, match=r"None, not a number$"):
         desk.score("def reward(completion): return None", retries=5)

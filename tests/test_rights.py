@@ -60,7 +60,11 @@ async def everybody(place: Place) -> AsyncIterator[dict[str, NatsTransport]]:
     """Each role, connected as itself; the run is open."""
     transports = {
         role: await NatsTransport.connect(
-            place.url, name=role, inbox_prefix=inbox_of(role), nkey_seed=place.seed(role), publish_timeout_seconds=20.0
+            place.url,
+            name=role,
+            inbox_prefix=inbox_of(role, UID),
+            nkey_seed=place.seed(role),
+            publish_timeout_seconds=20.0,
         )
         for role in ROLES
     }
@@ -189,7 +193,7 @@ def may_publish() -> dict[str, set[str]]:
     for other in ("$JS.API.STREAM.LIST", "$JS.API.STREAM.NAMES", "$JS.API.INFO", "$SYS.REQ.SERVER.PING", "anything"):
         may[other] = set()
     for name in ROLES:
-        may[f"{inbox_of(name)}.1.2"] = set()
+        may[f"{inbox_of(name, UID)}.1.2"] = set()
     return may
 
 
@@ -202,7 +206,7 @@ def may_subscribe() -> dict[str, set[str]]:
         may[f"{subject(record)}.*"] = set()
     may[f"latest.{DEAD}.*"] = {CONTROL}
     for name in ROLES:
-        may[f"{inbox_of(name)}.>"] = {name}
+        may[f"{inbox_of(name, UID)}.>"] = {name}
     for other in (">", "rlhf.>", "latest.>", "*.>", "_INBOX.>", "$JS.>", "$JS.ACK.>", "$SYS.>", f"rlhf.{JOB}.{UID}.*"):
         may[other] = set()
     return may

@@ -19,6 +19,7 @@ from rlhfspec.records import EvaluationReport, Load, Prompt, Sample, Score, Scor
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.health import Health
 from rlhfspec.service.vitals import Vitals
+from rlhfspec.telemetry.metrics import example_step
 from rlhfspec.tracing import otlp
 from rlhfspec.tracing.base import Place, Watcher
 from rlhfspec.tracing.folder import SpanFiles, read_spans
@@ -389,10 +390,23 @@ def test_what_is_counted_of_what_passes() -> None:
         'rlhfspec_generator_running{stage="generator",worker="1"}': 5.0,
         'rlhfspec_generator_waiting{stage="generator",worker="1"}': 2.0,
         'rlhfspec_weights_version{role="policy",stage="generator",worker="1"}': 2.0,
+        'rlhfspec_generator_strategies_total{stage="generator",strategy="suffix",worker="1"}': 1.0,
         'rlhfspec_reconnects_total{server="nats"}': 1.0,
         'rlhfspec_restarts_total{stage="generator",worker="1"}': 1.0,
     }
     assert {name: found.get(name) for name in expected} == expected
+
+
+def test_a_trained_step_is_told_as_far_as_it_applies() -> None:
+    meters = Meters()
+    line = example_step(step=3).to_line()
+    report = StepReport(id="r", job="sums", step=3, weights_version=4, weights_digest="", metrics_json=line)
+    meters.published(Place("trainer", 0), report, 0.0, True)
+    meters.published(Place("trainer", 0), replace(report, step=4, metrics_json='{"kl": null}'), 0.0, True)
+    found, told = numbers(meters), json.loads(line)
+    assert found['rlhfspec_step{stage="trainer",worker="0"}'] == 4.0
+    assert found['rlhfspec_step_reward{stage="trainer",worker="0"}'] == told["reward"]["mean"]
+    assert found['rlhfspec_step_policy_loss{stage="trainer",worker="0"}'] == told["policy_loss"]
 
 
 def test_what_a_worker_worked_is_told_by_its_vitals() -> None:

@@ -90,7 +90,7 @@ def a_full_view(console: Console, *, texts: str = "12+34\n=46", strategy: str = 
 
 def picture(view: View, console: Console) -> list[str]:
     with console.capture() as capture:
-        console.print(panel(view.progress, console.size))
+        console.print(panel(view.progress, console.size, "stop"))
     return capture.get().splitlines()
 
 

@@ -16,6 +16,8 @@
     ├── ServerFailed                  NATS or Redis of a run does not start, or refuses us; which, and its reason
     ├── TransportFull                 no room to publish for too long; names who has yet to read
     ├── TransportUnavailable          the server between the processes does not answer; it may again
+    ├── ClusterUnavailable            the API server does not answer, or not so that anything could be done about it
+    ├── LeadershipLost                this replica of the operator does not act any more: it must not write
     ├── LinkError                     bytes of a moving sequence did not get to the other engine; which, and why
     ├── MessageTooLarge               more bytes than the server between the processes takes
     ├── StageError                    the run ended because of one stage's worker, which it names
@@ -246,6 +248,31 @@ class TransportUnavailable(RLHFSpecError):
         self.url = url
         self.problem = problem
         super().__init__(f"{url}: {problem}")
+
+
+class ClusterUnavailable(RLHFSpecError):
+    """Temporary, or for whoever runs the cluster to put right: what was asked, and the answer.
+
+    >>> str(ClusterUnavailable("list of Pod", "pods is forbidden"))
+    'the API server, asked for list of Pod: pods is forbidden'
+    """
+
+    def __init__(self, asked: str, problem: str) -> None:
+        self.asked = asked
+        self.problem = problem
+        super().__init__(f"the API server, asked for {asked}: {problem}")
+
+
+class LeadershipLost(RLHFSpecError):
+    """What was not written, because another replica may act by now.
+
+    >>> str(LeadershipLost("PATCH /api/v1/namespaces/team/pods/sums-reward-0"))
+    'not the leader any more, so not done: PATCH /api/v1/namespaces/team/pods/sums-reward-0'
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(f"not the leader any more, so not done: {what}")
 
 
 class LinkError(RLHFSpecError):

@@ -17,19 +17,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
+
+from rlhfspec.job_block import Block, Fraction, Positive, Rate, Seconds
+from rlhfspec.job_cluster import DeletionPolicy, PodOptions, Replicas, Restart, Rule, Scheduling, Storage
 
 API_VERSION = "rlhfspec.io/v1alpha1"
 AlgorithmName = Literal["ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo"]
-Positive = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, strict=True)
 
 
 class Lora(Block):
@@ -54,8 +49,12 @@ class Model(Block):
 class Dataset(Block):
     path: str = Field(min_length=1, description="A .jsonl, .json, .csv or .parquet file, datasets folder, or hub id.")
     split: str = Field("train", description="Of datasets that have splits.")
-    prompt_column: str | None = Field("prompt", description="Text to continue; null when messagesColumn is set.")
-    messages_column: str | None = Field(None, description="Chat messages, through the tokenizer's template.")
+    prompt_column: str | None = Field(
+        "prompt", min_length=1, description="Text to continue; null when messagesColumn is set."
+    )
+    messages_column: str | None = Field(
+        None, min_length=1, description="Chat messages, through the tokenizer's template."
+    )
     max_prompt_tokens: Positive = Field(512, description="Longer prompts are left out, and counted.")
     shuffle: bool = Field(True, description="By a function of the seed and the epoch; false: in order.")
     epochs: Positive | None = Field(None, description="Passes over the data before the job ends; null: no end.")
@@ -157,7 +156,9 @@ class Generation(Block):
     )
     top_k: int = Field(0, ge=0, description="0: every token. A mask makes sampler and trainer disagree.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="1: every token.")
-    stop: list[str] = Field([], description="Strings that end a response, beside the model's own end.")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="Strings that end a response, beside the model's own end."
+    )
     speculation: Speculation = Field(Speculation(), description="How drafts are made.")
     ignore_eos: bool = Field(False, description="Go on past the model's own end to maxTokens; for fixed lengths.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the engine keeps weights.")
@@ -217,7 +218,7 @@ RewardSource = Annotated[FunctionSource | ModelSource | HttpSource, Field(discri
 
 
 class Rewards(Block):
-    sources: list[RewardSource] = Field(min_length=1, description="Where rewards come from.")
+    sources: list[RewardSource] = Field(min_length=1, max_length=32, description="Where rewards come from.")
     combine: Literal["sum", "min", "product"] = Field("sum", description="Of weighted sources.")
 
 
@@ -253,9 +254,13 @@ class Training(Block):
     max_staleness: int = Field(0, ge=0, description="Versions a sample may lag; 0: synchronous, reproducible.")
 
 
-class Workers(Block):
+class Work(Block):
     workers: Positive = Field(1, description="How many compete for the work.")
     deadline_seconds: Seconds = Field(600.0, description="One piece of work may take so long before the run ends.")
+
+
+class Workers(PodOptions, Work):
+    """Of a stage."""
 
 
 class Trainer(Workers):
@@ -263,6 +268,11 @@ class Trainer(Workers):
 
 
 class GeneratorWorkers(Workers):
+    replicas: Replicas | None = Field(
+        None,
+        description="In a cluster, how many may run; between the two the rebalancer's advice decides, from `workers` "
+        "on. null: always `workers`.",
+    )
     prefetch: int = Field(
         4,
         ge=0,
@@ -275,7 +285,7 @@ class GeneratorWorkers(Workers):
 
 
 class Roles(Block):
-    """One entry a stage of `rlhfspec.loop`."""
+    """One entry a stage of `rlhfspec.loop`, and the two that have a pod in a cluster only."""
 
     prompts: Workers = Field(Workers(), description="Reads the dataset.")
     generator: GeneratorWorkers = Field(GeneratorWorkers(), description="Generates.")
@@ -284,6 +294,8 @@ class Roles(Block):
     critic: Workers = Field(Workers(), description="Values; runs with ppo.")
     trainer: Trainer = Field(Trainer(), description="Learns.")
     rebalancer: Workers = Field(Workers(), description="Says which samples go on at another generator (rebalance).")
+    prepare: PodOptions = Field(PodOptions(), description="Checks the job and makes the run folder, before all others.")
+    control: PodOptions = Field(PodOptions(), description="Looks on, and reports to the operator.")
 
 
 class FailurePolicy(Block):
@@ -299,6 +311,7 @@ class FailurePolicy(Block):
     )
     backoff_seconds: Seconds = Field(0.5, description="Before the first restart; doubled for each further one.")
     max_backoff_seconds: Seconds = Field(30.0, description="The longest wait before a restart.")
+    rules: list[Rule] = Field([], max_length=32, description="Exceptions by exit code, in a cluster.")
 
 
 class Rebalance(Block):
@@ -350,6 +363,19 @@ class Spec(Block):
     rebalance: Rebalance = Rebalance()
     checkpoint: Checkpoint = Checkpoint()
     observability: Observability = Observability()
+    suspend: bool = Field(
+        False, description="true: end after a checkpoint and free everything; false again: go on from there."
+    )
+    active_deadline_seconds: Positive | None = Field(
+        None, description="The job fails when it has run so long, suspended time left out; null: no limit."
+    )
+    pre_running_deadline_seconds: Positive | None = Field(
+        None, description="It fails when not every pod is ready after so long, such as for want of nodes; null: never."
+    )
+    deletion_policy: DeletionPolicy = DeletionPolicy()
+    scheduling: Scheduling = Scheduling()
+    storage: Storage = Storage()
+    restart: Restart = Restart()
 
     @property
     def max_context(self) -> int:

@@ -250,11 +250,14 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the rebalancer decided, and why: a line of `moves.jsonl`."""
+    """What the rebalancer decided, and why: a line of `moves.jsonl`. `num_wanted`: so many generators would pay; 0: it
+    does not know yet."""
 
     id: str
     job: str
     plan_json: str
+    num_wanted: int = 0
+    why_wanted: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +295,7 @@ class Heartbeat:
     since_seconds: float  # how long it has been doing that
     overdue_seconds: float  # past the deadline of its work; negative: so much is left; -inf: not working
     busy_seconds: float  # working, in all; by its difference over time a worker's utilisation
+    trouble: str = ""  # what fails, and is tried again; since when is for those to say who look on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

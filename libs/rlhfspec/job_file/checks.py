@@ -22,13 +22,17 @@ from dataclasses import dataclass
 
 from rlhfspec.errors import Problem
 from rlhfspec.job import FunctionSource, RewardSource, RLHFJob, Workers
+from rlhfspec.job_cluster import PodOptions
 from rlhfspec.job_file.problems import place_of
+from rlhfspec.job_file.schema import QUANTITY
 from rlhfspec.job_file.secrets import shown_url, shown_value
 from rlhfspec.job_file.yaml_text import Path_, parts_of
 
 GROUP_ALGORITHMS = ("grpo", "dr-grpo", "rloo", "dapo", "gspo")
 MODULE_MEMBER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
-_CLASS = re.compile(r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*$")
+CLASS = re.compile(r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*$")
+_QUANTITY = re.compile(QUANTITY)
+OWN_LABELS = "rlhfspec.io/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,9 @@ def check(job: RLHFJob) -> Iterator[Finding]:
     yield from _check_rewards(job)
     yield from _check_training(job)
     yield from _check_exact_on_policy(job)
+    yield from _check_generators(job)
+    yield from _check_pods(job)
+    yield from _check_cluster(job)
 
 
 def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
@@ -70,9 +77,6 @@ def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
             problem="prompts are text or messages, not both: remove it, or promptColumn",
             depends_on=("spec.dataset.promptColumn",),
         )  # fmt: skip
-    for name, column in (("promptColumn", data.prompt_column), ("messagesColumn", data.messages_column)):
-        if column == "":
-            yield Finding(field=f"spec.dataset.{name}", value="", problem="must name a column")
 
 
 def _check_algorithm(job: RLHFJob) -> Iterator[Finding]:
@@ -138,9 +142,6 @@ def _check_generation(job: RLHFJob) -> Iterator[Finding]:
             problem=f"one response does not fit: must be >= dataset.maxPromptTokens + generation.maxTokens ({longest})",
             depends_on=("spec.dataset.maxPromptTokens", "spec.generation.maxTokens"),
         )  # fmt: skip
-    for index, stop in enumerate(generation.stop):
-        if not stop:
-            yield Finding(field=f"spec.generation.stop[{index}]", value="", problem="must not be empty; remove it")
 
 
 def _check_rewards(job: RLHFJob) -> Iterator[Finding]:
@@ -205,7 +206,7 @@ def _check_training(job: RLHFJob) -> Iterator[Finding]:
         "schedule.name": training.schedule.name,
     }
     for field, name in names.items():
-        if not _CLASS.match(name):
+        if not CLASS.match(name):
             yield Finding(
                 field=f"{path}.{field}", value=name, problem="must be a class of torch, or module:Class of your own"
             )
@@ -229,3 +230,82 @@ def _check_exact_on_policy(job: RLHFJob) -> Iterator[Finding]:
     if model.dtype != "float32":
         problem = "exactOnPolicy trains float32 weights: must be float32; generation.dtype is free"
         yield Finding(field="spec.model.dtype", value=model.dtype, problem=problem, depends_on=exact)
+
+
+def _check_generators(job: RLHFJob) -> Iterator[Finding]:
+    generator, path = job.spec.roles.generator, "spec.roles.generator"
+    replicas = generator.replicas
+    if replicas is None:
+        return
+    if replicas.max < replicas.min:
+        problem = f"must be >= replicas.min ({replicas.min})"
+        yield Finding(
+            field=f"{path}.replicas.max", value=replicas.max, problem=problem, depends_on=(f"{path}.replicas.min",)
+        )
+    elif not replicas.min <= generator.workers <= replicas.max:
+        yield Finding(
+            field=f"{path}.workers", value=generator.workers, depends_on=(f"{path}.replicas",),
+            problem=f"is what the job begins with: must be within replicas ({replicas.min} to {replicas.max})",
+        )  # fmt: skip
+    if job.spec.rebalance.mode == "off":
+        yield Finding(
+            field="spec.rebalance.mode", value="off", depends_on=(f"{path}.replicas",),
+            problem="roles.generator.replicas follow the rebalancer's advice: must be auto, or remove replicas",
+        )  # fmt: skip
+
+
+def _check_pods(job: RLHFJob) -> Iterator[Finding]:
+    roles = job.spec.roles
+    for name in type(roles).model_fields:
+        yield from _check_pod_options(getattr(roles, name), f"spec.roles.{name}")
+
+
+def _check_pod_options(options: PodOptions, path: str) -> Iterator[Finding]:
+    for which, amounts in options.resources.items():
+        for name, amount in amounts.items():
+            if not _QUANTITY.match(str(amount)):
+                field, problem = f"{path}.resources.{which}", f"{name} must be an amount such as 1, 500m or 16Gi"
+                yield Finding(field=field, value=amount, problem=problem)
+    metadata, pod = options.pod_template.get("metadata", {}), options.pod_template.get("spec", {})
+    for name in set(metadata) - {"labels", "annotations"}:
+        yield Finding(field=f"{path}.podTemplate.metadata.{name}", problem="must be labels or annotations; remove it")
+    for kind in ("labels", "annotations"):
+        texts = metadata.get(kind, {})
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+            yield Finding(field=f"{path}.podTemplate.metadata.{kind}", problem="must be a block of names and texts")
+        elif any(name.startswith(OWN_LABELS) for name in texts):
+            problem = f"{OWN_LABELS}... are the operator's own; take another name"
+            yield Finding(field=f"{path}.podTemplate.metadata.{kind}", problem=problem)
+    if pod.get("restartPolicy", "Never") != "Never":
+        problem = "failurePolicy decides on restarts; remove it"
+        yield Finding(field=f"{path}.podTemplate.spec.restartPolicy", problem=problem)
+    for kind in ("containers", "initContainers", "volumes"):
+        items = pod.get(kind, [])
+        if not isinstance(items, list) or not all(isinstance(item, dict) and item.get("name") for item in items):
+            problem = "must be a list of blocks with a name each: they are merged by it"
+            yield Finding(field=f"{path}.podTemplate.spec.{kind}", problem=problem)
+
+
+def _check_cluster(job: RLHFJob) -> Iterator[Finding]:
+    spec = job.spec
+    gang = ("spec.scheduling.gang",)
+    if spec.scheduling.queue is not None and spec.scheduling.gang not in ("kueue", "volcano"):
+        yield Finding(
+            field="spec.scheduling.queue", value=spec.scheduling.queue, depends_on=gang,
+            problem="needs scheduling.gang: kueue or volcano; remove it, or name one",
+        )  # fmt: skip
+    if spec.restart.roles and not spec.restart.id:
+        yield Finding(field="spec.restart.id", problem="give restart.roles an id, such as the date: a new one restarts")
+    folder = spec.storage.run_folder
+    if folder is not None and (folder.startswith("/") or ".." in folder.split("/")):
+        problem = "must be a folder within the claim, such as runs/mine"
+        yield Finding(field="spec.storage.runFolder", value=folder, problem=problem)
+    decided: dict[tuple[str, int], int] = {}
+    for index, rule in enumerate(spec.failure_policy.rules):
+        pairs = [(role, code) for role in rule.roles or ("",) for code in rule.exit_codes]
+        first = [decided.get(pair, decided.get(("", pair[1]), index)) for pair in pairs]
+        if all(earlier < index for earlier in first):
+            field, problem = f"spec.failurePolicy.rules[{index}]", f"never applies: rules[{first[0]}] decides before it"
+            yield Finding(field=field, problem=problem)
+        for pair in pairs:
+            decided.setdefault(pair, index)

@@ -28,8 +28,8 @@ MOST_HEAD_BYTES = 100 << 20  # as safetensors itself allows
 MODEL_FIELDS = ("path", "tokenizer", "drafter", "reference", "critic")
 
 
-def check_files(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """base: the job file's folder."""
+def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> Iterator[Finding]:
+    """base: the job file's folder. with_environment: variables that the job names must be set here."""
     for name in MODEL_FIELDS:
         path = getattr(job.spec.model, name)
         if path is not None:
@@ -44,7 +44,7 @@ def check_files(job: RLHFJob, base: Path) -> Iterator[Finding]:
         if isinstance(source, ModelSource):
             yield from _check_model(source.path, f"{field}.path", base)
             yield from _check_reward_model(source, field, base)
-        if isinstance(source, HttpSource):
+        if isinstance(source, HttpSource) and with_environment:
             try:
                 request_of(source, field)
             except InvalidRequest as error:

@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rlhfspec.errors import Problem, did_you_mean, nearest
-from rlhfspec.job import Block, RLHFJob
+from rlhfspec.job import RLHFJob
+from rlhfspec.job_block import Block
 from rlhfspec.job_file.secrets import shown_value
 from rlhfspec.job_file.yaml_text import Path_, dotted
 

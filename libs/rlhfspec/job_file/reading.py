@@ -30,11 +30,13 @@ from rlhfspec.job_file.secrets import shown_override
 from rlhfspec.job_file.yaml_text import Path_, dotted, parse, parse_value, parts_of, read_text
 
 
-def read_job(path: Path, overrides: Sequence[str] = ()) -> RLHFJob:
+def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = None, runs_here: bool = True) -> RLHFJob:
     """The job in a YAML or JSON file, checked, its local paths absolute.
 
-    overrides: `training.steps=3`, a path inside `spec` and a value as YAML; later ones win.
+    overrides: `training.steps=3`, a path inside `spec` and a value as YAML; later ones win. base: where relative paths
+    begin; None: at the file's folder. runs_here: with the memory and the environment of this machine.
     """
+    base = path.parent if base is None else base
     document = parse(read_text(path), source=str(path))
     places: dict[Path_, str] = {where: f"line {line}" for where, line in document.lines.items()}
     if not isinstance(document.value, dict):
@@ -43,14 +45,16 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> RLHFJob:
     problems = list(document.problems)
     for override in overrides:
         problems += _override(document.value, places, override)
-    job, found = _validate(document.value, places, path.parent)
+    job, found = _validate(document.value, places, base, runs_here)
     problems += found
     if problems or job is None:
         raise JobError(str(path), _in_order(problems))
-    return with_resolved_paths(job, path.parent)
+    return with_resolved_paths(job, base)
 
 
-def _validate(value: dict[str, Any], places: dict[Path_, str], base: Path) -> tuple[RLHFJob | None, list[Problem]]:
+def _validate(
+    value: dict[str, Any], places: dict[Path_, str], base: Path, runs_here: bool
+) -> tuple[RLHFJob | None, list[Problem]]:
     """Field by field, then across fields: what is wrong is set aside, so that the rest is checked in the same run."""
     job, problems, wrong = None, list[Problem](), set[str]()
     try:
@@ -60,7 +64,8 @@ def _validate(value: dict[str, Any], places: dict[Path_, str], base: Path) -> tu
         wrong = set(map(dotted, wrong_paths))
         job = _without(value, wrong_paths)
     if job is not None:
-        for finding in [*check(job), *check_files(job, base), *check_memory(job, base)]:
+        memory = check_memory(job, base) if runs_here else ()
+        for finding in [*check(job), *check_files(job, base, with_environment=runs_here), *memory]:
             if not finding.rests_on(wrong):
                 problems.append(finding.as_problem(places))
     return (None if problems else job), problems

@@ -15,8 +15,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from rlhfspec.job import RLHFJob
+
+_OF_A_CLUSTER = (
+    "suspend", "activeDeadlineSeconds", "preRunningDeadlineSeconds", "deletionPolicy", "scheduling", "storage",
+    "restart", "failurePolicy.rules",
+)  # fmt: skip
+_OF_A_ROLE = ("resources", "image", "podTemplate", "replicas")  # the same, of a role in a cluster
 
 
 def remarks(job: RLHFJob) -> Iterator[str]:
@@ -44,3 +51,31 @@ def remarks(job: RLHFJob) -> Iterator[str]:
         ),
     }
     yield from (text for text, holds in said.items() if holds)
+    aside = left_aside(job)
+    if aside is not None:
+        yield aside
+
+
+def left_aside(job: RLHFJob) -> str | None:
+    """One line that names the fields which say something to a cluster alone; None: there are none.
+
+    >>> left_aside(RLHFJob.model_validate({
+    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
+    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "storage": {"claim": "c"},
+    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
+    ...              "roles": {"generator": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}},
+    ... }))
+    'left aside outside a cluster: storage, roles.generator.resources'
+    """
+    written = job.model_dump(by_alias=True, exclude_defaults=True)["spec"]
+    roles = written.get("roles", {})
+    named = [path for path in _OF_A_CLUSTER if _is_in(written, path)]
+    named += [f"roles.{role}.{name}" for role in roles for name in _OF_A_ROLE if name in roles[role]]
+    return f"left aside outside a cluster: {', '.join(named)}" if named else None
+
+
+def _is_in(block: dict[str, Any], path: str) -> bool:
+    *outer, last = path.split(".")
+    for name in outer:
+        block = block.get(name, {})
+    return last in block

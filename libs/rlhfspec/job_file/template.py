@@ -20,7 +20,8 @@ from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlhfspec.job import ALGORITHM_DEFAULTS, API_VERSION, Block, HeldOut, Lora, Spec, Wandb
+from rlhfspec.job import ALGORITHM_DEFAULTS, API_VERSION, HeldOut, Lora, Spec, Wandb
+from rlhfspec.job_block import Block
 
 DEFAULT_MODEL, DEFAULT_DATA = "tiny:sums", "tiny:sums.jsonl"  # made on this machine: the job runs as it is
 REWARD_MODULE = '''\
@@ -76,16 +77,23 @@ def job_text(choices: Choices) -> str:
     lines = [_HEAD.format(name=choices.name)]
     writer = _Writer(values)
     for name, field in Spec.model_fields.items():
-        lines += writer.field(name, field, "", 2)
+        lines += writer.described(name, field, "", 2)
     return "\n".join(lines) + "\n"
 
 
 class _Writer:
-    """Writes blocks; the fields of a kind of block are described where it first appears."""
+    """Writes blocks; a field is described where it first appears."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
-        self._described: set[type[Block]] = set()
+        self._described: set[tuple[str, str]] = set()
+
+    def described(self, name: str, field: FieldInfo, prefix: str, indent: int, default: Any = None) -> Iterator[str]:
+        words = field.description or ""
+        if (name, words) not in self._described and f"{prefix}{name}" != "rewards.sources":
+            self._described.add((name, words))
+            yield from (f"{' ' * indent}# {line}" for line in textwrap.wrap(words, width=112 - indent))
+        yield from self.field(name, field, prefix, indent, default)
 
     def field(self, name: str, field: FieldInfo, prefix: str, indent: int, default: Any = None) -> Iterator[str]:
         """One field, or the block it holds. `default`: the block's default around it, which may have its own."""
@@ -105,13 +113,8 @@ class _Writer:
         """A block without an active field is commented out with its header."""
         active = any(known.startswith(f"{path}.") for known in _ACTIVE)
         yield f"{' ' * indent}{'' if active else '#'}{path.rpartition('.')[2]}:"
-        first = block not in self._described
-        self._described.add(block)
         for name, field in block.model_fields.items():
-            words = field.description or ""
-            if first and f"{path}.{name}" != "rewards.sources":
-                yield from (f"{' ' * (indent + 2)}# {line}" for line in textwrap.wrap(words, width=110 - indent))
-            yield from self.field(name, field, f"{path}.", indent + 2, default)
+            yield from self.described(name, field, f"{path}.", indent + 2, default)
 
 
 def _yaml(value: Any) -> str:

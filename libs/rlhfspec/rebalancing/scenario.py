@@ -101,11 +101,6 @@ class Outcome:
     timeline: list[tuple[float, int, int]] = field(default_factory=list)  # (seconds, generator, sequences running)
 
     @property
-    def num_returns(self) -> int:
-        """Moves of a sequence to a generator that it has left."""
-        return len(self._returns())
-
-    @property
     def num_swings(self) -> int:
         """Returns for which there was no new reason: nothing ended at either end since it left."""
         swings = 0

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.servers.derived import derived, ec_key
 from rlhfspec.servers.keys import new_nkey
 from rlhfspec.servers.program import write_secret
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 LIFETIME = timedelta(days=30)
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 SERVERS = ("nats",)  # with a certificate, without an NKEY
+SERVERS_AUTHORITY = "servers-ca.pem"  # of servers that are none of the run's own
 _CLOCKS_DIFFER_BY = timedelta(minutes=5)
 
 
@@ -40,7 +42,9 @@ def create_credentials(
     folder: Path, roles: Iterable[str], *, hosts: Sequence[str] = (), lifetime: timedelta = LIFETIME
 ) -> dict[str, str]:
     """Writes all of them anew; returns the public part of each role's NKEY. `hosts`: besides this machine's names."""
-    authority = Authority(lifetime)
+    authority = Authority.derived(
+        secrets.token_bytes(32), f"rlhfspec run {secrets.token_hex(4)}", datetime.now(UTC), lifetime
+    )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
     write_secret(folder / "ca.pem", authority.certificate)
@@ -56,54 +60,95 @@ def create_credentials(
     return public_keys
 
 
+@dataclass(frozen=True)
 class Authority:
-    """Signs certificates that are good from now until `lifetime` is over."""
+    """Signs certificates that are good in the time `valid`. All that it makes, and its own key unless that was given,
+    is derived from `secret`: the same bytes for the same names and times."""
 
-    def __init__(self, lifetime: timedelta = LIFETIME) -> None:
-        now = datetime.now(UTC)
-        self._valid = (now - _CLOCKS_DIFFER_BY, now + lifetime)
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _named(f"rlhfspec run {secrets.token_hex(4)}")
+    secret: bytes
+    key: ec.EllipticCurvePrivateKey
+    certificate: bytes
+    valid: tuple[datetime, datetime]
+
+    @classmethod
+    def derived(cls, secret: bytes, name: str, begin: datetime, lifetime: timedelta) -> Self:
+        key, valid = ec_key(secret, "authority"), _valid(begin, lifetime)
         usage = x509.BasicConstraints(ca=True, path_length=0)
-        certificate = (
-            self._builder(self._name, self._key.public_key())
+        builder = (
+            _builder(_named(name), key.public_key(), _named(name), valid, derived(secret, "serial", "authority", name))
             .add_extension(usage, critical=True)
             .add_extension(_key_usage(authority=True), critical=True)
-            .sign(self._key, hashes.SHA256())
         )
-        self.certificate = certificate.public_bytes(serialization.Encoding.PEM)
+        return cls(secret, key, _signed(builder, key), valid)
+
+    @classmethod
+    def of_pem(cls, secret: bytes, certificate: bytes, key: bytes, begin: datetime, lifetime: timedelta) -> Self:
+        """One that is there already; `secret` only for the keys of what it signs."""
+        try:
+            own_key = serialization.load_pem_private_key(key, password=None)
+            x509.load_pem_x509_certificate(certificate)
+        except ValueError as error:
+            raise InvalidRequest("ca.pem, ca.key", "...", f"no usable authority: {error}") from None
+        if not isinstance(own_key, ec.EllipticCurvePrivateKey):
+            raise InvalidRequest("ca.key", type(own_key).__name__, "must be a key of an elliptic curve")
+        return cls(secret, own_key, certificate, _valid(begin, lifetime))
+
+    @property
+    def private_key(self) -> bytes:
+        return _private(self.key)
 
     def issue(self, role: str, hosts: Sequence[str] = ()) -> tuple[bytes, bytes]:
         """A certificate and its key, as PEM, to serve on these hosts and to call others."""
-        key = ec.generate_private_key(ec.SECP256R1())
+        key = ec_key(self.secret, "role", role)
+        issuer = x509.load_pem_x509_certificate(self.certificate).subject
+        serial = derived(self.secret, "serial", "role", role, self.valid[0].isoformat(), *hosts)
         both_ways = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        certificate = (
-            self._builder(_named(role), key.public_key())
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+        builder = (
+            _builder(_named(role), key.public_key(), issuer, self.valid, serial)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(authority=False), critical=True)
             .add_extension(both_ways, critical=False)
             .add_extension(x509.SubjectAlternativeName(list(map(_host, (*LOCAL_HOSTS, *hosts)))), critical=False)
             .add_extension(signer, critical=False)
-            .sign(self._key, hashes.SHA256())
         )
-        private = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        return certificate.public_bytes(serialization.Encoding.PEM), private
+        return _signed(builder, self.key), _private(key)
 
-    def _builder(self, name: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        begin, end = self._valid
-        return (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(self._name)
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(min(begin, end - _CLOCKS_DIFFER_BY))
-            .not_valid_after(end)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        )
+
+def _valid(begin: datetime, lifetime: timedelta) -> tuple[datetime, datetime]:
+    end = begin + lifetime
+    return min(begin, end) - _CLOCKS_DIFFER_BY, end
+
+
+def _builder(
+    name: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    issuer: x509.Name,
+    valid: tuple[datetime, datetime],
+    serial: bytes,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(int.from_bytes(serial[:16], "big"))
+        .not_valid_before(valid[0])
+        .not_valid_after(valid[1])
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _signed(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> bytes:
+    """By RFC 6979: no random number goes into the signature."""
+    certificate = builder.sign(key, hashes.SHA256(), ecdsa_deterministic=True)
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
 
 
 def _named(text: str) -> x509.Name:
@@ -145,9 +190,27 @@ class ServerTls:
         return self.authority.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
 
 
-def client_tls(folder: Path, role: str) -> ssl.SSLContext:
-    """To call a server of the run: only one with a certificate of its authority will do."""
-    return _context(ssl.PROTOCOL_TLS_CLIENT, folder, role)
+def client_tls(folder: Path, role: str, host: str | None = None) -> ssl.SSLContext:
+    """To call a server of the run: only one with a certificate of its authority will do, for the address that is
+    called, or whatever that is, for the name `host`."""
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, folder, role)
+    assert isinstance(context, _ForOneHost)
+    context.host = host
+    return context
+
+
+def servers_tls(folder: Path, role: str) -> ssl.SSLContext:
+    """To call NATS and Redis: by servers-ca.pem where they serve many runs and ask for no certificate."""
+    authority = folder / SERVERS_AUTHORITY
+    if not authority.exists():
+        return client_tls(folder, role)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_verify_locations(authority)
+    except OSError as error:
+        raise InvalidRequest("credentials", str(authority), f"no usable certificate is there: {error}") from None
+    return context
 
 
 def server_tls(folder: Path, role: str) -> ssl.SSLContext:
@@ -171,8 +234,25 @@ def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([(key, certificate)], root_certificates=authority, require_client_auth=True)
 
 
+class _ForOneHost(ssl.SSLContext):
+    """Where `host` is set, the peer's certificate must be for that name: its address was not known beforehand."""
+
+    host: str | None = None
+
+    def wrap_socket(  # type: ignore[override]
+        self, sock: Any, *, server_hostname: Any = None, **options: Any
+    ) -> ssl.SSLSocket:
+        return super().wrap_socket(sock, server_hostname=self._name(server_hostname), **options)
+
+    def wrap_bio(self, incoming: Any, outgoing: Any, *, server_hostname: Any = None, **options: Any) -> ssl.SSLObject:  # type: ignore[override]
+        return super().wrap_bio(incoming, outgoing, server_hostname=self._name(server_hostname), **options)
+
+    def _name(self, called: Any) -> Any:
+        return called if called is None or self.host is None else self.host
+
+
 def _context(protocol: int, folder: Path, role: str) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
+    context = _ForOneHost(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     files = ServerTls.of(folder, role)

@@ -40,6 +40,7 @@ class Service(ABC):
         self.vitals = vitals.worker(stage, worker)
         self.stopping = asyncio.Event()
         self.models: Mapping[str, Any] = {}  # by role: how each of its models was found right when it was loaded
+        self.beside: list[Service] = []  # that its process runs along with it
         self.leaving = ExitStack()  # what is to be given back when the worker is closed
         self._thread = ComputeThread(f"{stage}-{worker}")
 
@@ -59,6 +60,11 @@ class Service(ABC):
     def owned(self) -> Collection[str]:
         """The samples that are made here, by id."""
         return ()
+
+    @property
+    def said_at_the_end(self) -> str:
+        """How far it came, for who looks at its process afterwards."""
+        return "left: it was asked to"
 
     async def unless_stopped(self, wait: Coroutine[Any, Any, list[R]]) -> list[R]:
         """What the wait brings; nothing, and the wait is cancelled, as soon as the worker is asked to stop."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
@@ -23,7 +23,12 @@ from rlhfspec.job import RLHFJob
 
 class Connections(BaseModel):
     """`credentials`: a folder with ca.pem, and of each role (a stage's name, `view` or `control`) ROLE.pem and ROLE.key
-    for TLS and ROLE.seed, its NKEY; None: neither is used."""
+    for TLS and ROLE.seed, its NKEY; None: neither is used. In a cluster ROLE.creds is there in place of ROLE.seed, and
+    servers-ca.pem, which the servers' certificates are verified by (`service.credentials`).
+
+    `worker_host`: the name in the certificate of every worker, where their addresses are not known beforehand; None:
+    their addresses are in it. The ports are those that every worker listens at, on an address of its own (in the
+    environment, RLHFSPEC_HOST); 0: any that is free."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,6 +42,13 @@ class Connections(BaseModel):
     weights: Literal["file", "grpc"] = "file"
     weights_folder: Path | None = None  # of "file": in memory, such as /dev/shm
     otlp_endpoint: str | None = None
+    http_port: int = Field(0, ge=0, lt=1 << 16)
+    grpc_port: int = Field(0, ge=0, lt=1 << 16)
+    moves_port: int = Field(0, ge=0, lt=1 << 16)
+    link_port: int = Field(0, ge=0, lt=1 << 16)
+    worker_host: str | None = None
+    folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"  # who holds its lock, and writes how it ended
+    report_url: str | None = None  # to which `control` reports how the run goes
 
     @model_validator(mode="after")
     def _has_a_place_for_weights(self) -> Self:

@@ -6,9 +6,10 @@ Torch-free, like every builder's module: what is heavy is imported when a servic
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.service.bus import StageBus
@@ -33,6 +34,7 @@ class Run:
     uid: str
     base_folder: Path
     folder: Path
+    folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,4 +46,5 @@ class Context:
     run: Run
     say: Callable[[str], None]  # a line for the person who watches
     ends: Ends | None = None  # of a generator
+    at_end: ExitStack | None = None  # of a process of its own: told what ended it, once the service is closed
     guest: Guest | None = None  # of a generator: the scoring stage that it may help

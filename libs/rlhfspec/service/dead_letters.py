@@ -37,21 +37,25 @@ class DeadLetterWatch(Service):
             with self.vitals.waiting("records that nobody could handle"):
                 messages = await self.unless_stopped(letters.pull(1, LOOK_EVERY_SECONDS))
             for message in messages:
-                self._look_at(message)
+                if (problem := undeliverable(self._bus, message)) is not None:
+                    raise problem
 
-    def _look_at(self, message: Message) -> None:
-        try:
-            letter = decode(message.data)
-            if letter.data or letter.reason.startswith(MALFORMED):  # a record may be too large for a letter
-                self._read(letter)
-        except MalformedRecord as error:
-            log.warning("a dead letter that ends nothing: %s", error)
-            return
-        raise RecordUndeliverable(letter.consumer, letter.subject, letter.id, letter.reason)
 
-    def _read(self, letter: DeadLetter) -> Record:
-        for record_type in get_args(Record):
-            if self._bus.subject(record_type) == letter.subject:
-                record: Record = self._bus.read(record_type, letter.id, letter.data)
-                return record
-        raise MalformedRecord(f"{letter.id} of {letter.subject!r}, where nothing of this run travels")
+def undeliverable(bus: Bus, message: Message) -> RecordUndeliverable | None:
+    """The record of this run that a letter tells of; None, and a line in the log: it is none."""
+    try:
+        letter = decode(message.data)
+        if letter.data or letter.reason.startswith(MALFORMED):  # a record may be too large for a letter
+            _read(bus, letter)
+    except MalformedRecord as error:
+        log.warning("a dead letter that ends nothing: %s", error)
+        return None
+    return RecordUndeliverable(letter.consumer, letter.subject, letter.id, letter.reason)
+
+
+def _read(bus: Bus, letter: DeadLetter) -> Record:
+    for record_type in get_args(Record):
+        if bus.subject(record_type) == letter.subject:
+            record: Record = bus.read(record_type, letter.id, letter.data)
+            return record
+    raise MalformedRecord(f"{letter.id} of {letter.subject!r}, where nothing of this run travels")

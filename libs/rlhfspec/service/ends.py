@@ -37,6 +37,7 @@ class Ends:
     serve: Callable[[Answer], None]
     address: str = ""
     host: str = "127.0.0.1"
+    link_port: int = 0  # 0: any that is free
     tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None  # of who listens, of who connects
     close: Callable[[], None] = lambda: None
 
@@ -45,11 +46,21 @@ class Ends:
         return cls(incarnation=incarnation, control=control, serve=partial(control.serve, incarnation))
 
     @classmethod
-    def between_processes(cls, incarnation: str, role: str, host: str, credentials: Path | None) -> Self:
-        """In the running event loop."""
-        tls = (server_tls(credentials, role), client_tls(credentials, role)) if credentials else None
+    def between_processes(
+        cls,
+        incarnation: str,
+        role: str,
+        host: str,
+        credentials: Path | None,
+        *,
+        port: int = 0,
+        link_port: int = 0,
+        worker_host: str | None = None,
+    ) -> Self:
+        """In the running event loop. `worker_host`: the name in every worker's certificate; None: its address is."""
+        tls = (server_tls(credentials, role), client_tls(credentials, role, worker_host)) if credentials else None
         listen, connect = tls or (None, None)
-        server = StreamControlServer(host, tls=listen, askers=MOVERS if credentials else None)
+        server = StreamControlServer(host, port, tls=listen, askers=MOVERS if credentials else None)
         control = StreamControl(connect, answerers=MOVERS if credentials else None)
 
         def close() -> None:
@@ -58,14 +69,14 @@ class Ends:
 
         return cls(
             incarnation=incarnation, control=control, serve=server.serve, address=server.address, host=host, tls=tls,
-            close=close,
+            link_port=link_port, close=close,
         )  # fmt: skip
 
     def mover(
         self, engine: EngineProtocol, calls: EngineCalls, custody: Custody, clock: Clock, *, name: str, link: str
     ) -> Mover:
         listen, connect = self.tls or (None, None)
-        landing = make_landing(link, host=self.host, tls=listen)
+        landing = make_landing(link, host=self.host, port=self.link_port, tls=listen)
         links = Links(landing, partial(open_sending, tls=connect))
         mover = Mover(name, self.incarnation, engine, calls, self.control, links, custody, clock)
         self.serve(mover.answer)

@@ -21,6 +21,7 @@ Example:
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class Health:
     """One worker's servers. `server` is the gRPC server: others add their handlers to it.
 
     credentials: a folder with ca.pem, STAGE.pem and STAGE.key (`service.connections`); None: no TLS.
+    Ports: 0 is any that is free.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Health:
         credentials: Path | None = None,
         *,
         host: str = LOOPBACK,
+        http_port: int = 0,
+        grpc_port: int = 0,
         metrics: Metrics = lambda: "",
         beat_seconds: float = BEAT_SECONDS,
     ) -> None:
@@ -75,10 +79,11 @@ class Health:
         # Never share the port: another process of ours that asks for any port must get its own.
         self.server: grpc.Server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(self._grpc_health, self.server)
-        self.grpc_address = f"{host}:{_add_port(self.server, f'{host}:0', credentials, stage)}"
+        place = f"[{host}]" if ":" in host else host
+        self.grpc_address = f"{place}:{_add_port(self.server, f'{place}:{grpc_port}', credentials, stage)}"
         self._pool = pool
-        self._http = _Http(host, self, metrics, self._grpc_health.tell)
-        self.http_address = f"{host}:{self._http.server_address[1]}"
+        self._http = _Http((host, http_port), self, metrics, self._grpc_health.tell)
+        self.http_address = f"{place}:{self._http.server_address[1]}"
 
     def __enter__(self) -> Self:
         self.server.start()
@@ -151,11 +156,12 @@ class _GrpcHealth(HealthServicer):  # type: ignore[misc]
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, host: str, health: Health, metrics: Metrics, tell: Callable[[], None]) -> None:
+    def __init__(self, place: tuple[str, int], health: Health, metrics: Metrics, tell: Callable[[], None]) -> None:
         self.health = health
         self.metrics = metrics
         self._tell = tell
-        super().__init__((host, 0), _Answer)
+        self.address_family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+        super().__init__(place, _Answer)
         self._thread = threading.Thread(target=self.serve_forever, args=(LOOK_SECONDS,), name="http", daemon=True)
 
     def start(self) -> None:

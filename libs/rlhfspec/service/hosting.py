@@ -17,9 +17,9 @@ from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.context import Context
 from rlhfspec.service.guest import Guest, HostedVitals
+from rlhfspec.service.rights import GUESTS
 from rlhfspec.service.threads import ComputeThread
 
-HELPED = ("reference", "critic")  # the first of these that runs in a job
 log = logging.getLogger("rlhfspec.service")
 Connect = Callable[[str, int], Awaitable[Bus]]  # as this worker of this stage, with its rights
 
@@ -27,8 +27,9 @@ Connect = Callable[[str, int], Awaitable[Bus]]  # as this worker of this stage, 
 def with_guest(job: RLHFJob, context: Context, connect: Connect) -> Context:
     """The context of a worker that a plan may find without work, where a scoring stage runs that it can help."""
     running = workers_of(job)
-    stage = next((stage for stage in HELPED if stage in running), None)
-    if stage is None or context.bus.stage.name != "generator" or "rebalancer" not in running:
+    helped = GUESTS.get(context.bus.stage.name, ())
+    stage = next((stage for stage in helped if stage in running), None)
+    if stage is None or "rebalancer" not in running:
         return context
     making = _Making(job, stage, running[stage] + context.worker, context, connect)
     return replace(context, guest=Guest(stage, making.service))

@@ -35,7 +35,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlhfspec.errors import InvalidRequest, ServerFailed
 from rlhfspec.records import Load
+from rlhfspec.servers.certificates import SERVERS_AUTHORITY
 from rlhfspec.service.base import Service
+from rlhfspec.service.tasks import ended
 from rlhfspec.service.vitals import Vitals, WorkerState, WorkerVitals
 
 if TYPE_CHECKING:
@@ -156,7 +158,7 @@ class LiveState:
         self.num_failures += 1
         if not self._is_away:
             self._is_away = True
-            log.warning("redis: %s; the live view is out of date until it is back", _one_line(error))
+            log.warning("redis: %s; the live view is out of date until it is back", words_of(error))
 
     def _arrived(self) -> None:
         if self._is_away:
@@ -190,12 +192,10 @@ class LiveBeats(Service):
                 self._live.write(self._look())
                 await self.pause("the next beat", EVERY_SECONDS)
         finally:
-            while not sending.done():  # redis-py, while it connects, may take our cancellation for its own timeout
-                sending.cancel()
-                await asyncio.wait([sending], timeout=0.1)
-            with suppress(asyncio.CancelledError):
-                await sending
+            await ended(sending)
             await self._live.close()
+            if not sending.cancelled():
+                sending.result()
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ async def read_live(url: str, uid: str, *, role: str, credentials: Path | None =
         async with asyncio.timeout(READ_SECONDS):
             return await _read(redis, uid)
     except _failures() as error:
-        raise ServerFailed("redis", _one_line(error)) from None
+        raise ServerFailed("redis", words_of(error)) from None
     finally:
         with suppress(*_failures()):
             async with asyncio.timeout(DEADLINE_SECONDS):
@@ -281,16 +281,24 @@ def _client(url: str, role: str, credentials: Path | None, timeout_seconds: floa
     options: dict[str, Any] = {}
     if credentials is not None:
         options["password"] = _password(credentials)
+        if (credentials / SERVERS_AUTHORITY).exists():  # it serves many runs: a user a role, no certificate of ours
+            options["username"] = role
         if url.startswith("rediss:"):
-            options |= {
-                "ssl_ca_certs": str(credentials / "ca.pem"),
-                "ssl_certfile": str(credentials / f"{role}.pem"),
-                "ssl_keyfile": str(credentials / f"{role}.key"),
-            }
+            options |= _tls_options(credentials, role)
     return Redis.from_url(
         url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, protocol=2,
         retry=Retry(NoBackoff(), 0), **options,
     )  # fmt: skip
+
+
+def _tls_options(credentials: Path, role: str) -> dict[str, str]:
+    if (credentials / SERVERS_AUTHORITY).exists():
+        return {"ssl_ca_certs": str(credentials / SERVERS_AUTHORITY)}
+    return {
+        "ssl_ca_certs": str(credentials / "ca.pem"),
+        "ssl_certfile": str(credentials / f"{role}.pem"),
+        "ssl_keyfile": str(credentials / f"{role}.key"),
+    }
 
 
 def _password(credentials: Path) -> str:
@@ -307,7 +315,11 @@ def _failures() -> tuple[type[Exception], ...]:
     return (RedisError, OSError, TimeoutError)
 
 
-def _one_line(error: Exception) -> str:
-    """In one line."""
+def words_of(error: Exception) -> str:
+    """In one line, and never nothing.
+
+    >>> words_of(TimeoutError()), words_of(OSError("no\\n  route"))
+    ('no answer in time', 'no route')
+    """
     text = " ".join(str(error).split())
     return text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)

@@ -2,7 +2,8 @@
 
 What it needs beside its arguments stands in the connections file (`service.connections`); what its exit code says, in
 `service.exits`. SIGTERM and SIGINT ask it to leave: it ends what it is at, hands the rest back, and exits with 0. A
-second one ends it at once, and so does the first while it still loads. Of what ended it, its last log line tells.
+second one ends it at once, and so does the first while it still loads. Of what ended it, its last log line tells, and
+in a pod the termination message.
 
 Nothing heavy is imported before the arguments are read.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,6 +29,7 @@ PR_SET_PDEATHSIG = 1
 
 def main(stage: str) -> NoReturn:
     arguments = _arguments(stage)
+    _leave_when_asked_to()
     end_with_the_supervisor()
     from rlhfspec.kernels.malloc import tune_malloc
 
@@ -39,11 +43,21 @@ def main(stage: str) -> NoReturn:
     os._exit(code)
 
 
+def _leave_when_asked_to(said: Callable[[], None] = lambda: None) -> None:
+    """Until the event loop listens: the first process of a container hears no signal that it does not ask for."""
+
+    def leave(number: int, frame: object) -> None:
+        said()
+        os._exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+
+
 def end_with_the_supervisor() -> None:
     """The system kills what a supervisor started when that dies, also where its guardian died with it."""
     if STARTED in os.environ and sys.platform == "linux":
         import ctypes
-        import signal
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -71,34 +85,21 @@ def _number(text: str) -> int:
 
 
 def _run(stage: str, worker: int, connections_file: Path) -> int:
-    import logging
-    from contextlib import ExitStack
 
-    from rlhfspec.errors import RLHFSpecError, StageFailed
-    from rlhfspec.service import exits
+    from rlhfspec.service.last_words import Ending, write_last_words
     from rlhfspec.service.logs import configure
-    from rlhfspec.service.supervisor import reason_of
     from rlhfspec.service.worker import StageWorker
 
-    log = logging.getLogger("rlhfspec.service")
-    with ExitStack() as leaving:
-        leaving.enter_context(configure(job="", run="", stage=stage, worker=worker))
-        try:
-            connections, job = _read(stage, connections_file)
-            _marked(connections.uid)
-            leaving.enter_context(configure(job=job.metadata.name, run=connections.uid, stage=stage, worker=worker))
+    _leave_when_asked_to(lambda: write_last_words("left: before it had begun"))
+    with configure(job="", run="", stage=stage, worker=worker), Ending() as ending:
+        connections, job = _read(stage, connections_file)
+        _marked(connections.uid)
+        with configure(job=job.metadata.name, run=connections.uid, stage=stage, worker=worker):
             if int(os.environ.get("RANK", "0")) > 0:  # torchrun started this process as one of several
                 _follow(job)
             else:
-                StageWorker(stage, worker, connections, job).run()
-        except Exception as error:  # the process ends here: whatever it was, its last line says it
-            cause = error.__cause__ if isinstance(error, StageFailed) and error.__cause__ is not None else error
-            if not isinstance(cause, RLHFSpecError):
-                log.error("what led to it", exc_info=cause)
-            code = exits.code_of(cause)
-            log.error("%s", reason_of(cause), extra={"fields": {"exit_code": code}})
-            return code
-    return exits.DONE
+                ending.said = StageWorker(stage, worker, connections, job).run()
+    return ending.code
 
 
 def _read(stage: str, connections_file: Path) -> tuple[Connections, RLHFJob]:
@@ -123,7 +124,6 @@ def _marked(uid: str) -> None:
 
 def _follow(job: RLHFJob) -> None:
     """Ranks other than 0 train along until rank 0 says stop; signals are rank 0's business."""
-    import signal
     from importlib import import_module
 
     for number in (signal.SIGINT, signal.SIGTERM):

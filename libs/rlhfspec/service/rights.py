@@ -8,7 +8,7 @@ Example:
     >>> [subject for subject in reward.publish if subject.startswith("rlhf.")]
     ['rlhf.sums.3f2a.score', 'rlhf.sums.3f2a.heartbeat', 'rlhf.sums.3f2a.workerinfo.*', 'rlhf.sums.3f2a.dead.*']
     >>> reward.subscribe
-    ('_INBOX_reward.>', 'latest.rlhf.sums.3f2a.datasetinfo.*', 'latest.rlhf.sums.3f2a.workerinfo.*')
+    ('_INBOX_reward_3f2a.>', 'latest.rlhf.sums.3f2a.datasetinfo.*', 'latest.rlhf.sums.3f2a.workerinfo.*')
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from rlhfspec.transport.nats_streams import latest_of, stream_name
 
 CONTROL = "control"
 ROLES = (*loop.BY_NAME, CONTROL)
+# Whose process may take in a worker of one of these stages when it has nothing to do, and then acts as that.
+GUESTS: dict[str, tuple[str, ...]] = {"generator": ("reference", "critic")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,10 @@ class Rights:
     subscribe: tuple[str, ...]
 
 
-def inbox_of(role: str) -> str:
-    """The prefix of its inboxes (`NatsTransport.connect(inbox_prefix=)`): nobody else hears its answers."""
-    return f"_INBOX_{role}"
+def inbox_of(role: str, uid: str) -> str:
+    """The prefix of its inboxes (`NatsTransport.connect(inbox_prefix=)`): nobody else hears its answers, not even the
+    same role of another run."""
+    return f"_INBOX_{role}_{uid}"
 
 
 def rights_of(role: str, job: str, uid: str) -> Rights:
@@ -58,7 +61,7 @@ class _Granted:
         self._uid = uid
         self._dead = loop.dead_letters(job, uid)
         self.publish: list[str] = []
-        self.subscribe = [f"{inbox_of(role)}.>"]
+        self.subscribe = [f"{inbox_of(role, uid)}.>"]
 
     def to_work(self, stage: loop.Stage) -> None:
         for record in (*stage.produces, *loop.OF_A_PROCESS):

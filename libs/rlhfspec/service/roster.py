@@ -199,6 +199,7 @@ def worker_state(beat: Heartbeat) -> WorkerState:
         since_seconds=beat.since_seconds,
         overdue_seconds=beat.overdue_seconds,
         busy_seconds=beat.busy_seconds,
+        trouble=beat.trouble,
     )
 
 

@@ -23,6 +23,7 @@ from rlhfspec.transport.clock import first_of
 
 log = logging.getLogger("rlhfspec.service")
 STAGE_NAMES = {stage.name for stage in STAGES}
+STALL_SECONDS = 300.0  # so long everybody may wait for somebody
 GRACE_SECONDS = 120.0  # for the trainer to end its step and write a checkpoint
 Tasks = dict[asyncio.Task[None], Service]
 

@@ -35,6 +35,7 @@ class WorkerState:
     since_seconds: float  # how long it has been doing that
     overdue_seconds: float  # past the deadline of its work; negative: so much is left; -inf: not working
     busy_seconds: float  # working, in all; by its difference over time a worker's utilisation
+    trouble: str = ""  # what fails, and is tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class WorkerVitals:
         self._last_worked = clock.now()
         self._busy_since = 0.0
         self._busy_seconds = 0.0
+        self._trouble = ""
+
+    def in_trouble(self, what: str) -> None:
+        """What fails, and is tried again; empty: nothing any more."""
+        self._trouble = what
 
     @contextmanager
     def working(self, what: str, *, deadline_seconds: float) -> Iterator[Worked]:
@@ -124,6 +130,7 @@ class WorkerVitals:
                 since_seconds=now - activity.began,
                 overdue_seconds=now - activity.deadline,
                 busy_seconds=self._busy_seconds + (now - self._busy_since if self._work else 0.0),
+                trouble=self._trouble,
             )
 
     def _now_doing(self) -> tuple[Doing, _Activity]:

@@ -19,17 +19,17 @@ from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
 from rlhfspec.records import WorkerInfo
-from rlhfspec.servers.certificates import client_tls
 from rlhfspec.service import exits
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Bus
+from rlhfspec.service.bus import LAST_DECLARED, Bus
+from rlhfspec.service.connecting import connect
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.context import Context, Run
-from rlhfspec.service.health import BEAT_SECONDS, Health
+from rlhfspec.service.health import BEAT_SECONDS, LOOPBACK, Health
 from rlhfspec.service.heartbeats import Heartbeats
 from rlhfspec.service.hosting import with_guest
+from rlhfspec.service.last_words import write_last_words
 from rlhfspec.service.live import LiveBeats, LiveState, Snapshot, snapshot_of
-from rlhfspec.service.rights import inbox_of
 from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
 from rlhfspec.service.threads import ComputeThread
 from rlhfspec.service.vitals import Vitals, WorkerVitals
@@ -40,6 +40,8 @@ from rlhfspec.transport.nats import NatsTransport
 if TYPE_CHECKING:
     from rlhfspec.service.ends import Ends
 
+HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
+OPENING_SECONDS = 300.0  # for `control`, or the supervisor, to open the run
 log = logging.getLogger("rlhfspec.service")
 
 
@@ -56,11 +58,13 @@ class StageWorker:
         self._is_built = False
         self._incarnation = incarnation_of(stage, worker)
         self._transports: list[NatsTransport] = []
+        self._host = os.environ.get(HOST) or LOOPBACK
 
-    def run(self) -> None:
-        asyncio.run(self._main())
+    def run(self) -> str:
+        """How far it came."""
+        return asyncio.run(self._main())
 
-    async def _main(self) -> None:
+    async def _main(self) -> str:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._asked_to_leave)
         connections, observability = self._connections, self._job.spec.observability
@@ -71,19 +75,23 @@ class StageWorker:
                 watching(self._job.metadata.name, connections.uid, run=traced, otlp_endpoint=endpoint, metrics=True)
             )
             self._health = health = Health(
-                self._stage, self._worker, self._vitals, connections.credentials, metrics=watched.metrics_text
-            )
+                self._stage, self._worker, self._vitals, connections.credentials, metrics=watched.metrics_text,
+                host=self._host, http_port=connections.http_port, grpc_port=connections.grpc_port,
+            )  # fmt: skip
             self._watched = watched
             self._vitals.told = watched.meters.worked if watched.meters else None
             try:
                 bus = await self._connect(self._stage, self._worker)
-                stage_bus = bus.of(self._stage, self._worker)
-                async with WorkerWeights(connections, self._job, stage_bus, health) as weights:
-                    leaving.enter_context(health)
-                    ends = self._ends(health)
+                weights = WorkerWeights(connections, self._job, bus.of(self._stage, self._worker), health)
+                leaving.enter_context(health)
+                beating = asyncio.create_task(_beat(health))
+                leaving.callback(beating.cancel)
+                await self._until_open(bus)
+                async with weights:
+                    ends = self._ends()
                     if ends is not None:
                         leaving.callback(ends.close)
-                    await self._work(bus, health, weights, ends)
+                    return await self._work(bus, health, weights, ends, leaving)
             finally:
                 for transport in self._transports:
                     await transport.close()
@@ -91,21 +99,14 @@ class StageWorker:
     def _asked_to_leave(self) -> None:
         """While it loads there is nothing to hand back."""
         if self._stop.is_set() or not self._is_built:
+            write_last_words(f"left: {'at once' if self._is_built else 'before it had begun'}")
             os._exit(exits.DONE)
         self._stop.set()
         self._health.draining()
 
     async def _connect(self, stage: str, worker: int) -> Bus:
         """With the rights of that stage. Who was started by hand may have a higher number than the job says."""
-        credentials = self._connections.credentials
-        transport = await NatsTransport.connect(
-            self._connections.nats_url,
-            name=f"{stage}-{worker}",
-            inbox_prefix=inbox_of(stage),
-            nkey_seed=credentials / f"{stage}.seed" if credentials else None,
-            tls=client_tls(credentials, stage) if credentials else None,
-            clock=self._vitals.clock,
-        )
+        transport = await connect(self._connections, stage, name=f"{stage}-{worker}", clock=self._vitals.clock)
         self._transports.append(transport)
         workers = workers_of(self._job)
         workers[stage] = max(workers[stage], worker + 1)
@@ -114,27 +115,36 @@ class StageWorker:
         bus.watcher = self._watched.watcher
         return bus
 
-    def _ends(self, health: Health) -> Ends | None:
+    async def _until_open(self, bus: Bus) -> None:
+        """Who opens the run may start at the same time."""
+        [transport] = self._transports
+        waiting = self._vitals.worker(self._stage, self._worker).waiting("the run to be opened")
+        with waiting:
+            await transport.until_declared(bus.subject(LAST_DECLARED), OPENING_SECONDS)
+
+    def _ends(self) -> Ends | None:
         if self._stage != "generator":
             return None
         from rlhfspec.service.ends import Ends
 
-        host = health.grpc_address.rpartition(":")[0]
-        return Ends.between_processes(self._incarnation, self._stage, host, self._connections.credentials)
+        connections = self._connections
+        return Ends.between_processes(
+            self._incarnation, self._stage, self._host, connections.credentials, port=connections.moves_port,
+            link_port=connections.link_port, worker_host=connections.worker_host,
+        )  # fmt: skip
 
-    async def _work(self, bus: Bus, health: Health, weights: WorkerWeights, ends: Ends | None) -> None:
-        beating = asyncio.create_task(_beat(health))
-        try:
-            service = await self._built(bus, weights, ends)
-            self._is_built = True
-            await bus.publish(self._info(service, health, ends))
-            health.ready()
-            supervisor = Supervisor(
-                self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=(self._stage,)
-            )
-            await supervisor.run([service, *self._beats(bus, service)], self._stop)
-        finally:
-            beating.cancel()
+    async def _work(
+        self, bus: Bus, health: Health, weights: WorkerWeights, ends: Ends | None, leaving: ExitStack
+    ) -> str:
+        service = await self._built(bus, weights, ends, leaving)
+        self._is_built = True
+        await bus.publish(self._info(service, health, ends))
+        health.ready()
+        supervisor = Supervisor(
+            self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=(self._stage,)
+        )
+        await supervisor.run([service, *service.beside, *self._beats(bus, service)], self._stop)
+        return service.said_at_the_end
 
     def _beats(self, bus: Bus, service: Service) -> list[Service]:
         """What it does right now: on the bus, for the supervisor; in Redis, for whoever looks."""
@@ -148,7 +158,7 @@ class StageWorker:
             beats.append(LiveBeats(live, self._vitals, look))
         return beats
 
-    async def _built(self, bus: Bus, weights: WorkerWeights, ends: Ends | None) -> Service:
+    async def _built(self, bus: Bus, weights: WorkerWeights, ends: Ends | None, leaving: ExitStack) -> Service:
         """In a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
         vitals = Vitals(self._vitals.clock)
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
@@ -156,21 +166,27 @@ class StageWorker:
         thread = ComputeThread("build")
         try:
             with _Saying(vitals.worker(self._stage, self._worker), deadline) as say:
-                return await thread.in_thread(self._build, bus, weights, ends, say)
+                return await thread.in_thread(self._build, bus, weights, ends, leaving, say)
         finally:
             thread.close()
             beating.cancel()
 
-    def _build(self, bus: Bus, weights: WorkerWeights, ends: Ends | None, say: _Saying) -> Service:
+    def _build(self, bus: Bus, weights: WorkerWeights, ends: Ends | None, leaving: ExitStack, say: _Saying) -> Service:
         connections = self._connections
         context = Context(
             worker=self._worker,
             bus=bus.of(self._stage, self._worker),
             weights=weights,
             vitals=self._vitals,
-            run=Run(uid=connections.uid, base_folder=connections.base_folder, folder=connections.folder),
+            run=Run(
+                uid=connections.uid,
+                base_folder=connections.base_folder,
+                folder=connections.folder,
+                folder_is_kept_by=connections.folder_is_kept_by,
+            ),
             say=say,
             ends=ends,
+            at_end=leaving,
         )
         context = with_guest(self._job, context, self._connect)
         service: Service = import_module(f"rlhfspec.{self._stage}.build").build(self._job, context)

@@ -78,6 +78,7 @@ class WorkerWeights:
             peer_addresses=self._peer_addresses,
             credentials=channel_credentials(folder, self._stage) if folder else None,
             readers=READERS if folder else None,
+            server_name=self._connections.worker_host if folder else None,
         )
 
     def _trainer_address(self) -> str | None:

@@ -61,9 +61,9 @@ class Manifest:
         return replace(Manifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again))
 
     def going_on_after(self, step: int) -> Manifest:
-        """Where the trainer found its last checkpoint."""
+        """Where the trainer found its last checkpoint. One that ended may have written that; now it runs again."""
         resumed = (*self.resumed[:-1], *(replace(last, step=step) for last in self.resumed[-1:]))
-        return replace(self, resumed=resumed, num_steps=step)
+        return replace(self, resumed=resumed, num_steps=step, outcome="running", finished=None, reason="")
 
     def end(self, outcome: RunOutcome, reason: str, *, num_steps: int) -> Manifest:
         return replace(self, finished=now(), outcome=outcome, reason=reason, num_steps=num_steps)

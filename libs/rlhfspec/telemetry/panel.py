@@ -27,7 +27,8 @@ _FEWEST_PROCESSES, _LINES_BELOW = 8, 9  # of more there is no room for, those th
 _LINES_AROUND = 6  # of the sample: frame, rule, heading, prompt, and the terminal's own last line
 
 
-def panel(progress: Progress, size: ConsoleDimensions) -> RenderableType:
+def panel(progress: Progress, size: ConsoleDimensions, on_interrupt: str) -> RenderableType:
+    """`on_interrupt`: what Ctrl-C does here."""
     width = min(size.width, WIDEST)
     inner = width - 4
     rows: list[RenderableType] = [_head(progress, inner), *_metrics(progress, inner)]
@@ -40,7 +41,7 @@ def panel(progress: Progress, size: ConsoleDimensions) -> RenderableType:
         num_lines = max(1, min(_MOST_LINES_OF_TEXT, size.height - len(rows) - _LINES_AROUND))
         rows += [rule, *_sample(progress.last_sample, inner, num_lines)]
     title = f"[bold]{progress.job.metadata.name}[/] [dim]{progress.job.spec.algorithm.name}[/]"
-    hint = "[dim]Ctrl-C: stop with a checkpoint[/]"
+    hint = f"[dim]Ctrl-C: {on_interrupt}[/]"
     return Panel(
         Group(*rows), title=title, title_align="left", subtitle=hint, subtitle_align="right", box=ROUNDED, width=width,
         border_style="cyan",

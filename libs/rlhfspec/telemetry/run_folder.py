@@ -127,6 +127,13 @@ class RunFolder:
         self._write_manifest(replace(begun, processes=dict(processes or {})))
         return found and before is None
 
+    def hold(self) -> None:
+        """For who goes on in a folder that another process began: until `close`, nobody else writes in it."""
+        try:
+            self._lock = take_lock(self.path / ".lock")
+        except OSError as error:  # BlockingIOError too: whoever holds it, as on a machine that was cut off, ends
+            raise StorageError(self.path, str(error.strerror)) from error
+
     def loaded(self, models: Mapping[str, Mapping[str, Any]]) -> None:
         """Of each role how its models were found right, where that was not known when the run began."""
         with self._manifest_alone() as manifest:

@@ -27,6 +27,13 @@ MAY_DIFFER = (
     "spec.rebalance",
     "spec.checkpoint",
     "spec.observability",
+    "spec.suspend",
+    "spec.activeDeadlineSeconds",
+    "spec.preRunningDeadlineSeconds",
+    "spec.deletionPolicy",
+    "spec.scheduling",
+    "spec.storage",
+    "spec.restart",
 )
 # Of a reward source: how it is called, not what it says.
 _MAY_DIFFER_IN_SOURCES = ("name", "concurrency", "timeoutSeconds", "retries", "headers")

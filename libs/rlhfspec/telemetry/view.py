@@ -38,10 +38,17 @@ REFRESHES_PER_SECOND = 2  # at some 2 ms of one core each
 class View:
     """Every method returns at once; drawing happens in a thread of its own, a few times a second."""
 
-    def __init__(self, job: RLHFJob, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        job: RLHFJob,
+        console: Console,
+        *,
+        on_interrupt: str = "stop with a checkpoint",
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.progress = Progress(job, now)
         self.mode = _mode(job.spec.observability.view, console)
-        self._console = console
+        self._console, self._on_interrupt = console, on_interrupt
         self._live: Live | None = None
 
     def history(self, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> None:
@@ -87,7 +94,7 @@ class View:
             self.say(job_line(self.progress.job))
         elif self.mode == "live":
             self._live = Live(
-                get_renderable=lambda: panel(self.progress, self._console.size),
+                get_renderable=lambda: panel(self.progress, self._console.size, self._on_interrupt),
                 console=self._console,
                 refresh_per_second=REFRESHES_PER_SECOND,
             )

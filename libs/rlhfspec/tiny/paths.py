@@ -13,7 +13,7 @@ Example:
 
 from __future__ import annotations
 
-import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def _data(name: str) -> Path:
     count, seed = DATA[name]
     file = cache_folder().parent / "data" / name
     file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(f".{os.getpid()}")
+    scratch = file.with_suffix(f".{secrets.token_hex(8)}")  # not the process's number: in containers all have the same
     without = sums.rows(*DATA[TRAINING]) if name == HELD_OUT else ()
     scratch.write_text(sums.jsonl(count, seed, without=without))
     scratch.replace(file)

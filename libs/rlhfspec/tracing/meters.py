@@ -15,6 +15,7 @@ Example:
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from bisect import bisect_left
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
-from rlhfspec.records import Load, Moved, Record, Sample, Weights
+from rlhfspec.records import Load, Moved, Record, Sample, StepReport, Weights
 from rlhfspec.tracing.base import SENT, How, Place, sent_at
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -96,6 +97,8 @@ class Meters:
             self._loaded(place, record)
         elif isinstance(record, Moved):
             self._moved(place, record)
+        elif isinstance(record, StepReport):
+            self._trained(place, record)
         elif isinstance(record, Sample) and record.weights_versions:
             self._set("weights_version", record.weights_versions[-1], place, role="policy")
         elif isinstance(record, Weights):
@@ -134,6 +137,16 @@ class Meters:
         self._set("generator_waiting", load.num_waiting, place)
         if load.accepted_per_verification is not None:
             self._set("generator_accepted_per_verification", load.accepted_per_verification, place)
+        if load.strategy:  # by which it took most of its last steps
+            self._counts["generator_strategies", _labels(place, strategy=load.strategy)] += 1
+
+    def _trained(self, place: Place, report: StepReport) -> None:
+        self._set("step", report.step, place)
+        told = json.loads(report.metrics_json)
+        for name, (key, part) in _OF_A_STEP.items():
+            value = told.get(key) if part is None else (told.get(key) or {}).get(part)
+            if value is not None:
+                self._set(f"step_{name}", value, place)
 
     def _moved(self, place: Place, moved: Moved) -> None:
         self._counts["moves", _labels(place, how=moved.how)] += 1
@@ -171,6 +184,14 @@ class Meters:
         yield from _by_name(self._counts, "counter")
 
 
+# Of a line of steps.jsonl: its field, and what of it.
+_OF_A_STEP = {
+    "reward": ("reward", "mean"),
+    "kl": ("kl", "k3"),
+    "policy_loss": ("policy_loss", None),
+    "entropy": ("entropy", None),
+    "response_length": ("response_length", "mean"),
+}
 _TIMES_OF_RECORDS = {
     "publish": "Seconds until a record was durably published",
     "queue": "Seconds from when a record was published to when it was taken",

@@ -25,6 +25,7 @@ from rlhfspec.transport.base import Consumer, Kind, Receipt, Subscription
 from rlhfspec.transport.clock import Clock, SystemClock
 from rlhfspec.transport.nats_connection import ANSWER_SECONDS, Connection, status_of
 from rlhfspec.transport.nats_deliveries import ID, Consuming, NatsReceipt, Token
+from rlhfspec.transport.nats_proof import Proof
 from rlhfspec.transport.nats_reading import PullReading, WatchReading
 from rlhfspec.transport.nats_streams import (
     Declared,
@@ -59,18 +60,21 @@ class NatsTransport:
         name: str,
         inbox_prefix: str = "_INBOX",
         nkey_seed: Path | None = None,
+        creds: Path | None = None,
         tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
         max_pending: int = 8192,
         publish_timeout_seconds: float = 600.0,
         connect_timeout_seconds: float = 5.0,
     ) -> NatsTransport:
-        """`name`: of this process, in what the server shows. Raises at once when the server is not there or not fit."""
+        """`name`: of this process, in what the server shows. It proves itself with an NKEY, or where the server is in
+        operator mode with `creds`: a file with a token and its seed, read again for every connection. Raises at once
+        when the server is not there or not fit."""
         connection = await Connection.open(
             url,
             name=name,
             inbox_prefix=inbox_prefix,
-            nkey_seed=nkey_seed,
+            proof=Proof(nkey_seed=nkey_seed, creds=creds),
             tls=tls,
             clock=clock or SystemClock(),
             patience_seconds=publish_timeout_seconds,
@@ -103,6 +107,14 @@ class NatsTransport:
         _raise_error(subject, info)
         return declared_of(subject, info)
 
+    async def until_declared(self, subject: str, seconds: float) -> None:
+        """Waits for who opens the run; TransportUnavailable when nobody has after so long."""
+        end = self._clock.now() + seconds
+        while await self._look(subject) is None:
+            if self._clock.now() >= end:
+                raise TransportUnavailable(self._connection.url, f"nobody has declared {subject} for {seconds:g} s")
+            await self._clock.sleep(LONGEST_WAIT_SECONDS)
+
     async def _declared(self, subject: str) -> Declared:
         self._connection.refuse_if_closed(subject)
         if subject not in self._known:
@@ -111,6 +123,11 @@ class NatsTransport:
                 raise InvalidRequest("subject", subject, "was not declared")
             self._known[subject] = found
         return self._known[subject]
+
+    async def answers(self, subject: str, within_seconds: float) -> bool:
+        """Whether the server does, now: one question about a subject, not asked again."""
+        answer = await self._connection.ask(f"$JS.API.STREAM.INFO.{stream_name(subject)}", seconds=within_seconds)
+        return answer is not None and status_of(answer) != "503"
 
     # --- publishing ----------------------------------------------------------------------------------------------
 

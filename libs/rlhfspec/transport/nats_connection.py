@@ -16,18 +16,17 @@ import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
 import nats.errors
-import nkeys
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportClosed, TransportUnavailable
 from rlhfspec.transport.clock import Clock
+from rlhfspec.transport.nats_proof import Proof
 
 Arrived = Callable[[Msg], Awaitable[None]]
 Use = Literal["publish", "subscription"]  # of a subject, in the server's words
@@ -65,19 +64,19 @@ class Connection:
         *,
         name: str,
         inbox_prefix: str,
-        nkey_seed: Path | None,
+        proof: Proof,
         tls: ssl.SSLContext | None,
         clock: Clock,
         patience_seconds: float,
         connect_timeout_seconds: float,
     ) -> Connection:
         """Raises at once: InvalidRequest for what has to be changed, TransportUnavailable where nobody answers."""
-        _check_seed(nkey_seed)
+        proof.check()
         connection, opened = cls(url, clock, patience_seconds), False
         try:
             async with asyncio.timeout(connect_timeout_seconds):
                 _check_server(url, await _read_info(url), tls)
-                await connection._open(name, inbox_prefix, nkey_seed, tls)
+                await connection._open(name, inbox_prefix, proof, tls)
             opened = True
         except TimeoutError:
             raise TransportUnavailable(url, f"no answer within {connect_timeout_seconds:g} s") from None
@@ -86,15 +85,15 @@ class Connection:
                 await connection._give_up()
         return connection
 
-    async def _open(self, name: str, inbox_prefix: str, nkey_seed: Path | None, tls: ssl.SSLContext | None) -> None:
+    async def _open(self, name: str, inbox_prefix: str, proof: Proof, tls: ssl.SSLContext | None) -> None:
         if tls is not None:
-            _quiet_about_tls()
+            quiet_about_tls()
         try:
             await self._nc.connect(
                 [self.url],
                 name=name,
                 inbox_prefix=inbox_prefix,
-                nkeys_seed=None if nkey_seed is None else str(nkey_seed),
+                **proof.options(),
                 tls=tls,
                 allow_reconnect=False,  # the first time, what is wrong is to be said
                 max_reconnect_attempts=1,
@@ -109,7 +108,7 @@ class Connection:
                 closed_cb=self._on_closed,
             )
         except (nats.errors.Error, OSError) as error:
-            raise _explained(self.url, error, nkey_seed) from error
+            raise _explained(self.url, error, proof) from error
         self._nc.options.update(allow_reconnect=True, max_reconnect_attempts=-1)
         self._connected.set()
         self._inbox = self._nc.new_inbox()
@@ -314,11 +313,15 @@ async def _read_info(url: str) -> dict[str, Any]:
         raise TransportUnavailable(url, f"no server there ({_reason(error)})") from error
     try:
         line = await reader.readline()
+        if not line:
+            raise ConnectionResetError
         if not line.startswith(b"INFO "):
             raise InvalidRequest("nats", url, "is no NATS server")
         info: dict[str, Any] = json.loads(line.removeprefix(b"INFO "))
         return info
-    except (ValueError, OSError) as error:
+    except OSError as error:  # as of a server that is only just starting, behind something that is there already
+        raise TransportUnavailable(url, "whoever is there hangs up") from error
+    except ValueError as error:
         raise InvalidRequest("nats", url, "is no NATS server") from error
     finally:
         writer.close()
@@ -344,28 +347,16 @@ def _check_server(url: str, info: Mapping[str, Any], tls: ssl.SSLContext | None)
         raise InvalidRequest("nats", url, "the server speaks TLS only: credentials with a CA are needed")
 
 
-def _check_seed(nkey_seed: Path | None) -> None:
-    if nkey_seed is None:
-        return
-    try:
-        nkeys.from_seed(bytearray(nkey_seed.read_bytes().strip())).wipe()
-    except OSError as error:
-        raise InvalidRequest("nkey_seed", str(nkey_seed), f"cannot be read: {error.strerror}") from error
-    except (nkeys.NkeysError, ValueError) as error:
-        raise InvalidRequest("nkey_seed", str(nkey_seed), "is no NKEY seed") from error
-
-
-def _explained(url: str, error: Exception, nkey_seed: Path | None) -> Exception:
+def _explained(url: str, error: Exception, proof: Proof) -> Exception:
     if "authorization violation" in str(error).lower():
-        who = "a connection without credentials" if nkey_seed is None else f"the key in {nkey_seed}"
-        return InvalidRequest("nats", url, f"the server refuses {who}")
+        return InvalidRequest("nats", url, f"the server refuses {proof}")
     if isinstance(error, ssl.SSLError):
         reason = getattr(error, "verify_message", "") or error.reason or str(error)
         return InvalidRequest("nats", url, f"the server's certificate is not to be trusted: {reason}")
     return TransportUnavailable(url, str(error).removeprefix("nats: ") or type(error).__name__)
 
 
-def _quiet_about_tls() -> None:
+def quiet_about_tls() -> None:
     """asyncio warns of each TLS connection that its peer closes; nothing is wrong with that."""
 
     def is_news(record: logging.LogRecord) -> bool:

@@ -47,7 +47,8 @@ class GrpcWeightStore:
     """`trainer_address`: host:port of the newest start of the trainer, None while there is none; without it, this is
     the trainer's. `peer_addresses`: of everybody else who may have versions, asked when the trainer cannot help.
 
-    `credentials`: for TLS (`channel_credentials`). `readers`: roles, as their certificates name them, that may have
+    `credentials`: for TLS (`channel_credentials`); `server_name`: that all their certificates are for, where it is not
+    their address. `readers`: roles, as their certificates name them, that may have
     weights from here; None: whoever can connect. `max_bytes` of one version: the machine's memory by default.
     """
 
@@ -58,6 +59,7 @@ class GrpcWeightStore:
         trainer_address: Callable[[], str | None] | None = None,
         peer_addresses: Callable[[], Iterable[str]] = tuple,
         credentials: grpc.ChannelCredentials | None = None,
+        server_name: str | None = None,
         readers: Collection[str] | None = None,
         max_bytes: int | None = None,
         fetch_seconds: float = FETCH_SECONDS,
@@ -71,7 +73,8 @@ class GrpcWeightStore:
         self._closed = threading.Event()
         self._kept = KeptVersions(keep)
         self._server = GrpcWeightServer(self._kept, readers=readers)
-        self._client = GrpcWeightClient(credentials, machine_memory() if max_bytes is None else max_bytes)
+        most = machine_memory() if max_bytes is None else max_bytes
+        self._client = GrpcWeightClient(credentials, most, server_name)
 
     def add_to(self, server: grpc.Server, address: str) -> None:
         """Serves what is here from the process's gRPC server. `address`: host:port where others reach that."""

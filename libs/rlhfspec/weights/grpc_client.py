@@ -49,8 +49,13 @@ class Patience:
 
 
 class GrpcWeightClient:
-    def __init__(self, credentials: grpc.ChannelCredentials | None, max_bytes: int) -> None:
+    """`server_name`: in the certificate of whoever is asked; None: the address is."""
+
+    def __init__(
+        self, credentials: grpc.ChannelCredentials | None, max_bytes: int, server_name: str | None = None
+    ) -> None:
         self._credentials = credentials
+        self._options = (*OPTIONS, *([("grpc.ssl_target_name_override", server_name)] if server_name else []))
         self._max_bytes = max_bytes
 
     def take(self, address: str, request: Request, record: Weights, version: Version, patience: Patience) -> Outcome:
@@ -95,7 +100,7 @@ class GrpcWeightClient:
         target = f"dns:///{address}"  # whatever an address may look like, it is no other scheme
         if self._credentials is None:
             return grpc.insecure_channel(target, options=OPTIONS)
-        return grpc.secure_channel(target, self._credentials, options=OPTIONS)
+        return grpc.secure_channel(target, self._credentials, options=self._options)
 
 
 class _Watch:

@@ -308,14 +308,18 @@ class Moved(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., sample_id: _Optional[str] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., how: _Optional[str] = ..., reason: _Optional[str] = ..., num_bytes: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_recomputed: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("id", "job", "plan_json")
+    __slots__ = ("id", "job", "plan_json", "num_wanted", "why_wanted")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    NUM_WANTED_FIELD_NUMBER: _ClassVar[int]
+    WHY_WANTED_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     plan_json: str
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., plan_json: _Optional[str] = ...) -> None: ...
+    num_wanted: int
+    why_wanted: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., plan_json: _Optional[str] = ..., num_wanted: _Optional[int] = ..., why_wanted: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("id", "job", "step", "weights_version", "weights_digest", "metrics_json")
@@ -346,7 +350,7 @@ class EvaluationReport(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., metrics_json: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("id", "job", "stage", "worker", "doing", "what", "since_seconds", "overdue_seconds", "busy_seconds")
+    __slots__ = ("id", "job", "stage", "worker", "doing", "what", "since_seconds", "overdue_seconds", "busy_seconds", "trouble")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +360,7 @@ class Heartbeat(_message.Message):
     SINCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     OVERDUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     stage: str
@@ -365,7 +370,8 @@ class Heartbeat(_message.Message):
     since_seconds: float
     overdue_seconds: float
     busy_seconds: float
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., doing: _Optional[str] = ..., what: _Optional[str] = ..., since_seconds: _Optional[float] = ..., overdue_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
+    trouble: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., doing: _Optional[str] = ..., what: _Optional[str] = ..., since_seconds: _Optional[float] = ..., overdue_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("id", "job", "stage", "worker", "host", "pid", "grpc_address", "http_address", "models_json", "moves_address")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhfspec.cli import drain, moving
-from rlhfspec.cli.bench_models import Draft, Model, Pair, checked, models
+from rlhfspec.cli.bench_options import Draft, JsonFile, Model, Pair, checked, chosen, models, names, numbers, show
 from rlhfspec.cli.progress import StatusLine, wide_console
 
 if TYPE_CHECKING:
@@ -68,17 +68,17 @@ def generate(
     """Compare plain, static strategies, adaptive, Hugging Face and vLLM: same model, prompts and seeds, one run."""
     from rlhfspec.bench.run import Benchmark, Settings
 
-    given = {
-        "threads": tuple(_numbers(threads)) if threads else None,
-        "modes": tuple(modes.split(",")) if modes else None,
-        "scenarios": tuple(scenarios.split(",")) if scenarios else None,
-        "repeats": repeats,
-        "num_tokens": tokens,
-    }
-    chosen = (QUICK if quick else {}) | {name: value for name, value in given.items() if value is not None}
+    given = chosen(
+        QUICK if quick else {},
+        threads=numbers("--threads", threads),
+        modes=names(modes),
+        scenarios=names(scenarios),
+        repeats=repeats,
+        num_tokens=tokens,
+    )
     wanted = [_checked_pair(name) for name in pairs.split(",")] if model is None else ["english"]
-    if "budget_seconds" in chosen:
-        chosen["budget_seconds"] /= len(wanted)
+    if "budget_seconds" in given:
+        given["budget_seconds"] /= len(wanted)
     results = {}
     with StatusLine() as status:
         for pair in wanted:
@@ -91,7 +91,7 @@ def generate(
                 dtype=dtype,
                 vllm_python=vllm_python,
                 vllm_draft_tokens=vllm_draft_tokens,
-                **chosen,
+                **given,
             )
             results[pair] = checked(Benchmark(settings, report=status).run)
     _show(results, json_file, plot_file)
@@ -128,20 +128,20 @@ def step(
     trl_python: Annotated[
         str | None, typer.Option(help="Python of an environment with TRL.", envvar="RLHFSPEC_TRL_PYTHON")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare a whole GRPO step, plain and adaptive, with TRL's: same model, prompts, lengths and threads, one run."""
     from rlhfspec.bench.step import StepBenchmark, StepSettings, UnequalWork
     from rlhfspec.bench.step_report import render
 
-    given = {
-        "prompts_per_step": prompts,
-        "samples_per_prompt": samples,
-        "num_tokens": tokens,
-        "steps": steps,
-        "repeats": repeats,
-    }
-    chosen = (QUICK_STEP if quick else {}) | {name: value for name, value in given.items() if value is not None}
+    given = chosen(
+        QUICK_STEP if quick else {},
+        prompts_per_step=prompts,
+        samples_per_prompt=samples,
+        num_tokens=tokens,
+        steps=steps,
+        repeats=repeats,
+    )
     with StatusLine() as status:
         target_path, draft_path = models(model, draft, status, tiny_target="target" if quick else "wide")
         settings = checked(
@@ -152,16 +152,14 @@ def step(
             trl_python=trl_python,
             num_threads=threads,
             dtype=dtype,
-            **chosen,
+            **given,
         )
         try:
             results = checked(StepBenchmark(settings, report=status).run)
         except UnequalWork as difference:
             typer.echo(str(difference), err=True)
             raise typer.Exit(1) from difference
-    wide_console().print(render(results))
-    if json_file is not None:
-        json_file.write_text(results.to_json())
+    show(results, render, json_file)
 
 
 @app.command()
@@ -226,10 +224,3 @@ def _checked_pair(name: str) -> str:
     if name not in PAIRS:
         raise typer.BadParameter(f"--pairs: must be among {', '.join(PAIRS)} (got {name!r})")
     return name
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"--threads: numbers separated by commas, such as 1,2 (got {text!r})") from error

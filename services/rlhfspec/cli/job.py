@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
 
 from rlhfspec.cli.problems import exit_on_problems, refuse
-from rlhfspec.errors import InvalidRequest, JobError, Problem
+from rlhfspec.cluster.crd import custom_resource_definition
 from rlhfspec.job import AlgorithmName, RLHFJob
 from rlhfspec.job_file import read_job
-from rlhfspec.job_file.files import MODEL_FIELDS
-from rlhfspec.job_file.paths import MADE_HERE
 from rlhfspec.job_file.remarks import remarks
-from rlhfspec.job_file.schema import json_schema, structural_schema
+from rlhfspec.job_file.schema import json_schema
 from rlhfspec.job_file.template import DEFAULT_DATA, DEFAULT_MODEL, REWARD_MODULE, Choices, job_text
+from rlhfspec.prepare.checks import check_as_run_does, check_made_here, checked_rows
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file: YAML or JSON.", show_default=False)]
 Set = Annotated[
@@ -38,7 +35,7 @@ def validate(
         checked = read_job(job, overrides or [])
         check_made_here(checked, job)
         lines, columns = _data_lines(checked, prompts)
-        _check_as_run_does(checked, job.parent, columns)
+        check_as_run_does(checked, job.parent, columns)
         lines = [*_summary(checked), *lines]
     typer.echo(f"{job}: valid")
     for line in lines:
@@ -76,32 +73,15 @@ def init(
 
 
 def schema(
-    crd: Annotated[bool, typer.Option("--crd", help="The structural form of a Kubernetes custom resource.")] = False,
+    crd: Annotated[bool, typer.Option("--crd", help="A Kubernetes CustomResourceDefinition.")] = False,
 ) -> None:
-    """Print the schema of a job: JSON Schema for editors, or openAPIV3Schema for Kubernetes."""
-    typer.echo(json.dumps(structural_schema() if crd else json_schema(), indent=2))
+    """Print the schema of a job: JSON Schema for editors, or the CustomResourceDefinition for `kubectl apply -f -`."""
+    typer.echo(json.dumps(custom_resource_definition() if crd else json_schema(), indent=2))
 
 
 def register(app: typer.Typer) -> None:
     for command in (validate, init, schema):
         app.command()(command)
-
-
-def check_made_here(job: RLHFJob, source: Path) -> None:
-    """Names of models and data that are made on this machine (`tiny:`) are looked up; nothing is made yet."""
-    fields = {f"spec.model.{name}": getattr(job.spec.model, name) for name in MODEL_FIELDS}
-    fields["spec.dataset.path"] = job.spec.dataset.path
-    problems = []
-    for field, path in fields.items():
-        if path is not None and path.startswith(MADE_HERE):
-            from rlhfspec.tiny import check
-
-            try:
-                check(path)
-            except InvalidRequest as error:
-                problems.append(Problem(field=field, value=path, problem=error.problem))
-    if problems:
-        raise JobError(str(source), problems)
 
 
 def _summary(job: RLHFJob) -> list[str]:
@@ -120,39 +100,15 @@ def _summary(job: RLHFJob) -> list[str]:
     ]
 
 
-def _check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | None) -> None:
-    """What `run` would refuse once it loads; torch is imported only for an optimizer or a schedule of the job's own."""
-    from rlhfspec.scoring.rewards.sources import check_functions
-    from rlhfspec.telemetry.trackers import check_packages
-
-    check_functions(job.spec.rewards, base, columns)
-    check_packages(job)
-    training = job.spec.training
-    usual = {"AdamW", "constant", "linear", "cosine"}
-    own = [
-        s for s in (training.optimizer, training.critic_optimizer, training.schedule) if {s.name} - usual or s.arguments
-    ]
-    if own and find_spec("torch") is not None:
-        from rlhfspec.learning.optim import check_settings
-
-        check_settings(training)
-
-
 def _data_lines(job: RLHFJob, with_tokenizer: bool) -> tuple[list[str], dict[str, str] | None]:
     """Lines on the data when it is on this machine, and its columns; prompts are tokenized only when asked for."""
-    from rlhfspec.data import Order, Prompts, load_rows, load_tokenizer
+    from rlhfspec.data import Order, Prompts, load_tokenizer
     from rlhfspec.data.columns import columns_of_rows
-    from rlhfspec.data.held_out import held_out_of
-    from rlhfspec.data.shape import check_rows
 
     dataset, spec = job.spec.dataset, job.spec
-    if not Path(dataset.path).is_absolute():
+    rows = checked_rows(job)
+    if rows is None:
         return [f"data        {dataset.path} (not read: it is not on this machine yet)"], None
-    rows = load_rows(dataset)
-    check_rows(rows, dataset)
-    if spec.evaluation is not None:
-        rows, held_out = held_out_of(rows, spec, Path())
-        check_rows(held_out, dataset)
     lines = [f"data        {dataset.path}, {len(rows)} rows"]
     num_prompts, columns = len(rows), columns_of_rows(rows, dataset, range(len(rows)))
     if with_tokenizer:

@@ -12,16 +12,14 @@ from typing import Any
 from rich.console import Console
 
 from rlhfspec.job import RLHFJob
+from rlhfspec.telemetry.ending import finish_folder
 from rlhfspec.telemetry.manifest import RunOutcome
-from rlhfspec.telemetry.plots import overview
 from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.telemetry.summary import summarize
 from rlhfspec.telemetry.view import View
 
 Say = Callable[[str], None]
 Models = dict[str, dict[str, Any]]  # by role: how each was found right when it was loaded
 MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job that one machine can run
-STALL_SECONDS = 300.0  # so long everybody may wait for somebody
 
 
 class JobRun(ABC):
@@ -64,13 +62,7 @@ class JobRun(ABC):
 
     def finish(self, outcome: RunOutcome, reason: str, *, resume_command: str, console: Console) -> None:
         """The pictures; the summary is printed and kept."""
-        folder = self.folder
-        folder.finish(outcome, reason)
-        if steps := folder.steps():
-            name, evaluations = self._job.metadata.name, folder.evaluations()
-            overview(steps, folder.plots / "training.png", title=name, evaluations=evaluations)
-        texts = self._job.spec.observability.sample_texts
-        summarize(folder, resume_command=resume_command, num_texts=texts).print(console)
+        finish_folder(self.folder, self._job, outcome, reason, resume_command=resume_command).print(console)
 
     def leave_no_trace(self) -> None:
         """The person leaves, or the job is refused, before anything began."""

@@ -14,8 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from rlhfspec.awake_clock import AwakeClock
-from rlhfspec.cli.job_run import MOST_PENDING, STALL_SECONDS, JobRun, Say
-from rlhfspec.cli.watch import WatchService
+from rlhfspec.cli.job_run import MOST_PENDING, JobRun, Say
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
@@ -29,11 +28,12 @@ from rlhfspec.service.context import Context, Run, kept_versions
 from rlhfspec.service.dead_letters import DeadLetterWatch
 from rlhfspec.service.ends import Ends
 from rlhfspec.service.heartbeats import Heartbeats
-from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
+from rlhfspec.service.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.service.worker import incarnation_of
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.view import View
+from rlhfspec.telemetry.watch import WatchService
 from rlhfspec.tracing.opening import watching
 from rlhfspec.trainer.service import TrainerService
 from rlhfspec.transport.memory import MemoryTransport

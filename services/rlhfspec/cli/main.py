@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rlhfspec.cli import bench, compare, explain_moves, job, models, run, simulate, tiny, top, trace
+from rlhfspec.cli import bench, compare, dashboard, explain_moves, job, models, run, simulate, tiny, top, trace
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our status line says what goes on
 
@@ -25,6 +25,7 @@ job.register(app)
 app.command()(run.run)
 app.command()(compare.compare)
 app.command()(top.top)
+app.command()(dashboard.dashboard)
 app.command()(trace.trace)
 app.command()(explain_moves.explain_moves)
 app.command()(simulate.simulate)

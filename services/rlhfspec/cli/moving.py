@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfspec.cli.bench_models import Draft, Model, checked, models
-from rlhfspec.cli.progress import StatusLine, wide_console
+from rlhfspec.cli.bench_options import Draft, JsonFile, Model, PlotFile, checked, chosen, models, names, numbers, show
+from rlhfspec.cli.progress import StatusLine
 
 if TYPE_CHECKING:
     from rlhfspec.bench.moving.rebalance import Rebalancer
@@ -32,37 +32,32 @@ def rebalance(
     seeds: Annotated[int | None, typer.Option(min=1, help="Stages of each workload.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Repetitions of every stage, arms interleaved.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG.")] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Time a stage on two generators of one core each: dealt, pulled, moved while it runs, and dealt knowing all."""
     from rlhfspec.bench.moving.rebalance import DifferentTokens, RebalanceBenchmark, RebalanceSettings
     from rlhfspec.bench.moving.rebalance_plot import plot
     from rlhfspec.bench.moving.rebalance_report import render
 
-    given = {
-        "workloads": _names(workloads),
-        "decoding": _names(decoding),
-        "arms": _names(arms),
-        "seeds": seeds,
-        "repeats": repeats,
-    }
-    chosen = (QUICK_REBALANCE if quick else {}) | {name: value for name, value in given.items() if value is not None}
+    given = chosen(
+        QUICK_REBALANCE if quick else {},
+        workloads=names(workloads),
+        decoding=names(decoding),
+        arms=names(arms),
+        seeds=seeds,
+        repeats=repeats,
+    )
     with StatusLine() as status:
         target_path, draft_path = models(model, draft, status)
-        settings = checked(RebalanceSettings, model=target_path, draft=draft_path, dtype=dtype, **chosen)
+        settings = checked(RebalanceSettings, model=target_path, draft=draft_path, dtype=dtype, **given)
         benchmark = RebalanceBenchmark(settings, generator_command, rebalancer_of_a_run, report=status)
         try:
             results = checked(benchmark.run)
         except DifferentTokens as difference:
             typer.echo(str(difference), err=True)
             raise typer.Exit(1) from difference
-    wide_console().print(render(results))
-    if json_file is not None:
-        json_file.write_text(results.to_json())
-    if plot_file is not None:
-        plot(results, plot_file)
-        typer.echo(f"plot: {plot_file}")
+    show(results, render, json_file, plot, plot_file)
 
 
 def migrate(
@@ -79,34 +74,29 @@ def migrate(
         bool, typer.Option(help="Also a model with 65 KB of KV a token (67 MB at 1,024 tokens), plainly.")
     ] = True,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG.")] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Time moves between two generators of one core each that both decode others: pause, gap, CPU; by every link."""
     from rlhfspec.bench.moving.migrate import MigrateBenchmark, MigrateSettings
     from rlhfspec.bench.moving.migrate_plot import plot
     from rlhfspec.bench.moving.migrate_report import render
 
-    given = {
-        "links": _names(links),
-        "tokens": tuple(map(int, _names(tokens) or ())) or None,
-        "decoding": _names(decoding),
-        "repeats": repeats,
-    }
-    chosen = (QUICK_MIGRATE if quick else {}) | {name: value for name, value in given.items() if value is not None}
+    given = chosen(
+        QUICK_MIGRATE if quick else {},
+        links=names(links),
+        tokens=numbers("--tokens", tokens),
+        decoding=names(decoding),
+        repeats=repeats,
+    )
     with StatusLine() as status, TemporaryDirectory() as folder:
         target_path, draft_path = models(model, draft, status)
         large_path = large_kv_folder(Path(folder)) if large_kv else None
         settings = checked(
-            MigrateSettings, model=target_path, draft=draft_path, large_kv=large_path, dtype=dtype, **chosen
+            MigrateSettings, model=target_path, draft=draft_path, large_kv=large_path, dtype=dtype, **given
         )
         results = checked(MigrateBenchmark(settings, generator_command, report=status).run)
-    wide_console().print(render(results))
-    if json_file is not None:
-        json_file.write_text(results.to_json())
-    if plot_file is not None:
-        plot(results, plot_file)
-        typer.echo(f"plot: {plot_file}")
+    show(results, render, json_file, plot, plot_file)
 
 
 def large_kv_folder(folder: Path) -> str:
@@ -127,7 +117,3 @@ def rebalancer_of_a_run(now: float, limit: int, earlier: Sequence[int]) -> Rebal
     from rlhfspec.cli.bench_rebalancer import RunsRebalancer
 
     return RunsRebalancer(now, limit, earlier)
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return tuple(text.split(",")) if text else None

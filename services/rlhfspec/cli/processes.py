@@ -17,13 +17,12 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 from rlhfspec.awake_clock import AwakeClock
-from rlhfspec.cli.job_run import MOST_PENDING, STALL_SECONDS, JobRun, Models, Say
-from rlhfspec.cli.watch import WatchService
+from rlhfspec.cli.job_run import MOST_PENDING, JobRun, Models, Say
 from rlhfspec.errors import DataExhausted, InvalidRequest, StageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
 from rlhfspec.records import DatasetInfo
-from rlhfspec.servers.certificates import ServerTls, client_tls, create_credentials
+from rlhfspec.servers.certificates import ServerTls, create_credentials
 from rlhfspec.servers.guardian import MARK, Guardian, end_run
 from rlhfspec.servers.nats import NatsServer, User
 from rlhfspec.servers.program import ServerProgram, write_secret
@@ -32,16 +31,18 @@ from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.child import Child, Interpreters, Starter
 from rlhfspec.service.children import Children
+from rlhfspec.service.connecting import connect
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.dead_letters import DeadLetterWatch
 from rlhfspec.service.launcher import Launcher
 from rlhfspec.service.live import LiveBeats, LiveState
-from rlhfspec.service.rights import CONTROL, ROLES, inbox_of, rights_of
+from rlhfspec.service.rights import CONTROL, ROLES, rights_of
 from rlhfspec.service.server_watch import ServerWatch
-from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
+from rlhfspec.service.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.view import View
+from rlhfspec.telemetry.watch import WatchService
 from rlhfspec.transport.nats import NatsTransport
 from rlhfspec.wire.codec import decode
 
@@ -101,14 +102,8 @@ class ProcessRun(JobRun):
         assert connections.credentials is not None
         assert connections.redis_url is not None
         self._live = LiveState(connections.redis_url, self._uid, role=CONTROL, credentials=connections.credentials)
-        self._transport = await NatsTransport.connect(
-            connections.nats_url,
-            name="supervisor",
-            inbox_prefix=inbox_of(CONTROL),
-            nkey_seed=connections.credentials / f"{CONTROL}.seed",
-            tls=client_tls(connections.credentials, CONTROL),
-            clock=self._vitals.clock,
-            max_pending=MOST_PENDING,
+        self._transport = await connect(
+            connections, CONTROL, name="supervisor", clock=self._vitals.clock, max_pending=MOST_PENDING
         )
         self._closing.push_async_callback(self._transport.close)
         workers = workers_of(self._job)

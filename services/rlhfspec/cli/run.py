@@ -6,7 +6,6 @@ import asyncio
 import os
 import shlex
 import signal
-import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhfspec.cli.exit_codes import FAILED, STOPPED
-from rlhfspec.cli.job import check_made_here
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.cli.signals import leave_at_once, on_signals
 from rlhfspec.errors import DataExhausted, InvalidRequest, RLHFSpecError, StorageError
 from rlhfspec.job_file import read_job
+from rlhfspec.job_file.remarks import left_aside
 from rlhfspec.job_file.secrets import shown_override
+from rlhfspec.prepare.checks import check_made_here
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +56,9 @@ def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False
         check_made_here(checked, job)
         if int(os.environ.get("RANK", "0")) > 0:  # torchrun started this process as one of several
             return _follow(checked)
+        aside = left_aside(checked)
+        if aside is not None:
+            console.print(f"{job}: {aside}", markup=False, highlight=False, soft_wrap=True)
         folder = out or Path("out") / checked.metadata.name
         outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes), console)
     if outcome != "completed":
@@ -110,7 +113,7 @@ def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
 def _prepared(job: RLHFJob, command: _Command, console: Console, status: StatusLine) -> JobRun:
     """With --processes nothing heavy is imported here: the stages' own processes do."""
     kind = _process_run() if command.processes else _local_run(status)
-    from rlhfspec.cli.tiny_paths import with_tiny_paths
+    from rlhfspec.prepare.tiny_paths import with_tiny_paths
     from rlhfspec.telemetry.run_folder import RunFolder
     from rlhfspec.telemetry.view import View
 
@@ -148,7 +151,7 @@ def _follow(job: RLHFJob) -> None:
     """Ranks other than 0 train along until rank 0 says stop; signals are rank 0's business."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    from rlhfspec.cli.tiny_paths import with_tiny_paths
+    from rlhfspec.prepare.tiny_paths import with_tiny_paths
     from rlhfspec.trainer.build import follow
 
     follow(with_tiny_paths(job, lambda _: None))
@@ -161,17 +164,10 @@ def _outcome_of(run: JobRun) -> tuple[RunOutcome, str]:
     except DataExhausted as ended:
         return "completed", str(ended)
     except (RLHFSpecError, OSError) as error:
-        return "failed", f"{error}; {_kept_traceback(run, error)}"
+        from rlhfspec.telemetry.ending import kept_traceback
+
+        return "failed", f"{error}; {kept_traceback(run.folder, error)}"
     return ("stopped", "Ctrl-C") if run.is_unfinished else ("completed", "")
-
-
-def _kept_traceback(run: JobRun, error: Exception) -> str:
-    failure = run.folder.path / "failure.txt"
-    try:
-        failure.write_text("".join(traceback.format_exception(error)))
-    except OSError as full:
-        return f"{failure} cannot be written: {full.strerror}"
-    return f"the whole traceback is in {failure}"
 
 
 async def _stages(run: JobRun) -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rlhfspec.arrays import Floats
+from rlhfspec.rebalancer.stage_work import StageWork
 from rlhfspec.rebalancing.curve import Curve
+from rlhfspec.rebalancing.elastic import Elastic, Wanted
 from rlhfspec.rebalancing.factors import Factors
 from rlhfspec.rebalancing.fleet import Fleet
 from rlhfspec.rebalancing.plan import plan
@@ -66,9 +68,19 @@ class Advice:
 
 
 class Knowledge:
-    """`draw`: the id of a move by its number, never the same for two processes."""
+    """`draw`: the id of a move by its number, never the same for two processes. `work`, `elastic`: where the number of
+    generators is not fixed."""
 
-    def __init__(self, job: str, *, max_tokens: int, began_at: float, draw: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        job: str,
+        *,
+        max_tokens: int,
+        began_at: float,
+        draw: Callable[[int], str],
+        work: StageWork | None = None,
+        elastic: Elastic | None = None,
+    ) -> None:
         self._job, self._max_tokens, self._draw = job, max_tokens, draw
         self._pause = STANDARD.pause_seconds
         self._plans_from = began_at + STANDARD.rest_seconds  # what moved a moment before we began rests
@@ -77,6 +89,8 @@ class Knowledge:
         self._among_others: dict[int, Curve] = {}
         self._alone: dict[int, Curve] = {}
         self._residual, self._factors = Residual(), Factors()
+        self._work, self._elastic = work, elastic
+        self.wanted: Wanted | None = None  # so many generators; None: it is not known, or not asked
         self._under_way: dict[str, _UnderWay] = {}
         self._settles_at: dict[int, float] = {}  # a load from before then does not show how a move ended
         self._rests: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when a sample rests; refusals in a row
@@ -97,9 +111,13 @@ class Knowledge:
             earlier.add(before.load.incarnation)
         places = {sample: place for place, sample in enumerate(load.sample_ids)}
         self._generators[load.worker] = _Generator(load, now, places)
+        if self._work is not None:
+            self._work.loaded(load)
         self._learn_curve(load, now)
 
     def finished(self, sample: Sample) -> None:
+        if self._work is not None:
+            self._work.finished(sample)
         for generator in self._generators.values():
             if (place := generator.places.get(sample.id)) is not None:
                 generator.gone.add(place)
@@ -147,9 +165,17 @@ class Knowledge:
             del self._under_way[move]
         if now < self._plans_from or (seen := self._fleet(now)) is None:
             return None
+        self._look_ahead(seen, now)
         planned = plan(seen.fleet, now, replace(STANDARD, pause_seconds=self._pause))
         moves = tuple(self._begin(planned, seen, move, now) for move in range(planned.num_moves))
         return Advice(planned, seen, moves)
+
+    def _look_ahead(self, seen: Seen, now: float) -> None:
+        if self._work is not None and self._elastic is not None:
+            usual = float(self._residual.remaining([0], [1.0], [self._max_tokens])[0])
+            outlook = self._work.outlook(seen.fleet, seen.sample_ids, usual)
+            staying = int((~seen.fleet.is_leaving).sum())
+            self.wanted = self._elastic.learn(self._work.step, outlook, now, num_generators=staying)
 
     def _begin(self, planned: Planned, seen: Seen, move: int, now: float) -> Move:
         source, destination = (seen.workers[int(side[move])] for side in (planned.source, planned.destination))

@@ -6,8 +6,10 @@ import json
 import secrets
 from typing import Any
 
-from rlhfspec.job import RLHFJob
+from rlhfspec.job import RLHFJob, Spec
 from rlhfspec.rebalancer.knowledge import Advice, Knowledge
+from rlhfspec.rebalancer.stage_work import StageWork
+from rlhfspec.rebalancing.elastic import Elastic, Wanted
 from rlhfspec.records import Load, Moved, Plan, Sample
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Inbox, StageBus
@@ -34,11 +36,17 @@ class RebalancerService(Service):
         self._moves = moves
         self._incarnation = secrets.token_hex(4)
         self.knowledge = Knowledge(
-            self._job, max_tokens=job.spec.generation.max_tokens, began_at=bus.clock.now(), draw=self._move_id
+            self._job,
+            max_tokens=job.spec.generation.max_tokens,
+            began_at=bus.clock.now(),
+            draw=self._move_id,
+            work=work_of(job.spec),
+            elastic=elastic_of(job.spec),
         )
         self._num_plans = 0
         self._planned_at = self._told_at = -float("inf")
         self._told_dry: dict[str, str] = {}
+        self._told_wanted: Wanted | None = None
 
     async def run(self) -> None:
         bus = self._bus
@@ -79,18 +87,33 @@ class RebalancerService(Service):
         for move in advice.moves:
             await self._bus.publish(move)
         content = content_of(advice)
-        if advice.moves or content["dry"] != self._told_dry or now - self._told_at >= TOLD_SECONDS:
-            self._told_at, self._told_dry = now, content["dry"]
+        news = content["dry"] != self._told_dry or self.knowledge.wanted != self._told_wanted
+        if advice.moves or news or now - self._told_at >= TOLD_SECONDS:
+            self._told_at, self._told_dry, self._told_wanted = now, content["dry"], self.knowledge.wanted
             await self._tell(content)
 
     async def _tell(self, content: dict[str, Any]) -> None:
         self._num_plans += 1
         id = f"{self._job}/plan/{self._incarnation}/{self._num_plans}"
-        await self._bus.publish(Plan(id=id, job=self._job, plan_json=json.dumps(content)))
+        number, because = (wanted.number, wanted.because) if (wanted := self.knowledge.wanted) else (0, "")
+        plan = Plan(id=id, job=self._job, plan_json=json.dumps(content), num_wanted=number, why_wanted=because)
+        await self._bus.publish(plan)
         await self.in_thread(self._moves.plan, id, content)
 
     def _move_id(self, number: int) -> str:
         return f"{self._job}/move/{self._incarnation}/{number}"
+
+
+def elastic_of(spec: Spec) -> Elastic | None:
+    """None: the job says how many generators there are."""
+    replicas = spec.roles.generator.replicas
+    return None if replicas is None else Elastic(least=replicas.min, most=replicas.max)
+
+
+def work_of(spec: Spec) -> StageWork:
+    generation, samples = spec.generation, spec.training.prompts_per_step * spec.algorithm.samples_per_prompt
+    rows = min(generation.max_sequences, spec.samples_in_flight)
+    return StageWork(samples_per_step=samples, max_tokens=generation.max_tokens, rows=rows)
 
 
 def content_of(advice: Advice) -> dict[str, Any]:

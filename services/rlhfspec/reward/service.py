@@ -27,6 +27,7 @@ class RewardService(Service):
         super().__init__("reward", worker, vitals)
         self._bus = bus
         self.sources = sources
+        sources.told = self.vitals.in_trouble
         self._deadline = job.spec.roles.reward.deadline_seconds
         evaluation = job.spec.evaluation
         self._group_sizes: dict[Purpose, int] = {

@@ -10,6 +10,8 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.service.context import Context
 
 if TYPE_CHECKING:
+    from rlhfspec.telemetry.run_folder import RunFolder
+    from rlhfspec.trainer.keeping import KeptFolder
     from rlhfspec.trainer.service import Learns, TrainerService
 
 
@@ -40,6 +42,7 @@ def _service(job: RLHFJob, context: Context, learner: Learns, policy: Any) -> Tr
     from rlhfspec.trainer.service import TrainerService
 
     folder = RunFolder(context.run.folder)
+    kept = _kept(job, context, folder)
     export = partial(
         export_hf,
         folder.export,
@@ -57,7 +60,20 @@ def _service(job: RLHFJob, context: Context, learner: Learns, policy: Any) -> Tr
         recorder=RunRecorder(job, folder, export=export, say=context.say),
     )
     service.models = {"trainer": report_of(policy)}
+    if kept is not None:
+        kept.watch(service)
     return service
+
+
+def _kept(job: RLHFJob, context: Context, folder: RunFolder) -> KeptFolder | None:
+    if context.run.folder_is_kept_by != "trainer":
+        return None
+    from rlhfspec.trainer.keeping import KeptFolder
+
+    assert context.at_end is not None, "it has a process of its own"
+    kept = KeptFolder(job, folder, context.bus)
+    context.at_end.enter_context(kept)
+    return kept
 
 
 def follow(job: RLHFJob) -> None:

@@ -131,6 +131,11 @@ class TrainerService(Service):
         self.leaving.callback(recorder.close)
 
     @property
+    def said_at_the_end(self) -> str:
+        step = self._learner.version
+        return f"completed: step {step}" if self.is_done else f"left: step {step} is trained and saved"
+
+    @property
     def is_done(self) -> bool:
         return self._learner.version >= self._last_step
 

@@ -25,7 +25,6 @@ _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _HEADER = struct.Struct("!4sHIQ")  # mark, length of the key, place (the link's own number), bytes of the range
 _MARK = b"KVRG"
-HEADER_BYTES = _HEADER.size
 CHUNK_BYTES = 1 << 20  # so that a close is noticed
 
 
@@ -35,28 +34,20 @@ class Header(NamedTuple):
     place: int = 0
 
     def to_bytes(self) -> bytes:
-        """
-        >>> Header.length_of(Header("a/0", 7).to_bytes()[:HEADER_BYTES])
-        3
-        """
         key = self.key.encode()
         if not 0 < len(key) <= MOST_KEY_BYTES:
             raise LinkError(self.key[:80], f"a key has 1 to {MOST_KEY_BYTES} bytes")
         return _HEADER.pack(_MARK, len(key), self.place, self.num_bytes) + key
 
     @classmethod
-    def length_of(cls, fixed: bytes) -> int:
-        """Of the key, which follows."""
-        mark, length, _, _ = _HEADER.unpack(fixed)
+    def read(cls, connection: socket.socket, first: bytes, deadline: float, *, most_bytes: int) -> Header:
+        """`first`: the byte that it begins with, which has been waited for. `most_bytes`: of the range."""
+        fixed = first + read_exactly(connection, _HEADER.size - len(first), deadline)
+        mark, length, place, num_bytes = _HEADER.unpack(fixed)
         if mark != _MARK or not 0 < length <= MOST_KEY_BYTES:
             raise LinkError("header", "is none of ours")
-        return int(length)
-
-    @classmethod
-    def of(cls, fixed: bytes, key: bytes, *, most_bytes: int) -> Header:
-        _, _, place, num_bytes = _HEADER.unpack(fixed)
         try:
-            name = key.decode()
+            name = read_exactly(connection, length, deadline).decode()
         except UnicodeDecodeError:
             raise LinkError("header", "has a key that is no text") from None
         if num_bytes > most_bytes:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from rlhfspec.errors import InvalidRequest, LinkError
 from rlhfspec.migration.links import tcp
 from rlhfspec.migration.links.base import MOST_BYTES, SECONDS
-from rlhfspec.migration.links.frames import HEADER_BYTES, Header, greet, read_exactly, refuse_dead, send_all
+from rlhfspec.migration.links.frames import Header, greet, read_exactly, refuse_dead, send_all
 from rlhfspec.migration.links.inbox import Inbox
 
 By = Literal["read", "write"]
@@ -175,6 +175,7 @@ class NixlWay:
         token: str,
         *,
         host: str,
+        port: int = 0,
         by: By = "read",
         tls: ssl.SSLContext | None = None,
         seconds: float = SECONDS,
@@ -183,7 +184,7 @@ class NixlWay:
         self._by: By = by
         self._seconds = seconds
         self._agent = _Agent(inbox.most_bytes)
-        self.door = tcp.open_door(host, token, self._serve, tls=tls, seconds=seconds)
+        self.door = tcp.open_door(host, token, self._serve, port=port, tls=tls, seconds=seconds)
         self.way: Mapping[str, Any] = {"kind": "nixl", "by": by, **tcp.place_of(self.door, host, tls)}
 
     def close(self) -> None:
@@ -215,9 +216,7 @@ class _Source:
 
     def next(self, first: bytes) -> None:
         deadline = time.monotonic() + self._seconds
-        fixed = first + read_exactly(self._connection, HEADER_BYTES - 1, deadline)
-        key = read_exactly(self._connection, Header.length_of(fixed), deadline)
-        header = Header.of(fixed, key, most_bytes=self._inbox.most_bytes)
+        header = Header.read(self._connection, first, deadline, most_bytes=self._inbox.most_bytes)
         if header.place == _AGENT:
             if header.num_bytes > _MOST_AGENT_BYTES:
                 raise LinkError("agent", f"has {header.num_bytes} bytes")

@@ -52,13 +52,14 @@ def make_landing(
     kind: str = "auto",
     *,
     host: str = "127.0.0.1",
+    port: int = 0,
     tls: ssl.SSLContext | None = None,
     most_bytes: int = MOST_BYTES,
     seconds: float = SECONDS,
     kept_seconds: float = KEPT_SECONDS,
     nixl_by: Literal["read", "write"] = "read",
 ) -> Landing:
-    """`host`: to listen at, and where others find it. `tls`: of a server, for ways between hosts.
+    """`host`, `port`: to listen at, and where others find it. `tls`: of a server, for ways between hosts.
 
     >>> landing = make_landing("memory")
     >>> sending = open_sending(landing.offer)
@@ -81,15 +82,15 @@ def make_landing(
     if kind == "shm" or (kind == "auto" and shm.IS_POSSIBLE):
         ways.append(shm.ShmWay(inbox, token, seconds=seconds))
     if kind in ("auto", "tcp"):
-        ways.append(tcp.TcpWay(inbox, token, host=host, tls=tls, seconds=seconds))
+        ways.append(tcp.TcpWay(inbox, token, host=host, port=port, tls=tls, seconds=seconds))
     if kind == "nixl":
         from rlhfspec.migration.links import nixl
 
-        ways.append(nixl.NixlWay(inbox, token, host=host, by=nixl_by, tls=tls, seconds=seconds))
+        ways.append(nixl.NixlWay(inbox, token, host=host, port=port, by=nixl_by, tls=tls, seconds=seconds))
     if kind == "torch":
         from rlhfspec.migration.links import torch_link
 
-        ways.append(torch_link.TorchWay(inbox, token, host=host, tls=tls, seconds=seconds))
+        ways.append(torch_link.TorchWay(inbox, token, host=host, port=port, tls=tls, seconds=seconds))
     return WaysIn(inbox, token, ways)
 
 

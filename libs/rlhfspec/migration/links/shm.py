@@ -25,7 +25,7 @@ from typing import Any
 from rlhfspec.errors import LinkError
 from rlhfspec.migration.links.base import MOST_BYTES, SECONDS
 from rlhfspec.migration.links.door import Door
-from rlhfspec.migration.links.frames import HEADER_BYTES, Header, greet, read_exactly, send_all
+from rlhfspec.migration.links.frames import Header, greet, read_exactly, send_all
 from rlhfspec.migration.links.inbox import Inbox
 
 IS_POSSIBLE = sys.platform == "linux"
@@ -73,9 +73,7 @@ class ShmWay:
         if not first:
             raise LinkError("connection", "the other end closed it")
         deadline = time.monotonic() + self._seconds
-        fixed = first + read_exactly(connection, HEADER_BYTES - 1, deadline)
-        key = read_exactly(connection, Header.length_of(fixed), deadline)
-        header = Header.of(fixed, key, most_bytes=self._inbox.most_bytes)
+        header = Header.read(connection, first, deadline, most_bytes=self._inbox.most_bytes)
         try:
             if files:  # it replaces what had the number before
                 places[header.place] = _mapped(files[0], self._inbox.most_bytes)

@@ -16,7 +16,6 @@ from rlhfspec.errors import LinkError
 from rlhfspec.migration.links.base import MOST_BYTES, SECONDS
 from rlhfspec.migration.links.door import Door
 from rlhfspec.migration.links.frames import (
-    HEADER_BYTES,
     Header,
     greet,
     read_exactly,
@@ -31,11 +30,18 @@ class TcpWay:
     """The destination's part. `host`: to listen at, and where sources find it."""
 
     def __init__(
-        self, inbox: Inbox, token: str, *, host: str, tls: ssl.SSLContext | None = None, seconds: float = SECONDS
+        self,
+        inbox: Inbox,
+        token: str,
+        *,
+        host: str,
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+        seconds: float = SECONDS,
     ) -> None:
         self._inbox = inbox
         self._seconds = seconds
-        self.door = open_door(host, token, self._serve, tls=tls, seconds=seconds)
+        self.door = open_door(host, token, self._serve, port=port, tls=tls, seconds=seconds)
         self.way: Mapping[str, Any] = {"kind": "tcp", **place_of(self.door, host, tls)}
 
     def close(self) -> None:
@@ -49,9 +55,7 @@ class TcpWay:
             self._receive(connection, first, time.monotonic() + self._seconds)
 
     def _receive(self, connection: socket.socket, first: bytes, deadline: float) -> None:
-        fixed = first + read_exactly(connection, HEADER_BYTES - 1, deadline)
-        key = read_exactly(connection, Header.length_of(fixed), deadline)
-        header = Header.of(fixed, key, most_bytes=self._inbox.most_bytes)
+        header = Header.read(connection, first, deadline, most_bytes=self._inbox.most_bytes)
         try:
             buffer = self._inbox.buffer(header.num_bytes, timeout=self._seconds)
         except LinkError as error:
@@ -66,7 +70,9 @@ class TcpWay:
         self._inbox.land(header.key, buffer)
 
 
-class TcpSending:
+class SocketSending:
+    """Packs into memory of this process, beside a connection that has proved the token."""
+
     def __init__(
         self, way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None = None, seconds: float = SECONDS
     ) -> None:
@@ -87,6 +93,16 @@ class TcpSending:
             self._memory = bytearray(num_bytes)
         return memoryview(self._memory)[:num_bytes]
 
+    def close(self) -> None:
+        self._connection.close()
+        self._memory = bytearray()
+
+    def _refuse_dead(self) -> None:
+        if not isinstance(self._connection, ssl.SSLSocket):
+            refuse_dead(self._connection)
+
+
+class TcpSending(SocketSending):
     def send(self, key: str, num_bytes: int) -> None:
         assert num_bytes <= len(self._memory), "nothing was packed"
         self._refuse_dead()
@@ -96,14 +112,6 @@ class TcpSending:
                 self._send_tls(part)
         else:
             send_all(self._connection, parts, time.monotonic() + self._seconds)
-
-    def close(self) -> None:
-        self._connection.close()
-        self._memory = bytearray()
-
-    def _refuse_dead(self) -> None:
-        if not isinstance(self._connection, ssl.SSLSocket):
-            refuse_dead(self._connection)
 
     def _send_tls(self, part: bytes | memoryview) -> None:
         assert isinstance(self._connection, ssl.SSLSocket)
@@ -115,10 +123,16 @@ class TcpSending:
 
 
 def open_door(
-    host: str, token: str, serve: Callable[[socket.socket], None], *, tls: ssl.SSLContext | None, seconds: float
+    host: str,
+    token: str,
+    serve: Callable[[socket.socket], None],
+    *,
+    port: int = 0,
+    tls: ssl.SSLContext | None,
+    seconds: float,
 ) -> Door:
     try:
-        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise LinkError("tcp", f"cannot listen at {host}: {error.strerror or error}") from error
     return Door(listening, token, serve, tls=tls, seconds=seconds)

@@ -25,8 +25,8 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from rlhfspec.errors import LinkError
 from rlhfspec.migration.links import tcp
-from rlhfspec.migration.links.base import MOST_BYTES, SECONDS
-from rlhfspec.migration.links.frames import HEADER_BYTES, Header, greet, read_exactly, refuse_dead, send_all
+from rlhfspec.migration.links.base import SECONDS
+from rlhfspec.migration.links.frames import Header, read_exactly, send_all
 from rlhfspec.migration.links.inbox import Inbox
 
 _NUMBER = struct.Struct("!I")
@@ -45,7 +45,14 @@ class TorchWay:
     """The destination's part."""
 
     def __init__(
-        self, inbox: Inbox, token: str, *, host: str, tls: ssl.SSLContext | None = None, seconds: float = SECONDS
+        self,
+        inbox: Inbox,
+        token: str,
+        *,
+        host: str,
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+        seconds: float = SECONDS,
     ) -> None:
         self._inbox = inbox
         self._seconds = seconds
@@ -54,7 +61,7 @@ class TorchWay:
             self._store: Store | None = TCPStore(
                 host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds)
             )
-        self.door = tcp.open_door(host, token, self._serve, tls=tls, seconds=seconds)
+        self.door = tcp.open_door(host, token, self._serve, port=port, tls=tls, seconds=seconds)
         place = tcp.place_of(self.door, host, tls)
         self.way: Mapping[str, Any] = {"kind": "torch", "store": self._store.port, **place}
         _open.add(self)
@@ -75,9 +82,7 @@ class TorchWay:
 
     def _receive(self, connection: socket.socket, group: Any, first: bytes) -> None:
         deadline = time.monotonic() + self._seconds
-        fixed = first + read_exactly(connection, HEADER_BYTES - 1, deadline)
-        key = read_exactly(connection, Header.length_of(fixed), deadline)
-        header = Header.of(fixed, key, most_bytes=self._inbox.most_bytes)
+        header = Header.read(connection, first, deadline, most_bytes=self._inbox.most_bytes)
         try:
             buffer = self._inbox.buffer(header.num_bytes, timeout=self._seconds)
             try:
@@ -93,15 +98,12 @@ class TorchWay:
         self._inbox.land(header.key, buffer)
 
 
-class TorchSending:
+class TorchSending(tcp.SocketSending):
     def __init__(
         self, way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None = None, seconds: float = SECONDS
     ) -> None:
-        self._seconds = seconds
-        self._memory = bytearray(1)
-        self._connection = tcp.connected(way, tls=tls, seconds=seconds)
+        super().__init__(way, token, tls=tls, seconds=seconds)
         try:
-            greet(self._connection, token, timeout=seconds)
             deadline = time.monotonic() + seconds
             (number,) = _NUMBER.unpack(read_exactly(self._connection, _NUMBER.size, deadline))
             with _named():
@@ -113,14 +115,6 @@ class TorchSending:
             self._connection.close()
             raise error if isinstance(error, LinkError) else LinkError("torch", "its offer names no store") from error
 
-    def room(self, num_bytes: int) -> memoryview:
-        if num_bytes > MOST_BYTES:
-            raise LinkError("range", f"has {num_bytes} bytes, more than {MOST_BYTES}")
-        self._refuse_dead()
-        if len(self._memory) < num_bytes:
-            self._memory = bytearray(num_bytes)
-        return memoryview(self._memory)[:num_bytes]
-
     def send(self, key: str, num_bytes: int) -> None:
         assert self._group is not None, "closed"
         self._refuse_dead()
@@ -131,13 +125,8 @@ class TorchSending:
                 self._group.send([packed], _DESTINATION, 0).wait()
 
     def close(self) -> None:
-        self._connection.close()
+        super().close()
         self._group = None  # joins gloo's threads
-        self._memory = bytearray(1)
-
-    def _refuse_dead(self) -> None:
-        if not isinstance(self._connection, ssl.SSLSocket):
-            refuse_dead(self._connection)
 
 
 def _group(store: Store, number: int, rank: int, seconds: float) -> Any:

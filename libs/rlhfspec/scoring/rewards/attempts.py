@@ -15,6 +15,7 @@ MAX_DELAY_SECONDS = 30.0
 # An endpoint that asks for a longer pause is down as far as a training step is concerned.
 MAX_RETRY_AFTER_SECONDS = 60.0
 Sleep = Callable[[float], Awaitable[None]]
+Told = Callable[[str, str], None]  # a source's name, and what is wrong with its last call; nothing: it answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,14 @@ class Limits:
 class Attempts:
     """Calls a source until it answers or its retries are used up."""
 
-    def __init__(self, name: str, source: Source, limits: Limits, sleep: Sleep) -> None:
+    def __init__(
+        self, name: str, source: Source, limits: Limits, sleep: Sleep, told: Told = lambda name, problem: None
+    ) -> None:
         self.name = name
         self.source = source
         self._limits = limits
         self._sleep = sleep
+        self._told = told
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(limits.concurrency)
 
@@ -43,7 +47,9 @@ class Attempts:
         while True:
             result = await self._call(samples)
             if not isinstance(result, CallFailed):
+                self._told(self.name, "")
                 return result
+            self._told(self.name, result.problem)
             too_long = result.wait_seconds > MAX_RETRY_AFTER_SECONDS
             if not result.temporary or attempt > self._limits.retries or too_long:
                 return _given_up(result, attempt)

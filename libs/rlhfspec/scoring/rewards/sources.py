@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal
 from urllib.parse import urlsplit
@@ -51,10 +51,12 @@ class RewardSources:
         self.names = _names(rewards.sources)
         self._how = rewards.combine
         self._told_step = 0  # the last step of which a dropped sample was told
+        self._failing: dict[str, str] = {}  # by source: what is wrong with its last call
+        self.told: Callable[[str], None] = lambda trouble: None  # what fails; empty: all answer again
         self._weights = [source.weight for source in rewards.sources]
         self._drops = [source.on_error == "drop" for source in rewards.sources]
         self._attempts = [
-            Attempts(name, source, _limits(settings), sleep)
+            Attempts(name, source, _limits(settings), sleep, self._call_ended)
             for name, source, settings in zip(self.names, made, rewards.sources, strict=True)
         ]
 
@@ -113,6 +115,16 @@ class RewardSources:
         if not math.isfinite(total):
             raise RewardError(", ".join(self.names), sample.id, f"their {self._how} is {total}: {dict(components)}")
         return _score(sample, values=(total,), components=tuple(components))
+
+    def _call_ended(self, name: str, problem: str) -> None:
+        """A source that fails is told of at its first failed call, not only when its retries are used up."""
+        before = dict(self._failing)
+        if problem:
+            self._failing[name] = problem
+        else:
+            self._failing.pop(name, None)
+        if self._failing != before:
+            self.told("; ".join(f"reward {name!r}: {problem}" for name, problem in self._failing.items()))
 
     def _tell(self, sample: Sample, error: str) -> None:
         """Only the first of a step: a source that is down fails for all of them."""

@@ -19,11 +19,11 @@ class WatchService(Service):
     """Consumes Sample, Load, Moved, Plan, StepReport, EvaluationReport, Heartbeat; produces nothing; waits for
     something to show; unblocked by every stage."""
 
-    def __init__(self, vitals: Vitals, bus: StageBus, *, view: View) -> None:
+    def __init__(self, vitals: Vitals, bus: StageBus, *, view: View, recent: RecentLines | None = None) -> None:
         super().__init__("view", 0, vitals)
         self._bus = bus
         self._view = view
-        self.recent = RecentLines()
+        self.recent = recent or RecentLines()
         self._listens = False
         self._beats: dict[tuple[str, int], Heartbeat] = {}  # the latest of each worker
 

@@ -1,0 +1,77 @@
+"""Who may reach whom: the edges that the chart's NetworkPolicies allow, derived from THE MAP and a cluster's names.
+
+A party is a role of a job, a component of the release, or somebody outside: `dns`, `api` and `prometheus` are values of
+the chart. Every party gets one policy with its edges in and out; all else is denied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from rlhfspec.cluster import names
+from rlhfspec.loop import STAGES
+from rlhfspec.records import Move
+from rlhfspec.service.worker_weights import READERS
+
+WORKERS = (names.CONTROL, *(stage.name for stage in STAGES))  # they run while the job does
+COMPONENTS = ("operator", "nats", "redis", "dashboard", "install", "test")
+OUTSIDE = ("dns", "api", "prometheus")
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    source: str
+    to: str
+    port: int
+    why: str
+
+
+DNS_PORTS = (53, 5353)  # a policy counts the pod's own port, behind the Service; OpenShift's DNS listens at the second
+
+
+def edges() -> list[Edge]:
+    """Sorted, each once.
+
+    >>> [edge.source for edge in edges() if edge.to == "trainer" and edge.port == names.GRPC_PORT]
+    ['critic', 'generator']
+    """
+    found = {*_to_servers(), *_between_workers(), *_of_the_release()}
+    return sorted(found, key=lambda edge: (edge.source, edge.to, edge.port))
+
+
+def _to_servers() -> list[Edge]:
+    found = [Edge(role, "dns", port, "names") for role in names.ROLES for port in DNS_PORTS]
+    for worker in WORKERS:
+        found.append(Edge(worker, "nats", names.NATS_PORT, "records"))
+        found.append(Edge(worker, "redis", names.REDIS_PORT, "live state"))
+        found.append(Edge("prometheus", worker, names.HTTP_PORT, "metrics"))
+    return found
+
+
+def _between_workers() -> list[Edge]:
+    """Weights come from the trainer and from whoever has them; sequences move between those who follow Moves."""
+    found = [Edge(reader, giver, names.GRPC_PORT, "weights") for reader in READERS for giver in ("trainer", *READERS)]
+    for stage in STAGES:
+        if Move in stage.watches:
+            found.append(Edge(stage.name, stage.name, names.MOVES_PORT, "a sequence moves: who owns it"))
+            found.append(Edge(stage.name, stage.name, names.LINK_PORT, "a sequence moves: its KV cache"))
+    return found
+
+
+def _of_the_release() -> list[Edge]:
+    reports = [Edge(source, "operator", names.REPORT_PORT, "reports") for source in (names.CONTROL, "test")]
+    askers = [Edge(source, "api", 443, "the API server") for source in ("operator", "dashboard", "install")]
+    lookers = [Edge(source, "nats", names.NATS_PORT, "records") for source in ("operator", "dashboard", "test")]
+    live = [Edge(source, "redis", names.REDIS_PORT, "live state") for source in ("operator", "dashboard", "test")]
+    askers_of_names = ("operator", "dashboard", "install", "test")
+    named = [Edge(source, "dns", port, "names") for source in askers_of_names for port in DNS_PORTS]
+    return [*reports, *askers, *lookers, *live, *named, Edge("prometheus", "operator", names.HTTP_PORT, "metrics")]
+
+
+def as_file() -> dict[str, object]:
+    """files/edges.yaml: what the templates read."""
+    return {
+        "roles": list(names.ROLES),
+        "components": list(COMPONENTS),
+        "edges": [asdict(edge) for edge in edges()],
+    }

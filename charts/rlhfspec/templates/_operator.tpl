@@ -1,0 +1,44 @@
+{{- /* What the operator is told; it reads nothing else of the release. */}}
+{{- define "rlhfspec.operatorSettings" -}}
+{{- $full := include "rlhfspec.fullname" . }}
+{{- $names := .Files.Get "files/names.yaml" | fromYaml }}
+namespace: {{ .Release.Namespace }}
+release: {{ $full }}
+scope: {{ eq .Values.operator.scope "cluster" | ternary "cluster" "namespaced" }}
+job_namespaces: {{ include "rlhfspec.jobNamespaces" . }}
+images:
+  {{- range $kind := list "slim" "cpu" "cuda" }}
+  {{ $kind }}: {{ include "rlhfspec.image" (list $ $kind) }}
+  {{- end }}
+image_pull_policy: {{ .Values.images.pullPolicy }}
+image_pull_secrets: {{ toJson .Values.images.pullSecrets }}
+claim: {{ include "rlhfspec.claim" . | quote }}
+{{- with .Values.jobs }}
+resources: {{ toJson .resources }}
+shared_memory: {{ .sharedMemory }}
+gpu_resource: {{ .gpuResource | quote }}
+otlp_endpoint: {{ .otlpEndpoint | quote }}
+coscheduler: {{ .coscheduler | quote }}
+{{- end }}
+nats_url: {{ include "rlhfspec.natsUrl" . }}
+redis_url: {{ include "rlhfspec.redisUrl" . }}
+report_url: https://{{ $full }}-operator.{{ .Release.Namespace }}.svc:{{ $names.reportPort }}
+{{- end }}
+
+{{- /* Keys of the release; of an external NATS and Redis, what their Secrets say in their stead. */}}
+{{- define "rlhfspec.operatorKeys" -}}
+projected:
+  defaultMode: 0440
+  sources:
+    - secret: {name: {{ include "rlhfspec.fullname" . }}-keys}
+    {{- if not .Values.nats.enabled }}
+    - secret:
+        name: {{ .Values.nats.external.existingSecret }}
+        items: [{key: account.seed, path: nats.account.seed}, {key: ca.pem, path: nats.ca.pem}]
+    {{- end }}
+    {{- if not .Values.redis.enabled }}
+    - secret:
+        name: {{ .Values.redis.external.existingSecret }}
+        items: [{key: ca.pem, path: redis.ca.pem}]
+    {{- end }}
+{{- end }}

@@ -1,0 +1,248 @@
+"""The chart's values: what may be set, its default, and what it is for. values.yaml, values.schema.json and the table
+of docs/chart.md are made from it (`make chart`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model
+from pydantic.alias_generators import to_camel
+
+from rlhfspec.cluster.names import ROLES, TORCH_ROLES
+
+LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+Name = Annotated[str, StringConstraints(pattern=f"^{LABEL}$")]
+NameOrNone = Annotated[str, StringConstraints(pattern=rf"^({LABEL}(\.{LABEL})*)?$", max_length=253)]
+QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$"
+Quantity = Annotated[str, StringConstraints(pattern=QUANTITY)] | Annotated[int, Field(ge=0)]
+Cidr = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F:.]+/[0-9]{1,3}$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+Auto = Literal["auto", "always", "never"]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", alias_generator=to_camel, populate_by_name=True)
+
+
+def part(default: type[Part], what: str) -> Any:
+    return Field(default_factory=default, description=what)
+
+
+class Resources(Part):
+    requests: dict[str, Quantity] = Field({}, description="what a pod is given for sure")
+    limits: dict[str, Quantity] = Field({}, description="what it gets at most")
+
+
+def resources(cpu: str, memory: str, limit: str, what: str) -> Any:
+    made = Resources(requests={"cpu": cpu, "memory": memory}, limits={"memory": limit})
+    return Field(default_factory=lambda: made.model_copy(deep=True), description=what)
+
+
+class Image(Part):
+    repository: str = Field(min_length=1)
+    tag: str = ""
+
+
+def image(repository: str, tag: str, what: str) -> Any:
+    return Field(default_factory=lambda: Image(repository=repository, tag=tag), description=what)
+
+
+class Images(Part):
+    """A tag that is empty is the chart's appVersion."""
+
+    slim: Image = image("rlhfspec/slim", "", "without torch: operator, control, prompts, rebalancer, dashboard")
+    cpu: Image = image("rlhfspec/cpu", "", "with torch, for pods that ask for no GPU")
+    cuda: Image = image("rlhfspec/cuda", "", "with torch and CUDA, for pods that ask for a GPU")
+    nats: Image = image("nats", "2.12.2-alpine", "bundled NATS; its entrypoint is the server")
+    redis: Image = image("valkey/valkey", "9.0-alpine", "bundled Redis; its entrypoint is the server, built with TLS")
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field("IfNotPresent", description="of all of them")
+    pull_secrets: list[Name] = Field([], description="Secrets to pull with, of every namespace that has our pods")
+
+
+class Operator(Part):
+    replicas: int = Field(2, ge=1, le=5, description="one acts, the others wait for its lease")
+    scope: Literal["namespace", "cluster"] = Field(
+        "namespace", description="watch `jobNamespaces` alone, or all; Secrets are written in `jobNamespaces` only"
+    )
+    job_namespaces: list[Name] = Field([], description="which exist already; empty: the release's own")
+    gang: list[Literal["volcano", "coscheduling"]] = Field(
+        [], description="whose PodGroups it may make, for jobs with `scheduling.gang`; Kueue needs none"
+    )
+    resources: Resources = resources("100m", "192Mi", "512Mi", "of each replica")
+
+
+def _of_role(role: str) -> Any:
+    cpu, memory = ("200m", "1Gi") if role in TORCH_ROLES else ("50m", "256Mi")
+    made = Resources(requests={"cpu": cpu, "memory": memory})
+    return Field(default_factory=lambda: made.model_copy(deep=True))
+
+
+RoleResources = create_model(  # type: ignore[call-overload]
+    "RoleResources",
+    __base__=Part,
+    **{role: (Resources, _of_role(role)) for role in ROLES},
+)
+
+
+class Jobs(Part):
+    resources: RoleResources = part(RoleResources, "by role, of pods whose job says none")  # type: ignore[valid-type]
+    shared_memory: Quantity = Field("1Gi", description="of /dev/shm in every pod")
+    gpu_resource: str = Field("nvidia.com/gpu", min_length=1, description="what a GPU is called in requests")
+    otlp_endpoint: Annotated[str, StringConstraints(pattern=r"^(https?://[^\s]+)?$")] = Field(
+        "", description="an OpenTelemetry collector, for jobs that name none; see networkPolicy.egress.all"
+    )
+    coscheduler: str = Field("scheduler-plugins-scheduler", min_length=1, description="its schedulerName")
+
+
+class ExternalNats(Part):
+    url: Annotated[str, StringConstraints(pattern=r"^(tls://[^\s/@]+)?$")] = Field(
+        "", description="of your own NATS, when `nats.enabled` is false: `tls://host:4222`"
+    )
+    existing_secret: NameOrNone = Field(
+        "",
+        description="in the release's namespace: `account.seed` (of an account with JetStream), `ca.pem`",
+    )
+    cidrs: list[Cidr] = Field(["0.0.0.0/0"], description="where it is, for the NetworkPolicies")
+
+
+class Persistence(Part):
+    enabled: bool = Field(True, description="keep streams over the loss of a node; false: an emptyDir")
+    size: Quantity = Field("10Gi")
+    storage_class: NameOrNone = Field("", description="empty: the cluster's default")
+
+
+class Nats(Part):
+    enabled: bool = Field(True, description="bundle a NATS server")
+    persistence: Persistence = part(Persistence, "of its streams")
+    resources: Resources = resources("200m", "256Mi", "2Gi", "of its pod")
+    external: ExternalNats = part(ExternalNats, "your own instead")
+
+
+class ExternalRedis(Part):
+    url: Annotated[str, StringConstraints(pattern=r"^(rediss://[^\s/@]+)?$")] = Field(
+        "", description="of your own Redis, when `redis.enabled` is false: `rediss://host:6379`"
+    )
+    existing_secret: NameOrNone = Field("", description="in the release's namespace: `ca.pem`")
+    cidrs: list[Cidr] = Field(["0.0.0.0/0"], description="where it is, for the NetworkPolicies")
+
+
+class Redis(Part):
+    enabled: bool = Field(True, description="bundle a Redis; it holds only what may be lost")
+    resources: Resources = resources("50m", "64Mi", "256Mi", "of its pod")
+    external: ExternalRedis = part(ExternalRedis, "your own instead")
+
+
+class CreateClaim(Part):
+    enabled: bool = Field(True, description="make a claim in every job namespace unless `storage.claim` names one")
+    size: Quantity = Field("100Gi")
+    storage_class: NameOrNone = Field("", description="empty: the cluster's default")
+    access_modes: list[Literal["ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"]] = Field(
+        ["ReadWriteMany"], min_length=1, max_length=1, description="ReadWriteOnce: all pods of a job on one node"
+    )
+
+
+class Storage(Part):
+    claim: NameOrNone = Field("", description="a claim of the job namespaces, for jobs that name none themselves")
+    create: CreateClaim = part(CreateClaim, "the claim to make")
+
+
+class Dashboard(Part):
+    enabled: bool = Field(True, description="the web dashboard, read-only")
+    storage: Auto = Field(
+        "auto", description="show past steps of the run folders; auto: where all nodes may mount the claim that is made"
+    )
+    resources: Resources = resources("50m", "128Mi", "512Mi", "of its pod")
+    ingress_from: list[dict[str, Any]] = Field(
+        [], description="NetworkPolicy peers that may reach it; `kubectl port-forward` always may"
+    )
+
+
+class Outside(Part):
+    cidr: Cidr = Field(description="where to")
+    except_: list[Cidr] = Field([], alias="except", description="but not there")
+    ports: list[Port] = Field(min_length=1, description="TCP")
+
+
+PRIVATE = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"]
+HUB = [Outside(cidr="0.0.0.0/0", **{"except": PRIVATE}, ports=[443])]
+
+
+def _egress(role: str) -> Any:
+    what = {
+        "prepare": "to the hub that models and data come from",
+        "reward": "to HTTP rewards",
+        "trainer": "to trackers",
+        "all": "of every pod of a job: to an OpenTelemetry collector, say",
+    }.get(role, "")
+    places = HUB if role == "prepare" else []
+    return Field(default_factory=lambda: [each.model_copy() for each in places], description=what)
+
+
+Egress = create_model(  # type: ignore[call-overload]
+    "Egress", __base__=Part, **{role: (list[Outside], _egress(role)) for role in ("all", *ROLES)}
+)
+
+
+class NetworkPolicy(Part):
+    enabled: bool = Field(True, description="deny what docs/chart.md's table of edges does not list")
+    dns: list[dict[str, Any]] = Field(
+        [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}],
+        min_length=1,
+        description="NetworkPolicy peers that answer DNS",
+    )
+    api_server: list[Outside] = Field(
+        [Outside(cidr="0.0.0.0/0", ports=[443, 6443])], min_length=1, description="where the API server answers"
+    )
+    prometheus: list[dict[str, Any]] = Field(
+        [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}],
+        description="NetworkPolicy peers that scrape",
+    )
+    egress: Egress = part(Egress, "where pods of a role may go outside of the release")  # type: ignore[valid-type]
+
+
+class Monitoring(Part):
+    pod_monitor: Auto = Field("auto", description="PodMonitors for operator and jobs; auto: where their API exists")
+    prometheus_rule: Auto = Field("auto", description="alerts; auto: where their API exists")
+    labels: dict[str, str] = Field({}, description="by which your Prometheus picks both")
+    interval: Annotated[str, StringConstraints(pattern=r"^[0-9]+(ms|s|m)$")] = Field("15s", description="of a scrape")
+
+
+class GrafanaDashboards(Part):
+    enabled: bool = Field(False, description="as ConfigMaps, for Grafana's sidecar")
+    label: str = Field("grafana_dashboard", min_length=1, description="by which the sidecar finds them (value `1`)")
+
+
+class PriorityClasses(Part):
+    enabled: bool = Field(
+        False, description="make RELEASE-trainer and RELEASE-generator, for `scheduling.priorityClass`"
+    )
+    trainer: int = Field(1000, ge=-1000000000, le=1000000000)
+    generator: int = Field(500, ge=-1000000000, le=1000000000)
+
+
+class Budgets(Part):
+    enabled: bool = Field(True, description="for operator, NATS, Redis, dashboard: one at a time")
+
+
+class TopologySpread(Part):
+    enabled: bool = Field(True, description="of the operator's replicas")
+    topology_key: str = Field("kubernetes.io/hostname", min_length=1, description="over what")
+
+
+class Values(Part):
+    images: Images = part(Images, "")
+    operator: Operator = part(Operator, "")
+    jobs: Jobs = part(Jobs, "")
+    nats: Nats = part(Nats, "")
+    redis: Redis = part(Redis, "")
+    storage: Storage = part(Storage, "")
+    dashboard: Dashboard = part(Dashboard, "")
+    network_policy: NetworkPolicy = part(NetworkPolicy, "")
+    monitoring: Monitoring = part(Monitoring, "")
+    grafana_dashboards: GrafanaDashboards = part(GrafanaDashboards, "")
+    priority_classes: PriorityClasses = part(PriorityClasses, "")
+    pod_disruption_budgets: Budgets = part(Budgets, "")
+    topology_spread: TopologySpread = part(TopologySpread, "")
+    global_: dict[str, Any] = Field({}, alias="global", description="of a chart that has this one as a part; not read")

@@ -1,0 +1,1 @@
+"""What operator, pods, plugin, dashboard and chart agree upon; no process of a cluster lives here."""

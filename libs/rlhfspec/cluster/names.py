@@ -1,0 +1,81 @@
+"""How things of a job are called in a cluster: the one place that says, for operator, pods, plugin and chart.
+
+A *role* is whatever has a pod of a job: every stage, `prepare`, which makes the run folder and checks the job before
+anything else starts, and `control`, which opens the run on the bus, looks on, and reports to the operator.
+
+Example:
+    >>> pod_name("sums", "generator", 2), secret_name("sums", "generator"), run_uid("6f1c-42", 1)
+    ('sums-generator-2', 'sums-generator', 'c0e43711')
+    >>> labels_of("sums", "generator", 2)["rlhfspec.io/role"]
+    'generator'
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import PurePosixPath
+
+from rlhfspec.loop import STAGES
+
+GROUP, VERSION, PLURAL, KIND = "rlhfspec.io", "v1alpha1", "rlhfjobs", "RLHFJob"
+PREPARE, CONTROL = "prepare", "control"
+ROLES = (PREPARE, CONTROL, *(stage.name for stage in STAGES))
+# The stages that import torch, and so need the large image.
+TORCH_ROLES = (PREPARE, "generator", "reward", "reference", "critic", "trainer")
+
+FINALIZER = f"{GROUP}/operator"
+FIELD_MANAGER = "rlhfspec-operator"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+NAME = "app.kubernetes.io/name"
+COMPONENT = "app.kubernetes.io/component"  # of the release's own pods: operator, nats, redis, dashboard
+JOB, ROLE, WORKER, RUN = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/worker", f"{GROUP}/run"
+RESTART_ID = f"{GROUP}/restart-id"  # annotation of a pod: the restart.id it was started under
+LEADER = f"{GROUP}/leader"  # label of the operator's pod that acts; the Service selects it
+
+SERVICE_ACCOUNT = "rlhfspec-job"  # of every pod of a job; only control's pod gets a token of it
+AUDIENCE = "rlhfspec-operator"  # of that token
+CONFIG = PurePosixPath("/etc/rlhfspec")  # the job's ConfigMap: connections.json and job.json, as the API server has it
+CONNECTIONS_FILE, JOB_FILE = CONFIG / "connections.json", CONFIG / "job.json"
+CREDENTIALS = PurePosixPath("/etc/rlhfspec-credentials")  # the role's Secret
+TOKEN_FILE = PurePosixPath("/var/run/secrets/rlhfspec/token")  # control's
+STORAGE = PurePosixPath("/storage")  # the job's claim: data, models, run folders; relative paths of a job begin here
+CACHE = STORAGE / "cache"  # models and data that are made or downloaded once
+HTTP_PORT, GRPC_PORT, MOVES_PORT, LINK_PORT = 8080, 50051, 50052, 50053  # of every worker's pod
+REPORT_PORT = 8443  # of the operator's Service
+NATS_PORT, REDIS_PORT, DASHBOARD_PORT = 4222, 6379, 8000
+# In the certificate of every worker: its address is its pod's, which no certificate can know beforehand.
+WORKER_HOST = "worker.rlhfspec.internal"
+
+
+def pod_name(job: str, role: str, worker: int) -> str:
+    return f"{job}-{role}-{worker}"
+
+
+def config_name(job: str) -> str:
+    """Of its ConfigMap."""
+    return f"{job}-connections"
+
+
+def secret_name(job: str, role: str) -> str:
+    """Of the Secret that only this role's pods mount."""
+    return f"{job}-{role}"
+
+
+def labels_of(job: str, role: str, worker: int) -> dict[str, str]:
+    return {NAME: "rlhfspec", MANAGED_BY: FIELD_MANAGER, JOB: job, ROLE: role, WORKER: str(worker)}
+
+
+def run_uid(job_uid: str, number: int) -> str:
+    """Of the job's n-th run: a job that was suspended, or restarted as a whole, goes on under another, with subjects
+    of its own, from its last checkpoint."""
+    return hashlib.sha256(f"{job_uid}/{number}".encode()).hexdigest()[:8]
+
+
+def run_folder(job: str, job_uid: str) -> PurePosixPath:
+    """Where a job's run folder lies unless `storage.runFolder` says; a job of the same name made later has its own."""
+    return STORAGE / "runs" / f"{job}-{job_uid[:8]}"
+
+
+def report_path(namespace: str, job: str) -> str:
+    """Of the operator's endpoint, to which control POSTs a `report.Report`."""
+    return f"/v1/namespaces/{namespace}/jobs/{job}/report"

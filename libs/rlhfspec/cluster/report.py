@@ -1,0 +1,66 @@
+"""What a job's `control` tells the operator, over HTTPS: the one thing the operator knows of the inside of a run.
+
+Sent when something changed, at most every second, and at least every `AT_LEAST_SECONDS`.
+
+Example:
+    >>> Report(run="3a9d33b1", step=12, total_steps=100, reward=0.4).model_dump_json(exclude_defaults=True)
+    '{"run":"3a9d33b1","step":12,"total_steps":100,"reward":0.4}'
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+AT_LEAST_SECONDS = 20.0
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WorkerSays(Part):
+    """One worker, by its heartbeats. `overdue`: past the deadline of its work."""
+
+    stage: str
+    worker: int
+    doing: Literal["working", "waiting", "silent"]
+    what: str = ""
+    since_seconds: float = 0.0
+    overdue: bool = False
+
+
+class GeneratorSays(Part):
+    """Of its last Load."""
+
+    worker: int
+    num_running: int = 0
+    num_waiting: int = 0
+    tokens_per_second: float = 0.0
+    strategy: str = ""
+
+
+class Trouble(Part):
+    """Something that holds the run up. `reason`: as in the job's conditions; `message`: the evidence, one line."""
+
+    reason: Literal["BrokerUnavailable", "RewardFailing", "Stalled", "RecordUndeliverable"]
+    message: str = Field(max_length=1000)
+
+
+class Report(Part):
+    run: str = Field(max_length=64)  # its uid
+    step: int = 0  # trained
+    total_steps: int = 0  # fewer than the job says where its data ends before
+    checkpoint_step: int = 0
+    reward: float | None = None
+    kl: float | None = None
+    tokens_per_second: float | None = None
+    accepted_per_verification: float | None = None
+    eta_seconds: float | None = None
+    seconds_since_step: float = 0.0
+    generators_wanted: int | None = None  # by the rebalancer's advice; None: it has none
+    generators_wanted_because: str = Field("", max_length=500)
+    workers: tuple[WorkerSays, ...] = Field((), max_length=1000)
+    generators: tuple[GeneratorSays, ...] = Field((), max_length=1000)
+    troubles: tuple[Trouble, ...] = Field((), max_length=16)

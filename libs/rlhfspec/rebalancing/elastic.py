@@ -1,0 +1,150 @@
+"""How many generators pay: pure but for the moments it is told of.
+
+A stage with n engines of one curve is done after about `F(n) = t0 * max(longest, tokens / (n * rows)) + (c * tokens +
+prefill) / n`: who generates the longest answer makes as many steps as that has tokens, an engine with more work than
+rows makes more, and a step of B sequences takes t0 + c * B. One more pays when F falls by 15 % or more, one less when F
+grows by less than 5 %: what is between is left as it is, so no work of one size asks for both.
+
+A stage begins with all of its work and ends with none, so what counts is a stage as a whole: how it was when it had
+most to do. Two in a row must ask for more, and three for fewer; in one that takes long its own course is enough to ask
+for more. Whenever fewer were too few, the next time fewer needs twice as many stages in a row to be believed.
+
+Example: 64 answers of 200 tokens, one generator of 16 rows.
+
+    >>> outlook = Outlook(step_seconds=0.01, sequence_seconds=0.001, tokens=12_800.0, longest=200.0, rows=16)
+    >>> [round(outlook.seconds(number), 1) for number in (1, 2, 4, 8)]
+    [20.8, 10.4, 5.2, 3.6]
+    >>> worth(outlook, 1, least=1, most=8)
+    4
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+MORE_SHARE = 0.15  # of the end that one more must save
+FEWER_SHARE = 0.05  # that one less may cost
+STAGES_FOR_MORE, STAGES_FOR_FEWER = 2, 3
+MOST_STAGES = 1 << 10  # that fewer may need to be believed
+COOLDOWN_SECONDS = 30.0  # between two changes
+LONG_STAGE_SECONDS = 30.0
+START_SECONDS = 30.0  # that another generator may take until it helps: a long stage must save more than that
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is left of a stage, at whatever generator it is or will be."""
+
+    step_seconds: float  # of the usual engine
+    sequence_seconds: float
+    tokens: float  # that are expected of all who run, wait and are still to be pulled
+    longest: float  # expected of one of them
+    rows: int  # sequences that a generator runs at once
+    prefill_seconds: float = 0.0  # owed
+
+    @property
+    def is_known(self) -> bool:
+        return self.tokens > 0 and self.step_seconds + self.sequence_seconds > 0
+
+    def seconds(self, num_generators: int) -> float:
+        steps = max(self.longest, self.tokens / (num_generators * max(self.rows, 1)))
+        shared = self.sequence_seconds * self.tokens + self.prefill_seconds
+        return self.step_seconds * steps + shared / num_generators
+
+
+def worth(outlook: Outlook, wanted: int, *, least: int, most: int) -> int:
+    """How many would pay where so many are wanted: several more, or one less."""
+    number = min(max(wanted, least), most)
+    while number < most and outlook.seconds(number + 1) <= (1 - MORE_SHARE) * outlook.seconds(number):
+        number += 1
+    if number == wanted > least and outlook.seconds(number - 1) < (1 + FEWER_SHARE) * outlook.seconds(number):
+        return number - 1
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    number: int
+    because: str
+
+
+class Elastic:
+    """least, most: as the job allows. Once it knows, what it wants follows from the work alone: whoever carries it out
+    may be late."""
+
+    def __init__(self, *, least: int, most: int) -> None:
+        self._least, self._most = least, most
+        self._wanted = Wanted(least, "")
+        self._is_known = False
+        self._began_looking_at: float | None = None
+        self._num_stages = 0
+        self._stage = -1
+        self._greatest: Outlook | None = None
+        self._is_whole = False  # the stage was seen from its beginning
+        self._began_at = 0.0
+        self._stages: deque[Outlook] = deque(maxlen=MOST_STAGES)  # since the last change
+        self._changed_at = -COOLDOWN_SECONDS
+        self._patience = STAGES_FOR_FEWER
+        self._was_lowered = False
+
+    def learn(self, stage: int, outlook: Outlook, now: float, *, num_generators: int) -> Wanted | None:
+        """stage: a number that grows. num_generators: that there are; some may still be starting. None: too early."""
+        self._begin(now, num_generators)
+        if stage > self._stage:
+            self._end_stage(now)
+            self._is_whole = self._stage >= 0
+            self._stage, self._greatest, self._began_at = stage, None, now
+        if stage == self._stage and outlook.is_known:
+            number = self._wanted.number
+            if self._greatest is None or outlook.seconds(number) > self._greatest.seconds(number):
+                self._greatest = outlook
+            self._look_at_a_long_stage(outlook, now)
+        return self._wanted if self._is_known else None
+
+    def _begin(self, now: float, num_generators: int) -> None:
+        """Until it knows, so many as there are are wanted."""
+        if self._began_looking_at is None:
+            self._began_looking_at = now
+        self._is_known |= self._num_stages >= STAGES_FOR_FEWER and now - self._began_looking_at >= COOLDOWN_SECONDS
+        if not self._is_known:
+            self._wanted = Wanted(min(max(num_generators, self._least), self._most), "as many as there are do")
+
+    def _end_stage(self, now: float) -> None:
+        if self._greatest is not None and self._is_whole:
+            self._num_stages += 1
+            self._stages.append(self._greatest)
+            self._decide(now)
+
+    def _decide(self, now: float) -> None:
+        if now - self._changed_at < COOLDOWN_SECONDS:
+            return
+        number, seen = self._wanted.number, list(self._stages)
+        if len(seen) >= STAGES_FOR_MORE:
+            more = min(self._worth(outlook) for outlook in seen[-STAGES_FOR_MORE:])
+            if more > number:
+                return self._change(more, seen[-1], now)
+        if self._is_known and len(seen) >= self._patience:
+            fewer = max(self._worth(outlook) for outlook in seen[-self._patience :])
+            if fewer < number:
+                self._change(fewer, seen[-1], now)
+
+    def _look_at_a_long_stage(self, outlook: Outlook, now: float) -> None:
+        if now - self._began_at < LONG_STAGE_SECONDS or now - self._changed_at < COOLDOWN_SECONDS:
+            return
+        number, more = self._wanted.number, self._worth(outlook)
+        if more > number and outlook.seconds(number) - outlook.seconds(more) > START_SECONDS:
+            self._change(more, outlook, now)
+
+    def _worth(self, outlook: Outlook) -> int:
+        return worth(outlook, self._wanted.number, least=self._least, most=self._most)
+
+    def _change(self, number: int, outlook: Outlook, now: float) -> None:
+        before = self._wanted.number
+        if number > before and self._was_lowered:
+            self._patience = min(2 * self._patience, MOST_STAGES)
+        self._was_lowered = number < before
+        self._changed_at, self._is_known = now, True
+        self._stages.clear()
+        ends = f"a stage takes {outlook.seconds(before):.1f} s with {before} and {outlook.seconds(number):.1f} s with"
+        self._wanted = Wanted(number, f"{ends} {number}")

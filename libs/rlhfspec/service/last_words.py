@@ -1,0 +1,102 @@
+"""How a process of a cluster ends: an exit code, a last line in its log, and the same line in its pod's status.
+
+Example:
+    >>> with Ending() as ending:
+    ...     raise InvalidRequest("spec.model.path", "m", "does not exist")
+    >>> ending.code, ending.said
+    (78, "spec.model.path: does not exist (got 'm')")
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rlhfspec.errors import InvalidRequest, JobError, RewardError, RLHFSpecError, StageFailed
+from rlhfspec.service import exits
+from rlhfspec.service.logs import without_secrets
+from rlhfspec.service.supervisor import reason_of
+
+TERMINATION_LOG = "TERMINATION_LOG"  # in the environment: where the line goes
+IN_A_POD = "RLHFSPEC_HOST"  # in the environment of every pod
+OF_KUBERNETES = Path("/dev/termination-log")
+MOST_BYTES = 4096  # that Kubernetes keeps
+log = logging.getLogger("rlhfspec.service")
+
+
+class Ending:
+    """Around all that a process does: whatever ends it is its code and its last words. It swallows what was raised."""
+
+    def __init__(self) -> None:
+        self.code = exits.DONE
+        self.said = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if isinstance(error, Exception):
+            self.failed(error)
+        if self.said:
+            write_last_words(self.said)
+        return isinstance(error, Exception)
+
+    def failed(self, error: Exception) -> None:
+        cause = error.__cause__ if isinstance(error, StageFailed) and isinstance(error.__cause__, Exception) else error
+        if not isinstance(cause, RLHFSpecError):
+            log.error("what led to it", exc_info=cause)
+        self.code, self.said = exits.code_of(cause), one_line(cause)
+        log.error("%s", self.said, extra={"fields": {"exit_code": self.code}})
+
+
+def one_line(error: Exception) -> str:
+    """What is classified by how it begins, and of a job that is wrong in several places, each, its field first.
+
+    >>> one_line(RewardError("digits", "sums/1/0/0", "ValueError: no digits"))
+    "reward failed: reward 'digits' of sample sums/1/0/0: ValueError: no digits"
+    >>> one_line(OSError(errno.ENOSPC, "No space left on device", "/storage/steps.jsonl"))
+    "storage full: OSError: [Errno 28] No space left on device: '/storage/steps.jsonl'"
+
+    >>> from rlhfspec.errors import Problem
+    >>> steps = Problem(field="spec.training.steps", value=0, problem="must be >= 1", where="line 9")
+    >>> one_line(JobError("job.json", [steps, Problem(field="spec.trainig", problem="unknown key", where="line 2")]))
+    'spec.training.steps: must be >= 1 (got 0); spec.trainig: unknown key'
+    """
+    if isinstance(error, JobError):
+        text = "; ".join(str(problem).removeprefix(f"{problem.where}: ") for problem in error.problems)
+    else:
+        text = str(error) if isinstance(error, InvalidRequest) else reason_of(error)
+    return f"{_class(error)}{' '.join(text.split())}"
+
+
+def _class(error: BaseException) -> str:
+    if _is_of_a_full_disk(error):
+        return "storage full: "
+    return "reward failed: " if isinstance(error, RewardError) else ""
+
+
+def _is_of_a_full_disk(error: BaseException | None) -> bool:
+    """Or of a quota; in what led to it too. Libraries that are not Python's say it in words alone."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def write_last_words(text: str) -> None:
+    """Where this process runs in a pod; what cannot be written there is in the log all the same."""
+    given = os.environ.get(TERMINATION_LOG)
+    if given is None and (IN_A_POD not in os.environ or not OF_KUBERNETES.exists()):
+        return
+    line = without_secrets(" ".join(text.split())).encode()[:MOST_BYTES]
+    try:
+        Path(given or OF_KUBERNETES).write_bytes(line)
+    except OSError as error:
+        log.warning("the termination message cannot be written: %s", error)

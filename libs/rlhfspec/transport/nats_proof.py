@@ -1,0 +1,62 @@
+"""How a client proves to NATS who it is: by an NKEY that the server knows, or by a token that its account signed.
+
+Example:
+    >>> str(Proof()), str(Proof(nkey_seed=Path("reward.seed")))
+    ('a connection without credentials', 'the key in reward.seed')
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nkeys
+
+from rlhfspec.errors import InvalidRequest
+
+_CREDS = re.compile(rb"BEGIN NATS USER JWT-+\s+\S+\s+-+END.*BEGIN USER NKEY SEED-+\s+(?P<seed>\S+)\s", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Names of files; at most one of them. Neither: none is asked for."""
+
+    nkey_seed: Path | None = None
+    creds: Path | None = None
+
+    def __str__(self) -> str:
+        if self.creds is not None:
+            return f"the token in {self.creds}"
+        return "a connection without credentials" if self.nkey_seed is None else f"the key in {self.nkey_seed}"
+
+    def check(self) -> None:
+        """Before the client reads them, who would not say which file it was."""
+        if self.creds is not None:
+            found = _CREDS.search(_read("creds", self.creds))
+            if found is None:
+                raise InvalidRequest("creds", str(self.creds), "is no NATS credentials file")
+            _check_seed("creds", self.creds, found["seed"])
+        elif self.nkey_seed is not None:
+            _check_seed("nkey_seed", self.nkey_seed, _read("nkey_seed", self.nkey_seed).strip())
+
+    def options(self) -> dict[str, Any]:
+        """Of nats-py, which reads the file again whenever it connects."""
+        if self.creds is not None:
+            return {"user_credentials": str(self.creds)}
+        return {"nkeys_seed": None if self.nkey_seed is None else str(self.nkey_seed)}
+
+
+def _read(field: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(field, str(path), f"cannot be read: {error.strerror}") from error
+
+
+def _check_seed(field: str, path: Path, seed: bytes) -> None:
+    try:
+        nkeys.from_seed(bytearray(seed)).wipe()
+    except (nkeys.NkeysError, ValueError) as error:
+        raise InvalidRequest(field, str(path), "is no NKEY seed") from error

@@ -1,0 +1,1 @@
+"""The operator: RLHFJobs into pods, and what happens to them into conditions."""

@@ -1,0 +1,53 @@
+"""`python -m rlhfspec.operator --settings FILE`: one replica of the operator."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+from rlhfspec.cluster import names
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.operator.release import credentials_by, keys_of, purge_of
+from rlhfspec.operator.running import Operator, Place
+from rlhfspec.operator.settings import OperatorFile
+from rlhfspec.service import logs
+from rlhfspec.service.exits import PERMANENT
+
+
+def main() -> int:
+    asked = _parser().parse_args()
+    with logs.configure(job="", run="", stage="operator", worker=0, stream=sys.stdout):
+        logging.getLogger("kopf").setLevel(logging.ERROR)  # it warns of what we do on purpose
+        try:
+            asyncio.run(_operator(asked).run())
+        except InvalidRequest as error:
+            print(error, file=sys.stderr)
+            return PERMANENT
+    return 0
+
+
+def _operator(asked: argparse.Namespace) -> Operator:
+    told = OperatorFile.read(asked.settings)
+    keys = keys_of(asked.keys)
+    pod = os.environ.get("RLHFSPEC_POD") or None
+    place = Place(pod, asked.host, asked.http_port, asked.report_port, asked.tls)
+    return Operator(told, told.settings(credentials_by(keys)), purge_of(told.nats_url, keys), place)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rlhfspec.operator", description=__doc__)
+    parser.add_argument("--settings", type=Path, required=True, help="JSON, as rlhfspec.operator.settings has it")
+    parser.add_argument("--keys", type=Path, default=Path("/etc/rlhfspec-keys"), help="the Secret RELEASE-keys")
+    parser.add_argument("--tls", type=Path, default=Path("/etc/rlhfspec-tls"), help="the Secret RELEASE-operator-tls")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
+    parser.add_argument("--http-port", type=int, default=names.HTTP_PORT, help="/healthz, /readyz, /metrics")
+    parser.add_argument("--report-port", type=int, default=names.REPORT_PORT, help="HTTPS, for reports of jobs")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""What the operator says to the API server: few verbs, each with a deadline. A refusal is an answer, not an exception.
+
+What passes (too many requests, a server that is away or in trouble) is tried again until the deadline; what the server
+says no to (a quota, a webhook, an invalid object) comes back as it was said. Every try of a write asks `may_write`
+right before it, so that a leader that was stopped for a while writes nothing when it goes on (`lease`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from rlhfspec.cluster import names
+from rlhfspec.errors import ClusterUnavailable, LeadershipLost
+from rlhfspec.operator.access import Access
+
+Json = dict[str, Any]
+Body = Json | list[Json]
+APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
+PATCH = "application/json-patch+json"
+ATTEMPT_SECONDS = 10.0
+WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server say that nobody answers
+DEADLINE_SECONDS = 30.0
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
+PAGE = 250  # objects of one page of a list
+CONNECTIONS = 16
+_PLURALS = {
+    "ConfigMap": "configmaps",
+    "Event": "events",
+    "Lease": "leases",
+    "Pod": "pods",
+    "PodGroup": "podgroups",
+    "Secret": "secrets",
+    "TokenReview": "tokenreviews",
+    names.KIND: names.PLURAL,
+}
+JOB_VERSION = f"{names.GROUP}/{names.VERSION}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of the API server. `message`: why it refused."""
+
+    code: int
+    body: Json = field(repr=False)
+
+    @property
+    def is_refused(self) -> bool:
+        return self.code >= 400
+
+    @property
+    def is_missing(self) -> bool:
+        return self.code == 404
+
+    @property
+    def may_pass(self) -> bool:
+        """In a moment, as far as the API server knows. A webhook that it cannot ask must be mended: a refusal."""
+        return self.code == 429 or (self.code >= 500 and "failed calling webhook" not in self.message)
+
+    @property
+    def message(self) -> str:
+        return " ".join(str(self.body.get("message", f"HTTP {self.code}")).split())
+
+
+def path_of(version: str, kind: str, namespace: str | None = None, name: str = "") -> str:
+    """
+    >>> path_of("v1", "Pod", "team", "sums-trainer-0")
+    '/api/v1/namespaces/team/pods/sums-trainer-0'
+    >>> path_of(JOB_VERSION, "RLHFJob")
+    '/apis/rlhfspec.io/v1alpha1/rlhfjobs'
+    """
+    root = f"/apis/{version}" if "/" in version else f"/api/{version}"
+    place = f"/namespaces/{namespace}" if namespace else ""
+    return f"{root}{place}/{_PLURALS[kind]}" + (f"/{name}" if name else "")
+
+
+class Api:
+    """`count`: told verb and kind of every write that the server took. `agent`: who it is, in an audit log."""
+
+    def __init__(
+        self,
+        access: Access,
+        *,
+        may_write: Callable[[], bool] = lambda: True,
+        count: Callable[[str, str], None] = lambda verb, kind: None,
+        agent: str = names.FIELD_MANAGER,
+        draw: random.Random | None = None,
+    ) -> None:
+        self._access = access
+        self._may_write = may_write
+        self._count = count
+        self._agent = agent
+        self._draw = draw or random.Random()
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(ssl=self._access.tls(), limit=CONNECTIONS)
+        headers = {"User-Agent": self._agent}
+        self._session = aiohttp.ClientSession(self._access.server, connector=connector, headers=headers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    # --- writes, by the leader alone ---------------------------------------------------------------------------------
+
+    async def apply(self, thing: Json) -> Answer:
+        """Server-side: what we once said and say no more is removed; what others said stays."""
+        metadata = thing["metadata"]
+        path = path_of(thing["apiVersion"], thing["kind"], metadata.get("namespace"), metadata["name"])
+        query = {"fieldManager": names.FIELD_MANAGER, "force": "true"}
+        return await self._write("PATCH", "apply", thing["kind"], path, thing, query, APPLY)
+
+    async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> Answer:
+        """The whole of it, which is the operator's alone: a server-side apply would make null of a map that became
+        empty. A conflict (409) when somebody wrote since `version`, or another job has the name by now."""
+        said = {"/metadata/uid": uid, "/metadata/resourceVersion": version, "/status": status}
+        patch = [{"op": "add", "path": path, "value": value} for path, value in said.items()]
+        path = path_of(JOB_VERSION, names.KIND, namespace, name) + "/status"
+        query = {"fieldManager": names.FIELD_MANAGER}
+        return await self._write("PATCH", "patch", f"{names.KIND}Status", path, patch, query, PATCH)
+
+    async def merge(self, version: str, kind: str, namespace: str, name: str, patch: Json) -> Answer:
+        path = path_of(version, kind, namespace, name)
+        query = {"fieldManager": names.FIELD_MANAGER}
+        return await self._write("PATCH", "merge", kind, path, patch, query, MERGE)
+
+    async def delete(
+        self, version: str, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int | None
+    ) -> Answer:
+        """Only that very object, where its uid is known."""
+        body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
+        return await self._write("DELETE", "delete", kind, path_of(version, kind, namespace, name), body)
+
+    async def create(self, thing: Json) -> Answer:
+        path = path_of(thing["apiVersion"], thing["kind"], thing["metadata"].get("namespace"))
+        return await self._write("POST", "create", thing["kind"], path, thing)
+
+    async def _write(
+        self, method: str, verb: str, kind: str, path: str, body: Body,
+        query: Mapping[str, str] | None = None, content: str = "application/json",
+    ) -> Answer:  # fmt: skip
+        answer = await self._ask(method, path, body, query, content, is_write=True)
+        if not answer.is_refused:
+            self._count(verb, kind)
+        return answer
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
+    async def get(self, version: str, kind: str, namespace: str | None, name: str) -> Answer:
+        return await self._ask("GET", path_of(version, kind, namespace, name))
+
+    async def list(
+        self, version: str, kind: str, namespace: str | None, *, labels: str = "", fields: str = ""
+    ) -> AsyncIterator[Json]:
+        """Page by page, so that never all of them are held as they came."""
+        query = {"limit": str(PAGE), "labelSelector": labels, "fieldSelector": fields}
+        while True:
+            answer = await self._ask("GET", path_of(version, kind, namespace), query=query)
+            if answer.is_refused:
+                raise ClusterUnavailable(f"list of {kind}", answer.message)
+            for item in answer.body["items"]:
+                yield {"apiVersion": version, "kind": kind, **item}
+            if not (token := answer.body["metadata"].get("continue")):
+                return
+            query["continue"] = token
+
+    async def review_token(self, token: str, audience: str) -> Json:
+        """The status of a TokenReview."""
+        version, kind = "authentication.k8s.io/v1", "TokenReview"
+        body = {"apiVersion": version, "kind": kind, "spec": {"token": token, "audiences": [audience]}}
+        answer = await self._ask("POST", path_of(version, kind), body)
+        if answer.is_refused:
+            raise ClusterUnavailable("TokenReview", answer.message)
+        status: Json = answer.body["status"]
+        return status
+
+    async def lease(self, method: str, namespace: str, name: str, body: Body | None = None) -> Answer:
+        """By whoever would be leader: asks nobody whether it may, and never twice. Its own deadline is the lease's."""
+        path = path_of("coordination.k8s.io/v1", "Lease", namespace, "" if method == "POST" else name)
+        return await self._try(method, path, body, {}, "application/json")
+
+    async def _ask(
+        self, method: str, path: str, body: Body | None = None, query: Mapping[str, str] | None = None,
+        content: str = "application/json", *, is_write: bool = False,
+    ) -> Answer:  # fmt: skip
+        began, wait = time.monotonic(), FIRST_WAIT_SECONDS
+        while True:
+            if is_write and not self._may_write():
+                raise LeadershipLost(f"{method} {path}")
+            try:
+                seconds = WRITE_SECONDS if is_write else ATTEMPT_SECONDS
+                answer = await self._try(method, path, body, query or {}, content, seconds)
+                if not answer.may_pass:
+                    return answer
+                problem = answer.message
+            except (aiohttp.ClientError, TimeoutError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            if time.monotonic() - began + wait > DEADLINE_SECONDS:
+                raise ClusterUnavailable(f"{method} {path}", problem)
+            await asyncio.sleep(wait * self._draw.uniform(0.5, 1.0))
+            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+
+    async def _try(
+        self, method: str, path: str, body: Body | None, query: Mapping[str, str], content: str,
+        seconds: float = ATTEMPT_SECONDS,
+    ) -> Answer:  # fmt: skip
+        data = None if body is None else json.dumps(body).encode()
+        headers = self._access.headers() | ({"Content-Type": content} if data is not None else {})
+        asked = {key: value for key, value in query.items() if value}
+        timeout = aiohttp.ClientTimeout(total=seconds, connect=ATTEMPT_SECONDS)
+        asking = self._session.request(method, path, data=data, params=asked, headers=headers, timeout=timeout)
+        async with asking as response:
+            text = await response.read()
+            try:
+                answer = json.loads(text)
+            except ValueError:  # a proxy's page
+                answer = {"message": text.decode(errors="replace")[:200]}
+            return Answer(response.status, answer)
+
+
+async def in_parallel(calls: list[Awaitable[Answer]]) -> list[Answer]:
+    """All of them are awaited, then the first that raised raises."""
+    done = await asyncio.gather(*calls, return_exceptions=True)
+    for each in done:
+        if isinstance(each, BaseException):
+            raise each
+    return [each for each in done if isinstance(each, Answer)]

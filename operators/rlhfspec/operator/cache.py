@@ -1,0 +1,210 @@
+"""Jobs and their pods as the watches told them last, each as small as `reconcile` needs it.
+
+Nothing here goes back in time: what a watch tells late, after the answer to a write of ours already said it, is
+dropped, and so is a pod that was seen to be gone. `listed` puts right what a watch never told, such as a pod that went
+while the API server was away.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from rlhfspec.cluster import names
+from rlhfspec.cluster.report import Report
+from rlhfspec.operator.observed import JobView, Observed, PodView, Refusal, Said
+from rlhfspec.operator.queue import Key
+from rlhfspec.operator.views import job_view, pod_view
+
+Json = dict[str, Any]
+Kind = Literal["job", "pod"]
+MOST_WARNINGS = 5  # of one pod
+MOST_GONE = 10_000  # uids that are remembered as gone
+WARNINGS = "type=Warning,involvedObject.kind=Pod"  # field selector of the events that are of use
+
+
+@dataclass(slots=True)
+class _Pod:
+    view: PodView
+    version: int
+    warnings: deque[tuple[str, Said]] = field(default_factory=lambda: deque(maxlen=MOST_WARNINGS))  # name of the event
+
+
+@dataclass(slots=True)
+class _Job:
+    view: JobView
+    version: int
+    report: Report | None = None
+    report_at: datetime | None = None
+    refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
+    purged: set[str] = field(default_factory=set)
+    status_written: datetime | None = None
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.broker: Said | None = None
+        self.listening_since: datetime | None = None  # to reports
+        self._jobs: dict[Key, _Job] = {}
+        self._pods: dict[Key, dict[str, _Pod]] = {}
+        self._pod_by_uid: dict[str, tuple[Key, str]] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+
+    # --- what the watches say: each returns the job that it concerns -------------------------------------------------
+
+    def put_job(self, job: Json) -> Key | None:
+        metadata = job["metadata"]
+        key, version = (metadata["namespace"], metadata["name"]), int(metadata["resourceVersion"])
+        held = self._jobs.get(key)
+        if metadata["uid"] in self._gone or (held is not None and held.version >= version):
+            return None
+        view = job_view(job, held.view if held is not None else None)
+        if held is None or held.view.uid != view.uid:
+            self._jobs[key] = _Job(view, version)
+        else:
+            held.view, held.version = view, version
+        return key
+
+    def remove_job(self, job: Json) -> Key | None:
+        metadata = job["metadata"]
+        key = (metadata["namespace"], metadata["name"])
+        self._forget(metadata["uid"])
+        if (held := self._jobs.get(key)) is not None and held.view.uid == metadata["uid"]:
+            del self._jobs[key]
+            return key
+        return None
+
+    def put_pod(self, pod: Json) -> Key | None:
+        metadata = pod["metadata"]
+        if (key := _job_of(metadata)) is None or metadata["uid"] in self._gone:
+            return None
+        name, version = metadata["name"], int(metadata["resourceVersion"])
+        held = self._pods.get(key, {}).get(name)
+        if held is not None and held.version >= version:
+            return None
+        if (view := pod_view(pod)) is None:
+            return None
+        if held is None or held.view.uid != view.uid:
+            if held is not None:
+                self._remove_pod(held.view.uid)
+            self._pods.setdefault(key, {})[name] = _Pod(view, version)
+            self._pod_by_uid[view.uid] = (key, name)
+        else:
+            held.view, held.version = view, version
+        return key
+
+    def remove_pod(self, pod: Json) -> Key | None:
+        return self._remove_pod(pod["metadata"]["uid"])
+
+    def _remove_pod(self, uid: str) -> Key | None:
+        self._forget(uid)
+        if (found := self._pod_by_uid.pop(uid, None)) is None:
+            return None
+        key, name = found
+        del self._pods[key][name]
+        if not self._pods[key]:
+            del self._pods[key]
+        return key
+
+    def put_warning(self, event: Json) -> Key | None:
+        """Of a pod that we know; the same event told again replaces what it said."""
+        about, name = event["involvedObject"], event["metadata"]["name"]
+        if (found := self._pod_by_uid.get(about.get("uid", ""))) is None:
+            return None
+        key, pod = found
+        warnings = self._pods[key][pod].warnings
+        said = Said(event.get("reason", ""), " ".join(event.get("message", "").split()))
+        if (name, said) in warnings:
+            return None
+        for old in [each for each in warnings if each[0] == name]:
+            warnings.remove(old)
+        warnings.append((name, said))
+        return key
+
+    def _forget(self, uid: str) -> None:
+        self._gone[uid] = None
+        if len(self._gone) > MOST_GONE:
+            self._gone.popitem(last=False)
+
+    # --- what a list says --------------------------------------------------------------------------------------------
+
+    def uids(self, kind: Kind, namespace: str | None) -> set[str]:
+        """To be asked before a list begins."""
+        if kind == "job":
+            return {job.view.uid for key, job in self._jobs.items() if namespace in (None, key[0])}
+        return {uid for uid, (key, _) in self._pod_by_uid.items() if namespace in (None, key[0])}
+
+    def listed(self, kind: Kind, before: set[str], found: Iterable[str]) -> list[Key]:
+        """What was here before the list began and is not in it is gone."""
+        gone = before - set(found)
+        if kind == "pod":
+            return [key for uid in gone if (key := self._remove_pod(uid)) is not None]
+        keys = [key for key, job in self._jobs.items() if job.view.uid in gone]
+        for key in keys:
+            self._forget(self._jobs.pop(key).view.uid)
+        return keys
+
+    # --- what the operator itself learns -----------------------------------------------------------------------------
+
+    def put_report(self, key: Key, report: Report, now: datetime) -> None:
+        if (job := self._jobs.get(key)) is not None:
+            job.report, job.report_at = report, now
+
+    def refused(self, key: Key, refusal: Refusal) -> bool:
+        """Whether that is news."""
+        if (job := self._jobs.get(key)) is None:
+            return False
+        last = job.refusals.get((refusal.kind, refusal.name))
+        job.refusals[refusal.kind, refusal.name] = refusal
+        return last is None or (last.reason, last.message) != (refusal.reason, refusal.message)
+
+    def accepted(self, key: Key, kind: str, name: str) -> bool:
+        """Whether it was refused before."""
+        job = self._jobs.get(key)
+        return job is not None and job.refusals.pop((kind, name), None) is not None
+
+    def purged(self, key: Key, run: str) -> None:
+        if (job := self._jobs.get(key)) is not None:
+            job.purged.add(run)
+
+    def wrote_status(self, key: Key, now: datetime) -> None:
+        if (job := self._jobs.get(key)) is not None:
+            job.status_written = now
+
+    def status_written(self, key: Key) -> datetime | None:
+        """By this replica, since it knows the job."""
+        return self._jobs[key].status_written if key in self._jobs else None
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+
+    def jobs(self) -> list[Key]:
+        return list(self._jobs)
+
+    def job(self, key: Key) -> JobView | None:
+        return held.view if (held := self._jobs.get(key)) is not None else None
+
+    def observed(self, key: Key) -> Observed:
+        job = self._jobs[key]
+        return Observed(
+            pods=tuple(self.pods(key)),
+            report=job.report,
+            report_at=job.report_at,
+            listening_since=self.listening_since,
+            refusals=tuple(job.refusals.values()),
+            broker=self.broker,
+            purged=frozenset(job.purged),
+        )
+
+    def pods(self, key: Key) -> list[PodView]:
+        held = sorted(self._pods.get(key, {}).items())
+        return [replace(pod.view, warnings=tuple(said for _, said in pod.warnings)) for _, pod in held]
+
+
+def _job_of(metadata: Json) -> Key | None:
+    labels = metadata.get("labels", {})
+    if labels.get(names.MANAGED_BY) != names.FIELD_MANAGER or names.JOB not in labels or names.ROLE not in labels:
+        return None
+    return metadata["namespace"], labels[names.JOB]

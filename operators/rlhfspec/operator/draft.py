@@ -1,0 +1,117 @@
+"""A plan in the making: what is known, what is remembered, and what has been decided so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from functools import cached_property
+from typing import Any
+
+from rlhfspec.cluster import names
+from rlhfspec.cluster.report import Report
+from rlhfspec.job import Spec
+from rlhfspec.operator.memory import Memory, Outcome, WorkerMemory
+from rlhfspec.operator.observed import JobView, Observed, PodView, Settings, Worker
+from rlhfspec.operator.plan import Delete, Event
+
+LOST_SECONDS = 15.0  # past the end of its grace: a kubelet that answers would have removed the pod
+FRESH_SECONDS = 60.0  # so long a report is believed; control says something every 20 s
+REFUSED_SECONDS = 5.0  # before something that was refused is tried again
+
+
+@dataclass
+class Draft:
+    """Its methods say what is; what follows from it is decided in `reconcile`'s parts."""
+
+    job: JobView
+    observed: Observed
+    settings: Settings
+    now: datetime
+    memory: Memory
+    apply: list[dict[str, Any]] = field(default_factory=list)
+    delete: list[Delete] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    requeue: float | None = None
+    wanted: dict[tuple[int, bool], list[Worker]] = field(default_factory=dict)  # what `wanted_workers` found
+
+    @property
+    def spec(self) -> Spec:
+        assert self.job.job is not None
+        return self.job.job.spec
+
+    @property
+    def run_uid(self) -> str:
+        return names.run_uid(self.job.uid, self.memory.number)
+
+    @property
+    def pods(self) -> tuple[PodView, ...]:
+        return self.observed.pods
+
+    @cached_property
+    def by_key(self) -> dict[Worker, PodView]:
+        return {pod.key: pod for pod in self.pods}
+
+    @property
+    def report(self) -> Report | None:
+        """The last one, if it is of this run."""
+        report = self.observed.report
+        return report if report is not None and report.run == self.run_uid and self.memory.state == "open" else None
+
+    @property
+    def fresh_report(self) -> Report | None:
+        at = self.observed.report_at
+        return self.report if at is not None and self.seconds_since(at) < FRESH_SECONDS else None
+
+    def seconds_since(self, time: datetime) -> float:
+        return (self.now - time).total_seconds()
+
+    def is_lost(self, pod: PodView) -> bool:
+        """Asked to end, and its node does not answer."""
+        return pod.gone_by is not None and self.seconds_since(pod.gone_by) >= LOST_SECONDS
+
+    def is_refused(self, kind: str, name: str) -> bool:
+        """So lately that it need not be tried again yet."""
+        for refusal in self.observed.refusals:
+            left = REFUSED_SECONDS - self.seconds_since(refusal.at)
+            if (refusal.kind, refusal.name) == (kind, name) and left > 0:
+                self.look_again_in(left)
+                return True
+        return False
+
+    def worker_memory(self, key: Worker) -> WorkerMemory:
+        """To be written in."""
+        return self.memory.workers.setdefault(worker_name(key), WorkerMemory())
+
+    # --- what is decided -------------------------------------------------------------------------------------------
+
+    def end(self, type_: str, reason: str, message: str) -> None:
+        """The first outcome stays."""
+        if self.memory.outcome is None:
+            self.memory.outcome = Outcome(type_, reason, message)  # type: ignore[arg-type]
+            self.memory.completed = self.now
+
+    def remove(self, pod: PodView, grace_seconds: int | None = None) -> None:
+        """None: the pod's own grace. One that is being deleted is only watched, to notice that its node is lost."""
+        if pod.gone_by is None:
+            self.delete.append(Delete("Pod", pod.name, grace_seconds, pod.uid))
+            return
+        lost_at = pod.gone_by + timedelta(seconds=LOST_SECONDS)
+        if lost_at > self.now:
+            self.look_again_in((lost_at - self.now).total_seconds())
+        elif pod.role != "trainer":  # whose folder has a lock: two must never write it
+            self.delete.append(Delete("Pod", pod.name, 0, pod.uid))
+
+    def look_again_in(self, seconds: float) -> None:
+        seconds = max(seconds, 0.05)
+        self.requeue = seconds if self.requeue is None else min(self.requeue, seconds)
+
+    def look_again_at(self, time: datetime) -> None:
+        self.look_again_in((time - self.now).total_seconds())
+
+
+def worker_name(key: Worker) -> str:
+    """
+    >>> worker_name(("generator", 2))
+    'generator-2'
+    """
+    return f"{key[0]}-{key[1]}"

@@ -1,0 +1,138 @@
+"""Which of the operator's replicas acts: the one that holds a Lease, and only while it surely holds it.
+
+| who | what it does |
+|---|---|
+| the holder | writes the Lease every RENEW_SECONDS; acts until ACT_SECONDS after its last renewal *began* |
+| all others | read it every LOOK_SECONDS; take it once it was not renewed for LEASE_SECONDS, each by its own clock |
+
+Nobody compares clocks of two machines. Since ACT_SECONDS < LEASE_SECONDS, and a holder counts from before its write
+and the others from after they saw it, the holder has stopped before another may begin; a holder that was paused (a
+stopped process, a machine that slept) finds its time over before its next write. `resourceVersion` lets only one take
+the Lease. On SIGTERM the holder stops acting, then gives the Lease back, and another takes it within LOOK_SECONDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+
+from rlhfspec.operator.api import Answer, Api
+
+LEASE_SECONDS, RENEW_SECONDS, LOOK_SECONDS = 10.0, 3.0, 1.0
+ACT_SECONDS = 8.0
+LOG = logging.getLogger(__name__)
+
+
+class Lease:
+    def __init__(
+        self,
+        api: Api,
+        namespace: str,
+        name: str,
+        identity: str,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._name = name
+        self._identity = identity
+        self._now = now
+        self._acts_until = float("-inf")
+        self._seen: tuple[str, float] = ("", float("-inf"))  # its resourceVersion, and since when we know that one
+        self._ours: dict[str, Any] | None = None  # as we wrote it last
+        self._is_over = False
+        self.changed = asyncio.Event()  # set whenever it was won or lost
+
+    @property
+    def is_held(self) -> bool:
+        """To be asked right before every write."""
+        return not self._is_over and self._now() < self._acts_until
+
+    @property
+    def was_seen(self) -> bool:
+        """The API server answered once."""
+        return bool(self._seen[0]) or self.is_held
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        was_held = False
+        while True:
+            began = self._now()
+            await self.attempt()
+            if self.is_held != was_held:
+                was_held = self.is_held
+                LOG.info("%s the Lease %s", "acts: holds" if was_held else "stands by: does not hold", self._name)
+                self.changed.set()
+            # From when it began: after one that took its whole time comes the next at once.
+            await asyncio.sleep(began + (RENEW_SECONDS if was_held else LOOK_SECONDS) - self._now())
+
+    async def attempt(self) -> None:
+        """Once: to renew it, or to take it if it is free."""
+        began = self._now()
+        try:
+            async with asyncio.timeout(RENEW_SECONDS):
+                await self._renew(began)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            LOG.warning("the Lease %s cannot be reached: %s %s", self._name, type(error).__name__, error)
+
+    async def _renew(self, began: float) -> None:
+        """The holder writes what it wrote last; whoever finds it changed, or never had it, reads it."""
+        last, self._ours = self._ours, None
+        if last is None:
+            answer = await self._api.lease("GET", self._namespace, self._name)
+            if answer.is_refused and not answer.is_missing:
+                LOG.warning("the Lease %s cannot be read: %s", self._name, answer.message)
+                return
+            if not answer.is_missing and not self._is_free(answer):
+                self._acts_until = float("-inf")
+                return
+            last = {} if answer.is_missing else answer.body
+        method = "PUT" if last else "POST"
+        taken = await self._api.lease(method, self._namespace, self._name, self._written(last))
+        if not taken.is_refused:
+            self._ours, self._acts_until = taken.body, began + ACT_SECONDS
+        elif taken.code != 409:  # another was faster
+            LOG.warning("the Lease %s cannot be written: %s", self._name, taken.message)
+
+    def _is_free(self, answer: Answer) -> bool:
+        """For us: ours, given back, or not renewed for its whole time while we looked."""
+        holder = answer.body["spec"].get("holderIdentity")
+        version = answer.body["metadata"]["resourceVersion"]
+        if self._seen[0] != version:
+            self._seen = (version, self._now())
+        return holder in (self._identity, "", None) or self._now() - self._seen[1] > LEASE_SECONDS
+
+    def _written(self, last: dict[str, Any]) -> dict[str, Any]:
+        """`last`: as the API server has it, with the resourceVersion that it must still have."""
+        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        spec = last.get("spec", {})
+        holder = "" if self._is_over else self._identity
+        is_same = spec.get("holderIdentity") == holder
+        return {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": last.get("metadata", {"name": self._name, "namespace": self._namespace}),
+            "spec": {
+                "holderIdentity": holder,
+                "leaseDurationSeconds": round(LEASE_SECONDS),
+                "acquireTime": spec.get("acquireTime", now) if is_same else now,
+                "renewTime": now,
+                "leaseTransitions": spec.get("leaseTransitions", 0) + (not is_same and bool(last)),
+            },
+        }
+
+    async def release(self) -> None:
+        """After `run` was cancelled, and once nothing is being written any more."""
+        was_held, self._is_over = self.is_held, True
+        if not was_held:
+            return
+        last = self._ours or (await self._api.lease("GET", self._namespace, self._name)).body
+        if last.get("spec", {}).get("holderIdentity") == self._identity:
+            await self._api.lease("PUT", self._namespace, self._name, self._written(last))

@@ -1,0 +1,120 @@
+"""What the operator remembers of a job from one look to the next: all of it in the job's status, so that an
+operator that starts anew, or another one, goes on from there.
+
+Example:
+    >>> memory = Memory.of({"memory": {"number": 2, "state": "open", "prepared": True}})
+    >>> memory.number, memory.prepared, memory.of_worker("reward-0").num_failures
+    (2, True, 0)
+    >>> memory.as_status()
+    {'number': 2, 'state': 'open', 'prepared': True}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from rlhfspec.operator.times import maybe_time_of, text_of
+
+RunState = Literal["open", "closing", "closed"]
+
+
+@dataclass(slots=True)
+class WorkerMemory:
+    """Of one worker, its failures since the last trained step. `pod`: the last one whose end was counted in;
+    `again`: not before then is it made again; `reason`, `message`: of that end."""
+
+    counted: int = 0
+    uncounted: int = 0
+    disrupted: int = 0  # through no fault of the job's
+    restarts: int = 0  # since the run began
+    pod: str = ""
+    again: datetime | None = None
+    reason: str = ""
+    message: str = ""
+
+    @property
+    def num_failures(self) -> int:
+        return self.counted + self.uncounted
+
+    @classmethod
+    def of(cls, status: Mapping[str, Any]) -> WorkerMemory:
+        return cls(**{**status, "again": maybe_time_of(status.get("again"))})
+
+    def as_status(self) -> dict[str, Any]:
+        return _without_empty({name: getattr(self, name) for name in self.__slots__} | {"again": _text(self.again)})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    type: Literal["Succeeded", "Failed"]
+    reason: str
+    message: str
+
+
+@dataclass(slots=True)
+class Memory:
+    """A run is open while its pods should run, closing while they are taken down, then closed: the next one opens, or
+    the job is suspended."""
+
+    number: int = 0  # of the run
+    state: RunState = "closed"
+    prepared: bool = False
+    restart_id: str = ""  # restart.id when the run was opened
+    opened: datetime | None = None
+    running_since: datetime | None = None  # once all its pods were ready
+    active_before: float = 0.0  # seconds that the runs before were open
+    generators: int = 0  # that should run
+    asked: int = 0  # roles.generator.workers, when it was last looked at
+    rebalanced: bool = False  # the run has a rebalancer: control declared its subjects when it opened the run
+    total: int = 0  # restarts
+    counted: int = 0  # of them, by the failure policy
+    step: int = 0  # the last one trained of which we heard
+    workers: dict[str, WorkerMemory] = field(default_factory=dict)
+    purge: tuple[str, ...] = ()  # uids of runs that are over, and whose streams may still be there
+    purge_since: datetime | None = None
+    started: datetime | None = None
+    completed: datetime | None = None
+    outcome: Outcome | None = None  # it stands in the conditions
+
+    def of_worker(self, name: str) -> WorkerMemory:
+        """`name`: as in role-number."""
+        return self.workers.get(name) or WorkerMemory()
+
+    @classmethod
+    def of(cls, status: Mapping[str, Any]) -> Memory:
+        kept = dict(status.get("memory") or {})
+        for name in _TIMES:
+            kept[name] = maybe_time_of(kept.get(name))
+        kept["workers"] = {name: WorkerMemory.of(worker) for name, worker in (kept.get("workers") or {}).items()}
+        kept["purge"] = tuple(kept.get("purge") or ())
+        return cls(**kept, outcome=_outcome_of(status))
+
+    def as_status(self) -> dict[str, Any]:
+        """The status's `memory`."""
+        kept = {name: getattr(self, name) for name in self.__slots__ if name != "outcome"}
+        kept |= {name: _text(kept[name]) for name in _TIMES}
+        kept["active_before"] = round(self.active_before, 3)
+        kept["workers"] = {name: worker.as_status() for name, worker in sorted(self.workers.items())}
+        kept["purge"] = list(self.purge)
+        return _without_empty(kept)
+
+
+_TIMES = ("opened", "running_since", "purge_since", "started", "completed")
+
+
+def _outcome_of(status: Mapping[str, Any]) -> Outcome | None:
+    for condition in status.get("conditions") or ():
+        if condition["type"] in ("Succeeded", "Failed") and condition["status"] == "True":
+            return Outcome(condition["type"], condition["reason"], condition["message"])
+    return None
+
+
+def _text(time: datetime | None) -> str | None:
+    return text_of(time) if time else None
+
+
+def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value}

@@ -1,0 +1,56 @@
+"""What the operator counts, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.look_seconds = Histogram(
+            "rlhfspec_operator_reconcile_seconds",
+            "One look at one job, its writes included.",
+            registry=self.registry,
+            buckets=BUCKETS,
+        )
+        self.decide_seconds = Histogram(
+            "rlhfspec_operator_decide_cpu_seconds",
+            "CPU time of one decision: what a look costs but for its writes.",
+            registry=self.registry,
+            buckets=BUCKETS,
+        )
+        self.waited_seconds = Histogram(
+            "rlhfspec_operator_queue_seconds",
+            "How long a job that was due waited for its look.",
+            registry=self.registry,
+            buckets=BUCKETS,
+        )
+        self.failed = Counter(
+            "rlhfspec_operator_reconcile_failures", "Looks that were not finished.", registry=self.registry
+        )
+        self._writes = Counter(
+            "rlhfspec_operator_api_writes",
+            "Writes that the API server took.",
+            ["verb", "kind"],
+            registry=self.registry,
+        )
+        self._queue = Gauge("rlhfspec_operator_queue_length", "Jobs that are due for a look.", registry=self.registry)
+        self._jobs = Gauge("rlhfspec_operator_jobs", "Jobs that the operator knows.", registry=self.registry)
+        self._leader = Gauge("rlhfspec_operator_leader", "1: this replica acts.", registry=self.registry)
+
+    def wrote(self, verb: str, kind: str) -> None:
+        self._writes.labels(verb, kind).inc()
+
+    def show(self, *, queue: Callable[[], float], jobs: Callable[[], float], leader: Callable[[], float]) -> None:
+        """Asked when they are read."""
+        self._queue.set_function(queue)
+        self._jobs.set_function(jobs)
+        self._leader.set_function(leader)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,212 @@
+"""One worker's pod: what *restricted* pod security admits, and nothing that could tell it from another pod of the same
+worker in the same run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rlhfspec.cluster import names
+from rlhfspec.job_cluster import PodOptions
+from rlhfspec.loop import BY_NAME
+from rlhfspec.operator import gang
+from rlhfspec.operator.draft import Draft
+from rlhfspec.operator.merge import merged
+from rlhfspec.operator.observed import Worker
+from rlhfspec.operator.wanted import restart_id_of
+
+CONTAINER = "worker"
+USER = 65532  # the images' own; any other works as well
+SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences
+GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 150
+NODE_SECONDS = 60  # a node may be away so long before its pods are made elsewhere
+TOKEN_SECONDS = 3600
+
+
+def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
+    role, worker = key
+    options: PodOptions = getattr(draft.spec.roles, role)
+    metadata = {
+        "name": names.pod_name(draft.job.name, role, worker),
+        "namespace": draft.job.namespace,
+        "labels": names.labels_of(draft.job.name, role, worker) | {names.RUN: draft.run_uid},
+        "annotations": {names.RESTART_ID: restart_id_of(draft, role)},
+        "ownerReferences": [owner],
+    }
+    base = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": _spec(draft, key, options)}
+    whole = merged(merged(base, gang.overlay(draft, key)), options.pod_template)
+    for name in ("labels", "annotations"):  # by these it is found again
+        whole["metadata"][name] = whole["metadata"][name] | metadata[name]
+    whole["metadata"] |= {"name": metadata["name"], "namespace": metadata["namespace"], "ownerReferences": [owner]}
+    whole["spec"]["restartPolicy"] = "Never"
+    return whole
+
+
+def _spec(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
+    role, scheduling, images = key[0], draft.spec.scheduling, draft.settings.images
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "serviceAccountName": names.SERVICE_ACCOUNT,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": LONG_GRACE_SECONDS if role in SLOW_LEAVERS else GRACE_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "tolerations": [
+            {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute",
+             "tolerationSeconds": NODE_SECONDS}
+            for state in ("not-ready", "unreachable")
+        ],
+        "containers": [_container(draft, key, options)],
+        "volumes": _volumes(draft, role),
+    }  # fmt: skip
+    if images.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in images.pull_secrets]
+    if scheduling.priority_class:
+        spec["priorityClassName"] = scheduling.priority_class
+    if scheduling.topology_key and role == "generator":
+        spec["topologySpreadConstraints"] = [_spread(draft, scheduling.topology_key)]
+    return spec
+
+
+def _spread(draft: Draft, topology_key: str) -> dict[str, Any]:
+    """Generators as evenly as the nodes let them: they are many, and losing one place should not lose all."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": topology_key,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {names.JOB: draft.job.name, names.ROLE: "generator"}},
+    }
+
+
+def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
+    role = key[0]
+    resources = options.resources or draft.settings.resources.get(role) or {}
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": image_of(draft, role, options),
+        "imagePullPolicy": draft.settings.images.pull_policy,
+        "command": command(draft, key),
+        "env": [*_environment(draft), *_threads(resources, _num_processes(draft, role))],
+        "resources": {name: dict(amounts) for name, amounts in resources.items()},
+        "volumeMounts": _mounts(role),
+        "securityContext": {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePath": "/dev/termination-log",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }  # fmt: skip
+    if role != names.PREPARE:
+        container |= {"ports": _ports(role), **_probes()}
+    return container
+
+
+def image_of(draft: Draft, role: str, options: PodOptions) -> str:
+    images = draft.settings.images
+    if options.image is not None:
+        return options.image
+    if role not in names.TORCH_ROLES:
+        return images.slim
+    limits = (options.resources or draft.settings.resources.get(role) or {}).get("limits", {})
+    return images.cuda if draft.settings.gpu_resource in limits else images.cpu
+
+
+def command(draft: Draft, key: Worker) -> list[str]:
+    """As the supervisor of a laptop starts it."""
+    role, worker = key
+    module = ["-m", f"rlhfspec.{role}", "--connections", str(names.CONNECTIONS_FILE)]
+    if role in BY_NAME:
+        module += ["--worker", str(worker)]
+    ranks = _num_processes(draft, role)
+    if ranks > 1:
+        module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
+    return ["python", *module]
+
+
+def _num_processes(draft: Draft, role: str) -> int:
+    return draft.spec.roles.trainer.ranks if role == "trainer" else 1
+
+
+def _environment(draft: Draft) -> list[dict[str, Any]]:
+    values = {
+        "RLHFSPEC_CACHE": str(names.CACHE), "RLHFSPEC_RUN": draft.run_uid, "HOME": "/tmp",
+        "HF_HOME": str(names.CACHE / "huggingface"),
+    }  # fmt: skip
+    host = {"name": "RLHFSPEC_HOST", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}}
+    return [host, *({"name": name, "value": value} for name, value in values.items())]
+
+
+def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any]]:
+    """As many as the limit lets run: torch counts the node's cores, and what is over the limit stands still.
+
+    >>> _threads({"limits": {"cpu": "3500m"}}, 1), _threads({"limits": {"cpu": 8}}, 2), _threads({}, 1)
+    ([{'name': 'OMP_NUM_THREADS', 'value': '3'}], [{'name': 'OMP_NUM_THREADS', 'value': '4'}], [])
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)(m?)", str(resources.get("limits", {}).get("cpu", "")))
+    if found is None:  # no limit, or one that the API server will refuse
+        return []
+    cores = float(found[1]) / (1000 if found[2] else 1)
+    return [{"name": "OMP_NUM_THREADS", "value": str(max(int(cores / processes), 1))}]
+
+
+def _ports(role: str) -> list[dict[str, Any]]:
+    ports = {"http": names.HTTP_PORT}
+    if role in BY_NAME:
+        ports["grpc"] = names.GRPC_PORT
+    if role == "generator":
+        ports |= {"moves": names.MOVES_PORT, "link": names.LINK_PORT}
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
+
+
+def _probes() -> dict[str, Any]:
+    """Loading a model may take minutes; a process whose event loop stands still for one is started again."""
+
+    def probe(path: str, **settings: int) -> dict[str, Any]:
+        return {"httpGet": {"path": path, "port": "http", "scheme": "HTTP"}, **settings}
+
+    return {
+        "startupProbe": probe("/healthz", periodSeconds=2, timeoutSeconds=5, failureThreshold=300),
+        "livenessProbe": probe("/healthz", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        "readinessProbe": probe("/readyz", periodSeconds=2, timeoutSeconds=5, failureThreshold=2),
+    }
+
+
+def _volumes(draft: Draft, role: str) -> list[dict[str, Any]]:
+    job = draft.job.name
+    claim = draft.spec.storage.claim or draft.settings.default_claim
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": names.config_name(job), "defaultMode": 0o444}},
+        {"name": "credentials", "secret": {"secretName": names.secret_name(job, role), "defaultMode": 0o440}},
+        {"name": "storage", "persistentVolumeClaim": {"claimName": claim}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": draft.settings.shared_memory}},
+    ]
+    if role == names.CONTROL:
+        token = {"audience": names.AUDIENCE, "expirationSeconds": TOKEN_SECONDS, "path": names.TOKEN_FILE.name}
+        volumes.append(
+            {"name": "token", "projected": {"defaultMode": 0o440, "sources": [{"serviceAccountToken": token}]}}
+        )
+    return volumes
+
+
+def _mounts(role: str) -> list[dict[str, Any]]:
+    mounts: list[dict[str, Any]] = [
+        {"name": "config", "mountPath": str(names.CONFIG), "readOnly": True},
+        {"name": "credentials", "mountPath": str(names.CREDENTIALS), "readOnly": True},
+        {"name": "storage", "mountPath": str(names.STORAGE)},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if role == names.CONTROL:
+        mounts.append({"name": "token", "mountPath": str(names.TOKEN_FILE.parent), "readOnly": True})
+    return mounts
+
+
+def num_gpus(draft: Draft, role: str) -> int:
+    """That one pod of the role asks for."""
+    options: PodOptions = getattr(draft.spec.roles, role)
+    limits = (options.resources or draft.settings.resources.get(role) or {}).get("limits", {})
+    return int(limits.get(draft.settings.gpu_resource, 0))

@@ -1,0 +1,128 @@
+"""Which job is looked at next: one look at a time at each job, the longest waiting first, and never in a hot loop.
+
+A job that is told of again while it waits is looked at once. Told of while it is being looked at: once more after
+that, and after a short rest when there was nothing to do. A look says when the next is due, and whether it did the very
+same as the last one: then the next waits, longer each time, whatever is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+Key = tuple[str, str]  # namespace, name
+GATHER_SECONDS = 0.05  # what happens together is looked at together
+REST_SECONDS = 0.5  # after a look that found nothing to do: as when a job's pods become ready, one after the other
+LOG = logging.getLogger(__name__)
+FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """`did`: what was done, to be compared; None: nothing had to be. `gone`: there is no such job."""
+
+    requeue_seconds: float | None = None
+    did: object = None
+    failed: bool = False
+    gone: bool = False
+
+
+class Timers(Protocol):
+    """The part of an event loop that is needed; a test has its own."""
+
+    def time(self) -> float: ...
+    def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle: ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    is_looked_at: bool = False
+    is_told: bool = False
+    due: float | None = None
+    not_before: float = 0.0
+    backoff_seconds: float = 0.0
+    last: object = None
+
+
+class Queue:
+    """`waited`: told of each look how many seconds it was late."""
+
+    def __init__(
+        self,
+        look: Callable[[Key], Awaitable[Looked]],
+        timers: Timers,
+        *,
+        waited: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._look = look
+        self._waited = waited
+        self._timers = timers
+        self._entries: dict[Key, _Entry] = {}
+        self._ready: deque[Key] = deque()
+        self._arrived = asyncio.Event()
+
+    def __len__(self) -> int:
+        """How many wait for a look that is due."""
+        return len(self._ready)
+
+    def tell(self, key: Key, *, after_seconds: float = GATHER_SECONDS) -> None:
+        """Something of this job changed."""
+        entry = self._entries.setdefault(key, _Entry())
+        if entry.is_looked_at:
+            entry.is_told = True
+        else:
+            self._plan(key, entry, self._timers.time() + after_seconds)
+
+    def _plan(self, key: Key, entry: _Entry, when: float) -> None:
+        when = max(when, entry.not_before)
+        if entry.due is None or when < entry.due:
+            entry.due = when
+            self._timers.call_at(when, lambda: self._fall_due(key, when))
+
+    def _fall_due(self, key: Key, when: float) -> None:
+        entry = self._entries.get(key)
+        if entry is not None and entry.due == when and not entry.is_looked_at and key not in self._ready:
+            self._ready.append(key)
+            self._arrived.set()
+
+    async def work(self) -> None:
+        """One worker: looks, until it is cancelled. Several may run."""
+        while True:
+            while not self._ready:
+                self._arrived.clear()
+                await self._arrived.wait()
+            key = self._ready.popleft()
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            assert entry.due is not None
+            self._waited(self._timers.time() - entry.due)
+            entry.is_looked_at, entry.is_told, entry.due = True, False, None
+            looked = Looked(failed=True)
+            try:
+                looked = await self._look(key)
+            except Exception:  # one job's trouble is not another's
+                LOG.exception("the look at %s failed", "/".join(key))
+            finally:
+                self._looked(key, entry, looked)
+
+    def _looked(self, key: Key, entry: _Entry, looked: Looked) -> None:
+        entry.is_looked_at = False
+        if looked.gone and not entry.is_told:
+            del self._entries[key]
+            return
+        now = self._timers.time()
+        repeats = looked.failed or (looked.did is not None and looked.did == entry.last)
+        entry.backoff_seconds = (
+            min(max(2 * entry.backoff_seconds, FIRST_BACKOFF_SECONDS), LONGEST_BACKOFF_SECONDS) if repeats else 0.0
+        )
+        entry.not_before = now + max(entry.backoff_seconds, REST_SECONDS if looked.did is None else 0.0)
+        entry.last = looked.did
+        if entry.is_told or looked.failed:
+            self._plan(key, entry, now + GATHER_SECONDS)
+        if looked.requeue_seconds is not None:
+            self._plan(key, entry, now + looked.requeue_seconds)

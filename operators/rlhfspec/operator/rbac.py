@@ -1,0 +1,62 @@
+"""What the operator may do, as data: the chart's roles are made from it, and the tests compare it with an audit log.
+
+| rules | bound in |
+|---|---|
+| JOBS | every namespace with jobs; the whole cluster when the operator's scope is cluster |
+| GANG | the same, when jobs use Volcano or coscheduling |
+| RELEASE | the operator's own namespace |
+| CLUSTER | the cluster: a TokenReview has no namespace |
+| INSTALL | the operator's own namespace, for the install hook (`keys`) alone |
+
+It never reads a Secret. `patch` is server-side apply, which also needs `create` for what is not there yet. Reading what
+the API server serves (`/apis`) is granted to everybody by Kubernetes itself.
+
+Example:
+    >>> [rule.resources for rule in JOBS if "get" in rule.verbs]
+    []
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhfspec.cluster import names
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    group: str
+    resources: tuple[str, ...]
+    verbs: tuple[str, ...]
+
+
+JOBS = (
+    Rule(names.GROUP, (names.PLURAL,), ("list", "watch", "patch")),
+    Rule(names.GROUP, (f"{names.PLURAL}/status",), ("patch",)),
+    Rule("", ("pods",), ("list", "watch", "create", "patch", "delete")),
+    Rule("", ("configmaps", "secrets"), ("create", "patch")),
+    Rule("", ("events",), ("list", "watch", "create", "patch")),
+)
+GANG = (
+    Rule("scheduling.volcano.sh", ("podgroups",), ("create", "patch")),
+    Rule("scheduling.x-k8s.io", ("podgroups",), ("create", "patch")),
+)
+RELEASE = (
+    Rule("coordination.k8s.io", ("leases",), ("get", "create", "update")),
+    Rule("", ("pods",), ("list", "patch")),  # the label of who leads
+)
+CLUSTER = (Rule("authentication.k8s.io", ("tokenreviews",), ("create",)),)
+INSTALL = (Rule("", ("secrets",), ("get", "create")),)
+
+
+def as_rules(rules: tuple[Rule, ...]) -> list[dict[str, Any]]:
+    """As a Role has them.
+
+    >>> as_rules(CLUSTER)
+    [{'apiGroups': ['authentication.k8s.io'], 'resources': ['tokenreviews'], 'verbs': ['create']}]
+    """
+    return [
+        {"apiGroups": [said["group"]], "resources": list(said["resources"]), "verbs": list(said["verbs"])}
+        for said in map(asdict, rules)
+    ]

@@ -1,0 +1,222 @@
+"""The operator's one decision: given a job and all that is known of it, what to do now. Pure and idempotent: no clock,
+no network, no memory but the job's status, and on its own result it changes nothing more.
+
+    a job's life     prepare -> control and all stages -> the trainer's last step -> Succeeded
+    a run            opened; closed for suspension, or to begin anew under the next number
+    a worker         its pod is made; when it ended, that is counted in, and it is made again after a while
+
+Example:
+    >>> reconcile.__annotations__["return"]
+    'Plan'
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from rlhfspec.cluster import names
+from rlhfspec.operator import runs, status
+from rlhfspec.operator.draft import Draft, worker_name
+from rlhfspec.operator.failures import count_in, forget_after_progress, is_complete
+from rlhfspec.operator.memory import Memory
+from rlhfspec.operator.objects import mounted_by, objects_for
+from rlhfspec.operator.observed import JobView, Observed, PodView, Settings, Worker
+from rlhfspec.operator.plan import Event, Plan
+from rlhfspec.operator.reasons import all_ready, config_problem, roles_that_lack_ours
+from rlhfspec.operator.times import in_milliseconds
+from rlhfspec.operator.wanted import must_restart, settle_generators, wanted_workers
+
+STALE_SECONDS = 1.0
+SEEN_AGAIN_SECONDS = 15.0  # while something goes on, the job is looked at so often whatever happens
+
+
+def reconcile(job: JobView, observed: Observed, settings: Settings, now: datetime) -> Plan:
+    draft = Draft(job, observed, settings, in_milliseconds(now), Memory.of(job.status))
+    if job.deleting_since is not None:
+        return _deleting(draft)
+    if _is_stale(draft):
+        return Plan(status=dict(job.status), requeue_seconds=STALE_SECONDS)
+    problem = config_problem(draft)
+    if problem:
+        _refuse(draft, problem)
+    else:
+        _decide(draft)
+    return _finish(draft)
+
+
+def _is_stale(draft: Draft) -> bool:
+    """There are pods of a run of which the status does not know yet: this is an old copy of the job."""
+    known = runs.older_runs(draft) | {draft.run_uid}
+    return any(pod.run not in known for pod in draft.pods)
+
+
+def _refuse(draft: Draft, problem: str) -> None:
+    """A job with such a problem never starts. One that runs already is left as it is until it is right again."""
+    outcome = draft.memory.outcome
+    if draft.memory.number == 0:
+        if outcome is not None and outcome.message != problem:
+            draft.memory.outcome = None  # it was edited, and is wrong in another way
+        draft.end("Failed", "BadConfig", problem)
+
+
+def _decide(draft: Draft) -> None:
+    runs.reopen(draft)
+    forget_after_progress(draft)
+    _look_at_ends(draft)
+    _look_at_deadlines(draft)
+    if draft.memory.outcome is not None:
+        return _over(draft)
+    runs.turn(draft)
+    if draft.memory.state == "open":
+        settle_generators(draft)
+        _keep_workers(draft)
+        _look_whether_all_run(draft)
+    elif draft.memory.state == "closing":
+        runs.take_down(draft, keep_finished=False)
+    return None
+
+
+def _look_at_ends(draft: Draft) -> None:
+    """Success first: what else ended meanwhile no longer matters."""
+    memory = draft.memory
+    if memory.outcome is not None or memory.number == 0 or memory.state == "closed":
+        return
+    ours = [pod for pod in draft.pods if pod.run == draft.run_uid]
+    for pod in filter(is_complete, ours):
+        ended = pod.terminated
+        draft.end("Succeeded", "Completed", ended.message if ended else "")
+    if memory.outcome is not None or memory.state == "closing":
+        return  # the others are asked to end
+    for pod in sorted(ours, key=lambda pod: pod.key):
+        if pod.role == names.PREPARE and pod.phase == "Succeeded":
+            memory.prepared = True
+        elif pod.is_finished and not pod.is_deleting:
+            count_in(draft, pod)
+
+
+def _look_at_deadlines(draft: Draft) -> None:
+    memory, spec = draft.memory, draft.spec
+    if memory.outcome is not None or memory.state != "open" or memory.opened is None:
+        return
+    starting = spec.pre_running_deadline_seconds if memory.running_since is None else None
+    active = spec.active_deadline_seconds
+    left = None if active is None else active - memory.active_before
+    for field, allowed, written in (
+        ("preRunningDeadlineSeconds", starting, starting),
+        ("activeDeadlineSeconds", left, active),
+    ):
+        if allowed is None:
+            continue
+        at = memory.opened + timedelta(seconds=allowed)
+        if draft.now >= at:
+            draft.end("Failed", "DeadlineExceeded", f"spec.{field}: {written} s are over")
+        else:
+            draft.look_again_at(at)
+
+
+def _look_whether_all_run(draft: Draft) -> None:
+    memory = draft.memory
+    if memory.prepared and memory.running_since is None and all_ready(draft):
+        memory.running_since = draft.now
+
+
+def _over(draft: Draft) -> None:
+    """Nothing runs any more; what finished stays, if the job says so."""
+    memory = draft.memory
+    outcome = memory.outcome
+    assert outcome is not None
+    policy = draft.spec.deletion_policy
+    keep = (policy.succeeded if outcome.type == "Succeeded" else policy.failed) == "keep"
+    runs.take_down(draft, keep_finished=keep)
+    if not any(pod.is_running for pod in draft.pods):
+        runs.close(draft)
+
+
+# --- an open run -----------------------------------------------------------------------------------------------------
+
+
+def _keep_workers(draft: Draft) -> None:
+    wanted = wanted_workers(draft)
+    due = [key for key in wanted if _is_to_be_made(draft, key)]
+    draft.apply += objects_for(draft, due)
+    if roles := roles_that_lack_ours(draft):
+        draft.apply += mounted_by(draft, roles)
+    if draft.memory.prepared:
+        _remove_surplus(draft, set(wanted))
+
+
+def _is_to_be_made(draft: Draft, key: Worker) -> bool:
+    pod = draft.by_key.get(key)
+    if pod is not None:
+        _look_after(draft, pod)
+        return False
+    again = draft.memory.of_worker(worker_name(key)).again
+    if again is not None and again > draft.now:
+        draft.look_again_at(again)
+        return False
+    return not draft.is_refused("Pod", names.pod_name(draft.job.name, *key))
+
+
+def _look_after(draft: Draft, pod: PodView) -> None:
+    """A finished one stays, with its logs, until it is to be made again. How it ended is in the status by then."""
+    again = draft.memory.of_worker(worker_name(pod.key)).again
+    if pod.is_deleting or pod.run != draft.run_uid or must_restart(draft, pod.role, pod.restart_id):
+        draft.remove(pod)
+    elif not pod.is_finished or (pod.role == names.PREPARE and draft.memory.prepared):
+        return
+    elif again is not None and again > draft.now:
+        draft.look_again_at(again)
+    else:
+        draft.remove(pod)
+
+
+def _remove_surplus(draft: Draft, wanted: set[Worker]) -> None:
+    """Generators go one at a time, the last first: each hands over what it is at."""
+    surplus = [pod for pod in draft.pods if pod.key not in wanted and pod.role != names.PREPARE]
+    generators = sorted((pod for pod in surplus if pod.role == "generator"), key=lambda pod: pod.worker)
+    for pod in surplus:
+        if pod.role != "generator" or pod.is_deleting or pod.is_finished:
+            draft.remove(pod)
+    if generators and not any(pod.is_deleting for pod in draft.pods if pod.role == "generator"):
+        last = generators[-1]
+        if not last.is_finished:
+            draft.remove(last)
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def _deleting(draft: Draft) -> Plan:
+    """Pods, then streams, then the job itself. Neither a node that is lost nor NATS being away holds it for long."""
+    memory = draft.memory
+    if names.FINALIZER not in draft.job.finalizers:
+        return Plan(status=dict(draft.job.status))
+    runs.take_down(draft, keep_finished=False)
+    left = [pod for pod in draft.pods if not draft.is_lost(pod)]
+    memory.state = "closing" if memory.number and memory.state != "closed" else memory.state
+    if not left:
+        runs.close(draft)
+    to_purge = runs.purge(draft)
+    waited = memory.purge_since is not None and draft.seconds_since(memory.purge_since) >= runs.PURGE_SECONDS
+    is_gone = not left and (not to_purge or waited)
+    if is_gone and to_purge:
+        draft.events.append(
+            Event("Warning", "StreamsLeft", f"NATS could not be asked to remove the streams of {', '.join(to_purge)}")
+        )
+    new, events = status.render(draft)
+    return Plan(
+        status=new, delete=tuple(draft.delete), purge=to_purge, remove_finalizer=is_gone,
+        events=(*events, *draft.events), requeue_seconds=draft.requeue,
+    )  # fmt: skip
+
+
+def _finish(draft: Draft) -> Plan:
+    to_purge = runs.purge(draft)
+    new, events = status.render(draft)
+    if draft.memory.state != "closed":
+        draft.look_again_in(SEEN_AGAIN_SECONDS)
+    return Plan(
+        status=new, apply=tuple(draft.apply), delete=tuple(draft.delete), purge=to_purge,
+        events=(*draft.events, *events), add_finalizer=names.FINALIZER not in draft.job.finalizers,
+        requeue_seconds=draft.requeue,
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""What the operator is told by the chart: one JSON file, and folders of the Secrets it mounts.
+
+Example:
+    >>> images = {"slim": "rlhfspec:slim", "cpu": "rlhfspec:cpu", "cuda": "rlhfspec:cuda"}
+    >>> told = {"release": "rl", "namespace": "rlhf", "images": images, "nats_url": "n", "report_url": "r", "claim": ""}
+    >>> OperatorFile.model_validate(told).namespaces, OperatorFile.model_validate(told).claim
+    (('rlhf',), None)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rlhfspec.errors import InvalidRequest, did_you_mean
+from rlhfspec.operator.observed import Credentials, Images, Settings
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ImageNames(Part):
+    slim: str
+    cpu: str
+    cuda: str
+
+
+class OperatorFile(Part):
+    release: str = Field(description="Prefix of the names of everything of the release, such as of its Lease.")
+    namespace: str = Field(description="Of the release.")
+    scope: Literal["cluster", "namespaced"] = "namespaced"
+    job_namespaces: tuple[str, ...] = Field((), description="Where jobs are looked for; none: the release's own.")
+    images: ImageNames
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    image_pull_secrets: tuple[str, ...] = ()
+    claim: str | None = Field(None, description="PersistentVolumeClaim of a job that names none.")
+    nats_url: str
+    redis_url: str | None = None
+    report_url: str
+    otlp_endpoint: str | None = None
+    resources: dict[str, dict[str, Any]] = Field({}, description="Requests and limits of a role that says none.")
+    shared_memory: str = Field("1Gi", description="Of /dev/shm in every pod.")
+    gpu_resource: str = "nvidia.com/gpu"
+    coscheduler: str = "scheduler-plugins-scheduler"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_none(cls, given: Any) -> Any:
+        """A template writes an empty string for what was not set."""
+        return (
+            {key: value for key, value in given.items() if value not in ("", None)}
+            if isinstance(given, dict)
+            else given
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """InvalidRequest in one line when this is no such file."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise InvalidRequest("--settings", str(path), f"cannot be read: {error.strerror}") from None
+        except ValidationError as error:
+            first, *_ = error.errors(include_url=False, include_input=False)
+            where = ".".join(map(str, first["loc"]))
+            hint = did_you_mean(where, cls.model_fields) if first["type"] == "extra_forbidden" else ""
+            raise InvalidRequest("--settings", str(path), f"{where}: {first['msg']}{hint}") from None
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """Empty: all of the cluster."""
+        return () if self.scope == "cluster" else self.job_namespaces or (self.namespace,)
+
+    def settings(self, credentials: Credentials) -> Settings:
+        """As `reconcile` has them."""
+        images = Images(
+            slim=self.images.slim,
+            cpu=self.images.cpu,
+            cuda=self.images.cuda,
+            pull_policy=self.image_pull_policy,
+            pull_secrets=self.image_pull_secrets,
+        )
+        return Settings(
+            images=images,
+            credentials=credentials,
+            nats_url=self.nats_url,
+            redis_url=self.redis_url,
+            report_url=self.report_url,
+            default_claim=self.claim,
+            otlp_endpoint=self.otlp_endpoint,
+            resources=self.resources,
+            shared_memory=self.shared_memory,
+            gpu_resource=self.gpu_resource,
+            coscheduler=self.coscheduler,
+        )

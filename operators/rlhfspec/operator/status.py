@@ -1,0 +1,173 @@
+"""A job's status as others see it, from what is remembered and what is observed. The same look gives the same status,
+so that nothing is written when nothing happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from rlhfspec.cluster import names
+from rlhfspec.operator.draft import Draft
+from rlhfspec.operator.memory import Memory
+from rlhfspec.operator.objects import run_folder
+from rlhfspec.operator.observed import Said
+from rlhfspec.operator.phases import phase_of
+from rlhfspec.operator.plan import Event
+from rlhfspec.operator.pods import num_gpus
+from rlhfspec.operator.reasons import all_ready, finding
+from rlhfspec.operator.tidy import tidy
+from rlhfspec.operator.times import text_of
+from rlhfspec.operator.wanted import wanted_workers
+
+STEPS = ("step", "totalSteps", "shown", "checkpointStep")
+PROGRESS_SECONDS = 5.0  # so often, at most, what changes all the time is written
+
+
+def render(draft: Draft) -> tuple[dict[str, Any], list[Event]]:
+    """The new status, and what is worth an event since the old one."""
+    old, memory = draft.job.status, draft.memory
+    found, phase = finding(draft), phase_of(draft)
+    said = found or (Said(memory.outcome.reason, memory.outcome.message) if memory.outcome else Said(""))
+    new = {
+        "phase": phase,
+        "observedGeneration": draft.job.generation,
+        "reason": said.reason,
+        "message": said.message,
+        "conditions": _conditions(draft, phase, found),
+        "roles": _roles(draft),
+        "generators": sum(pod.role == "generator" and pod.is_running for pod in draft.pods),
+        "selector": f"{names.JOB}={draft.job.name},{names.ROLE}=generator",
+        "gpus": _gpus(draft),
+        "progress": _progress(draft),
+        "run": _run(draft),
+        "restarts": _restarts(memory),
+        "memory": memory.as_status(),
+    }
+    times = {"startTime": memory.started, "completionTime": memory.completed}
+    new |= {name: text_of(time) for name, time in times.items() if time is not None}
+    new = tidy(new)
+    return new, list(_events(old, new))
+
+
+def is_worth_writing(
+    old: Mapping[str, Any], new: Mapping[str, Any], last_write: datetime | None, now: datetime
+) -> bool:
+    """At once what somebody waits for; what changes all the time only now and then; nothing when nothing changed."""
+    if old == new:
+        return False
+    if _without_gauges(old) != _without_gauges(new):
+        return True
+    return last_write is None or now - last_write >= timedelta(seconds=PROGRESS_SECONDS)
+
+
+def _without_gauges(status: Mapping[str, Any]) -> dict[str, Any]:
+    progress = status.get("progress") or {}
+    return {**status, "progress": {name: progress.get(name) for name in STEPS}}
+
+
+def _run(draft: Draft) -> dict[str, Any]:
+    if not draft.memory.number:
+        return {"number": 0}
+    run: dict[str, Any] = {"number": draft.memory.number, "uid": draft.run_uid, "restartId": draft.memory.restart_id}
+    folder = run_folder(draft) if draft.job.job else (draft.job.status.get("run") or {}).get("folder", "")
+    return run | {"folder": folder}
+
+
+def _restarts(memory: Memory) -> dict[str, Any]:
+    """By worker: since the run began."""
+    by_worker = {name: worker.restarts for name, worker in sorted(memory.workers.items()) if worker.restarts}
+    return {"total": memory.total, "counted": memory.counted, "byWorker": by_worker}
+
+
+def _roles(draft: Draft) -> dict[str, dict[str, int]]:
+    wanted = wanted_workers(draft)
+    roles = dict.fromkeys([*(role for role, _ in wanted), *sorted(p.role for p in draft.pods if p.is_running)])
+    counts = {}
+    for role in roles:
+        pods = [pod for pod in draft.pods if pod.role == role]
+        counts[role] = {
+            "wanted": sum(key[0] == role for key in wanted),
+            "ready": sum(pod.ready and not pod.is_deleting for pod in pods),
+            "failed": sum(pod.phase == "Failed" for pod in pods),
+        }
+    return counts
+
+
+def _gpus(draft: Draft) -> int:
+    return sum(num_gpus(draft, role) for role, _ in wanted_workers(draft))
+
+
+def _progress(draft: Draft) -> dict[str, Any]:
+    report = draft.report
+    old = dict(draft.job.status.get("progress") or {})
+    if report is None:
+        total = draft.spec.training.steps if draft.job.job else 0
+        return {"step": draft.memory.step, "totalSteps": total, "shown": f"{draft.memory.step}/{total}"} | old
+    gauges = {
+        "reward": report.reward, "kl": report.kl, "tokensPerSecond": report.tokens_per_second,
+        "acceptedPerVerification": report.accepted_per_verification, "etaSeconds": report.eta_seconds,
+    }  # fmt: skip
+    new = {
+        "step": max(report.step, old.get("step", 0)),
+        "totalSteps": report.total_steps or draft.spec.training.steps,
+        "checkpointStep": max(report.checkpoint_step, old.get("checkpointStep", 0)),
+    }
+    new["shown"] = f"{new['step']}/{new['totalSteps']}"
+    return new | {name: round(value, 4) for name, value in gauges.items() if value is not None}
+
+
+def _conditions(draft: Draft, phase: str, found: Said | None) -> list[dict[str, Any]]:
+    memory, outcome = draft.memory, draft.memory.outcome
+    is_open = memory.state == "open" and outcome is None
+    ended = Said(outcome.reason, outcome.message) if outcome else Said(phase)
+    is_ready = is_open and memory.prepared and all_ready(draft)
+    now = {
+        "Ready": (is_ready, Said("AllReady" if is_ready else phase)),
+        "Prepared": (memory.prepared, Said("Prepared" if memory.prepared else phase)),
+        "Running": (is_open and memory.running_since is not None, Said(phase)),
+        "Succeeded": (outcome is not None and outcome.type == "Succeeded", ended),
+        "Failed": (outcome is not None and outcome.type == "Failed", ended),
+        "Suspended": (phase == "Suspended", Said(phase)),
+        "Healthy": (found is None, found or Said("AsExpected")),
+    }
+    before = {condition["type"]: condition for condition in draft.job.status.get("conditions") or ()}
+    return [_condition(draft, type_, is_true, said, before.get(type_)) for type_, (is_true, said) in now.items()]
+
+
+def _condition(draft: Draft, type_: str, is_true: bool, said: Said, before: Mapping[str, Any] | None) -> dict[str, Any]:
+    status = "True" if is_true else "False"
+    since = before["lastTransitionTime"] if before is not None and before["status"] == status else None
+    return {
+        "type": type_,
+        "status": status,
+        "reason": said.reason,
+        "message": said.message,
+        "lastTransitionTime": since or text_of(draft.now.replace(microsecond=0)),
+        "observedGeneration": draft.job.generation,
+    }
+
+
+def _events(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
+    was, now = _healthy(old), _healthy(new)
+    if old.get("phase") != new["phase"]:
+        is_bad = new["phase"] == "Failed"
+        message = new["message"] if new["phase"] in ("Failed", "Succeeded") else f"The job is {new['phase']}"
+        yield Event("Warning" if is_bad else "Normal", new["phase"], message or new["phase"])
+    if now["status"] == "False" and now["reason"] != was.get("reason") and new["phase"] != "Failed":
+        yield Event("Warning", now["reason"], now["message"])
+    if old.get("memory") == new.get("memory"):
+        return
+    before, after = Memory.of(old), Memory.of(new)
+    for name, memory in after.workers.items():
+        if memory.pod != before.of_worker(name).pod:
+            yield Event("Warning", "WorkerEnded", f"{name}: {memory.reason}: {memory.message}"[:1000])
+    if before.generators != after.generators and before.number == after.number:
+        yield Event("Normal", "Scaled", f"{before.generators} -> {after.generators} generators")
+
+
+def _healthy(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "Healthy":
+            return condition  # type: ignore[no-any-return]
+    return {}

@@ -1,0 +1,57 @@
+"""The operator's two doors: plain HTTP for probes and Prometheus, and HTTPS for the reports of the jobs' controls."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.operator.metrics import Metrics
+
+CERTIFICATE, KEY = "tls.crt", "tls.key"  # of the Secret RELEASE-operator-tls
+CLOSE_SECONDS = 2.0
+
+
+def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
+    """`/healthz`: the event loop answers; `/readyz`: `problem` says nothing."""
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        return web.Response(text=f"{(said := problem()) or 'ok'}\n", status=503 if said else 200)
+
+    async def counted(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    app = web.Application()
+    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", counted)])
+    return app
+
+
+def tls_of(folder: Path) -> ssl.SSLContext:
+    """To serve with; callers prove themselves by a token."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+    except (OSError, ssl.SSLError) as error:
+        problem = f"cannot be read: {CERTIFICATE} and {KEY} ({error})"
+        raise InvalidRequest("--tls", str(folder), problem) from None
+    return context
+
+
+@asynccontextmanager
+async def served(app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """The port that it listens on."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port, ssl_context=tls)
+        await site.start()
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,1 @@
+"""kubectl-rlhf: what a person asks about a job in a cluster."""

@@ -1,0 +1,144 @@
+"""`kubectl rlhf logs`: the pods' lines of JSON made readable, of one sample over all roles, in the order of time.
+
+Example:
+    >>> said = '{"level": "warning", "message": "slow", "sample": "sums/3/7/1"}'
+    >>> line = parsed(f"2026-01-01T00:00:00.5Z {said}", "reward-0")
+    >>> line.as_text().plain
+    '00:00:00.500  reward-0      warning  slow  [sums/3/7/1]'
+    >>> line.is_about("sums/3/7"), line.is_about("sums/3/70")
+    (True, False)
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from rlhfspec.errors import RLHFSpecError
+from rlhfspec.plugin.control import asked
+from rlhfspec.plugin.pods import name_of, worker_of
+
+if TYPE_CHECKING:
+    from rlhfspec.plugin.cluster import Cluster
+
+LOOK_SECONDS = 2.0  # for pods that were made since
+_COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Line:
+    """`time`: the kubelet's, which every line has, so that lines of all pods have an order."""
+
+    time: str
+    worker: str
+    level: str = ""
+    message: str = ""
+    sample: str = ""
+
+    def is_about(self, sample: str) -> bool:
+        """A line about a prompt is about its samples too, and one about a sample about what it is of."""
+        if not self.sample:
+            return sample in self.message
+        one, other = f"{self.sample}/", f"{sample}/"
+        return one.startswith(other) or other.startswith(one)
+
+    def as_text(self) -> Text:
+        clock = self.time.partition("T")[2].rstrip("Z")
+        seconds, _, fraction = clock.partition(".")
+        text = Text(f"{seconds}.{fraction[:3]:0<3}  {self.worker:<12}  ")
+        text.append(f"{self.level:<7}  {self.message}" if self.level else self.message, style=_COLOURS.get(self.level))
+        return text.append(f"  [{self.sample}]", style="dim") if self.sample else text
+
+
+def parsed(line: str, worker: str) -> Line:
+    """A line that is no JSON (of Python itself, or of a library) is shown as it is."""
+    time, _, text = line.partition(" ")
+    try:
+        said = json.loads(text)
+        level, message = str(said["level"]), str(said["message"])
+    except (ValueError, KeyError, TypeError):
+        return Line(time, worker, message=text.rstrip())
+    error = f": {said['error']}" if said.get("error") else ""
+    return Line(time, worker, level, message + error, str(said.get("sample", "")))
+
+
+def lines(
+    cluster: Cluster,
+    job: str,
+    *,
+    role: str | None = None,
+    sample: str | None = None,
+    tail: int | None = None,
+    trace: Iterable[Line] = (),
+) -> Iterator[Line]:
+    """What is there now, by time. Logs of pods that were deleted went with them."""
+    logs = [_of_pod(cluster, name_of(pod), worker_of(pod), tail) for pod in cluster.pods(job, role) if _has_log(pod)]
+    traced = sorted(line for line in trace if role is None or line.worker.rpartition("-")[0] == role)
+    for line in heapq.merge(*logs, traced):
+        if sample is None or line.is_about(sample):
+            yield line
+
+
+def trace_of(cluster: Cluster, job: str, sample: str) -> tuple[list[Line], str]:
+    """What was done for a sample that went well, of which no log speaks; or why that is not known."""
+    try:
+        return [Line(**each) for each in asked(cluster, job, "--sample", sample)], ""
+    except RLHFSpecError as error:
+        return [], str(error)
+
+
+def followed(cluster: Cluster, job: str, *, role: str | None = None, sample: str | None = None) -> Iterator[Line]:
+    """As they are said, of pods that are made later too, until nobody reads any more."""
+    told: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+    followed_uids: set[str] = set()
+    while True:
+        for pod in cluster.pods(job, role):
+            if _has_log(pod) and pod["metadata"]["uid"] not in followed_uids:
+                followed_uids.add(pod["metadata"]["uid"])
+                words = (cluster, name_of(pod), worker_of(pod), told)
+                threading.Thread(target=_follow, args=words, daemon=True).start()
+        yield from _until_quiet(told, sample)
+
+
+def _until_quiet(told: queue.SimpleQueue[Line | None], sample: str | None) -> Iterator[Line]:
+    while True:
+        try:
+            line = told.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            return
+        if line is None:
+            return
+        if sample is None or line.is_about(sample):
+            yield line
+
+
+def _follow(cluster: Cluster, pod: str, worker: str, told: queue.SimpleQueue[Line | None]) -> None:
+    try:
+        for line in cluster.log(pod, follow=True):
+            told.put(parsed(line, worker))
+    except RLHFSpecError as error:  # the pod went in the meantime
+        told.put(Line("", worker, "warning", str(error)))
+    told.put(None)  # perhaps another takes its place
+
+
+def _of_pod(cluster: Cluster, pod: str, worker: str, tail: int | None) -> Iterator[Line]:
+    last = ""
+    for text in cluster.log(pod, tail=tail):
+        line = parsed(text, worker)
+        last = max(last, line.time)
+        yield Line(last, line.worker, line.level, line.message, line.sample)
+
+
+def _has_log(pod: dict[str, object]) -> bool:
+    status = pod.get("status")
+    assert isinstance(status, dict)
+    return any(
+        (each.get("state") or {}).keys() & {"running", "terminated"} for each in status.get("containerStatuses") or ()
+    )

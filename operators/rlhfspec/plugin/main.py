@@ -1,0 +1,208 @@
+"""`kubectl rlhf`: what a person asks about a job in a cluster.
+
+Every command takes -n, --context and --kubeconfig as kubectl does. Errors are one line: exit code 2 for what was asked
+wrongly, 1 for what the cluster said.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhfspec.errors import InvalidRequest, RLHFSpecError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlhfspec.plugin.cluster import Cluster
+
+app = typer.Typer(
+    name="kubectl rlhf", help="RLHFJobs: what they do, and why not.", no_args_is_help=True, add_completion=False
+)
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.", show_default=False)]
+Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Else the one of the context.")]
+Context = Annotated[str | None, typer.Option("--context", help="Of the kubeconfig; else its current one.")]
+Kubeconfig = Annotated[str | None, typer.Option("--kubeconfig", help="Else $KUBECONFIG, or the one in ~/.kube.")]
+Role = Annotated[str | None, typer.Option("--role", help="Only this role, such as generator.")]
+
+
+@app.command()
+def status(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Else all jobs.", show_default=False)] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """A job as a tree: phase, progress, roles, pods with their nodes, conditions."""
+    from rlhfspec.plugin.status import tree_of
+
+    with _cluster(namespace, context, kubeconfig) as cluster:
+        jobs = [cluster.job(job)] if job else cluster.jobs()
+        if not jobs:
+            typer.echo(f"no jobs in namespace {cluster.namespace}")
+        for each in jobs:
+            _console().print(tree_of(each, cluster.pods(each["metadata"]["name"])))
+
+
+@app.command()
+def logs(
+    job: Job,
+    role: Role = None,
+    sample: Annotated[str | None, typer.Option("--sample", help="Only what is about this sample, in any role.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on, until Ctrl-C.")] = False,
+    tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last lines of each pod.")] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """What the pods of a job said, of all roles, in the order of time."""
+    from rlhfspec.plugin.logs import followed, lines, trace_of
+
+    with _cluster(namespace, context, kubeconfig) as cluster:
+        cluster.job(job)
+        trace, no_trace = trace_of(cluster, job, sample) if sample and not follow else ([], "")
+        said = (
+            followed(cluster, job, role=role, sample=sample)
+            if follow
+            else lines(cluster, job, role=role, sample=sample, tail=tail, trace=trace)
+        )
+        console, is_silent = _console(), True
+        for line in said:
+            console.print(line.as_text(), soft_wrap=True)
+            is_silent = False
+        if is_silent and no_trace:
+            raise InvalidRequest("--sample", sample, f"no log speaks of it, and there is no trace: {no_trace}")
+
+
+@app.command()
+def why(job: Job, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
+    """Why a job is pending, stalled or failed: the reason, and the evidence."""
+    from rlhfspec.plugin.why import explanation
+
+    with _cluster(namespace, context, kubeconfig) as cluster:
+        for line in explanation(cluster, cluster.job(job)):
+            typer.echo(line)
+
+
+@app.command()
+def drain(
+    job: Job,
+    worker: Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Such as generator-1.")] = None,
+    node: Annotated[str | None, typer.Option("--node", help="Every pod of the job on this node.")] = None,
+    timeout_seconds: Annotated[float, typer.Option("--timeout-seconds", min=1, help="To wait for them.")] = 180.0,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Move a worker elsewhere: it hands its sequences over and leaves; the operator starts it where there is room."""
+    from rlhfspec.plugin.changes import drain as drain_pods
+    from rlhfspec.plugin.changes import to_drain
+
+    with _cluster(namespace, context, kubeconfig) as cluster:
+        for line in drain_pods(cluster, to_drain(cluster, job, worker, node), timeout_seconds=timeout_seconds):
+            typer.echo(line)
+
+
+@app.command()
+def suspend(job: Job, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
+    """End after a checkpoint, and free everything."""
+    _suspend(job, True, namespace, context, kubeconfig)
+
+
+@app.command()
+def resume(job: Job, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
+    """Go on from the checkpoint."""
+    _suspend(job, False, namespace, context, kubeconfig)
+
+
+@app.command()
+def top(
+    job: Job,
+    watch: Annotated[bool, typer.Option("--watch", help="Again every two seconds, until Ctrl-C.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Every worker now: what it does; generators with tokens/s, load and strategy."""
+    from rlhfspec.plugin.control import asked
+    from rlhfspec.plugin.top import table_of
+
+    with _cluster(namespace, context, kubeconfig) as cluster:
+        while True:
+            _console().print(table_of(asked(cluster, job, "--json"), cluster.pods(job)))
+            if not watch:
+                return
+            time.sleep(2.0)
+
+
+@app.command()
+def view(job: Job, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
+    """The live view, as on a laptop; Ctrl-C ends the view alone."""
+    from rlhfspec.plugin.control import view_command
+
+    with _cluster(namespace, context, kubeconfig) as cluster:
+        command = view_command(cluster, job)
+        sys.stdout.flush()
+        os.execv(command[0], command)
+
+
+@app.command("get-run")
+def get_run(
+    job: Job,
+    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Else out/JOB.", show_default=False)] = None,
+    claim: Annotated[str | None, typer.Option("--claim", help="Where the folder lies, when no pod is left.")] = None,
+    image: Annotated[str | None, typer.Option("--image", help="With tar, when no pod is left.")] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Copy the run's folder here: steps, samples, checkpoints, the exported policy."""
+    from rlhfspec.plugin.run_folder import fetch
+
+    with _cluster(namespace, context, kubeconfig) as cluster:
+        folder = folder or Path("out") / job
+        num_files = fetch(cluster, job, folder, claim=claim, image=image)
+        typer.echo(f"{num_files} files in {folder}")
+
+
+def main() -> None:
+    app()
+
+
+def _suspend(job: str, is_on: bool, namespace: str | None, context: str | None, kubeconfig: str | None) -> None:
+    from rlhfspec.plugin.changes import suspend as change
+
+    with _cluster(namespace, context, kubeconfig) as cluster:
+        typer.echo(change(cluster, job, is_on=is_on))
+
+
+@contextmanager
+def _cluster(namespace: str | None, context: str | None, kubeconfig: str | None) -> Iterator[Cluster]:
+    from rlhfspec.plugin.cluster import Cluster, Where
+
+    try:
+        yield Cluster(Where(namespace, context, kubeconfig))
+    except RLHFSpecError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2 if isinstance(error, InvalidRequest) else 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _console() -> Console:
+    """The terminal as it is; where there is none, wide enough for every line."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+if __name__ == "__main__":
+    main()

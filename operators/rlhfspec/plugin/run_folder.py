@@ -1,0 +1,151 @@
+"""`kubectl rlhf get-run`: copies a run's folder here, through a pod of the job, or a short-lived one when none runs."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rlhfspec.cluster.names import STORAGE
+from rlhfspec.errors import ClusterUnavailable, InvalidRequest
+from rlhfspec.plugin.cluster import CONTAINER
+from rlhfspec.plugin.pods import is_running, name_of, state_of
+
+if TYPE_CHECKING:
+    from rlhfspec.plugin.cluster import Cluster
+
+Json = dict[str, Any]
+HELPER_SECONDS = 3600  # it ends by itself, should nobody remove it
+START_SECONDS = 120.0
+USER = 65532  # as the job's own pods
+
+
+def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image: str | None) -> int:
+    """How many files were copied into the folder, which must be empty or not there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidRequest("DIR", str(folder), "is there already and not empty")
+    found = cluster.job(job)
+    remote = ((found.get("status") or {}).get("run") or {}).get("folder")
+    if not remote:
+        raise InvalidRequest("JOB", job, "it has not begun: there is no run folder yet")
+    pods = cluster.pods(job)
+    running = next((pod for pod in pods if is_running(pod) and _claim_of(pod)), None)
+    if running is not None:
+        return _copy(cluster, name_of(running), remote, folder)
+    with _helper(cluster, found, pods, claim, image) as pod:
+        return _copy(cluster, pod, remote, folder)
+
+
+def _copy(cluster: Cluster, pod: str, remote: str, folder: Path) -> int:
+    command = cluster.kubectl("exec", pod, "-c", CONTAINER, "--", "tar", "-C", remote, "-cf", "-", ".")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as copying:
+        assert copying.stdout is not None
+        assert copying.stderr is not None
+        try:
+            num_files = _unpack(copying.stdout, folder)
+        except tarfile.TarError:
+            num_files = 0  # kubectl says why
+        said = [line for line in copying.stderr.read().decode(errors="replace").splitlines() if line]
+    # tar ends with 1 when a file changed while it was read: a run that goes on appends to its files.
+    has_failed = copying.returncode > 1 or (copying.returncode and not any("file changed" in line for line in said))
+    if has_failed or not num_files:
+        raise ClusterUnavailable(f"{remote} of {pod}", next(iter(said), "nothing came"))
+    return num_files
+
+
+def _unpack(stream: IO[bytes], folder: Path) -> int:
+    num_files = 0
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        folder.mkdir(parents=True, exist_ok=True)
+        for member in archive:
+            archive.extract(member, folder, filter="data")
+            num_files += member.isfile()
+    return num_files
+
+
+@contextmanager
+def _helper(cluster: Cluster, job: Json, pods: list[Json], claim: str | None, image: str | None) -> Iterator[str]:
+    claim = claim or (job["spec"].get("storage") or {}).get("claim") or _first(_claim_of, pods)
+    image = image or _first(_image_of, pods)
+    if not claim:
+        raise InvalidRequest("--claim", None, "no pod of the job is left that says which claim holds the folder")
+    if not image:
+        raise InvalidRequest("--image", None, "no pod of the job is left to take the image of; any with tar will do")
+    name = f"{name_of(job)}-get-run-{secrets.token_hex(2)}"
+    cluster.create_pod(helper_pod(name, cluster.namespace, claim, image))
+    try:
+        _wait_until_running(cluster, name)
+        yield name
+    finally:
+        cluster.delete_pod(name)
+
+
+def helper_pod(name: str, namespace: str, claim: str, image: str) -> Json:
+    """What *restricted* pod security admits; it only reads."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "labels": {"app.kubernetes.io/managed-by": "kubectl-rlhf"},
+        },
+        "spec": {
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": HELPER_SECONDS,
+            "terminationGracePeriodSeconds": 0,
+            "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": CONTAINER,
+                    "image": image,
+                    "command": ["sleep", str(HELPER_SECONDS)],
+                    "resources": {"requests": {"cpu": "50m", "memory": "32Mi"}, "limits": {"memory": "64Mi"}},
+                    "volumeMounts": [{"name": "storage", "mountPath": str(STORAGE), "readOnly": True}],
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+                        "capabilities": {"drop": ["ALL"]},
+                    },
+                }
+            ],
+            "volumes": [{"name": "storage", "persistentVolumeClaim": {"claimName": claim}}],
+        },
+    }  # fmt: skip
+
+
+def _wait_until_running(cluster: Cluster, name: str) -> None:
+    began = time.monotonic()
+    while True:
+        pod = cluster.pod(name)
+        if pod is not None and is_running(pod):
+            return
+        state = state_of(pod) if pod is not None else None
+        if time.monotonic() - began > START_SECONDS:
+            why = f"{state.word} {state.detail}" if state else "it is gone"
+            raise ClusterUnavailable(f"a start of {name}", f"not running after {START_SECONDS:g} s: {why}")
+        time.sleep(0.5)
+
+
+def _first(of: Callable[[Json], str | None], pods: list[Json]) -> str | None:
+    return next((found for found in map(of, pods) if found), None)
+
+
+def _claim_of(pod: Json) -> str | None:
+    volumes = pod["spec"].get("volumes") or ()
+    return next(
+        (each["persistentVolumeClaim"]["claimName"] for each in volumes if "persistentVolumeClaim" in each), None
+    )
+
+
+def _image_of(pod: Json) -> str | None:
+    containers = pod["spec"]["containers"]
+    return next((each["image"] for each in containers if each["name"] == CONTAINER), None)

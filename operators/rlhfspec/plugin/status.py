@@ -1,0 +1,93 @@
+"""`kubectl rlhf status`: a job as a tree of roles and pods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.text import Text
+from rich.tree import Tree
+
+from rlhfspec.plugin.pods import age, condition_of, duration, name_of, node_of, role_of, state_of, worker_of
+
+Json = dict[str, Any]
+_COLOURS = {
+    "Running": "green", "Succeeded": "green", "Failed": "red", "Suspended": "yellow", "Suspending": "yellow",
+}  # fmt: skip
+
+
+def tree_of(job: Json, pods: list[Json]) -> Tree:
+    status = job.get("status") or {}
+    tree = Tree(_head(job, status))
+    for line in _progress(status):
+        tree.add(Text(line))
+    healthy = condition_of(job, "Healthy")
+    if healthy.get("status") == "False":
+        tree.add(Text(f"{healthy['reason']}: {healthy.get('message', '')}", style="red"))
+    for role in dict.fromkeys([*(status.get("roles") or {}), *map(role_of, pods)]):
+        branch = tree.add(_role(role, (status.get("roles") or {}).get(role, {})))
+        for pod in pods:
+            if role_of(pod) == role:
+                branch.add(_pod(pod, status))
+    conditions = tree.add("conditions")
+    for condition in status.get("conditions") or ():
+        if condition["status"] == "True" or condition["type"] == "Healthy":  # one that is not yet so says nothing new
+            conditions.add(_condition(condition))
+    return tree
+
+
+def _head(job: Json, status: Json) -> Text:
+    phase = status.get("phase", "not seen by an operator yet")
+    text = Text(name_of(job), style="bold")
+    text.append(f"  {phase}", style=_COLOURS.get(phase, "cyan"))
+    if job["spec"].get("suspend"):
+        text.append("  suspend: true", style="yellow")
+    return text.append(f"  {age(job['metadata'].get('creationTimestamp'))} old", style="dim")
+
+
+def _progress(status: Json) -> list[str]:
+    progress, run = status.get("progress") or {}, status.get("run") or {}
+    lines = []
+    if progress:
+        numbers = {
+            "reward": _number(progress.get("reward"), "{:.3f}"), "KL": _number(progress.get("kl"), "{:.4f}"),
+            "tokens/s": _number(progress.get("tokensPerSecond"), "{:.0f}"),
+            "accepted": _number(progress.get("acceptedPerVerification"), "{:.2f}"),
+        }  # fmt: skip
+        told = [f"{name} {number}" for name, number in numbers.items() if number]
+        eta = progress.get("etaSeconds")
+        told += [f"about {duration(eta)} left"] if eta else []
+        lines.append(f"step {progress.get('shown', '?')}" + (f"  {', '.join(told)}" if told else ""))
+    if run.get("number"):
+        restarts = (status.get("restarts") or {}).get("total", 0)
+        again = f", {restarts} restarts" if restarts else ""
+        lines.append(f"run {run['number']} in {run.get('folder', '?')}{again}")
+    return lines
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _role(role: str, counts: Json) -> Text:
+    text = Text(role, style="bold")
+    if counts:
+        ready, wanted = counts.get("ready", 0), counts.get("wanted", 0)
+        text.append(f"  {ready}/{wanted} ready", style="green" if ready == wanted else "yellow")
+    return text
+
+
+def _pod(pod: Json, status: Json) -> Text:
+    state = state_of(pod)
+    text = Text(name_of(pod))
+    text.append(f"  {state.word}", style="green" if state.is_well else "red")
+    text.append(f"  {node_of(pod) or 'no node'}  {age(pod['metadata'].get('creationTimestamp'))}", style="dim")
+    restarts = ((status.get("restarts") or {}).get("byWorker") or {}).get(worker_of(pod), 0)
+    if restarts:
+        text.append(f"  {restarts} restarts", style="yellow")
+    return text.append(f"  {state.detail}") if state.detail else text
+
+
+def _condition(condition: Json) -> Text:
+    text = Text(f"{condition['type']}={condition['status']}")
+    text.append(f"  {condition.get('reason', '')}  {age(condition.get('lastTransitionTime'))}", style="dim")
+    return text

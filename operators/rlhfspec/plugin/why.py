@@ -1,0 +1,90 @@
+"""`kubectl rlhf why`: what a job waits for, or failed of: the classified reason, and the evidence for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rlhfspec.errors import ClusterUnavailable
+from rlhfspec.plugin.logs import parsed
+from rlhfspec.plugin.pods import age, condition_of, name_of, state_of, worker_of
+
+if TYPE_CHECKING:
+    from rlhfspec.plugin.cluster import Cluster
+
+Json = dict[str, Any]
+MOST_PODS, MOST_EVENTS, LOG_LINES = 4, 6, 6
+_OVER = ("Ready", "Completed", "Terminating")
+
+
+def explanation(cluster: Cluster, job: Json) -> Iterator[str]:
+    """Lines: the answer first, then what speaks for it."""
+    status, name = job.get("status") or {}, name_of(job)
+    pods = cluster.pods(name)
+    yield from _answer(job, status)
+    unwell = [pod for pod in pods if not state_of(pod).is_well]
+    for pod in unwell[:MOST_PODS]:
+        state = state_of(pod)
+        yield f"pod {name_of(pod)}: {state.word}" + (f": {state.detail}" if state.detail else "")
+    if len(unwell) > MOST_PODS:
+        yield f"and {len(unwell) - MOST_PODS} more pods like these"
+    # A pod that is ready, or was, has got over what it was warned of.
+    yield from _events(cluster, {name, *(name_of(pod) for pod in pods if state_of(pod).word not in _OVER)})
+    for pod in (unwell or _named_in(status, pods))[:MOST_PODS]:
+        yield from _log(cluster, pod)
+
+
+def _answer(job: Json, status: Json) -> Iterator[str]:
+    name, phase = name_of(job), status.get("phase")
+    if phase is None:
+        yield f"{name}: no operator has looked at it yet: is one running, and does it watch this namespace?"
+        return
+    healthy = condition_of(job, "Healthy")
+    reason, message = status.get("reason"), status.get("message")
+    if healthy.get("status") == "False":
+        reason, message = healthy.get("reason"), healthy.get("message")
+    since = f" (since {age(healthy.get('lastTransitionTime'))})" if healthy.get("status") == "False" else ""
+    shown = f"step {status['progress'].get('shown', '?')}" if status.get("progress") else "no step yet"
+    if reason and phase != "Succeeded":
+        yield f"{name} is {phase}: {reason}{since}: {message}"
+    else:
+        suspended = " as spec.suspend says; `kubectl rlhf resume` goes on" if phase == "Suspended" else ""
+        yield f"{name} is {phase}{suspended}, {shown}; nothing speaks against it"
+    waiting = [f"{role} {counts.get('ready', 0)}/{counts.get('wanted', 0)}" for role, counts in _waited_for(status)]
+    if waiting and phase not in ("Succeeded", "Failed", "Suspended"):
+        yield f"not ready yet: {', '.join(waiting)}"
+
+
+def _waited_for(status: Json) -> list[tuple[str, Json]]:
+    roles = (status.get("roles") or {}).items()
+    return [(role, counts) for role, counts in roles if counts.get("ready", 0) < counts.get("wanted", 0)]
+
+
+def _events(cluster: Cluster, about: set[str]) -> Iterator[str]:
+    seen = set[tuple[str, ...]]()
+    for event in reversed(cluster.warnings(about)):
+        told = (
+            event["involvedObject"]["name"],
+            str(event.get("reason")),
+            " ".join(str(event.get("message", "")).split()),
+        )
+        if told not in seen and len(seen) < MOST_EVENTS:
+            seen.add(told)
+            when = event.get("lastTimestamp") or event.get("eventTime")
+            yield f"event {age(when)} ago, {told[0]}: {told[1]}: {told[2][:400]}"
+
+
+def _named_in(status: Json, pods: list[Json]) -> list[Json]:
+    message = str(status.get("message", ""))
+    return [pod for pod in pods if name_of(pod) in message or worker_of(pod) in message]
+
+
+def _log(cluster: Cluster, pod: Json) -> Iterator[str]:
+    """What it said last; a pod that never ran has said nothing."""
+    try:
+        said = list(cluster.log(name_of(pod), tail=LOG_LINES))
+    except ClusterUnavailable:
+        return
+    if said:
+        yield f"log of {name_of(pod)}:"
+        yield from (f"  {parsed(line, worker_of(pod)).as_text().plain}" for line in said)

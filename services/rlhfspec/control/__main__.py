@@ -1,0 +1,42 @@
+"""`python -m rlhfspec.control --connections FILE`: opens a run, looks on, reports to the operator (docs/control.md).
+
+It leaves when it is asked to (SIGTERM), and not before. It holds no work: killed and started again at any moment, it
+knows what it has to within seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rlhfspec.cluster.names import TOKEN_FILE
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhfspec.control",
+        description="Opens a run on the broker, looks on, and reports to the operator. SIGTERM asks it to leave. Exit "
+        "codes: 0 left, 75 a server cannot be reached, 78 the same will happen again, 1 any other error.",
+    )
+    parser.add_argument("--connections", type=Path, required=True, metavar="FILE", help="connections.json")
+    parser.add_argument(
+        "--token", type=Path, default=Path(TOKEN_FILE), metavar="FILE", help=f"for reports [default: {TOKEN_FILE}]"
+    )
+    arguments = parser.parse_args()
+    from rlhfspec.service.connections import Connections
+    from rlhfspec.service.last_words import Ending
+    from rlhfspec.service.logs import configure
+
+    with configure(job="", run="", stage="control", worker=0), Ending() as ending:
+        from rlhfspec.control.run import Control
+
+        connections = Connections.read(arguments.connections)
+        job = connections.job()
+        with configure(job=job.metadata.name, run=connections.uid, stage="control", worker=0):
+            Control(connections, job, arguments.token).run()
+            ending.said = "left: it was asked to"
+    return ending.code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

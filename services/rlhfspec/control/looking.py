@@ -1,0 +1,149 @@
+"""Hears what the workers of a run say, and asks the broker whether it is there."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rich.console import Console
+
+from rlhfspec.control.knowledge import Knowledge
+from rlhfspec.errors import InvalidRequest, MalformedRecord, StorageError
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.service.base import Service
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.dead_letters import undeliverable
+from rlhfspec.service.vitals import Vitals
+from rlhfspec.telemetry.metrics import StepMetrics
+from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.telemetry.view import View
+from rlhfspec.transport.base import Subscription
+from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.wire.codec import decode
+
+LOOK_SECONDS = 0.1
+FOLDER_SECONDS = 1.0  # between two looks at which checkpoints there are
+FOLDER_DEADLINE_SECONDS = 600.0  # a storage that hangs is no reason to end
+ASK_SECONDS, ANSWER_SECONDS = 1.0, 2.0
+_STEP = re.compile(r"step-(\d+)")
+log = logging.getLogger("rlhfspec.service")
+
+
+class Looking(Service):
+    """consumes: Heartbeat, WorkerInfo, Load, Plan, StepReport, DatasetInfo, dead letters; produces: nothing; waits for:
+    something said; unblocked by: every stage."""
+
+    def __init__(self, vitals: Vitals, bus: Bus, knowledge: Knowledge, folder: RunFolder) -> None:
+        super().__init__("control", 0, vitals)
+        self._bus, self._knowledge, self._folder = bus, knowledge, folder
+        self._folder_at = vitals.clock.now()
+        self._clock = vitals.clock
+
+    async def run(self) -> None:
+        view, knowledge = self._bus.of("view"), self._knowledge
+        heard: list[tuple[Any, Callable[[Any], None]]] = [
+            (await view.subscribe(WorkerInfo), knowledge.ready),
+            (await view.subscribe(Heartbeat), knowledge.heard),
+            (await view.subscribe(Load), knowledge.loaded),
+            (await view.subscribe(Plan), knowledge.planned),
+            (await view.subscribe(StepReport), knowledge.stepped),
+        ]
+        letters = await self._bus.dead_letters()
+        infos = await self._bus.transport.watch(self._bus.subject(DatasetInfo))
+        while not self.stopping.is_set():
+            for inbox, take in heard:
+                for delivery in await inbox.pull(max_records=1024, timeout_seconds=0.0):
+                    _take(take, delivery.record)
+            await self._hear_letters(letters)
+            await self._hear_infos(infos)
+            await self._look_at_folder()
+            await self.pause("something said", LOOK_SECONDS)
+
+    async def _hear_letters(self, letters: Subscription) -> None:
+        for message in await letters.pull(64, 0.0):
+            if (problem := undeliverable(self._bus, message)) is not None:
+                self._knowledge.could_not_be_handled(str(problem))
+
+    async def _hear_infos(self, infos: Subscription) -> None:
+        for message in await infos.pull(8, 0.0):
+            try:
+                info = decode(message.data)
+            except MalformedRecord as error:
+                log.warning("no dataset's info: %s", error)
+                continue
+            if isinstance(info, DatasetInfo):
+                self._knowledge.read(info)
+
+    async def _look_at_folder(self) -> None:
+        now = self._clock.now()
+        if now - self._folder_at >= FOLDER_SECONDS:
+            self._folder_at = now
+            with self.vitals.working("looking for checkpoints", deadline_seconds=FOLDER_DEADLINE_SECONDS):
+                self._knowledge.kept(await self.in_thread(last_checkpoint, self._folder))
+
+
+def _take(take: Callable[[Any], None], record: Any) -> None:
+    """Signals of a program of another version are left aside, and end nothing."""
+    try:
+        take(record)
+    except InvalidRequest as error:
+        log.warning("left aside: %s", error)
+
+
+def steps_of(folder: RunFolder) -> list[StepMetrics]:
+    """What is known of a run before anybody says anything; nothing where it cannot be read."""
+    try:
+        return folder.steps()
+    except (OSError, InvalidRequest, StorageError) as error:
+        log.warning("%s cannot be read: %s", folder.steps_file, error)
+        return []
+
+
+def last_checkpoint(folder: RunFolder) -> int:
+    """Whole ones alone: what is being written has another name."""
+    try:
+        names = [entry.name for entry in folder.checkpoints.iterdir()]
+    except OSError:
+        return 0
+    return max((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), default=0)
+
+
+def view_of(job: RLHFJob, console: Console, *, shown: bool) -> View:
+    """Whatever the job says of its view: that is for one machine."""
+    observability = job.spec.observability.model_copy(update={"view": "auto" if shown else "off"})
+    spec = job.spec.model_copy(update={"observability": observability})
+    return View(job.model_copy(update={"spec": spec}), console, on_interrupt="end this view; the job goes on")
+
+
+class BrokerWatch(Service):
+    """consumes, produces: nothing; waits for: its next question; unblocked by: time. It declares anew what a broker may
+    have lost while it was away."""
+
+    def __init__(
+        self,
+        vitals: Vitals,
+        transport: NatsTransport,
+        bus: Bus,
+        knowledge: Knowledge,
+        again: Callable[[], Awaitable[None]],
+    ) -> None:
+        super().__init__("broker", 0, vitals)
+        self._transport, self._subject, self._knowledge = transport, bus.subject(Heartbeat), knowledge
+        self._again = again
+
+    async def run(self) -> None:
+        was_away = False
+        while not self.stopping.is_set():
+            if await self._transport.answers(self._subject, ANSWER_SECONDS):
+                self._knowledge.broker_answered()
+                if was_away:
+                    log.info("the broker answers again")
+                    await self._again()
+                was_away = False
+            elif not was_away:
+                was_away = True
+                log.warning("the broker does not answer")
+            await self.pause("its next question to the broker", ASK_SECONDS)

@@ -1,0 +1,88 @@
+"""Tells the operator how the run goes, and bears it when nobody listens."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+from rlhfspec.cluster.report import AT_LEAST_SECONDS, Report
+from rlhfspec.control.endpoint import NotTaken
+from rlhfspec.control.report import news
+from rlhfspec.service.base import Service
+from rlhfspec.service.vitals import Vitals
+from rlhfspec.transport.clock import Clock
+
+LOOK_SECONDS = 0.25
+AT_MOST_EVERY_SECONDS = 1.0
+LONGEST_WAIT_SECONDS = 10.0  # before a report that was not taken is tried again
+DEADLINE_SECONDS = 60.0
+log = logging.getLogger("rlhfspec.service")
+
+
+class Turn:
+    """When a report is due: pure but for its draws.
+
+    >>> turn, quiet = Turn(random.Random(0)), Report(run="3f2a")
+    >>> turn.is_due(quiet, now=0.0)
+    True
+    >>> turn.was_taken(quiet, now=0.0)
+    >>> step = quiet.model_copy(update={"step": 1})
+    >>> turn.is_due(quiet, now=5.0), turn.is_due(step, now=0.5), turn.is_due(step, now=1.0), turn.is_due(quiet, 20.0)
+    (False, False, True, True)
+    """
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._told: tuple[object, ...] | None = None
+        self._not_before = self._at_latest = -float("inf")
+        self._num_failures = 0
+
+    def is_due(self, report: Report, now: float) -> bool:
+        return now >= self._not_before and (now >= self._at_latest or news(report) != self._told)
+
+    def was_taken(self, report: Report, now: float) -> None:
+        self._told, self._num_failures = news(report), 0
+        self._not_before, self._at_latest = now + AT_MOST_EVERY_SECONDS, now + AT_LEAST_SECONDS
+
+    def was_not_taken(self, now: float) -> bool:
+        """Whether that is news. Many jobs lose their operator at the same moment, and come back one by one."""
+        self._num_failures += 1
+        wait = min(AT_MOST_EVERY_SECONDS * 2.0 ** min(self._num_failures - 1, 10), LONGEST_WAIT_SECONDS)
+        self._not_before = self._at_latest = now + wait * self._draw.uniform(0.5, 1.0)
+        return self._num_failures == 1
+
+
+class Reporter(Service):
+    """consumes: what control knows; produces: reports, over HTTPS; waits for: something to report; unblocked by: every
+    stage, and time."""
+
+    def __init__(
+        self, vitals: Vitals, look: Callable[[], Report], post: Callable[[bytes], None], draw: random.Random
+    ) -> None:
+        super().__init__("reporter", 0, vitals)
+        self._clock: Clock = vitals.clock
+        self._look, self._post = look, post
+        self._turn = Turn(draw)
+        self._is_away = False
+
+    async def run(self) -> None:
+        while not self.stopping.is_set():
+            report = self._look()
+            if self._turn.is_due(report, self._clock.now()):
+                await self._tell(report)
+            await self.pause("something to report", LOOK_SECONDS)
+
+    async def _tell(self, report: Report) -> None:
+        try:
+            with self.vitals.working("a report to the operator", deadline_seconds=DEADLINE_SECONDS):
+                await self.in_thread(self._post, report.model_dump_json(exclude_defaults=True).encode())
+        except NotTaken as error:
+            if self._turn.was_not_taken(self._clock.now()):
+                log.warning("the operator does not take reports: %s; the run goes on without", error)
+            self._is_away = True
+            return
+        self._turn.was_taken(report, self._clock.now())
+        if self._is_away:
+            self._is_away = False
+            log.info("the operator takes reports again")

@@ -1,0 +1,156 @@
+"""Control of one run: opens its subjects, looks on, keeps the live view's window, and reports to the operator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+from pathlib import Path
+
+from rich.console import Console
+
+from rlhfspec.awake_clock import AwakeClock
+from rlhfspec.control.endpoint import Endpoint
+from rlhfspec.control.knowledge import Knowledge, lines_of
+from rlhfspec.control.looking import BrokerWatch, Looking, steps_of, view_of
+from rlhfspec.control.reporting import Reporter
+from rlhfspec.errors import TransportUnavailable
+from rlhfspec.job import RLHFJob
+from rlhfspec.loop import workers_of
+from rlhfspec.service.base import Service
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.connecting import connect
+from rlhfspec.service.connections import Connections
+from rlhfspec.service.health import BEAT_SECONDS, LOOPBACK, Health
+from rlhfspec.service.last_words import IN_A_POD
+from rlhfspec.service.live import MOST_STEPS, LiveBeats, LiveState, RecentLines
+from rlhfspec.service.logs import without_secrets
+from rlhfspec.service.rights import CONTROL
+from rlhfspec.service.supervisor import Supervisor
+from rlhfspec.service.tasks import together
+from rlhfspec.service.vitals import Vitals
+from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.telemetry.watch import WatchService
+from rlhfspec.transport.nats import NatsTransport
+
+RETRY_SECONDS = 1.0
+MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job
+GRACE_SECONDS = 5.0
+log = logging.getLogger("rlhfspec.service")
+
+
+class Control:
+    """`run` returns when it is asked to leave, and not before."""
+
+    def __init__(self, connections: Connections, job: RLHFJob, token_file: Path) -> None:
+        self._connections, self._job, self._token_file = connections, job, token_file
+        self._vitals = Vitals(AwakeClock())
+        self._folder = RunFolder(connections.folder)
+        self._recent = RecentLines()
+        self._stop = asyncio.Event()
+        broker = without_secrets(connections.nats_url)
+        self._knowledge = Knowledge(job, connections.uid, broker, self._vitals.clock)
+
+    def run(self) -> None:
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        steps = await asyncio.to_thread(steps_of, self._folder)
+        self._knowledge.found(steps)
+        for line in lines_of(steps[-MOST_STEPS:]):
+            self._recent.step(line)
+        connections = self._connections
+        with Health(
+            CONTROL, 0, self._vitals, connections.credentials,
+            host=os.environ.get(IN_A_POD) or LOOPBACK, http_port=connections.http_port, grpc_port=connections.grpc_port,
+        ) as health:  # fmt: skip
+            beating = asyncio.create_task(_beat(health))
+            services = [_LookingOn(self, health), *self._reporter(), *self._live()]
+            supervisor = Supervisor(self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=())
+            try:
+                await supervisor.run(services, self._stop)
+            finally:
+                beating.cancel()
+
+    def _reporter(self) -> list[Service]:
+        connections = self._connections
+        if connections.report_url is None:
+            return []
+        assert connections.credentials is not None, "an address to report to comes with a CA"
+        endpoint = Endpoint(connections.report_url, connections.credentials / "servers-ca.pem", self._token_file)
+        draw = random.Random(f"{connections.uid}/{os.getpid()}")
+        return [Reporter(self._vitals, self._knowledge.report, endpoint.post, draw)]
+
+    def _live(self) -> list[Service]:
+        connections = self._connections
+        if connections.redis_url is None:
+            return []
+        state = LiveState(connections.redis_url, connections.uid, role=CONTROL, credentials=connections.credentials)
+        return [LiveBeats(state, self._vitals, self._recent.now)]
+
+    # --- with the broker -----------------------------------------------------------------------------------------
+
+    async def look_on(self, service: Service, health: Health) -> None:
+        transport = await self._connected(service)
+        if transport is None:
+            return
+        try:
+            await self._look_on(service, health, transport)
+        finally:
+            await transport.close()
+
+    async def _look_on(self, service: Service, health: Health, transport: NatsTransport) -> None:
+        name, uid, clock = self._job.metadata.name, self._connections.uid, self._vitals.clock
+        bus = Bus(transport, name, uid=uid, workers=workers_of(self._job) | {"view": 1}, clock=clock)
+        asking = BrokerWatch(self._vitals, transport, bus, self._knowledge, bus.declare)
+        watch = WatchService(
+            self._vitals, bus.of("view"), view=view_of(self._job, Console(quiet=True), shown=False), recent=self._recent
+        )
+        looking = Looking(self._vitals, bus, self._knowledge, self._folder)
+
+        async def open_and_look() -> None:
+            with service.vitals.waiting("the broker, to open the run's subjects"):
+                await bus.declare()
+            health.ready()
+            log.info("the run is open")
+            supervisor = Supervisor(self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=())
+            await supervisor.run([looking, watch], service.stopping)
+            await asking.stop()
+
+        await together(asking.run(), open_and_look())
+
+    async def _connected(self, service: Service) -> NatsTransport | None:
+        """However long that takes; None: it was asked to leave meanwhile."""
+        is_told = False
+        while not service.stopping.is_set():
+            try:
+                return await connect(
+                    self._connections, CONTROL, name="control", clock=self._vitals.clock, max_pending=MOST_PENDING
+                )
+            except TransportUnavailable as error:
+                if not is_told:
+                    log.warning("%s; it is tried until it is there", error)
+                is_told = True
+            await service.pause("the broker", RETRY_SECONDS)
+        return None
+
+
+class _LookingOn(Service):
+    """consumes: all that is said; produces: nothing; waits for: the broker; unblocked by: every stage."""
+
+    def __init__(self, control: Control, health: Health) -> None:
+        super().__init__("opening", 0, control._vitals)
+        self._control, self._health = control, health
+
+    async def run(self) -> None:
+        await self._control.look_on(self, self._health)
+
+
+async def _beat(health: Health) -> None:
+    while True:
+        health.beat()
+        await asyncio.sleep(BEAT_SECONDS / 10)

@@ -1,0 +1,174 @@
+"""`python -m rlhfspec.control.show [--json | --view | --sample ID]`: a run as it is now, for `kubectl rlhf`.
+
+Run in control's pod, where the credentials are. `--json`: what every worker does, the generators' loads, the last steps
+and samples, as one JSON document; `--view`: the live view, until Ctrl-C; `--sample`: what was done for it, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhfspec.cluster.names import CONNECTIONS_FILE
+
+if TYPE_CHECKING:
+    from rlhfspec.service.connections import Connections
+    from rlhfspec.service.live import LiveView
+
+SHOW_SECONDS = 0.5
+READ_SECONDS = 60.0  # a terminal that takes nothing for so long is gone
+OF_SAMPLES = ("sample_ids", "num_generated", "num_held")  # of a load: `owned` says whose it has
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m rlhfspec.control.show", description="A run as it is now.")
+    parser.add_argument("--connections", type=Path, default=Path(CONNECTIONS_FILE), metavar="FILE")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="one JSON document (the default)")
+    how.add_argument("--view", action="store_true", help="the live view, until Ctrl-C")
+    how.add_argument("--sample", metavar="ID", help="its trace, as lines of a log")
+    arguments = parser.parse_args()
+    from rlhfspec.errors import RLHFSpecError
+    from rlhfspec.service import exits
+    from rlhfspec.service.connections import Connections
+
+    try:
+        connections = Connections.read(arguments.connections)
+        if arguments.view:
+            asyncio.run(_view(connections))
+        elif arguments.sample:
+            print(json.dumps(trace_lines(connections.folder, arguments.sample), ensure_ascii=False))
+        else:
+            print(json.dumps(document_of(asyncio.run(_look(connections))), ensure_ascii=False))
+    except RLHFSpecError as error:
+        print(error, file=sys.stderr)
+        return exits.code_of(error)
+    return exits.DONE
+
+
+def document_of(view: LiveView) -> dict[str, Any]:
+    """`workers`: by name, with how long ago each spoke; `steps`: lines of steps.jsonl.
+
+    >>> from rlhfspec.service.live import LiveView, Window
+    >>> document_of(LiveView(workers={}, silent_seconds={}, window=Window(steps=('{"step": 1}',))))
+    {'workers': [], 'steps': [{'step': 1}], 'samples': []}
+    """
+    workers = []
+    for name in sorted(view.workers):
+        snapshot = asdict(view.workers[name])
+        state, load = snapshot["state"], snapshot["load"]
+        state["overdue_seconds"] = max(state["overdue_seconds"], 0.0)  # JSON knows no infinity
+        if load is not None:
+            snapshot["load"] = {
+                key: load[key] for key in load if key not in ("sample_ids", "num_generated", "num_held")
+            }
+        workers.append({"name": name, "silent_seconds": view.silent_seconds[name], **snapshot})
+    steps = [json.loads(line) for line in view.window.steps]
+    return {"workers": workers, "steps": steps, "samples": [asdict(sample) for sample in view.window.samples]}
+
+
+def trace_lines(folder: Path, sample: str) -> list[dict[str, str]]:
+    """Raises InvalidRequest where there is no trace of it."""
+    from rlhfspec.telemetry.waterfall import notes, seconds
+    from rlhfspec.tracing.read import life_of
+
+    life = life_of(folder, sample)
+    return [
+        {
+            "time": datetime.fromtimestamp(span.ended, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+            "worker": f"{span.stage}-{span.worker}",
+            "level": "trace",
+            "message": "; ".join([f"{span.name}, {seconds(span.seconds)}", *notes(life, span)]),
+            "sample": life.sample,
+        }
+        for span in life.spans
+    ]
+
+
+async def _look(connections: Connections) -> LiveView:
+    from rlhfspec.errors import InvalidRequest
+    from rlhfspec.service.live import read_live
+    from rlhfspec.service.rights import CONTROL
+
+    if connections.redis_url is None:
+        raise InvalidRequest("redis_url", None, "this run has no Redis, which tells of its processes")
+    return await read_live(connections.redis_url, connections.uid, role=CONTROL, credentials=connections.credentials)
+
+
+async def _view(connections: Connections) -> None:
+    """Another pair of eyes on the bus, beside control's own."""
+    from rich.console import Console
+
+    from rlhfspec.awake_clock import AwakeClock
+    from rlhfspec.control.knowledge import Knowledge
+    from rlhfspec.control.looking import Looking, steps_of, view_of
+    from rlhfspec.loop import workers_of
+    from rlhfspec.service.bus import Bus
+    from rlhfspec.service.connecting import connect
+    from rlhfspec.service.rights import CONTROL
+    from rlhfspec.service.supervisor import Supervisor
+    from rlhfspec.service.tasks import together
+    from rlhfspec.service.vitals import Vitals
+    from rlhfspec.telemetry.run_folder import RunFolder
+    from rlhfspec.telemetry.watch import WatchService
+
+    job, folder, vitals = connections.job(), RunFolder(connections.folder), Vitals(AwakeClock())
+    view, stop = view_of(job, Console(), shown=True), asyncio.Event()
+    view.history(steps_of(folder))
+    knowledge = Knowledge(job, connections.uid, connections.nats_url, vitals.clock)
+    transport = await connect(connections, CONTROL, name="control-view", clock=vitals.clock)
+    bus = Bus(
+        transport, job.metadata.name, uid=connections.uid, workers=workers_of(job) | {"view": 1}, clock=vitals.clock
+    )
+    services = [
+        WatchService(vitals, bus.of("view"), view=view),
+        Looking(vitals, bus, knowledge, folder),
+    ]
+
+    async def show() -> None:
+        while not stop.is_set():
+            view.processes(knowledge.roster.states())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), SHOW_SECONDS)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    supervisor = Supervisor(vitals, stall_seconds=float("inf"), grace_seconds=1.0, final=())
+    try:
+        with view:
+            await together(supervisor.run(services, stop), show(), _end_when_nobody_reads(stop))
+    finally:
+        await transport.close()
+
+
+async def _end_when_nobody_reads(stop: asyncio.Event) -> None:
+    """A client that vanishes does not end what it began in a pod: its terminal is only read no more. Whoever writes to
+    it then is stuck for good, so nothing but the end of the process ends it."""
+    from rlhfspec.service import exits
+
+    read_at = time.monotonic()
+    while not stop.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), SHOW_SECONDS)
+        if select.select([], [sys.stdout], [], 0.0)[1]:
+            read_at = time.monotonic()
+        elif time.monotonic() - read_at > READ_SECONDS:
+            os._exit(exits.DONE)
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:  # while it still imports, too
+        raise SystemExit(128 + signal.SIGINT) from None

@@ -1,0 +1,85 @@
+"""What holds a run up, by what its workers say: pure, and in words that stay the same while it lasts.
+
+Example:
+    >>> reward_failing({("reward", 0): Failing("reward 'judge': the endpoint answered 503", since=10.0)}, now=13.0)
+    [Trouble(reason='RewardFailing', message="reward 0: reward 'judge': the endpoint answered 503")]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhfspec.cluster.report import Trouble
+from rlhfspec.loop import BY_NAME
+from rlhfspec.service.logs import without_secrets
+from rlhfspec.service.roster import SILENT_SECONDS, ProcessState
+from rlhfspec.service.supervisor import is_overdue
+from rlhfspec.service.vitals import WorkerState
+
+LASTING_SECONDS = 2.0  # a call that fails once and then is answered is no trouble
+MOST_CHARACTERS = 1000
+MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """The first that was said, while it fails."""
+
+    what: str
+    since: float
+
+
+def broker_unavailable(url: str, since: str) -> Trouble:
+    """since: a time of the day, as people write it."""
+    return _trouble("BrokerUnavailable", f"{url} has not answered since {since}")
+
+
+def reward_failing(failing: Mapping[tuple[str, int], Failing], now: float) -> list[Trouble]:
+    lasting = {key: each for key, each in failing.items() if now - each.since >= LASTING_SECONDS}
+    told = [f"{stage} {worker}: {lasting[stage, worker].what}" for stage, worker in sorted(lasting)]
+    return [_trouble("RewardFailing", _listed(told))] if told else []
+
+
+def stalled(
+    workers: Sequence[ProcessState], states: Sequence[WorkerState], *, quiet_seconds: float, stall_seconds: float
+) -> list[Trouble]:
+    """Somebody is past the deadline of its work, says nothing, or all wait."""
+    told = [
+        f"{state.stage} {state.worker}: {state.what} takes longer than its deadline of "
+        f"{state.since_seconds - state.overdue_seconds:.0f} s"
+        for state in states
+        if is_overdue(state)
+    ]
+    silent = [state for state in workers if state.doing == "silent"]
+    told += [f"{state.name}: no heartbeat for {SILENT_SECONDS:.0f} s" for state in silent]
+    waiting = [state for state in workers if state.doing == "waiting"]
+    there = [state for state in workers if state.doing != "left"]
+    if waiting and len(waiting) == len(there) and quiet_seconds > stall_seconds:
+        ordered = sorted(waiting, key=lambda state: -state.since_seconds)
+        waits = _listed([f"{state.name} for {state.what}{_from(state)}" for state in ordered])
+        told.append(f"nobody has worked for {stall_seconds:.0f} s; there wait {waits}")
+    return [_trouble("Stalled", _listed(told))] if told else []
+
+
+def undeliverable(letters: Iterable[str]) -> list[Trouble]:
+    return [_trouble("RecordUndeliverable", letter) for letter in letters]
+
+
+def _from(state: ProcessState) -> str:
+    stage = BY_NAME.get(state.stage)
+    return f", from {' or '.join(stage.unblocked_by)}" if stage and stage.unblocked_by else ""
+
+
+def _listed(told: Sequence[str]) -> str:
+    """
+    >>> _listed(["a", "b"]), _listed([str(number) for number in range(10)])
+    ('a; b', '0; 1; 2; 3; 4; 5; 6; 7; and 2 more')
+    """
+    more = [f"and {len(told) - MOST_NAMED} more"] if len(told) > MOST_NAMED else []
+    return "; ".join([*told[:MOST_NAMED], *more])
+
+
+def _trouble(reason: str, message: str) -> Trouble:
+    line = " ".join(without_secrets(message).split())
+    return Trouble.model_validate({"reason": reason, "message": line[:MOST_CHARACTERS]})

@@ -1,0 +1,89 @@
+"""`python -m rlhfspec.dashboard`: the dashboard of a cluster, as its pod runs it. HTTP, or HTTPS with a certificate."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import ssl
+import sys
+from pathlib import Path
+
+from rlhfspec.cluster import names
+from rlhfspec.dashboard.api_server import ApiServer
+from rlhfspec.dashboard.cluster import ClusterSource, Servers
+from rlhfspec.dashboard.review import ClusterAccess
+from rlhfspec.dashboard.server import Dashboard
+from rlhfspec.dashboard.serving import serve
+from rlhfspec.errors import InvalidRequest, RLHFSpecError
+from rlhfspec.service import exits
+
+log = logging.getLogger("rlhfspec.dashboard")
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(_serve(_arguments()))
+    except RLHFSpecError as error:
+        log.error("%s", error)
+        return exits.code_of(error)
+    return exits.DONE
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhfspec.dashboard",
+        description="The web dashboard of a cluster: read-only, and only for whom the API server lets see jobs.",
+    )
+    add = parser.add_argument
+    add("--host", default="", help="address to listen at (default: all)")
+    add("--port", type=int, default=names.DASHBOARD_PORT)
+    add("--namespace", action="append", default=[], metavar="NAME", help="only this one, and others so named")
+    add("--nats-url", metavar="URL", help="tls://HOST:PORT; without it nothing arrives live")
+    add("--redis-url", metavar="URL", help="rediss://HOST:PORT")
+    add("--credentials", type=Path, default=Path(names.CREDENTIALS), metavar="FOLDER")
+    add("--storage", type=Path, metavar="FOLDER", help="where a claim with run folders is mounted")
+    add("--storage-claim", default="", metavar="NAME", help="its name, for jobs that name it; others name none")
+    add("--storage-namespace", default="", metavar="NAME", help="whose claim it is (default: the pod's)")
+    add("--tls-cert", type=Path, metavar="FILE")
+    add("--tls-key", type=Path, metavar="FILE")
+    add("--kubeconfig", type=Path, metavar="FILE", help="where it is no pod")
+    return parser.parse_args()
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    server = await ApiServer.connect(arguments.kubeconfig)
+    servers = Servers(
+        nats_url=arguments.nats_url,
+        redis_url=arguments.redis_url,
+        credentials=arguments.credentials if arguments.credentials.is_dir() else None,
+        storage=arguments.storage,
+        storage_claim=arguments.storage_claim,
+        storage_namespace=arguments.storage_namespace or os.environ.get("POD_NAMESPACE", ""),
+    )
+    source = ClusterSource(server, servers, namespaces=arguments.namespace)
+    await serve(
+        Dashboard(source, ClusterAccess(server)), arguments.host, arguments.port,
+        tls=_tls(arguments.tls_cert, arguments.tls_key),
+        ready=lambda port: log.info("listens at port %d", port),
+    )  # fmt: skip
+
+
+def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise InvalidRequest("--tls-cert", str(certificate), "goes with --tls-key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:
+        raise InvalidRequest("--tls-cert", str(certificate), f"is no certificate with its key: {error}") from None
+    return context
+
+
+if __name__ == "__main__":
+    sys.exit(main())

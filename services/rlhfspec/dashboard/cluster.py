@@ -1,0 +1,203 @@
+"""Jobs as the API server has them. It is asked only while somebody looks, and each list once in a while for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rlhfspec.cluster import names
+from rlhfspec.dashboard.api_server import ApiServer
+from rlhfspec.dashboard.kept import Kept
+from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Place, Pod
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.service.credentials import DASHBOARD
+
+LIST_SECONDS = 2.0
+SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run has somebody to listen to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """Of the release. `storage`: where the claim `storage_claim` of namespace `storage_namespace` is mounted, which
+    jobs without a claim of their own use; None: run folders cannot be read."""
+
+    nats_url: str | None = None
+    redis_url: str | None = None
+    credentials: Path | None = None
+    storage: Path | None = None
+    storage_claim: str = ""
+    storage_namespace: str = ""
+
+
+class ClusterSource:
+    """`namespaces` none: of the whole cluster."""
+
+    def __init__(self, server: ApiServer, servers: Servers, *, namespaces: Sequence[str] = ()) -> None:
+        self._server = server
+        self._servers = servers
+        self._namespaces = tuple(namespaces) or ("",)
+        self._lists: Kept[Sequence[dict[str, Any]]] = Kept(seconds=LIST_SECONDS)
+        self._pods: Kept[tuple[Pod, ...]] = Kept(seconds=LIST_SECONDS)
+
+    async def jobs(self) -> Sequence[JobHead]:
+        return [head_of(job) for job in (await self._all()).values()]
+
+    async def job(self, key: JobKey) -> JobDetail:
+        job = await self._found(key)
+        pods = await self._pods.get(key, lambda: self._pods_of(key))
+        return JobDetail(
+            head=head_of(job),
+            run=str(_at(job, "status", "run").get("uid", "")),
+            conditions=tuple(map(_condition, _list(_at(job, "status").get("conditions")))),
+            pods=pods,
+        )
+
+    async def place(self, key: JobKey) -> Place:
+        job = await self._found(key)
+        return Place(folder=self._folder(key, job), address=self._address(job))
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    async def _all(self) -> Mapping[JobKey, dict[str, Any]]:
+        found: dict[JobKey, dict[str, Any]] = {}
+        for namespace in self._namespaces:
+            for job in await self._lists.get(namespace, lambda namespace=namespace: self._server.jobs(namespace)):  # type: ignore[misc]
+                found[JobKey(job["metadata"]["namespace"], job["metadata"]["name"])] = job
+        return found
+
+    async def _found(self, key: JobKey) -> dict[str, Any]:
+        job = (await self._all()).get(key)
+        if job is None:
+            raise InvalidRequest("job", str(key)[:300], "is not there")
+        return job
+
+    async def _pods_of(self, key: JobKey) -> tuple[Pod, ...]:
+        return tuple(sorted(map(_pod, await self._server.pods(key.namespace, key.name)), key=_in_order))
+
+    def _address(self, job: dict[str, Any]) -> Address | None:
+        status = _at(job, "status")
+        uid = _at(job, "status", "run").get("uid")
+        if not uid or status.get("phase") not in SPEAKING:
+            return None
+        return Address(
+            job=job["metadata"]["name"],
+            uid=str(uid),
+            nats_url=self._servers.nats_url,
+            redis_url=self._servers.redis_url,
+            credentials=self._servers.credentials,
+            role=DASHBOARD,
+        )
+
+    def _folder(self, key: JobKey, job: dict[str, Any]) -> Path | None:
+        """Of a job on the claim that is mounted here, and of no other: a path of another claim would be another job's
+        folder on this one."""
+        storage, claim = self._servers.storage, _at(job, "spec", "storage").get("claim")
+        if storage is None or key.namespace != self._servers.storage_namespace:
+            return None
+        if claim is not None and claim != self._servers.storage_claim:
+            return None
+        told = _at(job, "status", "run").get("folder") or names.run_folder(key.name, str(job["metadata"]["uid"]))
+        path = PurePosixPath(str(told))
+        if not path.is_relative_to(names.STORAGE):
+            return None
+        folder = storage / path.relative_to(names.STORAGE)
+        inside = folder.resolve().is_relative_to(storage.resolve())  # a link may lead elsewhere
+        return folder if inside and folder.is_dir() else None
+
+
+def head_of(job: Mapping[str, Any]) -> JobHead:
+    """A row of the list; what the operator has not said yet is left open.
+
+    >>> job = {"metadata": {"namespace": "a", "name": "sums"}, "spec": {"algorithm": {"name": "grpo"}},
+    ...        "status": {"phase": "Running", "progress": {"step": 3, "totalSteps": 9, "reward": 0.5}, "gpus": 4}}
+    >>> head = head_of(job)
+    >>> head.phase, head.step, head.total_steps, head.reward, head.gpus, head.kl
+    ('Running', 3, 9, 0.5, 4, None)
+    """
+    metadata, status, progress = _at(job, "metadata"), _at(job, "status"), _at(job, "status", "progress")
+    reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
+    return JobHead(
+        namespace=str(metadata["namespace"]),
+        name=str(metadata["name"]),
+        phase=str(status.get("phase") or "Pending"),
+        algorithm=str(_at(job, "spec", "algorithm").get("name", "")),
+        model=str(_at(job, "spec", "model").get("path", "")),
+        step=int(progress.get("step") or 0),
+        total_steps=int(progress.get("totalSteps") or _at(job, "spec", "training").get("steps") or 0),
+        reward=_number(progress.get("reward")),
+        kl=_number(progress.get("kl")),
+        tokens_per_second=_number(progress.get("tokensPerSecond")),
+        accepted_per_verification=_number(progress.get("acceptedPerVerification")),
+        eta_seconds=_number(progress.get("etaSeconds")),
+        generators=int(status.get("generators") or 0),
+        gpus=int(status.get("gpus") or 0),
+        restarts=int(_at(job, "status", "restarts").get("total") or 0),
+        created=_unix(metadata.get("creationTimestamp")),
+        started=_unix(status.get("startTime")),
+        ended=_unix(status.get("completionTime")),
+        message=": ".join(filter(None, (reason, message)))[:1000],
+    )
+
+
+def _condition(found: Mapping[str, Any]) -> Condition:
+    return Condition(
+        type=str(found.get("type", "")),
+        status=str(found.get("status", "")),
+        reason=str(found.get("reason") or ""),
+        message=str(found.get("message") or "")[:1000],
+        since=_unix(found.get("lastTransitionTime")),
+    )
+
+
+def _pod(pod: Any) -> Pod:
+    labels, statuses = pod.metadata.labels or {}, pod.status.container_statuses or []
+    states = [
+        state for each in statuses if each.state for state in (each.state.waiting, each.state.terminated) if state
+    ]
+    said = " ".join(f"{state.reason or ''} {state.message or ''}".strip() for state in states) or pod.status.message
+    return Pod(
+        name=pod.metadata.name,
+        role=labels.get(names.ROLE, ""),
+        worker=labels.get(names.WORKER, ""),
+        phase="Terminating" if pod.metadata.deletion_timestamp else str(pod.status.phase),
+        ready=bool(statuses) and all(each.ready for each in statuses),
+        node=pod.spec.node_name or "",
+        restarts=sum(each.restart_count for each in statuses),
+        since=pod.metadata.creation_timestamp.timestamp(),
+        message=" ".join((said or "").split())[:500],
+    )
+
+
+def _in_order(pod: Pod) -> tuple[int, int, str]:
+    place = names.ROLES.index(pod.role) if pod.role in names.ROLES else len(names.ROLES)
+    return (place, int(pod.worker) if pod.worker.isdecimal() else 0, pod.name)
+
+
+def _at(content: Mapping[str, Any], *path: str) -> dict[str, Any]:
+    found: Any = content
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _list(found: Any) -> list[Mapping[str, Any]]:
+    return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
+
+
+def _number(value: Any) -> float | None:
+    """The API server has no floats in conditions and status that are not also whole or text, such as "0.25"."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _unix(text: Any) -> float | None:
+    try:
+        return None if text is None else datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return None

@@ -1,0 +1,61 @@
+"""Who may look in a cluster: the API server says whose a token is (TokenReview), and what that user may
+(SubjectAccessReview), in each namespace anew. Answers count for some seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+from rlhfspec.cluster import names
+from rlhfspec.dashboard.access import Visitor, What
+from rlhfspec.dashboard.api_server import ApiServer
+from rlhfspec.dashboard.kept import Kept
+from rlhfspec.transport.clock import Clock
+
+COUNTS_SECONDS = 10.0
+MOST_AT_ONCE = 16  # reviews: a flood of wrong tokens is no flood for the API server
+ASKED: dict[What, dict[str, str]] = {
+    "jobs": {"group": names.GROUP, "resource": names.PLURAL, "verb": "get"},
+    # What a sample says may also stand in the logs of a pod: who may read these may read samples.
+    "texts": {"group": "", "resource": "pods", "subresource": "log", "verb": "get"},
+}
+
+
+class ClusterAccess:
+    is_local = False
+
+    def __init__(self, server: ApiServer, *, clock: Clock | None = None) -> None:
+        self._server = server
+        self._visitors: Kept[Visitor | None] = Kept(seconds=COUNTS_SECONDS, clock=clock)
+        self._rights: Kept[bool] = Kept(seconds=COUNTS_SECONDS, most=20_000, clock=clock)
+        self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def visitor(self, token: str) -> Visitor | None:
+        key = hashlib.sha256(token.encode()).hexdigest()
+        return await self._visitors.get(key, lambda: self._whose(token, key))
+
+    async def may(self, visitor: Visitor, namespace: str, what: What) -> bool:
+        return await self._rights.get((visitor.key, namespace, what), lambda: self._asked(visitor, namespace, what))
+
+    async def _whose(self, token: str, key: str) -> Visitor | None:
+        async with self._at_once:
+            user = await self._server.review_token(token)
+        if user is None:
+            return None
+        return Visitor(
+            name=user.username or "",
+            key=key,
+            groups=tuple(user.groups or ()),
+            uid=user.uid or "",
+            extra=tuple((name, tuple(values)) for name, values in sorted((user.extra or {}).items())),
+        )
+
+    async def _asked(self, visitor: Visitor, namespace: str, what: What) -> bool:
+        user = {
+            "user": visitor.name,
+            "groups": list(visitor.groups),
+            "uid": visitor.uid,
+            "extra": {name: list(values) for name, values in visitor.extra},
+        }
+        async with self._at_once:
+            return await self._server.review_access(user, {"namespace": namespace, **ASKED[what]})

@@ -1,0 +1,326 @@
+"""The dashboard as an HTTP server: one page, its data as JSON, and what happens as server-sent events. Only GET, but
+for logging in and out; nothing here can change a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from aiohttp import web
+
+from rlhfspec.dashboard.access import Access, Visitor, What, is_token, token_of
+from rlhfspec.dashboard.feeds import Feeds
+from rlhfspec.dashboard.readers import Events, Reader, encoded
+from rlhfspec.dashboard.source import JobHead, JobKey, Source
+from rlhfspec.errors import InvalidRequest, RLHFSpecError, ServerFailed
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BEAT_SECONDS = 15.0
+WRITE_SECONDS = 10.0  # who takes nothing for so long is cut off
+LIST_SECONDS = 1.0
+MOST_STREAMS = 500
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+STATIC = {
+    "index.html": "text/html",
+    "login.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "charts.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+log = logging.getLogger("rlhfspec.dashboard")
+
+
+class Dashboard:
+    """`app()` is served by whoever made it; `close` ends the streams and the feeds."""
+
+    def __init__(self, source: Source, access: Access) -> None:
+        self.feeds = Feeds(source)
+        self._source = source
+        self._access = access
+        self._num_streams = 0
+        self._static = {name: files("rlhfspec.dashboard").joinpath("static", name).read_bytes() for name in STATIC}
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=64 << 10)
+        job = "/api/jobs/{namespace}/{name}"
+        app.add_routes(
+            [
+                web.get("/", self._page),
+                web.get("/login", self._login_page),
+                web.post("/login", self._login),
+                web.post("/logout", self._logout),
+                web.get("/static/{name}", self._file),
+                web.get("/healthz", self._healthy),
+                web.get("/api/jobs", self._jobs),
+                web.get("/api/events", self._jobs_stream),
+                web.get(f"{job}/events", self._job_stream),
+                web.get(f"{job}/samples", self._samples),
+                web.get(f"{job}/sample", self._sample),
+            ]
+        )
+        app.on_shutdown.append(self._closing)
+        return app
+
+    async def _closing(self, _: web.Application) -> None:
+        await self.feeds.close()
+        await self._source.close()
+
+    # --- who may, and in which manner ----------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._refuse_strangers(request)
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _plain(error.status, error.text or error.reason, error.headers.get("Location"))
+        except InvalidRequest as error:
+            response = _plain(404, str(error))
+        except RLHFSpecError as error:
+            response = _plain(503, str(error))
+        if not response.prepared:
+            response.headers.update(HEADERS)
+            response.headers.setdefault("Cache-Control", "no-store")
+        return response
+
+    def _refuse_strangers(self, request: web.Request) -> None:
+        """Other sites may link here, and nothing else; on a laptop, no name but the machine's own is answered, so that
+        no other site can take it for its own."""
+        site = request.headers.get("Sec-Fetch-Site", "")
+        is_link = request.method == "GET" and request.headers.get("Sec-Fetch-Mode") == "navigate"
+        if site not in ("same-origin", "none", "") and not (is_link and not request.path.startswith("/api/")):
+            raise web.HTTPForbidden(text="other sites may not ask")
+        origin = request.headers.get("Origin", "null")
+        if not site and origin != "null" and origin.partition("://")[2] != request.headers.get("Host"):
+            raise web.HTTPForbidden(text="other sites may not ask")
+        host = request.headers.get("Host", "").rpartition(":")[0] or request.headers.get("Host", "")
+        if self._access.is_local and host not in ("127.0.0.1", "localhost", "[::1]"):
+            raise web.HTTPForbidden(text="only this machine may ask: open http://127.0.0.1")
+
+    async def _visitor(self, request: web.Request) -> Visitor:
+        token = token_of(request.headers, request.cookies.get(_cookie(request), ""))
+        visitor = await self._access.visitor(token) if token else None
+        if visitor is None:
+            raise web.HTTPUnauthorized(text="log in first")
+        return visitor
+
+    async def _allowed(self, request: web.Request, what: What) -> tuple[Visitor, JobKey]:
+        visitor = await self._visitor(request)
+        key = JobKey(request.match_info["namespace"], request.match_info["name"])
+        if not await self._access.may(visitor, key.namespace, what):
+            lacks = "get rlhfjobs" if what == "jobs" else "get pods/log, which texts of samples need"
+            raise web.HTTPForbidden(text=f"{visitor.name} may not {lacks} in namespace {key.namespace}")
+        return visitor, key
+
+    # --- pages ---------------------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        if (token := request.query.get("token")) is not None and self._access.is_local:
+            return await self._entered(request, token)
+        try:
+            await self._visitor(request)
+        except web.HTTPUnauthorized:
+            raise web.HTTPSeeOther("/login") from None
+        return self._answer(request, self._static["index.html"], "text/html")
+
+    async def _login_page(self, request: web.Request) -> web.StreamResponse:
+        return self._answer(request, self._static["login.html"], "text/html")
+
+    async def _login(self, request: web.Request) -> web.StreamResponse:
+        form = await request.post()
+        return await self._entered(request, str(form.get("token", "")).strip())
+
+    async def _entered(self, request: web.Request, token: str) -> web.StreamResponse:
+        if not is_token(token) or await self._access.visitor(token) is None:
+            return _plain(303, "", "/login#refused")
+        response = _plain(303, "", "/")
+        secure = not self._access.is_local
+        response.set_cookie(_cookie(request), token, httponly=True, secure=secure, samesite="Strict", path="/")
+        return response
+
+    async def _logout(self, request: web.Request) -> web.StreamResponse:
+        response = _plain(303, "", "/login")
+        response.del_cookie(_cookie(request), path="/")
+        return response
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in STATIC:
+            raise web.HTTPNotFound(text="no such file")
+        return self._answer(request, self._static[name], STATIC[name])
+
+    async def _healthy(self, _: web.Request) -> web.StreamResponse:
+        return _plain(200, "ok")
+
+    def _answer(self, request: web.Request, body: bytes, kind: str) -> web.Response:
+        """With an ETag: what the browser has is not sent again."""
+        tag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
+        headers = {"ETag": tag, "Cache-Control": "private, no-cache", "Vary": "Cookie, Authorization"}
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers=headers)
+        answer = web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+        if len(body) > 1024:
+            answer.enable_compression()
+        return answer
+
+    # --- data ----------------------------------------------------------------------------------------------------
+
+    async def _jobs(self, request: web.Request) -> web.StreamResponse:
+        rows = await self._visible(await self._visitor(request))
+        return self._answer(request, encoded(rows).encode(), "application/json")
+
+    async def _visible(self, visitor: Visitor) -> list[dict[str, Any]]:
+        jobs = await self._source.jobs()
+        namespaces = sorted({job.namespace for job in jobs})
+        may = {each: await self._access.may(visitor, each, "jobs") for each in namespaces}
+        return [asdict(job) for job in sorted(jobs, key=_newest_first) if may[job.namespace]]
+
+    async def _samples(self, request: web.Request) -> web.StreamResponse:
+        """Of one step, `?step=3&skip=100`; without, which steps there are."""
+        _, key = await self._allowed(request, "texts")
+        async with self.feeds.of(key) as feed:
+            if feed.folder is None:
+                raise InvalidRequest("samples", str(key), "the run's folder cannot be read from here")
+            samples = feed.folder.samples
+            if "step" in request.query:
+                step, skip = _number(request, "step"), _number(request, "skip")
+                found: object = await feed.texts.in_thread(lambda: samples.of_step(step, skip=skip))
+            else:
+                found = await feed.texts.in_thread(samples.steps)
+        return self._answer(request, encoded(found).encode(), "application/json")
+
+    async def _sample(self, request: web.Request) -> web.StreamResponse:
+        """`?id=sums/3/7/1`: its text and trace, each where it is there."""
+        _, key = await self._allowed(request, "texts")
+        id = request.query.get("id", "")
+        async with self.feeds.of(key) as feed:
+            folder = feed.folder
+            found: dict[str, Any] = {"id": id[:300], "owner": feed.live.owner(id), "sample": None, "trace": None}
+            if folder is None:
+                found["missing"] = ["the run's folder cannot be read from here"]
+            else:
+                found |= await feed.texts.in_thread(folder.everything_of, id)
+        return self._answer(request, encoded(found).encode(), "application/json")
+
+    # --- events --------------------------------------------------------------------------------------------------
+
+    async def _jobs_stream(self, request: web.Request) -> web.StreamResponse:
+        visitor = await self._visitor(request)
+        events = Events()
+        events.latest("jobs", await self._visible(visitor))
+
+        async def look_on() -> None:
+            while True:
+                await asyncio.sleep(LIST_SECONDS)
+                try:
+                    events.latest("jobs", await self._visible(visitor))
+                    events.latest("problem", "")
+                except ServerFailed as error:
+                    events.latest("problem", str(error))
+
+        looking = asyncio.create_task(look_on())
+        try:
+            return await self._stream(request, events, events.reader(dict), self._still_somebody(request))
+        finally:
+            looking.cancel()
+
+    async def _job_stream(self, request: web.Request) -> web.StreamResponse:
+        visitor, key = await self._allowed(request, "jobs")
+
+        async def still() -> bool:
+            await self._allowed(request, "jobs")
+            return True
+
+        hidden = () if await self._access.may(visitor, key.namespace, "texts") else ("samples",)
+        async with self.feeds.of(key) as feed:
+            reader = feed.reader(request.headers.get("Last-Event-ID", ""), hidden)
+            return await self._stream(request, feed.events, reader, still)
+
+    def _still_somebody(self, request: web.Request) -> Callable[[], Awaitable[bool]]:
+        async def still() -> bool:
+            await self._visitor(request)
+            return True
+
+        return still
+
+    async def _stream(
+        self, request: web.Request, events: Events, reader: Reader, still: Callable[[], Awaitable[bool]]
+    ) -> web.StreamResponse:
+        """Until the browser goes, is too slow, or may no longer: that is asked again with every beat."""
+        if self._num_streams >= MOST_STREAMS:
+            events.leave(reader)
+            raise ServerFailed("dashboard", f"has {MOST_STREAMS} open streams already")
+        self._num_streams += 1
+        response = web.StreamResponse(
+            headers={
+                **HEADERS,
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-store",
+                "X-Accel-Buffering": "no",
+            }
+        )
+        try:
+            await response.prepare(request)
+            await self._write_on(response, reader, still)
+        except (ConnectionError, TimeoutError, web.HTTPException, RLHFSpecError):
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            self._num_streams -= 1
+            events.leave(reader)
+        return response
+
+    async def _write_on(
+        self, response: web.StreamResponse, reader: Reader, still: Callable[[], Awaitable[bool]]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        data, beat_at = b"retry: 1000\n\n", loop.time() + BEAT_SECONDS
+        while not reader.is_cut.is_set():
+            async with asyncio.timeout(WRITE_SECONDS):
+                await response.write(data)
+            try:
+                async with asyncio.timeout_at(beat_at):
+                    data = (await reader.queue.get()).encoded()
+            except TimeoutError:
+                await still()
+                data, beat_at = b": still here\n\n", loop.time() + BEAT_SECONDS
+
+
+def _cookie(request: web.Request) -> str:
+    """A cookie is sent to every port of its host: two dashboards on one machine have two."""
+    port = request.headers.get("Host", "").rpartition(":")[2]
+    return f"rlhfspec-{port}" if port.isdecimal() else "rlhfspec"
+
+
+def _newest_first(job: JobHead) -> tuple[float, str, str]:
+    return (-(job.created or 0.0), job.namespace, job.name)
+
+
+def _number(request: web.Request, name: str) -> int:
+    text = request.query.get(name, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise InvalidRequest(name, text[:40], "must be a whole number")
+    return int(text)
+
+
+def _plain(status: int, text: str, location: str | None = None) -> web.Response:
+    """One line."""
+    headers = {} if location is None else {"Location": location}
+    return web.Response(status=status, text=" ".join(text.split()) + "\n", headers=headers)

@@ -1,0 +1,50 @@
+"""`python -m rlhfspec.prepare --connections FILE`: checks a job, and makes its run folder (docs/control.md).
+
+The job lies beside the connections file, as job.json. Exit codes are those of every process (`service.exits`): 78, and
+one line that names the field, for what the job's author has to change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhfspec.prepare",
+        description="Checks the job that lies beside the connections file as job.json, and begins its run folder or "
+        "goes on in it. Exit codes: 0 done, 78 the job has to be changed, 1 any other error.",
+    )
+    parser.add_argument("--connections", type=Path, required=True, metavar="FILE", help="connections.json")
+    connections_file: Path = parser.parse_args().connections
+    from rlhfspec.service.exits import TEMPORARY
+
+    # The first process of a container hears no signal that it does not ask for.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(TEMPORARY))
+    code = _prepared(connections_file)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a user's module may have left threads behind
+
+
+def _prepared(connections_file: Path) -> int:
+    from rlhfspec.service.connections import Connections
+    from rlhfspec.service.last_words import Ending
+    from rlhfspec.service.logs import configure
+
+    with configure(job="", run="", stage="prepare", worker=0), Ending() as ending:
+        from rlhfspec.prepare.folder import log, prepare
+
+        connections = Connections.read(connections_file)
+        done = prepare(connections, connections_file.with_name("job.json"))
+        ending.said = str(done)
+        log.info("%s", done)
+    return ending.code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What would end a run as soon as it loads, asked before: names of models, the data's rows, functions, packages.
+
+Beyond `job_file.read_job`, which reads no data and imports nothing of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhfspec.errors import InvalidRequest, JobError, Problem
+from rlhfspec.job import RLHFJob
+from rlhfspec.job_file.files import MODEL_FIELDS
+from rlhfspec.job_file.paths import MADE_HERE
+
+if TYPE_CHECKING:
+    from rlhfspec.data.rows import Rows
+
+
+def check_made_here(job: RLHFJob, source: Path) -> None:
+    """Names of models and data that are made on this machine (`tiny:`) are looked up; nothing is made yet."""
+    fields = {f"spec.model.{name}": getattr(job.spec.model, name) for name in MODEL_FIELDS}
+    fields["spec.dataset.path"] = job.spec.dataset.path
+    problems = []
+    for field, path in fields.items():
+        if path is not None and path.startswith(MADE_HERE):
+            from rlhfspec.tiny import check
+
+            try:
+                check(path)
+            except InvalidRequest as error:
+                problems.append(Problem(field=field, value=path, problem=error.problem))
+    if problems:
+        raise JobError(str(source), problems)
+
+
+def checked_rows(job: RLHFJob) -> Rows | None:
+    """Those to train on; None: they are not on this machine yet."""
+    from rlhfspec.data import load_rows
+    from rlhfspec.data.held_out import held_out_of
+    from rlhfspec.data.shape import check_rows
+
+    dataset = job.spec.dataset
+    if not Path(dataset.path).is_absolute():
+        return None
+    rows = load_rows(dataset)
+    check_rows(rows, dataset)
+    if job.spec.evaluation is not None:
+        rows, held_out = held_out_of(rows, job.spec, Path())
+        check_rows(held_out, dataset)
+    return rows
+
+
+def check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | None) -> None:
+    """What `run` would refuse once it loads; torch is imported only for an optimizer or a schedule of the job's own."""
+    from rlhfspec.scoring.rewards.sources import check_functions
+    from rlhfspec.telemetry.trackers import check_packages
+
+    check_functions(job.spec.rewards, base, columns)
+    check_packages(job)
+    training = job.spec.training
+    usual = {"AdamW", "constant", "linear", "cosine"}
+    own = [
+        s for s in (training.optimizer, training.critic_optimizer, training.schedule) if {s.name} - usual or s.arguments
+    ]
+    if own and find_spec("torch") is not None:
+        from rlhfspec.learning.optim import check_settings
+
+        check_settings(training)

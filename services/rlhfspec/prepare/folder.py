@@ -1,0 +1,99 @@
+"""Makes what a job runs with: models and data that are made here, and its run folder, begun or gone on in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhfspec.data.columns import columns_of_rows
+from rlhfspec.errors import InvalidRequest, StorageError
+from rlhfspec.folder_lock import take_lock
+from rlhfspec.job import RLHFJob
+from rlhfspec.job_file import read_job
+from rlhfspec.loop import workers_of
+from rlhfspec.prepare.checks import check_as_run_does, check_made_here, checked_rows
+from rlhfspec.prepare.tiny_paths import with_tiny_paths
+from rlhfspec.servers.program import write_secret
+from rlhfspec.service.connections import Connections
+from rlhfspec.telemetry.run_folder import RunFolder
+
+ROOM_BYTES = 1 << 20  # with less no run can begin
+log = logging.getLogger("rlhfspec.service")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """`num_steps`: that earlier runs of this folder trained."""
+
+    folder: Path
+    num_steps: int
+
+    def __str__(self) -> str:
+        """
+        >>> print(Prepared(folder=Path("runs/sums"), num_steps=0))
+        prepared: runs/sums begins
+        """
+        there = f"goes on; it has {self.num_steps} steps" if self.num_steps else "begins"
+        return f"prepared: {self.folder} {there}"
+
+
+def prepare(connections: Connections, source: Path) -> Prepared:
+    """source: the job, as the cluster has it. May be done again at any moment, also where it was killed half-way.
+
+    Raises InvalidRequest for what the job's author has to change, StorageError for what ails the storage."""
+    base = connections.base_folder
+    with _needs_room(base):
+        written = read_job(source, base=base, runs_here=False)
+        check_made_here(written, source)
+        job = with_tiny_paths(written, log.info)
+        rows = checked_rows(job)
+        columns = None if rows is None else columns_of_rows(rows, job.spec.dataset, range(len(rows)))
+        check_as_run_does(job, base, columns)
+        with RunFolder(connections.folder) as folder:
+            _begin(folder, written)
+            write_secret(connections.job_file, job.model_dump_json(by_alias=True).encode())
+            return Prepared(folder=folder.path, num_steps=len(folder.steps()))
+
+
+def _begin(folder: RunFolder, written: RLHFJob) -> None:
+    _refuse_where_another_writes(folder)
+    try:
+        if folder.begin(written, resume=True, processes=workers_of(written)):
+            log.warning("manifest.json could not be read and was begun anew")
+    except InvalidRequest as error:
+        if error.field != "--out":
+            raise
+        raise InvalidRequest("spec.storage.runFolder", error.value, error.problem) from None
+
+
+def _refuse_where_another_writes(folder: RunFolder) -> None:
+    """A pod of the run before this one, on a machine that was cut off: it may end yet."""
+    try:
+        if folder.path.is_dir():
+            os.close(take_lock(folder.path / ".lock"))
+    except OSError as error:
+        raise StorageError(folder.path, f"{error.strerror}") from error
+
+
+@contextmanager
+def _needs_room(base: Path) -> Iterator[None]:
+    """Whatever failed: on a volume that is full, that is the reason."""
+    _refuse_full(base)
+    try:
+        yield
+    except (OSError, StorageError, InvalidRequest, RuntimeError):  # libraries have errors of their own for it
+        _refuse_full(base)
+        raise
+
+
+def _refuse_full(base: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=base) as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
+    except OSError as error:
+        raise StorageError(base, f"cannot be written: {error.strerror}") from error

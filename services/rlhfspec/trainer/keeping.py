@@ -1,0 +1,94 @@
+"""The run's folder where no supervisor keeps it: the trainer's process holds its lock, notes how all models were found
+when they were loaded, and leaves it as `rlhfspec run` does."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from rlhfspec.errors import StageFailed, StorageError
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import WorkerInfo
+from rlhfspec.service import exits
+from rlhfspec.service.base import Service
+from rlhfspec.service.bus import StageBus
+from rlhfspec.service.last_words import one_line
+from rlhfspec.service.vitals import Vitals
+from rlhfspec.telemetry.ending import finish_folder, kept_traceback
+from rlhfspec.telemetry.manifest import RunOutcome
+from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.trainer.service import TrainerService
+
+PULL_SECONDS = 0.5
+log = logging.getLogger("rlhfspec.service")
+
+
+class LoadedModels(Service):
+    """consumes WorkerInfo; produces nothing but the manifest's models; waits for: a worker that says what it loaded;
+    unblocked by: every stage."""
+
+    def __init__(self, bus: StageBus, folder: RunFolder) -> None:
+        super().__init__("folder", 0, Vitals())  # nobody has to hear of it
+        self._bus = bus
+        self._folder = folder
+
+    async def run(self) -> None:
+        models: dict[str, Any] = {}
+        async with await self._bus.subscribe(WorkerInfo) as infos:
+            while not self.stopping.is_set():
+                pulling = infos.pull(max_records=64, timeout_seconds=PULL_SECONDS)
+                before = dict(models)
+                for delivery in await self.unless_stopped(pulling):
+                    models |= json.loads(delivery.record.models_json)
+                if models != before:
+                    await self.in_thread(self._folder.loaded, dict(models))
+
+
+class KeptFolder:
+    """From before the trainer touches it until its process ends; told then what ended it."""
+
+    def __init__(self, job: RLHFJob, folder: RunFolder, bus: StageBus) -> None:
+        self._job = job
+        self._folder = folder
+        self._bus = bus
+        self._trainer: TrainerService | None = None
+        folder.hold()
+
+    def watch(self, trainer: TrainerService) -> None:
+        self._trainer = trainer
+        trainer.beside.append(LoadedModels(self._bus, self._folder))
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """What may pass is not the run's end: the trainer is started again, and the run goes on. Where the end cannot
+        be written, what ended it is still said."""
+        try:
+            if error is None:
+                self._finish(*self._ended())
+            elif exits.code_of(cause := _cause(error)) != exits.TEMPORARY:
+                with suppress(StorageError, OSError):
+                    self._finish("failed", f"{_said(cause)}; {kept_traceback(self._folder, error)}")
+        finally:
+            self._folder.close()
+
+    def _ended(self) -> tuple[RunOutcome, str]:
+        trainer = self._trainer
+        if trainer is None or not trainer.is_done:
+            return "stopped", "the trainer was asked to leave"
+        return "completed", str(trainer.data_ended or "")
+
+    def _finish(self, outcome: RunOutcome, reason: str) -> None:
+        again = f"kubectl rlhf resume {self._job.metadata.name}"
+        finish_folder(self._folder, self._job, outcome, reason, resume_command=again)
+
+
+def _cause(error: BaseException) -> BaseException:
+    return error.__cause__ if isinstance(error, StageFailed) and error.__cause__ is not None else error
+
+
+def _said(error: BaseException) -> str:
+    return f"trainer 0 failed: {one_line(error) if isinstance(error, Exception) else type(error).__name__}"

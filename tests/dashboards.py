@@ -1,0 +1,243 @@
+"""What tests of the dashboard share: runs to look at, finished and live, and the dashboard served to a client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+from aiohttp.test_utils import TestServer
+
+from rlhfspec import loop
+from rlhfspec.dashboard.access import Access, LaptopAccess
+from rlhfspec.dashboard.server import Dashboard
+from rlhfspec.dashboard.source import Source
+from rlhfspec.records import Heartbeat, Load, Moved, Record, Score, StepReport
+from rlhfspec.servers.certificates import ServerTls, client_tls, create_credentials
+from rlhfspec.servers.nats import NatsServer, User
+from rlhfspec.servers.redis import RedisServer
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.connections import Connections
+from rlhfspec.service.live import LiveState, Snapshot, Window
+from rlhfspec.service.rights import CONTROL, ROLES, inbox_of, rights_of
+from rlhfspec.service.tasks import ended
+from rlhfspec.service.vitals import WorkerState
+from rlhfspec.telemetry.metrics import example_step
+from rlhfspec.telemetry.run_folder import RunFolder, example_job
+from rlhfspec.telemetry.sample_lines import example_sample
+from rlhfspec.tracing.spans import Span
+from rlhfspec.transport.nats import NatsTransport
+
+TOKEN = "a-token-of-the-tests"
+UID = "3f2a"
+
+
+def write_run(folder: Path, *, steps: int = 3, texts: Sequence[str] = ("4",), finished: bool = True) -> Path:
+    """Each step has a sample for each text."""
+    with RunFolder(folder) as run:
+        run.begin(example_job(steps=steps), resume=False)
+        run.go_on_after(0)
+        for step in range(1, steps + 1):
+            samples = [example_sample(step=step, prompt=place, text=text) for place, text in enumerate(texts)]
+            run.append_samples(samples, {each.id: _reward(each.id, step) for each in samples})
+            run.append_step(example_step(step=step, reward=step / steps))
+        write_trace(folder, "sums/1/0/0")
+        if finished:
+            run.finish("completed", "all steps are trained")
+    return folder
+
+
+def _reward(sample: str, step: int) -> Score:
+    return Score(id=f"{sample}/reward", sample_id=sample, job="sums", step=step, stage="reward", values=(0.25,))
+
+
+def write_trace(folder: Path, sample: str) -> None:
+    (folder / "traces").mkdir(exist_ok=True)
+    shared: dict[str, Any] = {"run": UID, "sample": sample, "worker": 0, "step": 1}
+    waited: dict[str, Any] = {"complete": 102.0}
+    spans = [
+        Span(name="prompt", stage="prompts", began=100.0, ended=100.01, **shared),
+        Span(name="generation", stage="generator", sent=100.01, began=100.2, ended=101.0, **shared),
+        Span(name="reward", stage="reward", sent=101.0, began=101.1, ended=101.2, **shared),
+        Span(name="training", stage="trainer", began=101.0, ended=103.0, attributes=waited, **shared),
+    ]
+    (folder / "traces" / "all-0.jsonl").write_text("".join(span.to_line() for span in spans))
+
+
+@asynccontextmanager
+async def served(source: Source, access: Access | None = None) -> AsyncIterator[tuple[Dashboard, str]]:
+    """The dashboard, and where it is."""
+    dashboard = Dashboard(source, access or LaptopAccess(TOKEN))
+    server = TestServer(dashboard.app(), host="127.0.0.1")
+    await server.start_server(access_log=None, shutdown_timeout=0.1)
+    try:
+        yield dashboard, f"http://127.0.0.1:{server.port}"
+    finally:
+        await server.close()
+
+
+def visiting(token: str = TOKEN) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"} if token else {})
+
+
+@dataclass(frozen=True)
+class Told:
+    name: str
+    data: Any
+    id: str
+
+
+class Stream:
+    """Events as a browser hears them."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, last_id: str = "") -> None:
+        headers = {"Last-Event-ID": last_id} if last_id else {}
+        self._asked = session.get(url, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+
+    async def __aenter__(self) -> Self:
+        self._answer = await self._asked.__aenter__()
+        assert self._answer.status == 200, await self._answer.text()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._answer.close()
+
+    async def next(self, *names: str) -> Told:
+        """The next of one of these names."""
+        async with asyncio.timeout(60.0):
+            while (told := await self._next()).name not in names:
+                pass
+        return told
+
+    async def _next(self) -> Told:
+        fields: dict[str, str] = {}
+        async for raw in self._answer.content:
+            line = raw.decode().rstrip("\n")
+            if not line and "data" in fields:
+                return Told(fields["event"], json.loads(fields["data"]), fields["id"])
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        raise AssertionError("the stream ended")
+
+    async def is_over(self) -> bool:
+        try:
+            return await self._answer.content.readline() == b""
+        except aiohttp.ClientPayloadError:
+            return True
+
+
+def load(worker: int = 0, *, running: int = 3, at: int = 0, job: str = "sums") -> Load:
+    return Load(
+        id=f"{job}/load/{worker}/{at}", job=job, generator=f"generator-{worker}", worker=worker, step=4,
+        num_running=running, num_waiting=1, num_finished=at, num_tokens=100 * at, tokens_per_second=1000.0 + worker,
+        accepted_per_verification=0.5, strategy="suffix-d4-w1-b2", weights_version=3, host="node-a",
+    )  # fmt: skip
+
+
+def moved(number: int, *, source: int = 0, destination: int = 1, job: str = "sums") -> Moved:
+    return Moved(
+        id=f"{job}/move/{number}", job=job, sample_id=f"{job}/4/0/{number}", source=source, destination=destination,
+        how="kv", num_bytes=120_000, num_tokens=40, pause_seconds=0.02,
+    )  # fmt: skip
+
+
+def report(step: int, *, job: str = "sums") -> StepReport:
+    line = example_step(step=step, reward=0.75).to_line()
+    return StepReport(
+        id=f"{job}/{step}/report", job=job, step=step, weights_version=step, weights_digest="d", metrics_json=line
+    )
+
+
+def beat(worker: int = 0, *, job: str = "sums") -> Heartbeat:
+    return Heartbeat(
+        id=f"{job}/beat/{worker}", job=job, stage="reward", worker=worker, doing="working", what="reward of sums/4/0/0",
+        since_seconds=1.0, overdue_seconds=-9.0, busy_seconds=12.0,
+    )  # fmt: skip
+
+
+def snapshot(worker: int = 0, *, owned: tuple[str, ...] = ()) -> Snapshot:
+    state = WorkerState(
+        stage="generator", worker=worker, doing="working", what="64 samples", since_seconds=1.0, overdue_seconds=-9.0,
+        busy_seconds=7.0,
+    )  # fmt: skip
+    return Snapshot(host="node-a", pid=4711, state=state, load=load(worker), owned=owned)
+
+
+class LiveRun:
+    """The servers of a run with processes, in its folder, and somebody who speaks for all of its stages."""
+
+    def __init__(self, folder: Path) -> None:
+        self._place = (folder / "processes").absolute()
+        self._folder = folder.absolute()
+
+    async def __aenter__(self) -> Self:
+        place, credentials = self._place, self._place / "credentials"
+        place.mkdir()
+        keys = create_credentials(credentials, ROLES)
+        users = {role: User.of(key, rights_of(role, "sums", UID)) for role, key in keys.items()}
+        self._nats = NatsServer(place / "nats", run=UID, users=users, tls=ServerTls.of(credentials, "nats"))
+        self._redis = RedisServer(place / "redis", run=UID, password_file=credentials / "redis.password")
+        await self._nats.start()
+        await self._redis.start()
+        (place / "job.json").write_text(example_job().model_dump_json(by_alias=True))
+        self.connections = Connections(
+            uid=UID, job_file=place / "job.json", base_folder=self._folder, folder=self._folder,
+            nats_url=self._nats.url, redis_url=self._redis.url, credentials=credentials, weights_folder=place,
+        )  # fmt: skip
+        await self._open(credentials)
+        (place / "connections.json").write_text(self.connections.model_dump_json())
+        return self
+
+    async def _open(self, credentials: Path) -> None:
+        self._transports = []
+        for role in (CONTROL, "generator", "trainer", "reward"):
+            transport = await NatsTransport.connect(
+                self.connections.nats_url, name=role, inbox_prefix=inbox_of(role, UID),
+                nkey_seed=credentials / f"{role}.seed", tls=client_tls(credentials, role),
+            )  # fmt: skip
+            self._transports.append(transport)
+        workers = {stage.name: 1 for stage in loop.STAGES}
+        bus = await Bus.open(self._transports[0], "sums", uid=UID, workers=workers)
+        self._buses = [bus, *(Bus(each, "sums", uid=UID, workers=workers) for each in self._transports[1:])]
+        self._live = {
+            role: LiveState(self._redis.url, UID, role=role, credentials=credentials) for role in (CONTROL, "generator")
+        }
+        self._sending = [asyncio.create_task(live.run()) for live in self._live.values()]
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        (self._place / "connections.json").unlink()
+        await ended(*self._sending)
+        for live in self._live.values():
+            await live.close()
+        for transport in self._transports:
+            await transport.close()
+        await self._nats.stop()
+        await self._redis.stop()
+
+    async def say(self, *records: Record) -> None:
+        """As its stage would."""
+        speakers = {Load: 1, Moved: 1, StepReport: 2, Heartbeat: 3}
+        for record in records:
+            await self._buses[speakers[type(record)]].publish(record)
+
+    def show(self, what: Snapshot | Window) -> None:
+        self._live["generator" if isinstance(what, Snapshot) else CONTROL].write(what)
+
+
+def many_snapshots(count: int, owned: int) -> list[Snapshot]:
+    """`owned` samples in all."""
+    each = owned // count
+    return [
+        replace(snapshot(worker), owned=tuple(f"sums/4/{worker}/{place}" for place in range(each)))
+        for worker in range(count)
+    ]

@@ -1,0 +1,280 @@
+"""A job's world in memory, for tests of the operator: an API server, the nodes' kubelets, and a clock that is turned by
+hand. It knows nothing of the operator's own rules; what it does is what Kubernetes documents.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from rlhfspec.cluster import names
+from rlhfspec.cluster.report import Report
+from rlhfspec.errors import Problem
+from rlhfspec.job import RLHFJob
+from rlhfspec.operator.observed import Images, JobView, Observed, PodView, Refusal, Said, Settings
+from rlhfspec.operator.plan import Delete, Event, Plan
+from rlhfspec.operator.reconcile import reconcile
+from rlhfspec.operator.times import maybe_time_of, text_of, time_of
+from rlhfspec.operator.views import manifest_of, pod_view, read
+
+_READ: dict[str, tuple[RLHFJob | None, tuple[Problem, ...]]] = {}  # by its spec
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def credentials(job: str, job_uid: str, run: str, role: str, created: datetime) -> dict[str, bytes]:
+    return {"ca.pem": b"ca", f"{role}.key": f"{job} {job_uid} {run} {role} {created:%Y}".encode()}
+
+
+SETTINGS = Settings(
+    images=Images(slim="rlhfspec:slim", cpu="rlhfspec:cpu", cuda="rlhfspec:cuda"),
+    credentials=credentials,
+    nats_url="tls://nats.rlhfspec.svc:4222",
+    redis_url="rediss://redis.rlhfspec.svc:6379",
+    report_url="https://operator.rlhfspec.svc:8443",
+    default_claim="runs",
+)
+
+
+def spec_of(**changes: Any) -> dict[str, Any]:
+    """The smallest job: no reference, one of each stage."""
+    return {
+        "model": {"path": "tiny:llama"},
+        "dataset": {"path": "sums.jsonl"},
+        "algorithm": {"name": "grpo", "klCoefficient": 0.0},
+        "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
+        "training": {"steps": 10},
+        **changes,
+    }
+
+
+def job_body(**changes: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "rlhfspec.io/v1alpha1",
+        "kind": "RLHFJob",
+        "metadata": {
+            "name": "sums", "namespace": "rl", "uid": "6f1c-42", "generation": 1, "resourceVersion": "1",
+            "creationTimestamp": text_of(START), "finalizers": [],
+        },
+        "spec": spec_of(**changes),
+        "status": {},
+    }  # fmt: skip
+
+
+def view_of(body: dict[str, Any]) -> JobView:
+    """`views.job_view`, which reads each spec but once: that takes longer than all that is decided of it."""
+    key = json.dumps(body["spec"], sort_keys=True)
+    if key not in _READ:
+        _READ[key] = read(manifest_of(body))
+    job, problems = _READ[key]
+    metadata = body["metadata"]
+    return JobView(
+        namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"], generation=metadata["generation"],
+        resource_version=metadata["resourceVersion"], created=time_of(metadata["creationTimestamp"]),
+        deleting_since=maybe_time_of(metadata.get("deletionTimestamp")), finalizers=tuple(metadata["finalizers"]),
+        manifest=manifest_of(body), status=body["status"], job=job, problems=problems,
+    )  # fmt: skip
+
+
+@dataclass
+class World:
+    """`seen` is what the watch has of the pods; `look` lets the operator look, and does what it decides."""
+
+    body: dict[str, Any] = field(default_factory=job_body)
+    settings: Settings = SETTINGS
+    now: datetime = START
+    pods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    report: Report | None = None
+    report_at: datetime | None = None
+    listening_since: datetime | None = None
+    broker: Said | None = None
+    refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
+    refuse: dict[str, str] = field(default_factory=dict)  # role: what the API server says of its pods
+    lost_nodes: set[str] = field(default_factory=set)
+    nats_is_up: bool = True
+    purged: set[str] = field(default_factory=set)
+    events: list[Event] = field(default_factory=list)
+    deletes: list[Delete] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)  # names of pods, in order
+    is_gone: bool = False
+    num_uids: int = 0
+    log: list[str] = field(default_factory=list)
+
+    # --- the operator ---
+
+    def observed(self, pods: Mapping[str, dict[str, Any]] | None = None) -> Observed:
+        views = [pod_view(pod) for pod in (self.pods if pods is None else pods).values()]
+        return Observed(
+            pods=tuple(view for view in views if view is not None), report=self.report, report_at=self.report_at,
+            refusals=tuple(self.refusals.values()), purged=frozenset(self.purged), broker=self.broker,
+            listening_since=self.listening_since,
+        )  # fmt: skip
+
+    def plan(self) -> Plan:
+        return reconcile(view_of(self.body), self.observed(), self.settings, self.now)
+
+    def look(self) -> Plan:
+        plan = self.plan()
+        self.carry_out(plan)
+        return plan
+
+    def carry_out(self, plan: Plan, *, rng: random.Random | None = None) -> None:
+        """`rng`: some of it fails."""
+
+        def works() -> bool:
+            return rng is None or rng.random() > 0.2
+
+        metadata = self.body["metadata"]
+        if (
+            plan.add_finalizer
+            and names.FINALIZER not in metadata["finalizers"]
+            and not metadata.get("deletionTimestamp")
+        ):
+            metadata["finalizers"] = [*metadata["finalizers"], names.FINALIZER]
+        self.body["status"] = json.loads(json.dumps(plan.status))
+        self.events += plan.events
+        for delete in plan.delete:
+            if works():
+                self.ask_to_end(delete)
+        for manifest in plan.apply:
+            if works():
+                self.accept(manifest)
+        for run in plan.purge:
+            if self.nats_is_up and works():
+                self.purged.add(run)
+        if plan.remove_finalizer:
+            metadata["finalizers"] = []
+            self.is_gone = True
+
+    def settle(self, most: int = 60) -> Plan:
+        """Looks until there is nothing more to do at this moment."""
+        for _ in range(most):
+            before = json.dumps(self.body, sort_keys=True)
+            plan = self.look()
+            if plan.is_quiet and json.dumps(self.body, sort_keys=True) == before:
+                return plan
+        return plan
+
+    # --- the API server ---
+
+    def accept(self, manifest: dict[str, Any]) -> None:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        if kind != "Pod":
+            self.objects[kind, name] = manifest
+            return
+        role = manifest["metadata"]["labels"][names.ROLE]
+        if role in self.refuse:
+            self.refusals[kind, name] = Refusal(kind, name, "Forbidden", self.refuse[role], self.now)
+            return
+        self.refusals.pop((kind, name), None)
+        if name in self.pods:  # it is there already: a pod cannot be changed
+            return
+        self.num_uids += 1
+        pod = json.loads(json.dumps(manifest))
+        pod["metadata"] |= {"uid": f"pod-{self.num_uids}", "creationTimestamp": text_of(self.now)}
+        pod["status"] = {"phase": "Pending"}
+        self.pods[name] = pod
+        self.made.append(name)
+
+    def ask_to_end(self, delete: Delete) -> None:
+        pod = self.pods.get(delete.name)
+        if pod is None or pod["metadata"]["uid"] != delete.uid:
+            return
+        self.deletes.append(delete)
+        grace = delete.grace_seconds
+        if grace is None:
+            grace = pod["spec"]["terminationGracePeriodSeconds"]
+        if grace == 0 or pod["status"]["phase"] in ("Succeeded", "Failed") or "nodeName" not in pod["spec"]:
+            del self.pods[delete.name]
+        else:
+            pod["metadata"].setdefault("deletionTimestamp", text_of(self.now + timedelta(seconds=grace)))
+
+    def edit(self, **changes: Any) -> None:
+        self.body["spec"] |= changes
+        self.body["metadata"]["generation"] += 1
+
+    def delete_job(self) -> None:
+        self.body["metadata"].setdefault("deletionTimestamp", text_of(self.now))
+
+    # --- the nodes ---
+
+    def run_pod(self, name: str, node: str = "node1", *, ready: bool = True) -> None:
+        pod = self.pods[name]
+        pod["spec"]["nodeName"] = node
+        pod["status"] = {"phase": "Running", "conditions": [self.condition("Ready", ready)]}
+
+    def run_all(self, node: str = "node1") -> None:
+        for name, pod in self.pods.items():
+            if pod["status"]["phase"] == "Pending":
+                self.run_pod(name, node)
+
+    def condition(self, type_: str, is_true: bool, reason: str = "", message: str = "") -> dict[str, Any]:
+        return {
+            "type": type_, "status": str(is_true), "lastTransitionTime": text_of(self.now), "reason": reason,
+            "message": message,
+        }  # fmt: skip
+
+    def end_pod(self, name: str, code: int, message: str = "", reason: str = "") -> None:
+        pod = self.pods[name]
+        ended = {
+            "exitCode": code, "message": message, "reason": reason or ("Error" if code else "Completed"),
+            "finishedAt": text_of(self.now),
+        }  # fmt: skip
+        pod["spec"].setdefault("nodeName", "node1")
+        pod["status"] |= {
+            "phase": "Failed" if code else "Succeeded",
+            "conditions": [self.condition("Ready", False)],
+            "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}],
+        }
+
+    def end_those_asked(self) -> None:
+        """What was asked to end does, and is gone."""
+        for name, pod in list(self.pods.items()):
+            if pod["metadata"].get("deletionTimestamp") and pod["spec"].get("nodeName") not in self.lost_nodes:
+                del self.pods[name]
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    def say(self, **report: Any) -> None:
+        self.report = Report(run=self.run_uid, **report)
+        self.report_at = self.now
+
+    # --- shorthands of tests ---
+
+    @property
+    def run_uid(self) -> str:
+        return names.run_uid(self.body["metadata"]["uid"], self.status["run"]["number"])
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.body["status"]  # type: ignore[no-any-return]
+
+    @property
+    def phase(self) -> str:
+        return self.status["phase"]  # type: ignore[no-any-return]
+
+    def healthy(self) -> tuple[str, str, str]:
+        condition = next(c for c in self.status["conditions"] if c["type"] == "Healthy")
+        return condition["status"], condition["reason"], condition["message"]
+
+    def view(self, name: str) -> PodView:
+        view = pod_view(self.pods[name])
+        assert view is not None
+        return view
+
+    def to_starting(self) -> None:
+        self.settle()
+        self.run_all()
+        self.settle()
+        self.end_pod("sums-prepare-0", 0, "prepared")
+        self.settle()
+
+    def to_running(self) -> None:
+        self.to_starting()
+        self.run_all()
+        self.settle()

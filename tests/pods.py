@@ -1,0 +1,108 @@
+"""A run's processes as their pods have them: an address and a folder of credentials each, and nobody who supervises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+from shared_servers import SharedServers
+
+from rlhfspec.cluster import names
+from rlhfspec.service.connections import Connections
+
+PATIENCE_SECONDS = 150.0
+JOB_UID = "6f1c-42"
+
+
+def eventually(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Pod:
+    process: subprocess.Popen[bytes]
+    log: Path
+    message_file: Path
+    host: str
+
+    @property
+    def message(self) -> str:
+        return self.message_file.read_text()
+
+    def ended(self) -> tuple[int, str]:
+        self.process.wait(PATIENCE_SECONDS)
+        return self.process.returncode, self.message
+
+    def said(self, text: str) -> bool:
+        assert self.process.poll() is None or text in self.log.read_text(), self.log.read_text()
+        return text in self.log.read_text()
+
+
+@dataclass
+class Job:
+    """One run of it. `number`: of the run."""
+
+    job_file: Path
+    servers: SharedServers
+    number: int = 1
+    pods: list[Pod] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for pod in self.pods:
+            pod.process.kill()
+            pod.process.wait()
+
+    @property
+    def uid(self) -> str:
+        return names.run_uid(JOB_UID, self.number)
+
+    @property
+    def folder(self) -> Path:
+        return self.job_file.parent / "storage" / "run"
+
+    def start(self, role: str, worker: int = 0, **connections: Any) -> Pod:
+        host = f"127.0.1.{len(self.pods) + 2}"
+        place = self.job_file.parent / "pods" / f"{len(self.pods)}-{role}-{worker}"
+        place.mkdir(parents=True)
+        content = yaml.safe_load(self.job_file.read_text())
+        (place / "job.json").write_text(json.dumps(content))
+        (place / "connections.json").write_text(self._connections(role, content, connections).model_dump_json())
+        arguments = ["--connections", str(place / "connections.json")]
+        arguments += [] if role in (names.PREPARE, names.CONTROL) else ["--worker", str(worker)]
+        environment = os.environ | {
+            "RLHFSPEC_HOST": host, "RLHFSPEC_RUN": self.uid, "TERMINATION_LOG": str(place / "message"),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        with (place / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"rlhfspec.{role}", *arguments], stdout=log, stderr=log, env=environment
+            )
+        self.pods.append(Pod(process, place / "log", place / "message", host))
+        return self.pods[-1]
+
+    def _connections(self, role: str, content: dict[str, Any], others: dict[str, Any]) -> Connections:
+        name = content["metadata"]["name"]
+        told: dict[str, Any] = {
+            "uid": self.uid, "job_file": self.folder / "processes" / "job.json",
+            "base_folder": self.job_file.parent, "folder": self.folder, "nats_url": self.servers.nats_url,
+            "redis_url": self.servers.redis_url, "weights": "grpc", "folder_is_kept_by": "trainer",
+            "credentials": self.servers.credentials(role, job=name, job_uid=JOB_UID, run=self.uid),
+            "http_port": names.HTTP_PORT, "grpc_port": names.GRPC_PORT, "moves_port": names.MOVES_PORT,
+            "link_port": names.LINK_PORT, "worker_host": names.WORKER_HOST,
+        }  # fmt: skip
+        return Connections(**(told | others))

@@ -1,0 +1,105 @@
+"""The servers that many jobs of a release share, as their pods run them, on ports of this machine."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from nats_servers import BINARY
+
+from rlhfspec.service.credentials import Keys, credentials_of, install_secrets, new_keys
+
+CREATED = datetime(2026, 7, 1, 12, 0, tzinfo=UTC)
+REDIS = shutil.which("redis-server")  # of the system: the package's Valkey has no TLS
+NO_REDIS = "needs a redis-server with TLS in the PATH (apt-get install redis-server)"
+
+
+class SharedServers:
+    """Of one release, in a block. `nats_url`, `redis_url`: the latter is None where no such server is installed."""
+
+    def __init__(self, folder: Path, keys: Keys | None = None) -> None:
+        self.folder = folder
+        self.keys = keys or new_keys()
+        self.secrets = install_secrets(self.keys, namespace="rlhf", release="rl", created=datetime.now(UTC))
+        self.redis_url: str | None = None
+        self._ending = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as failing:
+            failing.callback(self._ending.close)
+            self._start_nats()
+            if REDIS is not None:
+                self._start_redis(REDIS)
+            failing.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ending.close()
+
+    def kill_nats(self) -> None:
+        self._nats.kill()
+        self._nats.wait()
+
+    def start_nats(self) -> None:
+        """Again, at the same port."""
+        command = [BINARY, "-c", self.folder / "nats" / "nats.conf", "-a", "127.0.0.1", "-p", str(self._port)]
+        command += ["-m", str(self._http_port), "-l", self.folder / "nats.log"]
+        self._nats = self._program([str(part) for part in command], self._port)
+
+    def credentials(self, role: str, *, job: str = "sums", job_uid: str = "6f1c", run: str = "3f2a") -> Path:
+        """A folder as a pod has it mounted."""
+        secret = credentials_of(self.keys, job=job, job_uid=job_uid, run=run, role=role, created=CREATED)
+        return written(self.folder / "pods" / job_uid / run / role, secret)
+
+    def release_credentials(self, name: str) -> Path:
+        return written(self.folder / name, self.secrets[f"rl-{name}"])
+
+    def _start_nats(self) -> None:
+        self._port, self._http_port = free_port(), free_port()
+        place = self.release_credentials("nats")
+        config = (place / "nats.conf").read_text()
+        config = config.replace("/etc/nats", str(place)).replace('"/data"', f'"{self.folder / "store"}"')
+        (place / "nats.conf").write_text(config)
+        self.nats_url = f"tls://127.0.0.1:{self._port}"
+        self.start_nats()
+
+    def _start_redis(self, program: str) -> None:
+        place, port = self.release_credentials("redis"), free_port()
+        config = (place / "redis.conf").read_text().replace("/etc/redis", str(place)).replace("6379", str(port))
+        (place / "redis.conf").write_text(f"{config}\nbind 127.0.0.1\nlogfile {self.folder / 'redis.log'}\n")
+        self.redis_url = f"rediss://127.0.0.1:{port}"
+        self._program([program, str(place / "redis.conf")], port)
+
+    def _program(self, command: list[str], port: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(command, cwd=self.folder)
+        self._ending.callback(process.wait)
+        self._ending.callback(process.kill)
+        end = time.monotonic() + 30
+        while True:
+            assert process.poll() is None, command
+            try:
+                socket.create_connection(("127.0.0.1", port), 1.0).close()
+                return process
+            except OSError:
+                assert time.monotonic() < end, f"{command} does not listen"
+                time.sleep(0.02)
+
+
+def written(folder: Path, data: Mapping[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in data.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0)) as listening:
+        return int(listening.getsockname()[1])

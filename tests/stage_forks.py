@@ -1,0 +1,36 @@
+"""Stages' processes, forked from one that has imported what they need: python stage_forks.py STAGE=CONNECTIONS ...
+
+It says which ended with what code, and ends after the last. Killed, it takes them along.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import runpy
+import sys
+from importlib import import_module
+
+from rlhfspec.service.launcher import STAGES_NEED
+from rlhfspec.service.process import STARTED
+
+
+def main() -> None:
+    for module in STAGES_NEED:
+        import_module(module)
+    gc.freeze()
+    stages = {}
+    for argument in sys.argv[1:]:
+        stage, _, connections = argument.partition("=")
+        if (pid := os.fork()) == 0:
+            os.environ[STARTED] = f"{stage}-0"
+            sys.argv = [stage, "--connections", connections, "--worker", "0"]
+            runpy.run_module(f"rlhfspec.{stage}", run_name="__main__")
+        stages[pid] = stage
+    while stages:
+        pid, status = os.wait()
+        print(stages.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

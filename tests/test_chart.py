@@ -1,0 +1,321 @@
+"""The chart: what it takes from the code is as the code says, what it renders is safe, and wrong values are refused."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm import CHART, MONITORING, ROOT, named, needs_helm, of_kind, pods, rendered, template
+
+from rlhfspec.cluster import names
+from rlhfspec.loop import STAGES
+from rlhfspec.operator.metrics import Metrics
+from rlhfspec.operator.settings import OperatorFile
+from rlhfspec.records import Load, Moved, StepReport
+from rlhfspec.telemetry.metrics import example_step
+from rlhfspec.tracing.base import Place
+from rlhfspec.tracing.meters import Meters
+from rlhfspec.tracing.tracer import example_sample
+
+sys.path.insert(0, str(ROOT / "charts"))
+generate = importlib.import_module("generate")
+EVERYTHING = {
+    "grafanaDashboards": {"enabled": True}, "priorityClasses": {"enabled": True},
+    "monitoring": {"podMonitor": "always", "prometheusRule": "always"},
+}  # fmt: skip
+EXTERNAL = {
+    "nats": {"enabled": False, "external": {"url": "tls://nats.example:4333", "existingSecret": "my-nats"}},
+    "redis": {"enabled": False, "external": {"url": "rediss://redis.example", "existingSecret": "my-redis"}},
+}
+CLUSTER = {"operator": {"scope": "cluster", "jobNamespaces": ["team-b", "team-a"]}}
+
+
+# --- what is taken from the code --------------------------------------------------------------------------------------
+
+
+def test_what_is_made_from_the_code_is_as_it_would_be_made_now() -> None:
+    made = generate.files()
+    assert len(made) >= 9
+    stale = [str(path.relative_to(ROOT)) for path, text in made.items() if path.read_text() != text]
+    assert not stale, "make chart"
+
+
+def test_stages_are_one_list_in_map_chart_and_images() -> None:
+    stages, roles = {stage.name for stage in STAGES}, set(names.ROLES)
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert roles == set(values["jobs"]["resources"]) == set(values["networkPolicy"]["egress"]) - {"all"}
+    skaffold = yaml.safe_load((ROOT / "skaffold.yaml").read_text())
+    started = {test["image"]: _roles_started(test) for test in skaffold["test"]}
+    assert set().union(*started.values()) == roles | {"operator", "dashboard"} > stages
+    assert started["rlhfspec/cpu"] == set(names.TORCH_ROLES)
+    folders = {path.name for path in (ROOT / "services" / "rlhfspec").iterdir() if (path / "__init__.py").exists()}
+    assert folders - {"cli"} == set().union(*started.values()) - {"operator"}
+
+
+def _roles_started(test: dict[str, Any]) -> set[str]:
+    return set(test["custom"][0]["command"].rpartition('"')[2].split())
+
+
+def test_skaffold_builds_what_the_dockerfile_has_and_the_chart_runs() -> None:
+    skaffold = yaml.safe_load((ROOT / "skaffold.yaml").read_text())
+    added = [patch["value"] for patch in skaffold["profiles"][0]["patches"] if patch["path"].startswith("/build")]
+    targets = {each["image"]: each["docker"]["target"] for each in [*skaffold["build"]["artifacts"], *added]}
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert targets == {values["images"][name]["repository"]: name for name in ("slim", "cpu", "cuda")}
+    assert set(targets.values()) <= set(re.findall(r"^FROM \S+ AS (\S+)", _dockerfile(), re.MULTILINE))
+
+
+def _dockerfile() -> str:
+    return (ROOT / "Dockerfile").read_text()
+
+
+def test_the_dockerfile_copies_what_exists_and_ends_as_a_user_that_is_not_root() -> None:
+    copied = [
+        words for line in re.findall(r"^COPY (?!--from)(.+)$", _dockerfile(), re.MULTILINE) if (words := line.split())
+    ]
+    sources = {source for *froms, _ in copied for source in froms}
+    assert all((ROOT / source).exists() for source in sources)
+    assert {"libs", "kernels", "services", "operators", "pyproject.toml", "constraints.txt"} <= sources
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sources == kept, ".dockerignore lets through what is copied"
+    users = _users_of_stages()
+    assert {users[target] for target in ("slim", "cpu", "cuda")} == {"65532:65532"}
+
+
+def _users_of_stages() -> dict[str, str]:
+    """The last USER of each stage, which it has from the stage it begins with."""
+    users: dict[str, str] = {}
+    for stage in re.split(r"^(?=FROM )", _dockerfile(), flags=re.MULTILINE)[1:]:
+        words = stage.split()
+        own = re.findall(r"^USER (\S+)", stage, re.MULTILINE)
+        users[words[3]] = own[-1] if own else users.get(words[1], "root")
+    return users
+
+
+def test_extras_that_the_images_install_exist() -> None:
+    extras = set(re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    asked = {name for group in re.findall(r"'\.\[([a-z,]+)\]'", _dockerfile()) for name in group.split(",")}
+    assert asked
+    assert asked <= extras
+
+
+def test_alerts_and_dashboards_ask_for_metrics_that_exist() -> None:
+    known = {f"rlhfspec_{metric.name}" for metric in _meters().metrics()}
+    known |= {family.name for family in Metrics().registry.collect()}
+    text = (CHART / "files" / "alerts.yaml").read_text()
+    text += "".join(path.read_text() for path in (CHART / "files" / "dashboards").glob("*.json"))
+    asked = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in re.findall(r"\brlhfspec_[a-z_]+", text)}
+    assert len(asked) > 15
+    assert asked <= known, sorted(asked - known)
+
+
+def _meters() -> Meters:
+    """Which have seen one of everything."""
+    meters, place = Meters(), Place("generator", 0)
+    load = Load(
+        id="l", job="sums", generator="generator-0", step=3, num_running=5, num_waiting=2, num_finished=1, num_tokens=9,
+        tokens_per_second=120.5, accepted_per_verification=1.75, strategy="suffix",
+    )  # fmt: skip
+    line = example_step(step=3).to_line()
+    report = StepReport(id="r", job="sums", step=3, weights_version=4, weights_digest="", metrics_json=line)
+    moved = Moved(id="m", job="sums", sample_id="s", source=0, destination=1, how="kv")
+    for record in (example_sample(), load, report, moved):
+        meters.published(place, record, 0.0, True)
+    meters.reconnected("nats")
+    return meters
+
+
+# --- what it renders --------------------------------------------------------------------------------------------------
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    "values", [{}, EVERYTHING, EXTERNAL, CLUSTER], ids=["plain", "everything", "external", "cluster"]
+)
+def test_every_pod_keeps_to_the_restricted_standard(values: dict[str, Any]) -> None:
+    found = pods(rendered(values))
+    assert {name.partition("/")[0] for name, _ in found} >= {"Deployment", "Job", "Pod"}
+    for name, pod in found:
+        assert pod["spec"]["securityContext"]["runAsNonRoot"], name
+        assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        for container in pod["spec"]["containers"]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"], name
+            assert not context["allowPrivilegeEscalation"], name
+            assert context["capabilities"] == {"drop": ["ALL"]}, name
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"]), name
+
+
+@needs_helm
+def test_only_who_asks_the_api_server_gets_a_token() -> None:
+    has = {name: pod["spec"].get("automountServiceAccountToken") for name, pod in pods(rendered())}
+    asks = {f"Deployment/rlhfspec-{name}" for name in ("operator", "dashboard")} | {"Job/rlhfspec-install"}
+    assert {name for name, token in has.items() if token} == asks
+    assert None not in has.values(), "said of every pod"
+    assert all(account["automountServiceAccountToken"] is False for account in of_kind(rendered(), "ServiceAccount"))
+
+
+@needs_helm
+@pytest.mark.parametrize("values", [{}, CLUSTER], ids=["namespace", "cluster"])
+def test_nobody_may_touch_secrets_of_the_whole_cluster_and_only_the_install_hook_reads_any(
+    values: dict[str, Any],
+) -> None:
+    objects = rendered(values)
+    for role in of_kind(objects, "ClusterRole"):
+        assert not any("secrets" in rule["resources"] for rule in role["rules"]), role["metadata"]["name"]
+    readers = {
+        role["metadata"]["name"]
+        for role in of_kind(objects, "Role")
+        for rule in role["rules"]
+        if "secrets" in rule["resources"] and {"get", "list", "watch"} & set(rule["verbs"])
+    }
+    assert readers == {"rlhfspec-install"}
+    assert not any(
+        "*" in [*rule["resources"], *rule["verbs"]]
+        for role in of_kind(objects, "Role", "ClusterRole")
+        for rule in role["rules"]
+    )
+
+
+@needs_helm
+def test_a_namespaced_operator_has_rights_in_the_job_namespaces_alone() -> None:
+    objects = rendered({"operator": {"jobNamespaces": ["team-b", "team-a", "team-a"]}})
+    granted = [role for role in of_kind(objects, "Role") if role["metadata"]["name"] == "rlhfspec-jobs"]
+    assert [role["metadata"]["namespace"] for role in granted] == ["team-a", "team-b"]
+    bound = {binding["roleRef"]["name"] for binding in of_kind(objects, "ClusterRoleBinding")}
+    assert bound == {"ml-rlhfspec-operator", "ml-rlhfspec-dashboard"}
+    reviews = [rule for name in bound for rule in named(objects, "ClusterRole", name)["rules"]]
+    assert {resource for rule in reviews for resource in rule["resources"]} == {"tokenreviews", "subjectaccessreviews"}
+    assert {verb for rule in reviews for verb in rule["verbs"]} == {"create"}
+
+
+@needs_helm
+@pytest.mark.parametrize("values", [{}, EXTERNAL, CLUSTER], ids=["plain", "external", "cluster"])
+def test_the_operator_reads_the_settings_it_is_given(values: dict[str, Any], tmp_path: Path) -> None:
+    config = named(rendered(values), "ConfigMap", "rlhfspec-operator")
+    (tmp_path / "settings.json").write_text(config["data"]["settings.json"])
+    told = OperatorFile.read(tmp_path / "settings.json")
+    assert told.release == "rlhfspec"
+    assert told.claim == "rlhfspec-storage"
+    assert told.report_url == f"https://rlhfspec-operator.ml.svc:{names.REPORT_PORT}"
+    assert told.scope == ("cluster" if values is CLUSTER else "namespaced")
+    assert told.nats_url == ("tls://nats.example:4333" if values is EXTERNAL else "tls://rlhfspec-nats.ml.svc:4222")
+
+
+@needs_helm
+def test_reports_reach_the_replica_that_leads() -> None:
+    service = named(rendered(), "Service", "rlhfspec-operator")
+    assert service["spec"]["selector"][names.LEADER] == "true"
+    deployment = named(rendered(), "Deployment", "rlhfspec-operator")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() - {(names.LEADER, "true")} <= labels.items()
+    assert names.LEADER not in labels, "each replica says it itself"
+
+
+@needs_helm
+def test_what_jobs_need_stays_when_the_release_goes() -> None:
+    kept = {
+        each["kind"]
+        for each in rendered()
+        if each["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"
+    }
+    assert kept == {"CustomResourceDefinition", "PersistentVolumeClaim", "ServiceAccount"}
+    [crd] = of_kind(rendered(), "CustomResourceDefinition")
+    assert crd["metadata"]["name"] == f"{names.PLURAL}.{names.GROUP}"
+
+
+@needs_helm
+def test_names_begin_with_the_release_and_say_rlhfspec_once() -> None:
+    assert named(rendered(release="my-rlhfspec"), "StatefulSet", "my-rlhfspec-nats")
+    assert named(rendered(release="try"), "StatefulSet", "try-rlhfspec-nats")
+    hook = named(rendered(release="try"), "Job", "try-rlhfspec-install")
+    assert hook["spec"]["template"]["spec"]["containers"][0]["args"] == [
+        "--namespace",
+        "ml",
+        "--release",
+        "try-rlhfspec",
+    ]
+
+
+@needs_helm
+def test_alerts_and_monitors_are_made_where_their_api_exists() -> None:
+    kinds = {each["kind"] for each in rendered({}, "--api-versions", MONITORING)}
+    assert {"PodMonitor", "PrometheusRule"} <= kinds
+    assert not {"PodMonitor", "PrometheusRule"} & {each["kind"] for each in rendered()}
+    never = {"monitoring": {"podMonitor": "never", "prometheusRule": "never"}}
+    assert not {"PodMonitor", "PrometheusRule"} & {
+        each["kind"] for each in rendered(never, "--api-versions", MONITORING)
+    }
+
+
+@needs_helm
+def test_external_servers_leave_out_the_bundled_ones() -> None:
+    objects = rendered(EXTERNAL)
+    assert of_kind(objects, "StatefulSet") == []
+    operator = named(objects, "Deployment", "rlhfspec-operator")["spec"]["template"]["spec"]
+    [keys] = [volume for volume in operator["volumes"] if volume["name"] == "keys"]
+    sources = [source["secret"]["name"] for source in keys["projected"]["sources"]]
+    assert sources == ["rlhfspec-keys", "my-nats", "my-redis"]
+
+
+# --- wrong values -----------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"operatr": {}}, "operatr"),
+    ({"operator": {"replica": 1}}, "replica"),
+    ({"operator": {"replicas": "two"}}, "/operator/replicas"),
+    ({"operator": {"replicas": 0}}, "/operator/replicas"),
+    ({"operator": {"replicas": 2.5}}, "/operator/replicas"),
+    ({"operator": {"scope": "everywhere"}}, "/operator/scope"),
+    ({"operator": {"jobNamespaces": "team"}}, "/operator/jobNamespaces"),
+    ({"operator": {"jobNamespaces": ["Team"]}}, "/operator/jobNamespaces/0"),
+    ({"operator": {"resources": {"cpu": "1"}}}, "cpu"),
+    ({"operator": {"resources": {"requests": {"cpu": "a lot"}}}}, "/operator/resources/requests/cpu"),
+    ({"operator": {"gang": ["slurm"]}}, "/operator/gang/0"),
+    ({"images": {"slim": {"repository": ""}}}, "/images/slim/repository"),
+    ({"images": {"slim": {"tag": 1.0}}}, "/images/slim/tag"),
+    ({"images": {"slim": {"digest": "sha256:00"}}}, "digest"),
+    ({"images": {"pullPolicy": "Sometimes"}}, "/images/pullPolicy"),
+    ({"images": {"pullSecrets": [{"name": "x"}]}}, "/images/pullSecrets/0"),
+    ({"nats": {"enabled": "yes"}}, "/nats/enabled"),
+    ({"nats": {"persistence": {"size": "10 GB"}}}, "/nats/persistence/size"),
+    ({"nats": {"external": {"url": "nats://plain:4222"}}}, "/nats/external/url"),
+    ({"nats": {"external": {"url": "tls://user:password@host"}}}, "/nats/external/url"),
+    ({"nats": {"enabled": False}}, "nats.external.url"),
+    ({"nats": {"enabled": False, "external": {"url": "tls://n:4222"}}}, "nats.external.existingSecret"),
+    ({"redis": {"external": {"url": "redis://plain"}}}, "/redis/external/url"),
+    ({"redis": {"enabled": False}}, "redis.external.url"),
+    ({"redis": {"persistence": {}}}, "persistence"),
+    ({"storage": {"claim": "My Claim"}}, "/storage/claim"),
+    ({"storage": {"create": {"accessModes": ["ReadOnlyMany"]}}}, "/storage/create/accessModes/0"),
+    ({"storage": {"create": {"accessModes": []}}}, "/storage/create/accessModes"),
+    ({"jobs": {"resources": {"generators": {}}}}, "generators"),
+    ({"jobs": {"resources": {"trainer": {"limits": {"memory": "-1"}}}}}, "/jobs/resources/trainer/limits/memory"),
+    ({"networkPolicy": {"dns": []}}, "/networkPolicy/dns"),
+    ({"networkPolicy": {"egress": {"reward": [{"cidr": "10.0.0.1", "ports": [80]}]}}}, "/egress/reward/0/cidr"),
+    ({"networkPolicy": {"egress": {"rewards": []}}}, "rewards"),
+    ({"networkPolicy": {"apiServer": [{"cidr": "0.0.0.0/0", "ports": [70000]}]}}, "/networkPolicy/apiServer/0/ports/0"),
+    ({"monitoring": {"podMonitor": True}}, "/monitoring/podMonitor"),
+    ({"monitoring": {"interval": "often"}}, "/monitoring/interval"),
+    ({"grafanaDashboards": {"label": ""}}, "/grafanaDashboards/label"),
+    ({"priorityClasses": {"trainer": 2000000000}}, "/priorityClasses/trainer"),
+    ({"dashboard": None}, "dashboard"),
+]  # fmt: skip
+
+
+@needs_helm
+@pytest.mark.parametrize(("values", "key"), WRONG, ids=lambda it: it if isinstance(it, str) else "")
+def test_a_wrong_value_is_refused_and_its_key_is_named(values: dict[str, Any], key: str) -> None:
+    code, said = template(values)
+    assert code != 0, "it was taken"
+    assert key in said
+
+
+@needs_helm
+def test_an_umbrella_chart_may_hand_its_globals_on() -> None:
+    assert template({"global": {"anything": 1}})[0] == 0

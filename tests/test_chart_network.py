@@ -1,0 +1,186 @@
+"""Who may reach whom by the chart's NetworkPolicies, as Kubernetes reads them: exactly the edges of the map."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from helm import ROOT, needs_helm, of_kind, rendered
+
+from rlhfspec.cluster import names
+from rlhfspec.cluster.names import GRPC_PORT, HTTP_PORT, LINK_PORT, MOVES_PORT, NATS_PORT, REDIS_PORT, REPORT_PORT
+
+sys.path.insert(0, str(ROOT / "charts"))
+edges = importlib.import_module("edges")
+PORTS = (
+    53,
+    5353,
+    443,
+    GRPC_PORT,
+    MOVES_PORT,
+    LINK_PORT,
+    HTTP_PORT,
+    NATS_PORT,
+    REDIS_PORT,
+    REPORT_PORT,
+    names.DASHBOARD_PORT,
+)
+Policy = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pod:
+    name: str
+    namespace: str
+    labels: dict[str, str]
+
+
+def job_pod(role: str, *, namespace: str = "ml", **more: str) -> Pod:
+    return Pod(role, namespace, names.labels_of("sums", role, 0) | more)
+
+
+def part_of_release(component: str, *, release: str = "rlhfspec") -> Pod:
+    labels = {names.NAME: "rlhfspec", "app.kubernetes.io/instance": release, names.COMPONENT: component}
+    return Pod(component, "ml", labels)
+
+
+PARTIES = [*map(job_pod, names.ROLES), *map(part_of_release, edges.COMPONENTS)]
+DNS = Pod("dns", "kube-system", {"k8s-app": "kube-dns"})
+PROMETHEUS = Pod("prometheus", "monitoring", {names.NAME: "prometheus"})
+STRANGER = Pod("stranger", "ml", {"app": "web"})
+HALF = {names.NAME: "rlhfspec", names.JOB: "sums", names.ROLE: "generator"}  # but not managed by the operator
+OTHERS_LABELS = Pod("half a stranger", "ml", HALF)
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    for each in selector.get("matchExpressions", []):
+        assert each["operator"] == "In"
+        if labels.get(each["key"]) not in each["values"]:
+            return False
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def is_peer(peer: dict[str, Any], pod: Pod, policy_namespace: str) -> bool:
+    if "ipBlock" in peer:
+        return False  # pods of ours are known by labels alone
+    if "namespaceSelector" in peer:
+        if not selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": pod.namespace}):
+            return False
+    elif pod.namespace != policy_namespace:
+        return False
+    return selects(peer.get("podSelector", {}), pod.labels)
+
+
+def allows(policies: list[Policy], at: Pod, other: Pod, port: int, way: str) -> bool:
+    """`way`: Ingress to `at`, or Egress from it. Who is selected by no policy is free."""
+    of_pod = [
+        policy for policy in policies
+        if policy["metadata"].get("namespace", "ml") == at.namespace
+        and way in policy["spec"]["policyTypes"]
+        and selects(policy["spec"]["podSelector"], at.labels)
+    ]  # fmt: skip
+    if not of_pod:
+        return True
+    peers = "from" if way == "Ingress" else "to"
+    return any(
+        port in [each["port"] for each in rule["ports"]] and is_peer(peer, other, at.namespace)
+        for policy in of_pod
+        for rule in policy["spec"].get(way.lower()) or []
+        for peer in rule[peers]
+    )
+
+
+def reaches(policies: list[Policy], source: Pod, to: Pod, port: int) -> bool:
+    return allows(policies, source, to, port, "Egress") and allows(policies, to, source, port, "Ingress")
+
+
+def policies_of(values: dict[str, Any] | None = None) -> list[Policy]:
+    return of_kind(rendered(values), "NetworkPolicy")
+
+
+@needs_helm
+def test_exactly_the_edges_of_the_map_are_allowed() -> None:
+    policies = policies_of()
+    everybody = [*PARTIES, DNS, PROMETHEUS]
+    found = {
+        (source.name, to.name, port)
+        for source in everybody
+        for to in everybody
+        for port in PORTS
+        if reaches(policies, source, to, port) and not (source in (DNS, PROMETHEUS) and to in (DNS, PROMETHEUS))
+    }
+    wanted = {(edge.source, edge.to, edge.port) for edge in edges.edges() if edge.to != "api"}
+    assert found == wanted
+
+
+def test_the_map_has_the_edges_that_a_run_needs() -> None:
+    """By hand, so that an edge that is lost there is missed here."""
+    found = {(edge.source, edge.to, edge.port) for edge in edges.edges()}
+    assert {
+        ("generator", "trainer", GRPC_PORT), ("critic", "trainer", GRPC_PORT), ("generator", "critic", GRPC_PORT),
+        ("critic", "generator", GRPC_PORT), ("generator", "generator", GRPC_PORT),
+        ("generator", "generator", MOVES_PORT), ("generator", "generator", LINK_PORT),
+        ("control", "operator", REPORT_PORT), ("operator", "nats", NATS_PORT), ("operator", "redis", REDIS_PORT),
+        ("operator", "api", 443), ("prompts", "nats", NATS_PORT), ("rebalancer", "redis", REDIS_PORT),
+        ("dashboard", "redis", REDIS_PORT), ("prometheus", "trainer", HTTP_PORT),
+    } <= found  # fmt: skip
+    assert not [edge for edge in found if edge[1] == "api" and edge[0] in names.ROLES]
+    assert ("trainer", "generator", GRPC_PORT) not in found, "weights are fetched, not pushed"
+    assert ("prepare", "nats", NATS_PORT) not in found
+
+
+@needs_helm
+@pytest.mark.parametrize("stranger", [STRANGER, OTHERS_LABELS, part_of_release("nats", release="other")])
+def test_a_pod_without_our_labels_reaches_nobody_and_nobody_reaches_it(stranger: Pod) -> None:
+    policies = policies_of()
+    for party in PARTIES:
+        for port in PORTS:
+            assert not allows(policies, party, stranger, port, "Ingress"), (party.name, port)
+            assert not allows(policies, party, stranger, port, "Egress"), (party.name, port)
+
+
+@needs_helm
+def test_a_job_of_a_namespace_that_is_not_ours_reaches_no_server() -> None:
+    policies = policies_of({"operator": {"jobNamespaces": ["team"]}})
+    nats = part_of_release("nats")
+    assert allows(policies, nats, job_pod("reward", namespace="team"), NATS_PORT, "Ingress")
+    assert not allows(policies, nats, job_pod("reward", namespace="elsewhere"), NATS_PORT, "Ingress")
+    trainer, generator = job_pod("trainer", namespace="team"), job_pod("generator", namespace="other-team")
+    assert not reaches(policies, generator, trainer, GRPC_PORT), "jobs of two namespaces do not meet"
+
+
+@needs_helm
+def test_a_role_goes_outside_where_values_say_so() -> None:
+    place = {"cidr": "203.0.113.0/24", "except": ["203.0.113.7/32"], "ports": [8000]}
+    policies = policies_of({"networkPolicy": {"egress": {"reward": [place]}}})
+    going = {name: _outside(policies, name) for name in ("reward", "prepare", "trainer", "generator")}
+    block = {"cidr": "203.0.113.0/24", "except": ["203.0.113.7/32"]}
+    assert going["reward"] == [({"ipBlock": block}, 8000)]
+    assert [port for _, port in going["prepare"]] == [443], "the hub, unless values say otherwise"
+    assert going["trainer"] == going["generator"] == []
+
+
+@needs_helm
+def test_external_servers_are_reached_by_address_and_port() -> None:
+    nats = {"url": "tls://nats.example:4333", "existingSecret": "mine", "cidrs": ["203.0.113.5/32"]}
+    policies = policies_of({"nats": {"enabled": False, "external": nats}})
+    assert _outside(policies, "reward") == [({"ipBlock": {"cidr": "203.0.113.5/32"}}, 4333)]
+
+
+def _outside(policies: list[Policy], role: str) -> list[tuple[dict[str, Any], int]]:
+    [policy] = [each for each in policies if each["metadata"]["name"] == f"rlhfspec-{role}"]
+    return [
+        (peer, port["port"])
+        for rule in policy["spec"]["egress"]
+        for peer in rule["to"]
+        for port in rule["ports"]
+        if "ipBlock" in peer
+    ]
+
+
+@needs_helm
+def test_without_policies_there_are_none() -> None:
+    assert policies_of({"networkPolicy": {"enabled": False}}) == []

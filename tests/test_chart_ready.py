@@ -1,0 +1,105 @@
+"""What `helm test` asks: a NATS as the chart runs it passes; one open to strangers, or in the clear, does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helm import CHART
+
+from rlhfspec.servers import find
+from rlhfspec.service.credentials import install_secrets, new_keys
+
+NATS_CONFIG = {"nats.conf", "tls.crt", "tls.key", "ca.pem"}
+
+
+@pytest.fixture(scope="module")
+def ready() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ready", CHART / "files" / "ready.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def secret() -> dict[str, bytes]:
+    """RELEASE-nats, of a release whose Service would be called localhost."""
+    made = install_secrets(new_keys(), namespace="ml", release="localhost", created=datetime.now(UTC))
+    assert set(made) == {f"localhost-{name}" for name in ("keys", "nats", "redis", "operator-tls", "dashboard")}
+    assert "servers-ca.pem" in made["localhost-dashboard"], "what the test's pod mounts"
+    assert set(made["localhost-nats"]) == NATS_CONFIG
+    return made["localhost-nats"]
+
+
+@contextmanager
+def nats(folder: Path, config: str) -> Iterator[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    lines = [line for line in config.splitlines() if not line.startswith(("port:", "http_port:"))]
+    (folder / "nats.conf").write_text("\n".join([*lines, f"port: {port}", 'host: "127.0.0.1"']))
+    running = subprocess.Popen([find.nats_server(), "-c", folder / "nats.conf", "-l", folder / "log"])
+    try:
+        yield port
+    finally:
+        running.kill()
+        running.wait()
+
+
+def written(folder: Path, secret: dict[str, bytes]) -> str:
+    """The configuration, with its files here instead of where the pod mounts them."""
+    for name, content in secret.items():
+        (folder / name).write_bytes(content)
+    return secret["nats.conf"].decode().replace("/etc/nats", str(folder)).replace('"/data"', f'"{folder}/data"')
+
+
+def tls(secret: dict[str, bytes]) -> ssl.SSLContext:
+    """The certificate is for localhost-nats; names are resolved by nobody here, so only its authority is checked."""
+    context = ssl.create_default_context(cadata=secret["ca.pem"].decode())
+    context.check_hostname = False
+    return context
+
+
+def problem(ready: ModuleType, port: int, secret: dict[str, bytes]) -> str:
+    said: Any = ready.problem_of(ready.nats_refuses, f"tls://127.0.0.1:{port}", tls(secret))
+    return str(said)
+
+
+def test_the_bundled_nats_refuses_strangers(ready: ModuleType, secret: dict[str, bytes], tmp_path: Path) -> None:
+    with nats(tmp_path, written(tmp_path, secret)) as port:
+        assert problem(ready, port, secret) == ""
+
+
+def test_a_nats_that_lets_strangers_in_is_noticed(
+    ready: ModuleType, secret: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready, "DEADLINE_SECONDS", 5.0)
+    config = written(tmp_path, secret)
+    open_to_all = config[: config.index("operator:")]
+    with nats(tmp_path, open_to_all) as port:
+        assert "a stranger is answered with" in problem(ready, port, secret)
+
+
+def test_a_nats_without_tls_is_noticed(
+    ready: ModuleType, secret: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready, "DEADLINE_SECONDS", 5.0)
+    with nats(tmp_path, "") as port:
+        assert problem(ready, port, secret) == "it does not ask for TLS"
+
+
+def test_a_server_that_is_away_is_named(ready: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready, "DEADLINE_SECONDS", 0.0)
+    said = ready.problem_of(ready.redis_refuses, "rediss://127.0.0.1:1", ssl.create_default_context())
+    assert said.startswith("ConnectionRefusedError")

@@ -1,0 +1,103 @@
+"""A job's processes as its pods run them: prepare, control and every stage, over the servers of a release."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_place import PATIENCE_SECONDS, Job, stopped
+from runs import curve_of, train
+from shared_servers import SharedServers
+
+from rlhfspec.service import exits
+
+STAGES = ("prompts", "generator", "reward", "trainer")
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
+    with SharedServers(tmp_path_factory.mktemp("release")) as servers:
+        yield servers
+
+
+@pytest.fixture
+def job(tmp_path: Path, servers: SharedServers, job_file: Path) -> Iterator[Job]:
+    pods = tmp_path / "pods"
+    pods.mkdir()
+    with Job(pods, servers, job_file) as job:
+        yield job
+
+
+HELD = """
+import pathlib, time
+
+beside = pathlib.Path(__file__).parent
+steps, go_on = beside / "run" / "steps.jsonl", beside / "go-on"
+
+def letters(completion):
+    while steps.exists() and steps.stat().st_size and not go_on.exists():
+        time.sleep(0.05)
+    return sum(character.isascii() and character.isalpha() for character in completion) / 8
+"""
+
+
+def shown_once(job: Job, holds: Callable[[set[str]], bool]) -> dict[str, Any]:
+    """What `show --json` says of the run when it holds for the names of its workers, each of which tells of itself."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        shown: dict[str, Any] = json.loads(job.show("--json").communicate(timeout=60)[0])
+        if holds({worker["name"] for worker in shown["workers"]}):
+            return shown
+        assert time.monotonic() < end, shown
+
+
+def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> None:
+    """Held after its first step, where control is killed and the broker stopped: neither leaves a trace."""
+    (job_file.parent / "rewards.py").write_text(HELD)
+    changed = ("training.steps=12", "algorithm.klCoefficient=0", "generation.speculation.mode=off")
+    whole = train(job_file, "one", *changed)
+    job.job["spec"]["training"]["steps"] = 12
+    job.job["spec"]["algorithm"]["klCoefficient"] = 0
+    job.job["spec"]["generation"]["speculation"] = {"mode": "off"}
+    job.job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = 170.0
+    operator = job.operator
+    assert job.start("prepare").wait(100) == exits.DONE, job.words("prepare").read_text()
+    control = job.start("control")
+    operator.until(lambda report: report.total_steps == 12, "a run that nobody works at yet")
+    stages = job.start_stages(*STAGES)
+    first = operator.until(lambda report: report.step >= 1, "the first step")
+    operator.until(lambda report: {worker.stage for worker in report.workers} == set(STAGES), "a word of every stage")
+    if job.servers.redis_url is not None:
+        shown = shown_once(job, lambda names: names >= {"reward-0", "trainer-0"})
+        assert shown["steps"][0]["step"] == 1
+    viewing = job.show("--view")
+    assert viewing.stdout is not None
+    assert b"12 steps of" in viewing.stdout.readline()
+    control.kill()
+    control.wait()
+    control = job.start("control")
+    again = operator.until(lambda report: report.step >= first.step, "the run after control was killed")
+    assert not again.troubles
+    job.servers._nats.send_signal(signal.SIGSTOP)
+    try:
+        away = operator.until(lambda report: report.troubles, "a broker that is away").troubles
+    finally:
+        job.servers._nats.send_signal(signal.SIGCONT)
+    assert [trouble.reason for trouble in away] == ["BrokerUnavailable"]
+    (job_file.parent / "go-on").touch()
+    assert any(b"step " in line for line in viewing.stdout), "it shows steps as they come"
+    assert stopped(viewing) == exits.DONE
+    last = operator.until(lambda report: report.checkpoint_step == 12, "the last checkpoint")
+    assert stages.stdout is not None
+    assert stages.stdout.readline() == b"trainer 0\n"
+    assert not last.troubles
+    assert last.step == 12
+    operator.until(lambda report: "trainer" not in {each.stage for each in report.workers}, "a trainer that has left")
+    assert stopped(control) == exits.DONE
+    assert job.words("control").read_text() == "left: it was asked to"
+    assert curve_of(job_file, "run") == whole

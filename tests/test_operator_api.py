@@ -1,0 +1,60 @@
+"""What of the API server's answers is tried again, and what is an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rlhfspec.operator.access import Access
+from rlhfspec.operator.api import Answer, Api
+
+POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "rl", "name": "sums-prepare-0"}}
+NO_WEBHOOK = 'Internal error occurred: failed calling webhook "no.example": connect: connection refused'
+
+
+def answers_of(answers: list[tuple[int, str]], folder: Path, patch: pytest.MonkeyPatch) -> tuple[Answer, int]:
+    """To one apply; and how many of the answers it took."""
+    left = list(answers)
+
+    async def say(_: web.Request) -> web.Response:
+        code, message = left.pop(0)
+        return web.json_response({"kind": "Status", "message": message}, status=code)
+
+    async def ask() -> Answer:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", say)
+        async with TestServer(app) as server:
+            cluster = {"name": "a", "cluster": {"server": f"http://127.0.0.1:{server.port}"}}
+            context = {"name": "a", "context": {"cluster": "a", "user": "a"}}
+            user = {"name": "a", "user": {}}
+            config = {"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "a"}
+            (folder / "config").write_text(yaml.safe_dump(config))
+            patch.setenv("KUBECONFIG", str(folder / "config"))
+            async with Api(Access()) as api:
+                return await api.apply(POD)
+
+    return asyncio.run(ask()), len(answers) - len(left)
+
+
+@pytest.mark.parametrize(
+    ("first", "is_answer"),
+    [
+        ((403, "exceeded quota: few"), True),
+        ((422, "not on fridays"), True),
+        ((500, NO_WEBHOOK), True),
+        ((500, "etcdserver: request timed out"), False),
+        ((503, "apiserver is shutting down"), False),
+        ((429, "too many requests"), False),
+    ],
+)
+def test_a_refusal_is_an_answer_and_trouble_passes(
+    first: tuple[int, str], is_answer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, num_asked = answers_of([first, (200, "")], tmp_path, monkeypatch)
+    assert (answer.is_refused, num_asked) == ((True, 1) if is_answer else (False, 2))
+    assert answer.message == (first[1] if is_answer else "")

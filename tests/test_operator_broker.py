@@ -1,0 +1,27 @@
+"""How the operator sees that NATS or Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from shared_servers import free_port
+
+from rlhfspec.operator import broker
+from rlhfspec.operator.observed import Said
+
+
+def test_after_one_missed_dial_the_next_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker, "DIAL_SECONDS", 3600.0)
+    monkeypatch.setattr(broker, "DIAL_AGAIN_SECONDS", 0.0)
+    port = free_port()
+
+    async def first_told() -> Said | None:
+        told = asyncio.get_running_loop().create_future()
+        dialling = broker.Dialling({"NATS": f"tls://127.0.0.1:{port}"}, told.set_result)
+        dial = asyncio.create_task(dialling.run(lambda: True))
+        said: Said | None = await asyncio.wait_for(told, 60)
+        dial.cancel()
+        return said
+
+    assert asyncio.run(first_told()) == Said("BrokerUnavailable", f"NATS at 127.0.0.1:{port}: Connection refused")

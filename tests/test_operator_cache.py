@@ -1,0 +1,122 @@
+"""What the watches say late, twice or never does no harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from operator_world import job_body, spec_of
+
+from rlhfspec.cluster import names
+from rlhfspec.operator.cache import Cache
+
+KEY = ("team", "sums")
+
+
+def job(uid: str = "j1", version: int = 1) -> dict[str, Any]:
+    metadata = {"namespace": "team", "name": "sums", "uid": uid, "resourceVersion": str(version)}
+    return {"metadata": metadata | {"creationTimestamp": "2026-01-01T00:00:00Z"}, "spec": {}}
+
+
+def pod(uid: str = "p1", version: int = 1, phase: str = "Pending", worker: int = 0) -> dict[str, Any]:
+    metadata = {
+        "namespace": "team",
+        "name": names.pod_name("sums", "reward", worker),
+        "uid": uid,
+        "resourceVersion": str(version),
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+        "labels": names.labels_of("sums", "reward", worker),
+    }
+    return {"metadata": metadata, "status": {"phase": phase}}
+
+
+def warning(name: str, message: str, uid: str = "p1") -> dict[str, Any]:
+    return {"metadata": {"name": name}, "involvedObject": {"uid": uid}, "reason": "Failed", "message": message}
+
+
+def phases(cache: Cache) -> list[tuple[str, str]]:
+    return [(pod.uid, pod.phase) for pod in cache.pods(KEY)]
+
+
+def test_nothing_goes_back_in_time() -> None:
+    cache = Cache()
+    assert cache.put_pod(pod(version=5, phase="Running")) == KEY
+    assert cache.put_pod(pod(version=4, phase="Pending")) is None
+    assert phases(cache) == [("p1", "Running")]
+    assert cache.put_job(job(version=9)) == KEY
+    assert cache.put_job(job(version=9)) is None
+
+
+def test_what_the_user_wrote_is_read_again_only_when_it_changed() -> None:
+    cache, body = Cache(), {**job_body(), "status": {}}
+    key = ("rl", "sums")
+
+    def read_after(version: int, **changes: Any) -> object:
+        cache.put_job({**body, **changes, "metadata": body["metadata"] | {"resourceVersion": str(version)}})
+        view = cache.job(key)
+        assert view is not None
+        return view.job
+
+    first = read_after(1)
+    assert first is not None
+    assert read_after(2, status={"phase": "Running"}) is first
+    other = read_after(3, spec=spec_of(training={"steps": 11}))
+    assert other is not first
+    assert read_after(4, spec=spec_of(no_such="field")) is None
+    assert read_after(5, spec=spec_of(training={"steps": 11})) == other
+
+
+def test_a_pod_that_was_seen_to_go_does_not_come_back() -> None:
+    cache = Cache()
+    cache.put_pod(pod(version=5))
+    assert cache.remove_pod(pod(version=7)) == KEY
+    assert cache.put_pod(pod(version=6)) is None
+    assert phases(cache) == []
+    cache.put_pod(pod("p2", version=8))
+    assert phases(cache) == [("p2", "Pending")]
+
+
+def test_another_pod_of_the_name_takes_its_place_and_none_of_its_warnings() -> None:
+    cache = Cache()
+    cache.put_pod(pod())
+    assert cache.put_warning(warning("e1", "no such image")) == KEY
+    cache.put_pod(pod("p2", version=2))
+    assert cache.pods(KEY)[0].warnings == ()
+    assert cache.put_warning(warning("e1", "again")) is None
+    assert cache.remove_pod(pod()) is None
+    assert phases(cache) == [("p2", "Pending")]
+
+
+def test_a_warning_that_is_told_again_is_one_warning() -> None:
+    cache = Cache()
+    cache.put_pod(pod())
+    for message in ("try 1", "try 2", "try 2"):
+        cache.put_warning(warning("e1", message))
+    assert [said.message for said in cache.pods(KEY)[0].warnings] == ["try 2"]
+
+
+def test_a_list_removes_what_went_unseen_but_not_what_came_meanwhile() -> None:
+    cache = Cache()
+    for number in range(3):
+        cache.put_pod(pod(f"p{number}", worker=number))
+    before = cache.uids("pod", "team")
+    cache.put_pod(pod("p9", worker=9))  # while the list was under way
+    assert cache.listed("pod", before, ["p1"]) == [KEY, KEY]
+    assert [uid for uid, _ in phases(cache)] == ["p1", "p9"]
+
+
+def test_a_job_made_anew_begins_with_nothing() -> None:
+    cache = Cache()
+    cache.put_job(job())
+    cache.purged(KEY, "run")
+    assert cache.observed(KEY).purged == {"run"}
+    cache.put_job(job("j2", version=2))
+    assert cache.observed(KEY).purged == frozenset()
+    assert cache.remove_job(job()) is None
+    assert cache.job(KEY) is not None
+
+
+def test_pods_of_others_are_nothing_to_us() -> None:
+    cache, other = Cache(), pod()
+    other["metadata"]["labels"][names.MANAGED_BY] = "somebody"
+    assert cache.put_pod(other) is None
+    assert phases(cache) == []

@@ -1,0 +1,263 @@
+"""What the operator makes of a job: pods that a restricted namespace admits, and what they mount."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from operator_world import SETTINGS, World, job_body
+
+from rlhfspec.cluster import names
+from rlhfspec.operator.merge import merged
+from rlhfspec.operator.pods import LONG_GRACE_SECONDS
+from rlhfspec.service.connections import Connections
+
+Json = dict[str, Any]
+GPU = {"limits": {"nvidia.com/gpu": 2}}
+THREADS = {"name": "OMP_NUM_THREADS"}
+
+
+def objects_of(settings: Any = SETTINGS, **spec: Any) -> dict[tuple[str, str], Json]:
+    """Of a running job."""
+    world = World(job_body(**spec), settings)
+    world.to_running()
+    assert world.phase == "Running"
+    return world.objects | {("Pod", name): pod for name, pod in world.pods.items()}
+
+
+def pod_of(role: str, worker: int = 0, **spec: Any) -> Json:
+    return objects_of(**spec)["Pod", names.pod_name("sums", role, worker)]
+
+
+def container_of(role: str, **spec: Any) -> Json:
+    return pod_of(role, **spec)["spec"]["containers"][0]  # type: ignore[no-any-return]
+
+
+ROLES = ("prepare", "control", "prompts", "generator", "reward", "trainer")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_pod_is_what_restricted_namespaces_admit(role: str) -> None:
+    pod = pod_of(role)
+    security = pod["spec"]["securityContext"]
+    assert security["runAsNonRoot"]
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    container = pod["spec"]["containers"][0]["securityContext"]
+    assert container == {
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert pod["spec"]["restartPolicy"] == "Never"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_pod_mounts_its_own_credentials_and_no_others(role: str) -> None:
+    pod = pod_of(role)
+    secrets = [volume["secret"]["secretName"] for volume in pod["spec"]["volumes"] if "secret" in volume]
+    assert secrets == [f"sums-{role}"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
+    assert {"/etc/rlhfspec", "/etc/rlhfspec-credentials", "/storage", "/tmp", "/dev/shm"} <= set(mounts)
+    assert ("/var/run/secrets/rlhfspec" in mounts) == (role == "control"), "only control has a token"
+    assert set(mounts.values()) == {volume["name"] for volume in pod["spec"]["volumes"]}
+
+
+def test_control_s_token_is_for_the_operator_alone() -> None:
+    (volume,) = (volume for volume in pod_of("control")["spec"]["volumes"] if volume["name"] == "token")
+    assert volume["projected"]["sources"][0]["serviceAccountToken"]["audience"] == names.AUDIENCE
+
+
+def test_everything_belongs_to_the_job() -> None:
+    for (kind, name), thing in objects_of().items():
+        (owner,) = thing["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["name"], owner["uid"], owner["controller"]) == ("RLHFJob", "sums", "6f1c-42", True)
+        assert thing["metadata"]["labels"][names.JOB] == "sums", (kind, name)
+
+
+def test_the_config_map_says_how_to_reach_the_others() -> None:
+    data = objects_of()["ConfigMap", "sums-connections"]["data"]
+    connections = json.loads(data["connections.json"])
+    assert connections["folder"] == "/storage/runs/sums-6f1c-42"
+    assert connections["job_file"] == "/storage/runs/sums-6f1c-42/processes/job.json"
+    assert connections["report_url"] == "https://operator.rlhfspec.svc:8443/v1/namespaces/rl/jobs/sums/report"
+    assert connections["uid"] == names.run_uid("6f1c-42", 1)
+    job = json.loads(data["job.json"])
+    assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
+    assert job["metadata"] == {"name": "sums", "namespace": "rl"}
+
+
+def test_every_field_of_the_connections_is_one_of_theirs() -> None:
+    """Strict: a field that is not known there would keep every process from starting."""
+    data = objects_of()["ConfigMap", "sums-connections"]["data"]
+    assert Connections.model_validate_json(data["connections.json"]).folder_is_kept_by == "trainer"
+
+
+def test_a_run_folder_of_the_job_s_own_choice_lies_in_the_claim() -> None:
+    data = objects_of(storage={"runFolder": "mine/first", "claim": "c"})["ConfigMap", "sums-connections"]["data"]
+    assert json.loads(data["connections.json"])["folder"] == "/storage/mine/first"
+
+
+def test_secrets_hold_what_the_settings_give_and_are_the_same_each_time() -> None:
+    secret = objects_of()["Secret", "sums-reward"]
+    run = names.run_uid("6f1c-42", 1)
+    assert base64.b64decode(secret["data"]["reward.key"]).decode() == f"sums 6f1c-42 {run} reward 2026"
+    assert objects_of() == objects_of()
+
+
+@pytest.mark.parametrize(
+    ("role", "spec", "image"),
+    [
+        ("control", {}, "rlhfspec:slim"),
+        ("prompts", {}, "rlhfspec:slim"),
+        ("generator", {}, "rlhfspec:cpu"),
+        ("generator", {"roles": {"generator": {"resources": GPU}}}, "rlhfspec:cuda"),
+        ("reward", {"roles": {"generator": {"resources": GPU}}}, "rlhfspec:cpu"),
+        ("reward", {"roles": {"reward": {"image": "mine:1"}}}, "mine:1"),
+    ],
+)
+def test_images_are_by_what_a_role_needs(role: str, spec: Json, image: str) -> None:
+    assert container_of(role, **spec)["image"] == image
+
+
+def test_commands_are_those_of_the_laptop() -> None:
+    worker = ["--connections", "/etc/rlhfspec/connections.json", "--worker", "0"]
+    assert container_of("reward")["command"] == ["python", "-m", "rlhfspec.reward", *worker]
+    ranks = container_of("trainer", roles={"trainer": {"ranks": 2}})["command"]
+    assert ranks == [
+        "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rlhfspec.trainer",
+        *worker,
+    ]  # fmt: skip
+    assert container_of("prepare")["command"] == ["python", "-m", "rlhfspec.prepare", *worker[:2]]
+
+
+def test_those_with_something_to_hand_over_get_time_for_it() -> None:
+    grace = {role: pod_of(role)["spec"]["terminationGracePeriodSeconds"] for role in ROLES}
+    assert {role for role, seconds in grace.items() if seconds == LONG_GRACE_SECONDS} == {"trainer", "generator"}
+
+
+def test_a_template_is_merged_by_name_and_cannot_hide_a_pod_from_the_operator() -> None:
+    template = {
+        "metadata": {"labels": {"team": "a", names.NAME: "mine"}, "annotations": {"note": "x"}},
+        "spec": {
+            "containers": [
+                {"name": "worker", "env": [{"name": "OMP_NUM_THREADS", "value": "2"}, {"name": "HOME", "value": "/h"}]},
+                {"name": "side", "image": "side:1"},
+            ],
+            "volumes": [{"name": "extra", "emptyDir": {}}],
+            "nodeSelector": {"gpu": "yes"},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        },
+    }
+    pod = pod_of("reward", roles={"reward": {"podTemplate": template}})
+    assert pod["metadata"]["labels"][names.NAME] == "rlhfspec"
+    assert pod["metadata"]["labels"]["team"] == "a"
+    assert pod["metadata"]["annotations"]["note"] == "x"
+    assert pod["spec"]["restartPolicy"] == "Never"
+    worker, side = pod["spec"]["containers"]
+    env = {variable["name"]: variable.get("value") for variable in worker["env"]}
+    assert env["OMP_NUM_THREADS"] == "2"
+    assert env["HOME"] == "/h"
+    assert env["RLHFSPEC_RUN"] == names.run_uid("6f1c-42", 1)
+    assert worker["image"] == "rlhfspec:cpu"
+    assert side["image"] == "side:1"
+    assert pod["spec"]["volumes"][-1] == {"name": "extra", "emptyDir": {}}
+    assert len(pod["spec"]["tolerations"]) == 3
+    assert pod["spec"]["nodeSelector"] == {"gpu": "yes"}
+
+
+def test_merging_replaces_texts_and_removes_nulls() -> None:
+    base = {"command": ["a", "b"], "x": {"y": 1, "z": 2}}
+    assert merged(base, {"command": ["c"], "x": {"y": None}}) == {"command": ["c"], "x": {"z": 2}}
+    assert base == {"command": ["a", "b"], "x": {"y": 1, "z": 2}}, "what is given stays as it is"
+
+
+def test_a_limit_of_cpu_is_one_of_threads_until_the_template_says_another() -> None:
+    limit = {"resources": {"limits": {"cpu": "2500m"}}}
+    own = limit | {"podTemplate": {"spec": {"containers": [{"name": "worker", "env": [THREADS | {"value": "1"}]}]}}}
+    objects = objects_of(roles={"reward": limit, "generator": own})
+    told = {role: objects["Pod", f"sums-{role}-0"]["spec"]["containers"][0]["env"] for role in ("reward", "generator")}
+    assert THREADS | {"value": "2"} in told["reward"]
+    assert [each["value"] for each in told["generator"] if each["name"] == "OMP_NUM_THREADS"] == ["1"]
+
+
+def test_resources_and_gpus_are_counted() -> None:
+    world = World(job_body(roles={"generator": {"workers": 3, "resources": GPU}, "trainer": {"resources": GPU}}))
+    world.to_running()
+    assert world.status["gpus"] == 8
+    assert world.pods["sums-generator-2"]["spec"]["containers"][0]["resources"] == GPU
+    default = replace(SETTINGS, resources={"reward": {"requests": {"cpu": "1"}}})
+    reward = objects_of(default)["Pod", "sums-reward-0"]
+    assert reward["spec"]["containers"][0]["resources"] == {"requests": {"cpu": "1"}}
+
+
+# --- gangs -----------------------------------------------------------------------------------------------------------
+
+
+def test_kueue_gets_a_group_of_all_that_start_together() -> None:
+    generator = {"workers": 2, "replicas": {"min": 1, "max": 3}}
+    things = objects_of(scheduling={"gang": "kueue", "queue": "gpus"}, roles={"generator": generator})
+    group = f"sums-{names.run_uid('6f1c-42', 1)}"
+    members = [
+        pod["metadata"]
+        for (kind, _), pod in things.items()
+        if kind == "Pod" and "kueue.x-k8s.io/pod-group-name" in pod["metadata"]["labels"]
+    ]
+    assert {metadata["labels"]["kueue.x-k8s.io/pod-group-name"] for metadata in members} == {group}
+    counts = {metadata["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for metadata in members}
+    assert counts == {str(len(members))}, "a group that says another number than it has never starts"
+    for (kind, _), pod in things.items():
+        if kind == "Pod":
+            assert pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+
+
+@pytest.mark.parametrize(
+    ("gang", "version"),
+    [("volcano", "scheduling.volcano.sh/v1beta1"), ("coscheduling", "scheduling.x-k8s.io/v1alpha1")],
+)
+def test_pod_groups_come_before_their_pods(gang: str, version: str) -> None:
+    queue = {"queue": "q"} if gang == "volcano" else {}
+    world = World(job_body(scheduling={"gang": gang, "priorityClass": "high", **queue}))
+    world.settle()
+    world.run_all()
+    world.end_pod("sums-prepare-0", 0)
+    plan = world.plan()
+    kinds = [thing["kind"] for thing in plan.apply]
+    assert kinds.index("PodGroup") < kinds.index("Pod")
+    (group,) = (thing for thing in plan.apply if thing["kind"] == "PodGroup")
+    pods = [thing for thing in plan.apply if thing["kind"] == "Pod"]
+    assert (group["apiVersion"], group["spec"]["minMember"]) == (version, len(pods))
+    for pod in pods:
+        marks = pod["metadata"]["labels"] | pod["metadata"]["annotations"]
+        assert group["metadata"]["name"] in marks.values()
+        assert pod["spec"]["schedulerName"] == ("volcano" if gang == "volcano" else SETTINGS.coscheduler)
+        assert pod["spec"]["priorityClassName"] == "high"
+
+
+def test_generators_spread_over_the_topology() -> None:
+    key = "topology.kubernetes.io/zone"
+    pod = pod_of("generator", scheduling={"topologyKey": key})
+    assert pod["spec"]["topologySpreadConstraints"][0]["topologyKey"] == key
+    assert "topologySpreadConstraints" not in pod_of("reward", scheduling={"topologyKey": key})["spec"]
+
+
+# --- what is missing -------------------------------------------------------------------------------------------------
+
+
+def test_what_somebody_removed_is_made_again() -> None:
+    world = World()
+    world.to_starting()
+    world.objects.clear()
+    view = world.plan()
+    assert view.apply == (), "nothing says that it is missing"
+    world.pods["sums-reward-0"]["spec"]["nodeName"] = "node1"
+    world.pods["sums-reward-0"]["status"] = {
+        "phase": "Pending",
+        "containerStatuses": [
+            {"name": "worker", "state": {"waiting": {"reason": "CreateContainerConfigError",
+                                                     "message": 'secret "sums-reward" not found'}}}
+        ],
+    }  # fmt: skip
+    world.settle(most=2)
+    assert set(world.objects) == {("ConfigMap", "sums-connections"), ("Secret", "sums-reward")}

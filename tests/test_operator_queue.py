@@ -1,0 +1,223 @@
+"""Whoever waits longest is looked at next, nobody twice at a time, and nothing runs hot."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec.operator.queue import GATHER_SECONDS, LONGEST_BACKOFF_SECONDS, REST_SECONDS, Key, Looked, Queue
+
+
+class FakeTimers:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Any:
+        heapq.heappush(self._calls, (when, len(self._calls), callback))
+
+    async def advance(self, seconds: float) -> None:
+        end = self.now + seconds
+        await settle()
+        while self._calls and self._calls[0][0] <= end:
+            self.now, _, callback = heapq.heappop(self._calls)
+            callback()
+            await settle()
+        self.now = end
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Looking:
+    """Every look takes until it is let go."""
+
+    def __init__(self, answers: Callable[[Key], Looked] = lambda key: Looked()) -> None:
+        self.seen: list[Key] = []
+        self.under_way: Counter[Key] = Counter()
+        self.open = asyncio.Event()
+        self.open.set()
+        self._answers = answers
+
+    async def __call__(self, key: Key) -> Looked:
+        self.seen.append(key)
+        self.under_way[key] += 1
+        assert self.under_way[key] == 1, f"two looks at {key} at a time"
+        await self.open.wait()
+        self.under_way[key] -= 1
+        return self._answers(key)
+
+
+@asynccontextmanager
+async def working(
+    look: Callable[[Key], Awaitable[Looked]], workers: int = 2, waited: Callable[[float], None] = lambda seconds: None
+) -> Any:
+    timers = FakeTimers()
+    queue = Queue(look, timers, waited=waited)
+    tasks = [asyncio.create_task(queue.work()) for _ in range(workers)]
+    try:
+        yield queue, timers
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+A, B, C = ("team", "a"), ("team", "b"), ("team", "c")
+
+
+def test_what_happens_together_is_one_look() -> None:
+    async def seen() -> list[Key]:
+        look = Looking()
+        async with working(look) as (queue, timers):
+            for _ in range(50):
+                queue.tell(A)
+            await timers.advance(10.0)
+        return look.seen
+
+    assert asyncio.run(seen()) == [A]
+
+
+def test_told_of_while_it_is_looked_at_it_is_looked_at_again() -> None:
+    async def seen() -> tuple[list[Key], list[Key]]:
+        look = Looking()
+        look.open.clear()
+        async with working(look) as (queue, timers):
+            queue.tell(A)
+            await timers.advance(1.0)
+            for _ in range(3):
+                queue.tell(A)
+            await timers.advance(1.0)
+            before = list(look.seen)
+            look.open.set()
+            await timers.advance(1.0)
+        return before, look.seen
+
+    assert asyncio.run(seen()) == ([A], [A, A])
+
+
+def test_what_comes_in_one_after_the_other_is_not_a_look_each() -> None:
+    """As the pods of a job that become ready, when there is nothing to do about it."""
+
+    async def num(answer: Looked) -> int:
+        look = Looking(lambda key: answer)
+        async with working(look) as (queue, timers):
+            for _ in range(20):
+                queue.tell(A)
+                await timers.advance(0.1)
+            await timers.advance(1.0)
+        return len(look.seen)
+
+    assert asyncio.run(num(Looked())) == pytest.approx(2.0 / REST_SECONDS + 1, abs=1)
+
+
+def test_how_late_a_look_was_is_told() -> None:
+    async def late() -> list[float]:
+        look, waited = Looking(), list[float]()
+        look.open.clear()
+        async with working(look, workers=1, waited=waited.append) as (queue, timers):
+            queue.tell(A)
+            queue.tell(B)
+            await timers.advance(GATHER_SECONDS + 3.0)
+            look.open.set()
+            await timers.advance(1.0)
+        return waited
+
+    assert asyncio.run(late()) == pytest.approx([0.0, 3.0])
+
+
+def test_a_busy_job_does_not_keep_the_others_waiting() -> None:
+    async def seen() -> list[Key]:
+        look = Looking()
+        look.open.clear()
+        async with working(look, workers=1) as (queue, timers):
+            queue.tell(A)
+            await timers.advance(GATHER_SECONDS)
+            for key in (A, B, A, C, A):
+                queue.tell(key)
+            await timers.advance(1.0)
+            look.open.set()
+            await timers.advance(1.0)
+        return look.seen
+
+    assert asyncio.run(seen()) == [A, B, C, A]
+
+
+@pytest.mark.parametrize("answer", [Looked(0.0, did="the same"), Looked(failed=True), Looked(0.0, failed=True)])
+def test_the_same_over_and_over_slows_down(answer: Looked) -> None:
+    async def times() -> list[float]:
+        at: list[float] = []
+
+        async def look(key: Key) -> Looked:
+            at.append(timers.now)
+            queue.tell(key)  # as a watch does that tells what the look itself wrote
+            return answer
+
+        async with working(look) as (queue, timers):
+            queue.tell(A)
+            await timers.advance(600.0)
+        return at
+
+    at = asyncio.run(times())
+    assert len(at) < 20
+    assert at[-1] - at[-2] == pytest.approx(LONGEST_BACKOFF_SECONDS, rel=0.1)
+
+
+def test_a_look_that_does_something_new_does_not_wait() -> None:
+    async def num() -> int:
+        look = Looking(lambda key: Looked(0.1, did=len(look.seen)))
+        async with working(look) as (queue, timers):
+            queue.tell(A)
+            await timers.advance(10.0)
+        return len(look.seen)
+
+    assert asyncio.run(num()) == pytest.approx(100, abs=3)
+
+
+def test_a_look_that_raises_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async def seen() -> set[Key]:
+        look = Looking(lambda key: Looked() if key != A else Looked(requeue_seconds=1 / 0))
+        async with working(look, workers=1) as (queue, timers):
+            for key in (A, B, C):
+                queue.tell(key)
+            await timers.advance(1.0)
+        return set(look.seen)
+
+    assert asyncio.run(seen()) == {A, B, C}
+    assert "the look at team/a failed" in caplog.text
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([A, B, C]), st.floats(0, 3), st.booleans()), max_size=40), st.integers(1, 3))
+def test_whatever_is_told_is_looked_at_afterwards(told: list[tuple[Key, float, bool]], workers: int) -> None:
+    async def check() -> None:
+        look = Looking()
+        async with working(look, workers) as (queue, timers):
+            for key, wait, is_open in told:
+                queue.tell(key)
+                await timers.advance(wait)
+                look.open.set() if is_open else look.open.clear()
+            look.open.set()
+            await timers.advance(1.0)
+            before = len(look.seen)
+            for key in (A, B, C):
+                queue.tell(key)
+            await timers.advance(1.0)
+            assert sorted(look.seen[before:]) == [A, B, C]
+            assert {key for key, _, _ in told} <= set(look.seen[:before])
+
+    asyncio.run(check())

@@ -1,0 +1,538 @@
+"""A job's life under the operator, step by step."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from operator_world import World, job_body
+
+from rlhfspec.operator.observed import Said
+from rlhfspec.operator.plan import Delete, Plan
+from rlhfspec.operator.status import is_worth_writing
+
+STAGES = ("control", "prompts", "generator", "reward", "trainer")
+
+
+def running(**changes: Any) -> World:
+    world = World(job_body(**changes))
+    world.to_running()
+    assert world.phase == "Running"
+    world.deletes.clear()
+    world.made.clear()
+    world.events.clear()
+    return world
+
+
+def names_of(deletes: list[Delete]) -> list[str]:
+    return [delete.name.removeprefix("sums-") for delete in deletes]
+
+
+def is_quiet(plan: Plan) -> bool:
+    return plan.is_quiet
+
+
+# --- from nothing to the last step ---------------------------------------------------------------------------------
+
+
+def test_a_job_from_nothing_to_its_last_step() -> None:
+    world = World()
+    world.settle()
+    assert world.body["metadata"]["finalizers"] == ["rlhfspec.io/operator"]
+    assert (world.phase, list(world.pods)) == ("Pending", ["sums-prepare-0"])
+    world.run_all()
+    world.settle()
+    assert world.phase == "Preparing"
+    world.end_pod("sums-prepare-0", 0, "prepared")
+    world.settle()
+    assert world.phase == "Starting"
+    assert world.made[1:] == [f"sums-{role}-0" for role in STAGES]
+    world.run_all()
+    world.settle()
+    assert world.phase == "Running"
+    world.end_pod("sums-trainer-0", 0, "completed: step 10")
+    world.settle()
+    world.end_those_asked()
+    world.settle()
+    assert (world.phase, sorted(world.pods)) == ("Succeeded", ["sums-prepare-0", "sums-trainer-0"])
+    assert world.purged == {world.run_uid}
+    assert is_quiet(world.plan())
+    assert world.plan().requeue_seconds is None, "an ended job costs nothing"
+    assert [event.reason for event in world.events] == ["Pending", "Preparing", "Starting", "Running", "Succeeded"]
+
+
+def test_pods_are_made_after_what_they_mount() -> None:
+    kinds = [manifest["kind"] for manifest in World().plan().apply]
+    assert kinds == ["ConfigMap", "Secret", "Pod"]
+
+
+def test_the_first_plan_asks_for_the_finalizer_and_the_last_gives_it_back() -> None:
+    world = World()
+    assert world.plan().add_finalizer
+    world.settle()
+    assert not world.plan().add_finalizer
+
+
+@pytest.mark.parametrize(("outcome", "left"), [("keep", ["sums-prepare-0", "sums-trainer-0"]), ("delete", [])])
+def test_finished_pods_stay_as_the_job_says(outcome: str, left: list[str]) -> None:
+    world = running(deletionPolicy={"succeeded": outcome})
+    world.end_pod("sums-trainer-0", 0, "completed: step 10")
+    world.settle()
+    world.end_those_asked()
+    world.settle()
+    assert sorted(world.pods) == left
+
+
+def test_a_trainer_that_left_is_no_success() -> None:
+    world = running()
+    world.end_pod("sums-trainer-0", 0, "left: asked to")
+    world.settle()
+    assert world.phase == "Running"
+    assert world.status["restarts"]["total"] == 1
+    assert world.status["restarts"]["counted"] == 0
+
+
+def test_a_job_that_is_wrong_never_starts_until_it_is_corrected() -> None:
+    world = World(job_body(training={"steps": 0}))
+    world.settle()
+    assert (world.phase, world.pods) == ("Failed", {})
+    assert world.healthy()[1] == "BadConfig"
+    assert "spec.training.steps" in world.status["message"]
+    world.edit(training={"steps": 3})
+    world.settle()
+    assert (world.phase, list(world.pods)) == ("Pending", ["sums-prepare-0"])
+
+
+def test_a_job_without_a_claim_says_which_field_to_set() -> None:
+    world = World()
+    world.settings = world.settings.__class__(
+        **{name: getattr(world.settings, name) for name in world.settings.__slots__} | {"default_claim": None}
+    )
+    world.settle()
+    completed = world.status["completionTime"]
+    world.pass_time(60)
+    world.settle()
+    assert (world.phase, world.status["completionTime"]) == ("Failed", completed)
+    assert world.status["message"].startswith("spec.storage.claim: ")
+    world.edit(storage={"claim": "mine"})
+    world.settle()
+    assert world.pods["sums-prepare-0"]["spec"]["volumes"][2]["persistentVolumeClaim"] == {"claimName": "mine"}
+
+
+def test_what_prepare_refuses_fails_the_job_and_names_the_field() -> None:
+    world = World()
+    world.settle()
+    world.run_all()
+    world.end_pod("sums-prepare-0", 78, "spec.model.path: no such folder (got 'models/none')")
+    world.settle()
+    assert world.phase == "Failed"
+    assert world.healthy()[:2] == ("False", "BadConfig")
+    assert "spec.model.path: no such folder" in world.healthy()[2]
+
+
+# --- workers that fail ---------------------------------------------------------------------------------------------
+
+
+def test_a_failed_worker_is_made_again_after_a_while_and_nobody_else() -> None:
+    world = running()
+    others = {name: pod["metadata"]["uid"] for name, pod in world.pods.items() if "reward" not in name}
+    world.end_pod("sums-reward-0", 1, "boom")
+    plan = world.settle()
+    assert names_of(world.deletes) == []
+    assert plan.requeue_seconds is not None
+    assert 0.25 <= plan.requeue_seconds <= 0.5
+    world.pass_time(0.5)
+    world.settle()
+    assert names_of(world.deletes) == ["reward-0"]
+    assert world.made == ["sums-reward-0"]
+    assert others == {name: pod["metadata"]["uid"] for name, pod in world.pods.items() if "reward" not in name}
+    assert world.status["restarts"] == {"total": 1, "counted": 1, "byWorker": {"reward-0": 1}}
+
+
+def fail_again_and_again(world: World, role: str, code: int, times: int, message: str = "boom") -> None:
+    for _ in range(times):
+        world.run_all()
+        world.end_pod(f"sums-{role}-0", code, message)
+        world.settle()
+        world.pass_time(31)
+        world.settle()
+
+
+def test_too_many_failures_fail_the_job_and_a_trained_step_forgives() -> None:
+    world = running(failurePolicy={"maxRestarts": 2})
+    fail_again_and_again(world, "reward", 1, 2)
+    assert world.healthy()[1] == "CrashLoop"
+    world.say(step=1)
+    world.run_all()
+    world.settle()
+    assert world.healthy()[0] == "True"
+    fail_again_and_again(world, "reward", 1, 2)
+    assert world.phase == "Running"
+    fail_again_and_again(world, "reward", 1, 1)
+    assert (world.phase, world.status["reason"]) == ("Failed", "CrashLoop")
+    assert world.status["message"] == "reward-0: 3 failures since step 1, the last: boom"
+
+
+def test_killed_workers_do_not_count_unless_the_job_says_so() -> None:
+    for counted, num in ((["error"], 0), (["killed"], 3)):
+        world = running(failurePolicy={"maxRestarts": 9, "counted": counted})
+        fail_again_and_again(world, "reward", 137, 3)
+        assert (world.status["restarts"]["counted"], world.status["restarts"]["total"]) == (num, 3)
+
+
+def test_a_broker_that_nobody_reaches_never_fails_a_job() -> None:
+    world = running(failurePolicy={"maxRestarts": 2})
+    world.broker = Said("BrokerUnavailable", "NATS at nats:4222: no answer within 2 s")
+    fail_again_and_again(world, "reward", 75, 30, "tls://nats:4222: no answer within 5 s")
+    assert (world.phase, world.status["restarts"]["counted"]) == ("Running", 0)
+    assert world.healthy()[1] == "BrokerUnavailable"
+    world.broker = None
+    fail_again_and_again(world, "reward", 75, 3)
+    assert world.status["reason"] == "CrashLoop", "the worker alone cannot reach it"
+
+
+@pytest.mark.parametrize(
+    ("role", "message", "reason"),
+    [
+        ("reward", "exact: sample p1.0: division by zero", "RewardFailing"),
+        ("generator", "spec.generation.maxTokens: too many", "BadConfig"),
+        ("trainer", "loss is not finite", "WorkerFailed"),
+        ("trainer", "[Errno 28] No space left on device", "StorageFull"),
+    ],
+)
+def test_what_would_only_happen_again_fails_the_job(role: str, message: str, reason: str) -> None:
+    world = running()
+    world.end_pod(f"sums-{role}-0", 78, message)
+    world.settle()
+    assert (world.phase, world.status["reason"]) == ("Failed", reason)
+    assert message in world.status["message"]
+    assert world.healthy()[1] == reason
+
+
+@pytest.mark.parametrize(("action", "phase", "counted"), [("FailJob", "Failed", 0), ("Ignore", "Running", 0),
+                                                          ("Restart", "Running", 1)])  # fmt: skip
+def test_a_rule_decides_before_the_counting(action: str, phase: str, counted: int) -> None:
+    rules = [{"roles": ["reward"], "exitCodes": [42, 78], "action": action}]
+    for code in (42, 78):
+        world = running(failurePolicy={"rules": rules})
+        world.end_pod("sums-reward-0", code, "boom")
+        world.settle()
+        assert (world.phase, world.status["restarts"]["counted"]) == (phase, counted)
+        assert (world.status["reason"] == "FailurePolicy") == (phase == "Failed")
+    world = running(failurePolicy={"rules": rules})
+    world.end_pod("sums-trainer-0", 42, "boom")
+    world.settle()
+    assert (world.phase, world.status["restarts"]["counted"]) == ("Running", 1), "the rule is for another role"
+
+
+def test_an_eviction_is_not_the_job_s_fault() -> None:
+    world = running(failurePolicy={"maxRestarts": 0})
+    for _ in range(30):
+        world.run_all()
+        world.end_pod("sums-generator-0", 137)
+        world.pods["sums-generator-0"]["status"] |= {"reason": "Evicted", "message": "The node was low on memory"}
+        world.settle()
+        assert world.healthy()[1:] == ("Evicted", "generator-0: Evicted: The node was low on memory")
+        world.pass_time(31)
+        world.settle()
+    assert world.phase == "Running"
+    assert world.status["restarts"]["counted"] == 0
+
+
+def test_what_is_drained_is_made_again_once_it_is_gone() -> None:
+    world = running()
+    pod = world.pods["sums-generator-0"]
+    world.ask_to_end(Delete("Pod", "sums-generator-0", None, pod["metadata"]["uid"]))
+    pod["status"]["conditions"].append(world.condition("DisruptionTarget", True, "EvictionByEvictionAPI", "drained"))
+    world.settle()
+    assert world.healthy()[1] == "Evicted"
+    assert world.made == []
+    world.end_those_asked()
+    world.settle()
+    assert world.made == ["sums-generator-0"]
+    assert world.status["restarts"]["total"] == 0
+
+
+def test_a_lost_node_s_pods_are_forced_but_never_the_trainer_s() -> None:
+    world = running()
+    for role in ("generator", "trainer"):
+        pod = world.pods[f"sums-{role}-0"]
+        world.ask_to_end(Delete("Pod", f"sums-{role}-0", 150, pod["metadata"]["uid"]))
+        pod["spec"]["nodeName"] = "away"
+    world.lost_nodes.add("away")
+    world.deletes.clear()
+    world.settle()
+    assert world.deletes == []
+    world.pass_time(166)
+    world.settle()
+    assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-generator-0", 0)]
+    assert world.made == ["sums-generator-0"]
+    assert world.healthy()[1] == "NodeLost"
+    assert "sums-trainer-0 is on node away, which does not answer. It is not made elsewhere" in world.healthy()[2]
+
+
+# --- suspend, restart, deadlines -----------------------------------------------------------------------------------
+
+
+def test_suspend_asks_the_trainer_first_and_resume_opens_the_next_run() -> None:
+    world = running()
+    first = world.run_uid
+    world.edit(suspend=True)
+    world.settle()
+    assert world.phase == "Suspending"
+    assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-trainer-0", None)]
+    world.end_those_asked()
+    world.settle()
+    world.end_those_asked()
+    world.settle()
+    assert (world.phase, world.pods, world.purged) == ("Suspended", {}, {first})
+    assert is_quiet(world.plan())
+    world.edit(suspend=False)
+    world.to_starting()
+    world.run_all()
+    world.settle()
+    assert (world.phase, world.status["run"]["number"]) == ("Running", 2)
+    assert {pod["metadata"]["labels"]["rlhfspec.io/run"] for pod in world.pods.values()} == {world.run_uid}
+    assert world.run_uid != first
+
+
+def test_a_suspension_that_is_taken_back_ends_in_a_new_run() -> None:
+    world = running()
+    world.edit(suspend=True)
+    world.settle()
+    world.edit(suspend=False)
+    for _ in range(3):
+        world.end_those_asked()
+        world.settle()
+    assert world.status["run"]["number"] == 2
+    assert list(world.pods) == ["sums-prepare-0"]
+
+
+def test_a_pod_that_was_not_seen_when_the_run_ended_is_ended_too() -> None:
+    world = running()
+    unseen = world.pods.copy()
+    world.edit(suspend=True)
+    world.pods.clear()
+    world.settle()
+    assert world.phase == "Suspended"
+    world.pods |= unseen
+    world.settle()
+    assert (world.phase, names_of(world.deletes)) == ("Suspending", ["trainer-0"])
+    for _ in range(2):
+        world.end_those_asked()
+        world.settle()
+    assert (world.phase, world.pods) == ("Suspended", {})
+
+
+def test_a_job_that_is_made_suspended_has_no_run() -> None:
+    world = World(job_body(suspend=True))
+    world.settle()
+    assert (world.phase, world.pods, world.status["run"]["number"]) == ("Suspended", {}, 0)
+
+
+def test_a_restart_of_one_role_touches_no_other() -> None:
+    world = running()
+    world.edit(restart={"id": "again", "roles": ["reward"]})
+    world.settle()
+    assert names_of(world.deletes) == ["reward-0"]
+    world.end_those_asked()
+    world.settle()
+    assert world.made == ["sums-reward-0"]
+    world.run_all()
+    assert is_quiet(world.settle())
+    assert world.status["run"]["number"] == 1
+
+
+def test_a_restart_of_all_goes_on_in_the_next_run_once() -> None:
+    world = running()
+    world.edit(restart={"id": "again"})
+    world.settle()
+    assert names_of(world.deletes) == ["trainer-0"]
+    for _ in range(3):
+        world.end_those_asked()
+        world.settle()
+    assert world.status["run"]["number"] == 2
+    world.to_running()
+    assert world.status["run"]["number"] == 2
+    assert world.phase == "Running"
+
+
+def test_a_failed_job_may_begin_anew_by_hand() -> None:
+    world = running()
+    world.end_pod("sums-trainer-0", 78, "loss is not finite")
+    world.settle()
+    world.end_those_asked()
+    world.settle()
+    assert world.phase == "Failed"
+    world.edit(restart={"id": "again"})
+    world.to_running()
+    assert (world.phase, world.status["run"]["number"]) == ("Running", 2)
+    assert "completionTime" not in world.status
+
+
+@pytest.mark.parametrize("field", ["activeDeadlineSeconds", "preRunningDeadlineSeconds"])
+def test_a_deadline_fails_the_job(field: str) -> None:
+    world = World(job_body(**{field: 100}))
+    world.to_starting()
+    world.pass_time(90)
+    assert world.settle().requeue_seconds == 10.0
+    assert world.phase == "Starting"
+    world.pass_time(11)
+    world.settle()
+    assert (world.phase, world.status["reason"]) == ("Failed", "DeadlineExceeded")
+    assert world.status["message"] == f"spec.{field}: 100 s are over"
+
+
+def test_suspended_time_is_not_active_time() -> None:
+    world = running(activeDeadlineSeconds=100)
+    world.pass_time(60)
+    world.edit(suspend=True)
+    for _ in range(3):
+        world.settle()
+        world.end_those_asked()
+    world.pass_time(1000)
+    world.settle()
+    assert world.phase == "Suspended"
+    world.edit(suspend=False)
+    world.to_running()
+    world.pass_time(39)
+    world.settle()
+    assert world.phase == "Running"
+    world.pass_time(2)
+    world.settle()
+    assert world.phase == "Failed"
+
+
+# --- deletion ------------------------------------------------------------------------------------------------------
+
+
+def test_a_deleted_job_ends_its_trainer_then_all_then_its_streams() -> None:
+    world = running()
+    world.delete_job()
+    world.settle()
+    assert (world.phase, names_of(world.deletes)) == ("Terminating", ["trainer-0"])
+    world.end_those_asked()
+    world.settle()
+    assert len(world.deletes) > 1
+    assert not world.is_gone
+    world.end_those_asked()
+    world.settle()
+    assert world.is_gone
+    assert world.purged == {world.run_uid}
+
+
+def test_nats_that_is_away_does_not_hold_a_deleted_job() -> None:
+    world = running()
+    world.nats_is_up = False
+    world.delete_job()
+    for _ in range(3):
+        world.settle()
+        world.end_those_asked()
+    world.pass_time(59)
+    world.settle()
+    assert not world.is_gone
+    world.pass_time(2)
+    world.settle()
+    assert world.is_gone
+    assert world.events[-1].reason == "StreamsLeft"
+
+
+# --- generators ----------------------------------------------------------------------------------------------------
+
+
+def elastic() -> World:
+    return running(roles={"generator": {"workers": 1, "replicas": {"min": 1, "max": 3}}})
+
+
+def generators_of(world: World) -> list[str]:
+    return sorted(name for name in world.pods if "generator" in name)
+
+
+def test_generators_follow_the_advice_one_at_a_time() -> None:
+    world = elastic()
+    world.say(step=1, generators_wanted=9)
+    world.settle()
+    assert generators_of(world) == ["sums-generator-0", "sums-generator-1"]
+    world.settle()
+    assert len(generators_of(world)) == 2, "the new one is not ready yet"
+    world.run_all()
+    world.settle()
+    world.run_all()
+    world.settle()
+    assert len(generators_of(world)) == 3, "as many as may be"
+    world.say(step=2, generators_wanted=1)
+    world.settle()
+    assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-generator-2", None)]
+    world.end_those_asked()
+    world.settle()
+    assert names_of(world.deletes) == ["generator-2", "generator-1"]
+    world.end_those_asked()
+    assert is_quiet(world.settle())
+    assert generators_of(world) == ["sums-generator-0"]
+
+
+def test_old_advice_is_not_followed() -> None:
+    world = elastic()
+    world.say(step=1, generators_wanted=3)
+    world.pass_time(61)
+    world.settle()
+    assert len(generators_of(world)) == 1
+
+
+def test_kubectl_scale_is_honoured_within_the_bounds() -> None:
+    world = elastic()
+    world.edit(roles={"generator": {"workers": 2, "replicas": {"min": 1, "max": 3}}})
+    world.settle()
+    assert len(generators_of(world)) == 2
+    fixed = running(roles={"generator": {"workers": 3}, "reward": {"workers": 2}})
+    fixed.edit(roles={"generator": {"workers": 1}, "reward": {"workers": 2}})
+    for _ in range(4):
+        fixed.settle()
+        fixed.end_those_asked()
+    assert generators_of(fixed) == ["sums-generator-0"]
+    assert names_of(fixed.deletes) == ["generator-2", "generator-1"]
+    assert "sums-rebalancer-0" in fixed.pods, "who takes part in a run is settled when it is opened"
+
+
+# --- what is written -----------------------------------------------------------------------------------------------
+
+
+def test_progress_is_written_now_and_then_and_news_at_once() -> None:
+    world = running()
+    world.say(step=1, reward=0.25)
+    world.settle()
+    old = dict(world.status)
+    assert old["progress"]["reward"] == 0.25
+    world.say(step=1, reward=0.3)
+    gauge = world.plan().status
+    assert not is_worth_writing(old, gauge, world.now - timedelta(seconds=4), world.now)
+    assert is_worth_writing(old, gauge, world.now - timedelta(seconds=5), world.now)
+    world.say(step=2, reward=0.3)
+    assert is_worth_writing(old, world.plan().status, world.now, world.now)
+    assert not is_worth_writing(old, dict(old), None, world.now)
+
+
+def test_time_alone_changes_no_status() -> None:
+    world = running()
+    world.say(step=1)
+    world.settle()
+    before = dict(world.status)
+    for _ in range(20):
+        world.pass_time(15)
+        world.say(step=1)
+        assert world.plan().status == before
+        assert is_quiet(world.plan())
+
+
+def test_an_old_copy_of_the_job_is_not_acted_upon() -> None:
+    world = running()
+    status = world.status
+    world.edit(restart={"id": "again"})
+    for _ in range(3):
+        world.settle()
+        world.end_those_asked()
+    world.body["status"] = status
+    plan = world.plan()
+    assert is_quiet(plan)
+    assert plan.status == status

@@ -1,0 +1,97 @@
+"""The endpoint of reports by a clock of our own: how often a job may report, and whose a token is gets asked.
+
+What a real API server says of real tokens is in e2e/test_operator.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp.test_utils import TestClient, TestServer
+from operator_world import World
+
+from rlhfspec.cluster import names
+from rlhfspec.cluster.report import Report
+from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.reports import KNOWN_SECONDS, LEAST_SECONDS, MOST_KNOWN, NOT_ASKED_SECONDS, Reports
+
+PATH = names.report_path("rl", "sums")
+
+
+class Endpoint:
+    """Of one job whose control runs, and whose token is "good"."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.asked: Counter[str] = Counter()
+        world, cache = World(), Cache()
+        world.to_starting()
+        cache.put_job(world.body)
+        for number, pod in enumerate(world.pods.values()):
+            pod["metadata"]["resourceVersion"] = str(number + 1)
+            cache.put_pod(pod)
+        self.control = world.view("sums-control-0")
+        self.body = Report(run=world.run_uid, step=3, total_steps=10).model_dump_json()
+        self.reports = Reports(cache, self._review, lambda key: None, is_acting=lambda: True, now=lambda: self.now)
+
+    async def _review(self, token: str, audience: str) -> dict[str, Any]:
+        self.asked[token] += 1
+        if token != "good":
+            return {"authenticated": False}
+        extra = {"pod-name": [self.control.name], "pod-uid": [self.control.uid]}
+        named = {f"authentication.kubernetes.io/{name}": value for name, value in extra.items()}
+        user = {"username": f"system:serviceaccount:rl:{names.SERVICE_ACCOUNT}", "extra": named}
+        return {"authenticated": True, "audiences": [audience], "user": user}
+
+
+def served(use: Callable[[Endpoint, Callable[[str], Awaitable[int]]], Awaitable[None]]) -> None:
+    async def go() -> None:
+        endpoint = Endpoint()
+        async with TestClient(TestServer(endpoint.reports.app())) as client:
+
+            async def post(token: str) -> int:
+                headers = {"Authorization": f"Bearer {token}"}
+                async with client.post(PATH, data=endpoint.body, headers=headers) as answer:
+                    return answer.status
+
+            await use(endpoint, post)
+
+    asyncio.run(go())
+
+
+def test_a_job_reports_so_often_and_not_more() -> None:
+    async def use(endpoint: Endpoint, post: Callable[[str], Awaitable[int]]) -> None:
+        assert [await post("good"), await post("good")] == [204, 429]
+        endpoint.now += LEAST_SECONDS
+        assert await post("good") == 204
+
+    served(use)
+
+
+def test_a_token_is_asked_about_now_and_then() -> None:
+    async def use(endpoint: Endpoint, post: Callable[[str], Awaitable[int]]) -> None:
+        for _ in range(3):
+            await post("good")
+            assert await post("bad") == 401
+        assert endpoint.asked == {"good": 1, "bad": 1}
+        endpoint.now = NOT_ASKED_SECONDS
+        await post("good")
+        await post("bad")
+        assert endpoint.asked == {"good": 1, "bad": 2}
+        endpoint.now = KNOWN_SECONDS
+        assert await post("good") == 204
+        assert endpoint.asked["good"] == 2
+
+    served(use)
+
+
+def test_however_many_tokens_come_few_are_remembered() -> None:
+    async def use(endpoint: Endpoint, post: Callable[[str], Awaitable[int]]) -> None:
+        for number in range(MOST_KNOWN + 5):
+            await endpoint.reports._caller(f"bad-{number}")
+        assert len(endpoint.reports._callers) == MOST_KNOWN
+
+    served(use)

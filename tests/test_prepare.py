@@ -1,0 +1,202 @@
+"""`python -m rlhfspec.prepare` as a pod runs it: a job as the API server has it in, a run folder or one line out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhfspec.folder_lock import take_lock
+from rlhfspec.prepare.folder import prepare
+from rlhfspec.service import exits
+from rlhfspec.service.connections import Connections
+from rlhfspec.telemetry.metrics import example_step
+from rlhfspec.telemetry.run_folder import RunFolder
+
+
+class Place:
+    """A job's pod: what it mounts, and the storage."""
+
+    def __init__(self, storage: Path, config: Path, job_file: Path) -> None:
+        self.storage, self.folder = storage, storage / "runs" / "letters-6f1c"
+        self.config = config
+        self.job: dict[str, Any] = yaml.safe_load(job_file.read_text())
+        self.job["metadata"] |= {"namespace": "team", "labels": {"who": "me"}}
+        self.words = config / "termination-log"
+        self.connections_file = config / "connections.json"
+        self.connections = Connections(
+            uid="c0e43711", job_file=self.folder / "processes" / "job.json", base_folder=storage, folder=self.folder,
+            nats_url="nats://127.0.0.1:4222", weights="grpc",
+        )  # fmt: skip
+        config.mkdir(exist_ok=True)
+        self.connections_file.write_text(self.connections.model_dump_json())
+
+    def write(self) -> None:
+        (self.config / "job.json").write_text(json.dumps(self.job))
+
+    def run(self) -> int:
+        self.write()
+        self.words.unlink(missing_ok=True)
+        environment = os.environ | {"TERMINATION_LOG": str(self.words), "RLHFSPEC_CACHE": str(self.storage / "cache")}
+        command = [sys.executable, "-m", "rlhfspec.prepare", "--connections", str(self.connections_file)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+        assert "Traceback (most" not in done.stdout, done.stdout
+        return done.returncode
+
+    def prepare(self) -> str:
+        """In this process: torch and the rest are loaded already."""
+        self.write()
+        return str(prepare(self.connections, self.config / "job.json"))
+
+    def said(self) -> str:
+        text = self.words.read_text()
+        assert "\n" not in text
+        return text
+
+    def resolved(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self.connections.job_file.read_text())
+        return content
+
+
+@pytest.fixture
+def place(tmp_path: Path, job_file: Path) -> Place:
+    return Place(tmp_path, tmp_path / "config", job_file)
+
+
+def test_a_good_job_gets_a_folder_and_its_paths(place: Place) -> None:
+    assert place.run() == exits.DONE
+    assert place.said() == f"prepared: {place.folder} begins"
+    assert place.resolved()["spec"]["dataset"]["path"] == str(place.storage / "data.jsonl")
+    assert place.connections.job().metadata.namespace == "team"
+    with RunFolder(place.folder) as folder:
+        manifest = folder.manifest()
+        assert manifest.processes == dict.fromkeys(("prompts", "generator", "reward", "reference", "trainer"), 1)
+        assert not manifest.resumed
+        os.close(take_lock(folder.path / ".lock"))  # whoever trains takes it
+
+
+def test_every_problem_is_in_one_line_that_begins_with_the_first_field(place: Place) -> None:
+    place.job["spec"]["trainig"] = {"steps": 3}
+    place.job["spec"]["algorithm"]["samplesPerPrompt"] = 0
+    place.job["spec"]["dataset"]["path"] = "dtaa.jsonl"
+    assert place.run() == exits.PERMANENT
+    said = place.said()
+    assert said.startswith("spec."), said
+    for problem in ("samplesPerPrompt: must be", "did you mean training?", "did you mean data.jsonl?"):
+        assert problem in said
+    assert not place.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("rewrds:letters", "did you mean rewards"),
+        ("rewards:lettrs", "has no function lettrs; did you mean letters?"),
+        ("broken:reward", "importing 'broken' raised ZeroDivisionError"),
+        ("asking:reward", "the function needs an argument that nothing provides"),
+    ],
+)
+def test_a_wrong_reward_function_is_found_before_anything_starts(place: Place, function: str, problem: str) -> None:
+    (place.storage / "broken.py").write_text("1 / 0\ndef reward(completion): return 0.0\n")
+    (place.storage / "asking.py").write_text("def reward(completion, awnser): return 0.0\n")
+    place.job["spec"]["rewards"]["sources"][0]["function"] = function
+    with pytest.raises(Exception, match=r"spec\.rewards\.sources\[0\]\.function") as refused:
+        place.prepare()
+    assert exits.code_of(refused.value) == exits.PERMANENT
+    assert problem in str(refused.value)
+    assert not place.folder.exists()
+
+
+def test_what_other_pods_have_is_not_asked_of_this_one(place: Place) -> None:
+    place.job["spec"]["rewards"]["sources"][0] = {"type": "http", "url": "${JUDGE}", "headers": {"key": "${KEY}"}}
+    place.job["spec"]["roles"] = {"generator": {"workers": 1_000_000}}
+    assert place.prepare().endswith("begins")
+
+
+def test_it_goes_on_in_a_folder_that_was_trained_in(place: Place) -> None:
+    place.prepare()
+    with RunFolder(place.folder) as folder:
+        folder.go_on_after(0)
+        folder.append_step(example_step(step=1))
+    place.job["spec"]["training"]["steps"] = 9
+    assert place.prepare().endswith("goes on; it has 1 steps")
+    assert place.resolved()["spec"]["training"]["steps"] == 9
+
+
+def test_killed_half_way_it_is_done_again(place: Place) -> None:
+    """Whatever of its files was not there yet."""
+    place.prepare()
+    whole = {path.name for path in place.folder.iterdir()}
+    for name in ("manifest.json", "job.yaml", "processes"):
+        gone = place.folder / name
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        if name == "job.yaml":
+            (place.folder / "manifest.json").unlink()  # it is written last
+        assert place.prepare().endswith("begins")
+        assert {path.name for path in place.folder.iterdir()} == whole
+
+
+def test_a_folder_of_another_job_is_refused_by_the_field_that_names_it(place: Place) -> None:
+    place.prepare()
+    place.job["spec"]["training"]["seed"] = 5
+    assert place.run() == exits.PERMANENT
+    assert place.said().startswith("spec.storage.runFolder: holds the run of another job: spec.training.seed was 0")
+
+
+def test_while_another_pod_writes_there_it_is_no_fault_of_the_job(place: Place) -> None:
+    place.prepare()
+    held = take_lock(place.folder / ".lock")
+    try:
+        assert place.run() == exits.ERROR
+        assert "another run writes here" in place.said()
+    finally:
+        os.close(held)
+
+
+def test_no_connections_file_is_one_line(place: Place) -> None:
+    place.connections_file.unlink()
+    assert place.run() == exits.PERMANENT
+    assert "cannot be read" in place.said()
+
+
+def test_models_and_data_of_this_house_are_made_in_the_cache_of_the_storage(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHFSPEC_CACHE", str(place.storage / "cache"))
+    place.job["spec"]["dataset"]["path"] = "tiny:sums.jsonl"
+    place.prepare()
+    assert place.resolved()["spec"]["dataset"]["path"] == str(place.storage / "cache" / "data" / "sums.jsonl")
+    place.job["spec"]["model"]["path"] = "tiny:smus"
+    with pytest.raises(Exception, match=r"spec\.model\.path: must be tiny:"):
+        place.prepare()
+
+
+@pytest.fixture
+def small_volume(tmp_path: Path) -> Iterator[Path]:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(volume)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no volume can be mounted here: {mounted.stderr.decode().strip()}")
+    yield volume
+    subprocess.run(["umount", str(volume)], check=True)
+
+
+def test_a_full_volume_is_named_and_is_no_fault_of_the_job(small_volume: Path, tmp_path: Path, job_file: Path) -> None:
+    place = Place(small_volume, tmp_path / "config", job_file)
+    for name in ("data.jsonl", "rewards.py"):
+        shutil.copy(tmp_path / name, small_volume)
+    fill = small_volume / "fill"
+    fill.write_bytes(bytes(os.statvfs(small_volume).f_bavail * os.statvfs(small_volume).f_bsize))
+    assert place.run() == exits.ERROR
+    assert place.said() == f"storage full: {small_volume}: cannot be written: No space left on device"
+    fill.unlink()
+    assert place.run() == exits.DONE
