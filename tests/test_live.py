@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
 import signal
 import socket
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -255,6 +257,42 @@ def test_what_another_version_wrote_is_not_shown(tmp_path: Path) -> None:
             assert view.window == live.Window()
 
     with_server(tmp_path, check)
+
+
+async def _read(place: Place) -> None:
+    await place.read()
+
+
+async def _beat(place: Place) -> None:
+    await LiveBeats(place.state(), Vitals(), lambda: GENERATOR).run()
+
+
+@pytest.mark.parametrize("look", [_read, _beat])
+def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(
+    tmp_path: Path, look: Callable[[Place], Awaitable[None]]
+) -> None:
+    """Cancelled again and again while it closes, as who waits for its end may do."""
+
+    async def cancelled(place: Place, moment: int) -> None:
+        task = asyncio.ensure_future(look(place))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
+
+    place = Place(tmp_path)
+    with asyncio.Runner() as runner:
+        runner.run(place.server.start())
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", ResourceWarning)
+                for moment in range(60):
+                    asyncio.run(cancelled(place, moment))
+                    gc.collect()
+        finally:
+            runner.run(place.server.stop())
+    assert [str(each.message) for each in caught] == []
 
 
 def test_the_window_is_bounded() -> None:

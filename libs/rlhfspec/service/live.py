@@ -37,7 +37,7 @@ from rlhfspec.errors import InvalidRequest, ServerFailed
 from rlhfspec.records import Load
 from rlhfspec.servers.certificates import SERVERS_AUTHORITY
 from rlhfspec.service.base import Service
-from rlhfspec.service.tasks import ended
+from rlhfspec.service.tasks import ended, to_the_end
 from rlhfspec.service.vitals import Vitals, WorkerState, WorkerVitals
 
 if TYPE_CHECKING:
@@ -171,9 +171,7 @@ class LiveState:
             with suppress(*_failures()):
                 async with asyncio.timeout(DEADLINE_SECONDS):
                     await self._redis.delete(*self._written)
-        with suppress(*_failures()):
-            async with asyncio.timeout(DEADLINE_SECONDS):
-                await self._redis.aclose()
+        await _close(self._redis)
 
 
 class LiveBeats(Service):
@@ -192,10 +190,13 @@ class LiveBeats(Service):
                 self._live.write(self._look())
                 await self.pause("the next beat", EVERY_SECONDS)
         finally:
-            await ended(sending)
-            await self._live.close()
-            if not sending.cancelled():
-                sending.result()
+            await to_the_end(self._over(sending))
+
+    async def _over(self, sending: asyncio.Task[None]) -> None:
+        await ended(sending)
+        await self._live.close()
+        if not sending.cancelled():
+            sending.result()
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -229,9 +230,7 @@ async def read_live(url: str, uid: str, *, role: str, credentials: Path | None =
     except _failures() as error:
         raise ServerFailed("redis", words_of(error)) from None
     finally:
-        with suppress(*_failures()):
-            async with asyncio.timeout(DEADLINE_SECONDS):
-                await redis.aclose()
+        await _close(redis)
 
 
 async def _read(redis: Redis, uid: str) -> LiveView:
@@ -289,6 +288,17 @@ def _client(url: str, role: str, credentials: Path | None, timeout_seconds: floa
         url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, protocol=2,
         retry=Retry(NoBackoff(), 0), **options,
     )  # fmt: skip
+
+
+async def _close(redis: Redis) -> None:
+    """To the end, whoever cancels meanwhile: a connection that is not closed here stays open as long as the process."""
+    await to_the_end(_try_to_close(redis))
+
+
+async def _try_to_close(redis: Redis) -> None:
+    with suppress(*_failures()):
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await redis.aclose()
 
 
 def _tls_options(credentials: Path, role: str) -> dict[str, str]:

@@ -51,3 +51,30 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
         for task in left:
             task.cancel()
         await asyncio.wait(left, timeout=AGAIN_SECONDS)
+
+
+async def to_the_end(part: Coroutine[Any, Any, None]) -> None:
+    """A cancellation of the waiting one comes through only when the part is done.
+
+    >>> async def main() -> str:
+    ...     said = []
+    ...     async def close() -> None:
+    ...         await asyncio.sleep(0.01)
+    ...         said.append("closed")
+    ...     task = asyncio.create_task(to_the_end(close()))
+    ...     await asyncio.sleep(0)
+    ...     await ended(task)
+    ...     return f"{said[0]}, then cancelled: {task.cancelled()}"
+    >>> asyncio.run(main())
+    'closed, then cancelled: True'
+    """
+    task = asyncio.create_task(part)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()

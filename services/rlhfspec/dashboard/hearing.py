@@ -20,6 +20,7 @@ from rlhfspec.errors import InvalidRequest, MalformedRecord
 from rlhfspec.records import Heartbeat, Load, Moved, Plan, Record, StepReport
 from rlhfspec.servers.certificates import servers_tls
 from rlhfspec.service.live import words_of
+from rlhfspec.service.tasks import to_the_end
 from rlhfspec.transport.nats_connection import quiet_about_tls
 from rlhfspec.transport.nats_proof import Proof
 from rlhfspec.wire.codec import decode
@@ -51,7 +52,7 @@ class Hearing:
             except (nats.errors.Error, OSError, TimeoutError, InvalidRequest) as error:
                 self.problem = f"NATS: {words_of(error)}"
             finally:
-                await _closed(client)
+                await to_the_end(_closed(client))
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _connect(self, client: Client) -> None:
