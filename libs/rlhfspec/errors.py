@@ -11,6 +11,7 @@
     ├── RolloutError                  samples and scores of a step that do not belong together
     ├── RewardError                   a reward source gave no number for a sample; names both and the cause
     ├── StorageError                  stored weights or a checkpoint: missing, damaged or not writable; names the place
+    │   └── StorageUnavailable        the object store does not answer; it may again
     ├── MalformedRecord               bytes that are no record; says what was wrong with them
     ├── TransportClosed               a subject was used after the transport, or the subscription, was closed
     ├── ServerFailed                  NATS or Redis of a run does not start, or refuses us; which, and its reason
@@ -389,3 +390,7 @@ class StorageError(RLHFSpecError):
         self.place = str(place)
         self.problem = problem
         super().__init__(f"{place}: {problem}")
+
+
+class StorageUnavailable(StorageError):
+    """An object store that does not answer: which, and what it or the way to it said."""

@@ -21,6 +21,7 @@ Role = Literal[
     "prepare", "control", "prompts", "generator", "reward", "reference", "critic", "trainer", "rebalancer"
 ]  # fmt: skip
 Name = Annotated[str, Field(min_length=1, max_length=253)]
+OBJECT_STORE = r"^(s3|gs|az|abfss)://[^/]+(/.*)?$"
 ExitCode = Annotated[int, Field(ge=1, le=255)]
 
 
@@ -73,9 +74,19 @@ class Storage(Block):
         description="PersistentVolumeClaim of the job's namespace for data, models and the run folder; relative paths "
         "begin there. ReadWriteMany when pods land on several nodes; null: the operator's default claim.",
     )
+    uri: str | None = Field(
+        None, min_length=1, max_length=1024, pattern=OBJECT_STORE,
+        description="In place of a claim: where in an object store data and models are, and the run folder is kept, "
+        "such as s3://bucket/team. Pods work on copies of their own; the trainer's goes there with each checkpoint.",
+    )  # fmt: skip
+    secret: Name | None = Field(
+        None,
+        description="Of uri: Secret of the job's namespace with its credentials as variables, such as "
+        "AWS_ACCESS_KEY_ID; null: the pods' own identity.",
+    )
     run_folder: str | None = Field(
         None, min_length=1, max_length=1024,
-        description="Folder within the claim; null: runs/NAME-UID, so that a job made again begins anew.",
+        description="Folder within the claim or below uri; null: runs/NAME-UID, so that a job made again begins anew.",
     )  # fmt: skip
 
 

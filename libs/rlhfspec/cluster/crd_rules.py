@@ -338,6 +338,17 @@ def _in_cluster() -> Rules:
                 "must be a folder within the claim, such as runs/mine",
             ),
         ),
+        (
+            "storage.uri",
+            (
+                f"!{is_set('storage.uri')} || !{is_set('storage.claim')}",
+                "is in place of a claim: remove one of the two",
+            ),
+        ),
+        (
+            "storage.secret",
+            (f"!{is_set('storage.secret')} || {is_set('storage.uri')}", "needs storage.uri; remove it"),
+        ),
     ]
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from rlhfspec.errors import Problem
 from rlhfspec.job import FunctionSource, RewardSource, RLHFJob, Workers
-from rlhfspec.job_cluster import PodOptions
+from rlhfspec.job_cluster import PodOptions, Storage
 from rlhfspec.job_file.problems import place_of
 from rlhfspec.job_file.schema import QUANTITY
 from rlhfspec.job_file.secrets import shown_url, shown_value
@@ -286,6 +286,18 @@ def _check_pod_options(options: PodOptions, path: str) -> Iterator[Finding]:
             yield Finding(field=f"{path}.podTemplate.spec.{kind}", problem=problem)
 
 
+def _check_storage(storage: Storage) -> Iterator[Finding]:
+    folder = storage.run_folder
+    if folder is not None and (folder.startswith("/") or ".." in folder.split("/")):
+        problem = "must be a folder within the claim, such as runs/mine"
+        yield Finding(field="spec.storage.runFolder", value=folder, problem=problem)
+    if storage.uri is not None and storage.claim is not None:
+        problem = "is in place of a claim: remove one of the two"
+        yield Finding(field="spec.storage.uri", value=storage.uri, problem=problem)
+    if storage.secret is not None and storage.uri is None:
+        yield Finding(field="spec.storage.secret", value=storage.secret, problem="needs storage.uri; remove it")
+
+
 def _check_cluster(job: RLHFJob) -> Iterator[Finding]:
     spec = job.spec
     gang = ("spec.scheduling.gang",)
@@ -296,10 +308,7 @@ def _check_cluster(job: RLHFJob) -> Iterator[Finding]:
         )  # fmt: skip
     if spec.restart.roles and not spec.restart.id:
         yield Finding(field="spec.restart.id", problem="give restart.roles an id, such as the date: a new one restarts")
-    folder = spec.storage.run_folder
-    if folder is not None and (folder.startswith("/") or ".." in folder.split("/")):
-        problem = "must be a folder within the claim, such as runs/mine"
-        yield Finding(field="spec.storage.runFolder", value=folder, problem=problem)
+    yield from _check_storage(spec.storage)
     decided: dict[tuple[str, int], int] = {}
     for index, rule in enumerate(spec.failure_policy.rules):
         pairs = [(role, code) for role in rule.roles or ("",) for code in rule.exit_codes]

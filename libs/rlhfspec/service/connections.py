@@ -36,6 +36,7 @@ class Connections(BaseModel):
     job_file: Path  # as it was resolved
     base_folder: Path  # of the job file as the user has it: relative paths begin here
     folder: Path  # the run's
+    storage_uri: str | None = None  # of the object store that base_folder is a copy of; None: it is the storage itself
     nats_url: str
     redis_url: str | None = None
     credentials: Path | None = None

@@ -18,6 +18,7 @@ from rlhfspec.service.vitals import Vitals
 
 if TYPE_CHECKING:
     from rlhfspec.service.ends import Ends
+    from rlhfspec.service.mirror import Mirror
     from rlhfspec.weights import WeightStore
 
 KEPT_VERSIONS = 2  # of weights, beyond what staleness needs
@@ -35,6 +36,7 @@ class Run:
     base_folder: Path
     folder: Path
     folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"
+    mirror: Mirror | None = None  # of the folder, where storage is an object store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

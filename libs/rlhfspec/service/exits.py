@@ -18,6 +18,7 @@ from rlhfspec.errors import (
     NumericalError,
     RewardError,
     RolloutError,
+    StorageUnavailable,
     TransportClosed,
     TransportFull,
     TransportUnavailable,
@@ -29,7 +30,9 @@ DONE = 0  # its work is done, or it was asked to leave
 ERROR = 1
 TEMPORARY = 75  # EX_TEMPFAIL: a server cannot be reached; later it may
 PERMANENT = 78  # EX_CONFIG: the same will happen however often it is started
-_TEMPORARY = (TransportClosed, TransportFull, TransportUnavailable, ConnectionError, TimeoutError)
+_TEMPORARY = (
+    TransportClosed, TransportFull, TransportUnavailable, StorageUnavailable, ConnectionError, TimeoutError,
+)  # fmt: skip
 _PERMANENT = (InvalidRequest, RewardError, NumericalError, RolloutError)
 # A crash of its own: nobody sends these from outside.
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rlhfspec.errors import InvalidRequest, JobError, RewardError, RLHFSpecError, StageFailed
+from rlhfspec.errors import InvalidRequest, JobError, RewardError, RLHFSpecError, StageFailed, StorageUnavailable
 from rlhfspec.service import exits
 from rlhfspec.service.logs import without_secrets
 from rlhfspec.service.supervisor import reason_of
@@ -76,6 +76,8 @@ def one_line(error: Exception) -> str:
 def _class(error: BaseException) -> str:
     if _is_of_a_full_disk(error):
         return "storage full: "
+    if isinstance(error, StorageUnavailable):
+        return "storage away: "
     return "reward failed: " if isinstance(error, RewardError) else ""
 
 

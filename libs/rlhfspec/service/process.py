@@ -86,32 +86,38 @@ def _number(text: str) -> int:
 
 def _run(stage: str, worker: int, connections_file: Path) -> int:
 
+    from rlhfspec.service.connections import Connections
     from rlhfspec.service.last_words import Ending, write_last_words
     from rlhfspec.service.logs import configure
+    from rlhfspec.service.mirror import mirrored
     from rlhfspec.service.worker import StageWorker
 
     _leave_when_asked_to(lambda: write_last_words("left: before it had begun"))
     with configure(job="", run="", stage=stage, worker=worker), Ending() as ending:
-        connections, job = _read(stage, connections_file)
+        connections = Connections.read(connections_file)
         _marked(connections.uid)
+        mirror = mirrored(connections, stage, worker)
+        job = _job_of(stage, connections)
         with configure(job=job.metadata.name, run=connections.uid, stage=stage, worker=worker):
             if int(os.environ.get("RANK", "0")) > 0:  # torchrun started this process as one of several
                 _follow(job)
-            else:
-                ending.said = StageWorker(stage, worker, connections, job).run()
+                return ending.code
+            try:
+                ending.said = StageWorker(stage, worker, connections, job, mirror).run()
+            finally:
+                if mirror is not None:
+                    mirror.try_to_send()
     return ending.code
 
 
-def _read(stage: str, connections_file: Path) -> tuple[Connections, RLHFJob]:
+def _job_of(stage: str, connections: Connections) -> RLHFJob:
     from rlhfspec.errors import InvalidRequest
     from rlhfspec.loop import workers_of
-    from rlhfspec.service.connections import Connections
 
-    connections = Connections.read(connections_file)
     job = connections.job()
     if stage not in workers_of(job):
         raise InvalidRequest("stage", stage, f"this job runs {', '.join(workers_of(job))}")
-    return connections, job
+    return job
 
 
 def _marked(uid: str) -> None:

@@ -30,6 +30,7 @@ from rlhfspec.service.heartbeats import Heartbeats
 from rlhfspec.service.hosting import with_guest
 from rlhfspec.service.last_words import write_last_words
 from rlhfspec.service.live import LiveBeats, LiveState, Snapshot, snapshot_of
+from rlhfspec.service.mirror import Mirror, Mirroring
 from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
 from rlhfspec.service.threads import ComputeThread
 from rlhfspec.service.vitals import Vitals, WorkerVitals
@@ -48,11 +49,14 @@ log = logging.getLogger("rlhfspec.service")
 class StageWorker:
     """`run` returns when its work is done, or when it was asked to leave; it raises when it cannot go on."""
 
-    def __init__(self, stage: str, worker: int, connections: Connections, job: RLHFJob) -> None:
+    def __init__(
+        self, stage: str, worker: int, connections: Connections, job: RLHFJob, mirror: Mirror | None = None
+    ) -> None:
         self._stage = stage
         self._worker = worker
         self._connections = connections
         self._job = job
+        self._mirror = mirror
         self._vitals = Vitals(AwakeClock())
         self._stop = asyncio.Event()
         self._is_built = False
@@ -143,7 +147,7 @@ class StageWorker:
         supervisor = Supervisor(
             self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=(self._stage,)
         )
-        await supervisor.run([service, *service.beside, *self._beats(bus, service)], self._stop)
+        await supervisor.run([service, *service.beside, *self._beats(bus, service), *self._mirroring()], self._stop)
         return service.said_at_the_end
 
     def _beats(self, bus: Bus, service: Service) -> list[Service]:
@@ -157,6 +161,10 @@ class StageWorker:
             look = partial(_snapshot, service)
             beats.append(LiveBeats(live, self._vitals, look))
         return beats
+
+    def _mirroring(self) -> list[Service]:
+        """The trainer sends when a checkpoint is there."""
+        return [] if self._mirror is None or self._stage == "trainer" else [Mirroring(self._mirror)]
 
     async def _built(self, bus: Bus, weights: WorkerWeights, ends: Ends | None, leaving: ExitStack) -> Service:
         """In a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
@@ -183,6 +191,7 @@ class StageWorker:
                 base_folder=connections.base_folder,
                 folder=connections.folder,
                 folder_is_kept_by=connections.folder_is_kept_by,
+                mirror=self._mirror,
             ),
             say=say,
             ends=ends,

@@ -124,6 +124,14 @@ def is_about_full_storage(text: str) -> bool:
     return re.search(r"no space left on device|disk quota exceeded|Errno (28|122)\b", text, re.IGNORECASE) is not None
 
 
+def is_about_storage_away(text: str) -> bool:
+    """
+    >>> is_about_storage_away("storage away: s3://bucket/team: error sending request")
+    True
+    """
+    return text.startswith("storage away: ")
+
+
 def reason_of_permanent(role: str, message: str) -> str:
     """Of an end that would only happen again.
 

@@ -41,6 +41,7 @@ def connections(draft: Draft) -> dict[str, Any]:
         "job_file": f"{folder}/processes/job.json",
         "base_folder": str(names.STORAGE),
         "folder": folder,
+        "storage_uri": draft.spec.storage.uri,
         "nats_url": settings.nats_url,
         "redis_url": settings.redis_url,
         "credentials": str(names.CREDENTIALS),

@@ -22,6 +22,8 @@ SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkp
 GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 150
 NODE_SECONDS = 60  # a node may be away so long before its pods are made elsewhere
 TOKEN_SECONDS = 3600
+LOAD_SECONDS = 600  # for a start: libraries, and a file system that is slow
+FETCH_SECONDS = 4 * 3600  # where models are fetched from an object store first
 
 
 def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
@@ -91,6 +93,7 @@ def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]
         "imagePullPolicy": draft.settings.images.pull_policy,
         "command": command(draft, key),
         "env": [*_environment(draft), *_threads(resources, _num_processes(draft, role))],
+        **_variables_of(draft.spec.storage.secret),
         "resources": {name: dict(amounts) for name, amounts in resources.items()},
         "volumeMounts": _mounts(role),
         "securityContext": {
@@ -100,7 +103,7 @@ def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }  # fmt: skip
     if role != names.PREPARE:
-        container |= {"ports": _ports(role), **_probes()}
+        container |= {"ports": _ports(role), **_probes(FETCH_SECONDS if draft.spec.storage.uri else LOAD_SECONDS)}
     return container
 
 
@@ -161,14 +164,18 @@ def _ports(role: str) -> list[dict[str, Any]]:
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
 
 
-def _probes() -> dict[str, Any]:
-    """Loading a model may take minutes; a process whose event loop stands still for one is started again."""
+def _variables_of(secret: str | None) -> dict[str, Any]:
+    return {} if secret is None else {"envFrom": [{"secretRef": {"name": secret}}]}
+
+
+def _probes(start_seconds: int) -> dict[str, Any]:
+    """A process whose event loop stands still for a minute is started again."""
 
     def probe(path: str, **settings: int) -> dict[str, Any]:
         return {"httpGet": {"path": path, "port": "http", "scheme": "HTTP"}, **settings}
 
     return {
-        "startupProbe": probe("/healthz", periodSeconds=2, timeoutSeconds=5, failureThreshold=300),
+        "startupProbe": probe("/healthz", periodSeconds=2, timeoutSeconds=5, failureThreshold=start_seconds // 2),
         "livenessProbe": probe("/healthz", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
         "readinessProbe": probe("/readyz", periodSeconds=2, timeoutSeconds=5, failureThreshold=2),
     }
@@ -176,11 +183,10 @@ def _probes() -> dict[str, Any]:
 
 def _volumes(draft: Draft, role: str) -> list[dict[str, Any]]:
     job = draft.job.name
-    claim = draft.spec.storage.claim or draft.settings.default_claim
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": names.config_name(job), "defaultMode": 0o444}},
         {"name": "credentials", "secret": {"secretName": names.secret_name(job, role), "defaultMode": 0o440}},
-        {"name": "storage", "persistentVolumeClaim": {"claimName": claim}},
+        {"name": "storage", **_storage(draft)},
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": draft.settings.shared_memory}},
     ]
@@ -190,6 +196,14 @@ def _volumes(draft: Draft, role: str) -> list[dict[str, Any]]:
             {"name": "token", "projected": {"defaultMode": 0o440, "sources": [{"serviceAccountToken": token}]}}
         )
     return volumes
+
+
+def _storage(draft: Draft) -> dict[str, Any]:
+    """Of a job in an object store: a folder of the pod's own, gone with it."""
+    storage = draft.spec.storage
+    if storage.uri is not None:
+        return {"emptyDir": {}}
+    return {"persistentVolumeClaim": {"claimName": storage.claim or draft.settings.default_claim}}
 
 
 def _mounts(role: str) -> list[dict[str, Any]]:

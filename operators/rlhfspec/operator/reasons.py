@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rlhfspec.cluster import names
 from rlhfspec.operator.draft import FRESH_SECONDS, Draft, worker_name
-from rlhfspec.operator.failures import is_about_full_storage
+from rlhfspec.operator.failures import is_about_full_storage, is_about_storage_away
 from rlhfspec.operator.memory import WorkerMemory
 from rlhfspec.operator.observed import PodView, Refusal, Said
 from rlhfspec.operator.wanted import wanted_workers
@@ -63,8 +63,12 @@ def config_problem(draft: Draft) -> str:
     job = draft.job
     if job.job is None:
         return str(job.problems[0]) if job.problems else "it cannot be read"
-    if not (job.job.spec.storage.claim or draft.settings.default_claim):
-        return "spec.storage.claim: name a PersistentVolumeClaim of this namespace: the operator has none by default"
+    storage = job.job.spec.storage
+    if not (storage.uri or storage.claim or draft.settings.default_claim):
+        return (
+            "spec.storage.claim: name a PersistentVolumeClaim of this namespace, or an object store as "
+            "spec.storage.uri: the operator has no claim by default"
+        )
     return ""
 
 
@@ -169,6 +173,7 @@ def _storage_unavailable(draft: Draft) -> Iterator[str]:
         if pod.unscheduled is not None and ABOUT_VOLUMES.search(pod.unscheduled.message):
             yield f"{pod.name}: {pod.unscheduled.message}"
         yield from (f"{pod.name}: {warning}" for warning in _mount_warnings(pod))
+    yield from (f"{name}: {memory.message}" for name, memory in _down(draft) if is_about_storage_away(memory.message))
 
 
 def _unschedulable(draft: Draft) -> Iterator[str]:
@@ -234,7 +239,7 @@ def _broker(draft: Draft) -> Iterator[str]:
         yield draft.observed.broker.message
     yield from _trouble("BrokerUnavailable")(draft)
     for name, memory in _down(draft):
-        if memory.reason == "Temporary":
+        if memory.reason == "Temporary" and not is_about_storage_away(memory.message):
             yield f"{name}: {memory.message}"
 
 

@@ -34,11 +34,27 @@ def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image:
     if not remote:
         raise InvalidRequest("JOB", job, "it has not begun: there is no run folder yet")
     pods = cluster.pods(job)
-    running = next((pod for pod in pods if is_running(pod) and _claim_of(pod)), None)
+    storage = found["spec"].get("storage") or {}
+    uri = storage.get("uri")
+    running = None if uri else next((pod for pod in pods if is_running(pod) and _claim_of(pod)), None)
     if running is not None:
         return _copy(cluster, name_of(running), remote, folder)
+    claim = None if uri else claim or storage.get("claim") or _first(_claim_of, pods)
+    if not uri and not claim:
+        raise InvalidRequest("--claim", None, "no pod of the job is left that says which claim holds the folder")
     with _helper(cluster, found, pods, claim, image) as pod:
+        if uri:
+            _fetch(cluster, pod, uri, remote)
         return _copy(cluster, pod, remote, folder)
+
+
+def _fetch(cluster: Cluster, pod: str, uri: str, remote: str) -> None:
+    """Into the helper's own folder: it has the credentials, and this machine may have none."""
+    program = ["python", "-m", "rlhfspec.object_store", uri, str(STORAGE), remote]
+    done = subprocess.run(cluster.kubectl("exec", pod, "-c", CONTAINER, "--", *program), capture_output=True, text=True)
+    if done.returncode:
+        said = [line for line in (done.stderr or done.stdout).splitlines() if line]
+        raise ClusterUnavailable(f"{remote} of {uri}", next(iter(said), "nothing came"))
 
 
 def _copy(cluster: Cluster, pod: str, remote: str, folder: Path) -> int:
@@ -70,14 +86,12 @@ def _unpack(stream: IO[bytes], folder: Path) -> int:
 
 @contextmanager
 def _helper(cluster: Cluster, job: Json, pods: list[Json], claim: str | None, image: str | None) -> Iterator[str]:
-    claim = claim or (job["spec"].get("storage") or {}).get("claim") or _first(_claim_of, pods)
     image = image or _first(_image_of, pods)
-    if not claim:
-        raise InvalidRequest("--claim", None, "no pod of the job is left that says which claim holds the folder")
     if not image:
         raise InvalidRequest("--image", None, "no pod of the job is left to take the image of; any with tar will do")
     name = f"{name_of(job)}-get-run-{secrets.token_hex(2)}"
-    cluster.create_pod(helper_pod(name, cluster.namespace, claim, image))
+    secret = (job["spec"].get("storage") or {}).get("secret")
+    cluster.create_pod(helper_pod(name, cluster.namespace, claim, image, secret=secret))
     try:
         _wait_until_running(cluster, name)
         yield name
@@ -85,8 +99,9 @@ def _helper(cluster: Cluster, job: Json, pods: list[Json], claim: str | None, im
         cluster.delete_pod(name)
 
 
-def helper_pod(name: str, namespace: str, claim: str, image: str) -> Json:
-    """What *restricted* pod security admits; it only reads."""
+def helper_pod(name: str, namespace: str, claim: str | None, image: str, *, secret: str | None = None) -> Json:
+    """What *restricted* pod security admits; it only reads. Without a claim: for an object store, with its secret."""
+    volume = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -109,15 +124,18 @@ def helper_pod(name: str, namespace: str, claim: str, image: str) -> Json:
                     "name": CONTAINER,
                     "image": image,
                     "command": ["sleep", str(HELPER_SECONDS)],
-                    "resources": {"requests": {"cpu": "50m", "memory": "32Mi"}, "limits": {"memory": "64Mi"}},
-                    "volumeMounts": [{"name": "storage", "mountPath": str(STORAGE), "readOnly": True}],
+                    "envFrom": [{"secretRef": {"name": secret}}] if secret else [],
+                    "resources": {
+                        "requests": {"cpu": "50m", "memory": "32Mi"}, "limits": {"memory": "64Mi" if claim else "2Gi"},
+                    },
+                    "volumeMounts": [{"name": "storage", "mountPath": str(STORAGE), "readOnly": claim is not None}],
                     "securityContext": {
                         "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
                         "capabilities": {"drop": ["ALL"]},
                     },
                 }
             ],
-            "volumes": [{"name": "storage", "persistentVolumeClaim": {"claimName": claim}}],
+            "volumes": [{"name": "storage", **volume}],
         },
     }  # fmt: skip
 

@@ -29,11 +29,13 @@ def main() -> int:
 
     with configure(job="", run="", stage="control", worker=0), Ending() as ending:
         from rlhfspec.control.run import Control
+        from rlhfspec.service.mirror import mirrored
 
         connections = Connections.read(arguments.connections)
+        mirror = mirrored(connections, "control", 0)
         job = connections.job()
         with configure(job=job.metadata.name, run=connections.uid, stage="control", worker=0):
-            Control(connections, job, arguments.token).run()
+            Control(connections, job, arguments.token, mirror).run()
             ending.said = "left: it was asked to"
     return ending.code
 

@@ -36,9 +36,9 @@ class Looking(Service):
     """consumes: Heartbeat, WorkerInfo, Load, Plan, StepReport, DatasetInfo, dead letters; produces: nothing; waits for:
     something said; unblocked by: every stage."""
 
-    def __init__(self, vitals: Vitals, bus: Bus, knowledge: Knowledge, folder: RunFolder) -> None:
+    def __init__(self, vitals: Vitals, bus: Bus, knowledge: Knowledge, last_checkpoint: Callable[[], int]) -> None:
         super().__init__("control", 0, vitals)
-        self._bus, self._knowledge, self._folder = bus, knowledge, folder
+        self._bus, self._knowledge, self._last_checkpoint = bus, knowledge, last_checkpoint
         self._folder_at = vitals.clock.now()
         self._clock = vitals.clock
 
@@ -82,7 +82,10 @@ class Looking(Service):
         if now - self._folder_at >= FOLDER_SECONDS:
             self._folder_at = now
             with self.vitals.working("looking for checkpoints", deadline_seconds=FOLDER_DEADLINE_SECONDS):
-                self._knowledge.kept(await self.in_thread(last_checkpoint, self._folder))
+                try:
+                    self._knowledge.kept(await self.in_thread(self._last_checkpoint))
+                except StorageError as error:
+                    log.warning("which checkpoints there are is not known: %s", error)
 
 
 def _take(take: Callable[[Any], None], record: Any) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.console import Console
 from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.control.endpoint import Endpoint
 from rlhfspec.control.knowledge import Knowledge, lines_of
-from rlhfspec.control.looking import BrokerWatch, Looking, steps_of, view_of
+from rlhfspec.control.looking import BrokerWatch, Looking, last_checkpoint, steps_of, view_of
 from rlhfspec.control.reporting import Reporter
 from rlhfspec.errors import TransportUnavailable
 from rlhfspec.job import RLHFJob
@@ -27,6 +28,7 @@ from rlhfspec.service.health import BEAT_SECONDS, LOOPBACK, Health
 from rlhfspec.service.last_words import IN_A_POD
 from rlhfspec.service.live import MOST_STEPS, LiveBeats, LiveState, RecentLines
 from rlhfspec.service.logs import without_secrets
+from rlhfspec.service.mirror import Mirror
 from rlhfspec.service.rights import CONTROL
 from rlhfspec.service.supervisor import Supervisor
 from rlhfspec.service.tasks import together
@@ -44,10 +46,11 @@ log = logging.getLogger("rlhfspec.service")
 class Control:
     """`run` returns when it is asked to leave, and not before."""
 
-    def __init__(self, connections: Connections, job: RLHFJob, token_file: Path) -> None:
+    def __init__(self, connections: Connections, job: RLHFJob, token_file: Path, mirror: Mirror | None = None) -> None:
         self._connections, self._job, self._token_file = connections, job, token_file
         self._vitals = Vitals(AwakeClock())
         self._folder = RunFolder(connections.folder)
+        self._last_checkpoint = mirror.last_checkpoint if mirror else partial(last_checkpoint, self._folder)
         self._recent = RecentLines()
         self._stop = asyncio.Event()
         broker = without_secrets(connections.nats_url)
@@ -110,7 +113,7 @@ class Control:
         watch = WatchService(
             self._vitals, bus.of("view"), view=view_of(self._job, Console(quiet=True), shown=False), recent=self._recent
         )
-        looking = Looking(self._vitals, bus, self._knowledge, self._folder)
+        looking = Looking(self._vitals, bus, self._knowledge, self._last_checkpoint)
 
         async def open_and_look() -> None:
             with service.vitals.waiting("the broker, to open the run's subjects"):

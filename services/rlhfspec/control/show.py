@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +43,15 @@ def main() -> int:
     from rlhfspec.errors import RLHFSpecError
     from rlhfspec.service import exits
     from rlhfspec.service.connections import Connections
+    from rlhfspec.service.mirror import mirrored
+    from rlhfspec.service.rights import CONTROL
 
     try:
         connections = Connections.read(arguments.connections)
+        if arguments.view or arguments.sample:
+            mirror = mirrored(connections, CONTROL, 0)
+            if mirror is not None and arguments.sample:
+                mirror.fetch_traces()
         if arguments.view:
             asyncio.run(_view(connections))
         elif arguments.sample:
@@ -112,7 +119,7 @@ async def _view(connections: Connections) -> None:
 
     from rlhfspec.awake_clock import AwakeClock
     from rlhfspec.control.knowledge import Knowledge
-    from rlhfspec.control.looking import Looking, steps_of, view_of
+    from rlhfspec.control.looking import Looking, last_checkpoint, steps_of, view_of
     from rlhfspec.loop import workers_of
     from rlhfspec.service.bus import Bus
     from rlhfspec.service.connecting import connect
@@ -133,7 +140,7 @@ async def _view(connections: Connections) -> None:
     )
     services = [
         WatchService(vitals, bus.of("view"), view=view),
-        Looking(vitals, bus, knowledge, folder),
+        Looking(vitals, bus, knowledge, partial(last_checkpoint, folder)),
     ]
 
     async def show() -> None:

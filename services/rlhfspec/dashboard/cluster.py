@@ -95,8 +95,9 @@ class ClusterSource:
     def _folder(self, key: JobKey, job: dict[str, Any]) -> Path | None:
         """Of a job on the claim that is mounted here, and of no other: a path of another claim would be another job's
         folder on this one."""
-        storage, claim = self._servers.storage, _at(job, "spec", "storage").get("claim")
-        if storage is None or key.namespace != self._servers.storage_namespace:
+        storage, wanted = self._servers.storage, _at(job, "spec", "storage")
+        claim = wanted.get("claim")
+        if storage is None or wanted.get("uri") is not None or key.namespace != self._servers.storage_namespace:
             return None
         if claim is not None and claim != self._servers.storage_claim:
             return None

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhfspec.cluster.names import PREPARE
 from rlhfspec.data.columns import columns_of_rows
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.folder_lock import take_lock
@@ -20,6 +21,7 @@ from rlhfspec.prepare.checks import check_as_run_does, check_made_here, checked_
 from rlhfspec.prepare.tiny_paths import with_tiny_paths
 from rlhfspec.servers.program import write_secret
 from rlhfspec.service.connections import Connections
+from rlhfspec.service.mirror import mirrored
 from rlhfspec.telemetry.run_folder import RunFolder
 
 ROOM_BYTES = 1 << 20  # with less no run can begin
@@ -46,6 +48,17 @@ def prepare(connections: Connections, source: Path) -> Prepared:
     """source: the job, as the cluster has it. May be done again at any moment, also where it was killed half-way.
 
     Raises InvalidRequest for what the job's author has to change, StorageError for what ails the storage."""
+    mirror = mirrored(connections, PREPARE, 0)
+    if mirror is not None:
+        mirror.fetch_inputs(source)
+    prepared = _prepare(connections, source)
+    if mirror is not None:
+        mirror.send_inputs(connections.job_file)
+        mirror.send()
+    return prepared
+
+
+def _prepare(connections: Connections, source: Path) -> Prepared:
     base = connections.base_folder
     with _needs_room(base):
         written = read_job(source, base=base, runs_here=False)

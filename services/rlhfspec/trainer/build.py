@@ -57,7 +57,7 @@ def _service(job: RLHFJob, context: Context, learner: Learns, policy: Any) -> Tr
         job=job,
         learner=learner,
         weights=context.weights,
-        recorder=RunRecorder(job, folder, export=export, say=context.say),
+        recorder=RunRecorder(job, folder, export=export, say=context.say, mirror=context.run.mirror),
     )
     service.models = {"trainer": report_of(policy)}
     if kept is not None:
@@ -71,7 +71,7 @@ def _kept(job: RLHFJob, context: Context, folder: RunFolder) -> KeptFolder | Non
     from rlhfspec.trainer.keeping import KeptFolder
 
     assert context.at_end is not None, "it has a process of its own"
-    kept = KeptFolder(job, folder, context.bus)
+    kept = KeptFolder(job, folder, context.bus, context.run.mirror)
     context.at_end.enter_context(kept)
     return kept
 

@@ -16,6 +16,7 @@ from rlhfspec.service import exits
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import StageBus
 from rlhfspec.service.last_words import one_line
+from rlhfspec.service.mirror import Mirror
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.ending import finish_folder, kept_traceback
 from rlhfspec.telemetry.manifest import RunOutcome
@@ -50,10 +51,11 @@ class LoadedModels(Service):
 class KeptFolder:
     """From before the trainer touches it until its process ends; told then what ended it."""
 
-    def __init__(self, job: RLHFJob, folder: RunFolder, bus: StageBus) -> None:
+    def __init__(self, job: RLHFJob, folder: RunFolder, bus: StageBus, mirror: Mirror | None = None) -> None:
         self._job = job
         self._folder = folder
         self._bus = bus
+        self._mirror = mirror
         self._trainer: TrainerService | None = None
         folder.hold()
 
@@ -84,6 +86,8 @@ class KeptFolder:
     def _finish(self, outcome: RunOutcome, reason: str) -> None:
         again = f"kubectl rlhf resume {self._job.metadata.name}"
         finish_folder(self._folder, self._job, outcome, reason, resume_command=again)
+        if self._mirror is not None:
+            self._mirror.send()
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -9,6 +9,7 @@ from typing import Any
 from rlhfspec.checkpoint import CheckpointStore
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Sample, Score
+from rlhfspec.service.mirror import Mirror
 from rlhfspec.telemetry.equal_rewards import equal_reward_groups
 from rlhfspec.telemetry.evaluations import Evaluation, best
 from rlhfspec.telemetry.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
@@ -23,11 +24,20 @@ Export = Callable[[dict[str, Any]], object]
 class RunRecorder:
     """Implements rlhfspec.trainer.service.Recorder. `export` writes the policy where others can load it."""
 
-    def __init__(self, job: RLHFJob, folder: RunFolder, *, export: Export, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        job: RLHFJob,
+        folder: RunFolder,
+        *,
+        export: Export,
+        say: Callable[[str], None],
+        mirror: Mirror | None = None,
+    ) -> None:
         self._job = job
         self._folder = folder
         self._export = export
         self._say = say
+        self._mirror = mirror
         self._checkpoints: CheckpointStore | None = None
         self._trackers: Trackers | None = None
         self._evaluations: list[Evaluation] = []
@@ -68,6 +78,7 @@ class RunRecorder:
         self._folder.append_evaluation(evaluation, chosen.all_samples, chosen.rewards)
         self._trackers.evaluation(evaluation)
         self._evaluations.append(evaluation)
+        self._send()
         return evaluation.to_line()
 
     def is_evaluated(self, step: int) -> bool:
@@ -77,6 +88,12 @@ class RunRecorder:
         assert self._checkpoints is not None, "restore comes first"
         kept = best(self._evaluations).step if self._evaluations else None
         self._checkpoints.save(step, {"learner": state}, best=kept)
+        self._send()
+
+    def _send(self) -> None:
+        """What is acknowledged after this, nobody can make again."""
+        if self._mirror is not None:
+            self._mirror.send()
 
     def finish(self, policy_state: dict[str, Any]) -> None:
         if self._job.spec.checkpoint.export:

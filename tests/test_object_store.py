@@ -1,0 +1,138 @@
+"""Folders and prefixes of an object store, over a real server that speaks S3: rclone's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from object_stores import ObjectServer
+
+from rlhfspec import object_store
+from rlhfspec.errors import InvalidRequest, StorageUnavailable
+from rlhfspec.object_store import ObjectStore
+from rlhfspec.service.exits import PERMANENT, TEMPORARY, code_of
+from rlhfspec.service.last_words import one_line
+
+NAMES = st.text("abc-_ é%", min_size=1, max_size=6).map(str.strip).filter(bool)
+TREES = st.dictionaries(st.lists(NAMES, min_size=2, max_size=3).map(lambda parts: f"{len(parts)}/{'/'.join(parts)}"),
+                        st.binary(max_size=300), max_size=6)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    with ObjectServer(tmp_path_factory.mktemp("s3") / "buckets") as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def credentials(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 5.0)
+
+
+def store_at(base: Path, prefix: str = "team") -> ObjectStore:
+    return ObjectStore(f"s3://bucket/{prefix}", base)
+
+
+def written(base: Path, files: dict[str, bytes]) -> list[Path]:
+    for name, content in files.items():
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_bytes(content)
+    return [base / name for name in files]
+
+
+def contents(base: Path) -> dict[str, bytes]:
+    return {path.relative_to(base).as_posix(): path.read_bytes() for path in base.rglob("*") if path.is_file()}
+
+
+@settings(max_examples=25, deadline=None)
+@given(TREES)
+def test_what_is_pushed_from_one_folder_is_fetched_into_another(files: dict[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        here, there = Path(place, "here"), Path(place, "there")
+        prefix = Path(place).name
+        assert store_at(here, prefix).push(written(here, files)) == sum(map(len, files.values()))
+        store = store_at(there, prefix)
+        sizes = store.sizes("2", "3")
+        assert sizes == {name: len(content) for name, content in files.items()}
+        assert store.fetch(sizes) == sum(map(len, files.values()))
+        assert contents(there) == files
+        assert store.fetch(sizes) == 0, "what is there does not come again"
+        store.remove(sizes)
+        assert store.sizes("2", "3") == {}
+
+
+def test_a_name_means_the_object_or_what_is_below_it_and_nothing_beside(tmp_path: Path) -> None:
+    store = store_at(tmp_path, "beside")
+    store.push(written(tmp_path, {"data/sums.jsonl": b"1", "data2/x": b"22", "data.txt": b"333", "rewards.py": b""}))
+    assert store.sizes("data") == {"data/sums.jsonl": 1}
+    assert store.sizes("data/sums.jsonl", "./data/"[2:], "nothing") == {"data/sums.jsonl": 1}
+    assert store.at_the_top() == {"data.txt": 3, "rewards.py": 0}
+
+
+def test_what_changes_while_it_is_fetched_is_not_taken_for_whole(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "a", "shrinking")
+    store.push(written(tmp_path / "a", {"x/y": b"12"}))
+    other = store_at(tmp_path / "b", "shrinking")
+    with pytest.raises(StorageUnavailable):
+        other.fetch({"x/y": 2_000})
+    assert not (tmp_path / "b" / "x" / "y").exists()
+    assert other.fetch(other.sizes("x")) == 2
+
+
+def test_a_file_larger_than_a_part_that_is_sent(tmp_path: Path) -> None:
+    content = bytes(range(256)) * (80 << 12)  # 80 MB
+    store_at(tmp_path / "a", "large").push(written(tmp_path / "a", {"w/model.safetensors": content}))
+    store = store_at(tmp_path / "b", "large")
+    store.fetch(store.sizes("w"))
+    assert (tmp_path / "b" / "w" / "model.safetensors").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("uri", "variables", "problem"),
+    [
+        ("s3://nobucket/team", {}, "there is no such bucket"),
+        ("s3://bucket/team", {"AWS_SECRET_ACCESS_KEY": "wrong"}, "the store refuses: "),
+        ("s3://bucket/team", {"AWS_ACCESS_KEY_ID": ""}, "the store refuses: "),
+        ("s3://bucket/team", {"AWS_SKIP_SIGNATURE": "perhaps"}, "the store refuses: "),
+    ],
+)
+def test_a_store_that_refuses_is_the_jobs_fault_and_named(
+    uri: str, variables: dict[str, str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidRequest) as refused:
+        ObjectStore(uri, tmp_path).sizes("data")
+    assert refused.value.field == "spec.storage.uri"
+    assert refused.value.problem.startswith(problem)
+    assert code_of(refused.value) == PERMANENT
+    assert "wrong" not in str(refused.value)
+
+
+def test_a_store_that_is_away_is_waited_for_and_then_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.5)
+    with pytest.raises(StorageUnavailable, match=r"^s3://bucket/team: ") as away:
+        store_at(tmp_path).sizes("data")
+    assert code_of(away.value) == TEMPORARY
+    assert one_line(away.value).startswith("storage away: s3://bucket/team: ")
+    assert "\n" not in str(away.value)
+
+
+def test_from_a_shell(tmp_path: Path) -> None:
+    store_at(tmp_path, "shell").push(written(tmp_path, {"runs/mine/steps.jsonl": b"{}\n"}))
+    there = tmp_path / "there"
+    command = [sys.executable, "-m", "rlhfspec.object_store", "s3://bucket/shell", str(there)]
+    done = subprocess.run([*command, str(there / "runs/mine")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1 files, 3 bytes\n"), done.stderr
+    assert contents(there) == {"runs/mine/steps.jsonl": b"{}\n"}
+    none = subprocess.run([*command, str(there / "runs/none")], capture_output=True, text=True)
+    assert (none.returncode, none.stderr) == (1, f"s3://bucket/shell: there is nothing at {there / 'runs/none'}\n")
