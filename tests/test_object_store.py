@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from object_stores import ObjectServer
 
-from rlhfspec import object_store
 from rlhfspec.errors import InvalidRequest, StorageUnavailable
 from rlhfspec.object_store import ObjectStore
 from rlhfspec.service.exits import PERMANENT, TEMPORARY, code_of
@@ -34,7 +33,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
 def credentials(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(object_store, "RETRY_SECONDS", 5.0)
 
 
 def store_at(base: Path, prefix: str = "team") -> ObjectStore:
@@ -119,9 +117,8 @@ def test_a_store_that_refuses_is_the_jobs_fault_and_named(
 
 def test_a_store_that_is_away_is_waited_for_and_then_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.5)
     with pytest.raises(StorageUnavailable, match=r"^s3://bucket/team: ") as away:
-        store_at(tmp_path).sizes("data")
+        ObjectStore("s3://bucket/team", tmp_path, patience_seconds=0.5).sizes("data")
     assert code_of(away.value) == TEMPORARY
     assert one_line(away.value).startswith("storage away: s3://bucket/team: ")
     assert "\n" not in str(away.value)

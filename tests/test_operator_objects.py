@@ -99,6 +99,23 @@ def test_a_run_folder_of_the_job_s_own_choice_lies_in_the_claim() -> None:
     assert json.loads(data["connections.json"])["folder"] == "/storage/mine/first"
 
 
+def test_pods_of_a_job_in_an_object_store_have_a_folder_and_the_credentials_of_its_secret() -> None:
+    objects = objects_of(storage={"uri": "s3://bucket/team", "secret": "keys", "runFolder": "mine/first"})
+    connections = Connections.model_validate_json(objects["ConfigMap", "sums-connections"]["data"]["connections.json"])
+    assert connections.storage_uri == "s3://bucket/team"
+    assert str(connections.folder) == "/storage/mine/first"
+    for name in ("sums-prompts-0", "sums-trainer-0"):
+        spec = objects["Pod", name]["spec"]
+        assert {"name": "storage", "emptyDir": {}} in spec["volumes"]
+        [container] = spec["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+        probe = container["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] == 4 * 3600, "models are fetched first"
+    claimed = objects_of()["ConfigMap", "sums-connections"]["data"]["connections.json"]
+    assert "storage_uri" not in claimed, "pods of an earlier version know no such field"
+    assert "envFrom" not in objects_of()["Pod", "sums-trainer-0"]["spec"]["containers"][0]
+
+
 def test_secrets_hold_what_the_settings_give_and_are_the_same_each_time() -> None:
     secret = objects_of()["Secret", "sums-reward"]
     run = names.run_uid("6f1c-42", 1)

@@ -29,7 +29,7 @@ FIELD = "spec.storage.uri"
 MOST_PARTS = 9_000  # a store takes 10,000 of one object
 PART_BYTES = 8 << 20  # sent at once
 NUM_CONNECTIONS = 8
-RETRY_SECONDS = 60.0  # from when one request fails first
+PATIENCE_SECONDS = 60.0  # with a request that fails
 REQUEST_SECONDS = 3600.0  # of an object, on a slow line
 SILENT_SECONDS = 60.0  # of one
 _OF_THE_JOB = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError", "UnknownConfigurationKeyError")
@@ -41,7 +41,7 @@ class ObjectStore:
     Raises StorageUnavailable where the store does not answer, InvalidRequest where it refuses us: another try would be
     in vain."""
 
-    def __init__(self, uri: str, base: Path) -> None:
+    def __init__(self, uri: str, base: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
         from obstore.store import from_url
 
         self.uri = uri.rstrip("/")
@@ -54,7 +54,7 @@ class ObjectStore:
                     "read_timeout": timedelta(seconds=SILENT_SECONDS),
                     "allow_http": True,  # as the endpoint says
                 },
-                retry_config={"max_retries": 100, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
+                retry_config={"max_retries": 100, "retry_timeout": timedelta(seconds=patience_seconds)},
             )
 
     def sizes(self, *prefixes: str) -> dict[str, int]:

@@ -36,7 +36,7 @@ from rlhfspec.service.vitals import Vitals
 from rlhfspec.tracing.folder import TRACES
 
 SEND_SECONDS = 30.0
-SEND_DEADLINE_SECONDS = 600.0  # a store that hangs is no reason to end
+FETCH_PATIENCE_SECONDS = 5.0  # a pod that cannot begin says why, and begins again
 CHECKPOINTS, MANIFEST, MOVES = "checkpoints", "manifest.json", "moves.jsonl"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 Fingerprint = tuple[int, int, int]
@@ -48,12 +48,14 @@ def mirrored(connections: Connections, stage: str, worker: int) -> Mirror | None
     if connections.storage_uri is None:
         return None
     began = time.monotonic()
-    mirror = Mirror(ObjectStore(connections.storage_uri, connections.base_folder), connections.folder, stage, worker)
+    store = ObjectStore(connections.storage_uri, connections.base_folder, patience_seconds=FETCH_PATIENCE_SECONDS)
+    mirror = Mirror(store, connections.folder, stage, worker)
     with _alone_in(connections.base_folder):  # ranks of a trainer share their pod's folder
         num_bytes = mirror.fetch_run()
         if stage not in (CONTROL, PREPARE):
             num_bytes += mirror.fetch_inputs(connections.job_file)
-    log.info("fetched %.1f MB from %s in %.1f s", num_bytes / 1e6, mirror.store.uri, time.monotonic() - began)
+    log.info("fetched %.1f MB from %s in %.1f s", num_bytes / 1e6, store.uri, time.monotonic() - began)
+    mirror.store = ObjectStore(connections.storage_uri, connections.base_folder)
     return mirror
 
 

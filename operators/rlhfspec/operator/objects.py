@@ -36,12 +36,11 @@ def mounted_by(draft: Draft, roles: Iterable[str]) -> list[dict[str, Any]]:
 def connections(draft: Draft) -> dict[str, Any]:
     """A `service.connections.Connections`, as JSON."""
     job, settings, folder = draft.job, draft.settings, run_folder(draft)
-    return {
+    told: dict[str, Any] = {
         "uid": draft.run_uid,
         "job_file": f"{folder}/processes/job.json",
         "base_folder": str(names.STORAGE),
         "folder": folder,
-        "storage_uri": draft.spec.storage.uri,
         "nats_url": settings.nats_url,
         "redis_url": settings.redis_url,
         "credentials": str(names.CREDENTIALS),
@@ -55,6 +54,9 @@ def connections(draft: Draft) -> dict[str, Any]:
         "worker_host": names.WORKER_HOST,
         "report_url": settings.report_url + names.report_path(job.namespace, job.name),
     }
+    if draft.spec.storage.uri is not None:
+        told["storage_uri"] = draft.spec.storage.uri
+    return told
 
 
 def run_folder(draft: Draft) -> str:

@@ -305,8 +305,10 @@ CAUSES = (
     ),
     Cause(
         "StorageUnavailable",
-        "The job's volume cannot be mounted: its claim is missing, unbound, or in use elsewhere.",
-        "kubectl describe pvc; pods on several nodes need ReadWriteMany.",
+        "The job's volume cannot be mounted (its claim is missing, unbound, or in use elsewhere), or its object store "
+        "does not answer.",
+        "kubectl describe pvc; pods on several nodes need ReadWriteMany. Of a store: its address and the network "
+        "policy.",
         _storage_unavailable,
     ),
     Cause(
