@@ -203,6 +203,7 @@ def ends(code: int, message: str = "", reason: str = "", times: int = 1) -> Call
     [
         (ends(137, reason="OOMKilled"), "OOMKilled", "reward-0: it took more memory than its limit"),
         (ends(75, "NATS at tls://nats:4222 is away"), "BrokerUnavailable", "reward-0: NATS at tls://nats:4222 is away"),
+        (ends(75, "storage away: s3://b: no route"), "StorageUnavailable", "reward-0: storage away: s3://b: no route"),
         (ends(1, "[Errno 28] No space left on device"), "StorageFull", "reward-0: [Errno 28] No space left on device"),
         (ends(1, "boom"), "PodsNotReady", "reward-0 ended: boom; it is started again"),
         (ends(139), "PodsNotReady", "reward-0 ended: killed by SIGSEGV; it is started again"),

@@ -39,6 +39,12 @@ SEND_SECONDS = 30.0
 FETCH_PATIENCE_SECONDS = 5.0  # a pod that cannot begin says why, and begins again
 CHECKPOINTS, MANIFEST, MOVES = "checkpoints", "manifest.json", "moves.jsonl"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+JOB_FILE = "processes/job.json"
+_READ_BY = {
+    PREPARE: ("job.yaml", "manifest.json", "steps.jsonl"),
+    CONTROL: ("steps.jsonl",),
+    "rebalancer": (MOVES,),
+}
 Fingerprint = tuple[int, int, int]
 log = logging.getLogger("rlhfspec.service")
 
@@ -60,15 +66,13 @@ def mirrored(connections: Connections, stage: str, worker: int) -> Mirror | None
 
 
 def is_read_by(stage: str, worker: int, name: str) -> bool:
-    """Of a path within the run folder. `prepare` goes on in a run without its checkpoints."""
-    if name == f"{TRACES}/{stage}-{worker}.jsonl":
-        return True
-    if name.startswith(f"{TRACES}/") or name == MOVES:
-        return name == MOVES and stage == "rebalancer"
-    if name.startswith(f"{CHECKPOINTS}/"):
-        return stage == "trainer"
-    by_all = name == "processes/job.json" or (name == "steps.jsonl" and stage == CONTROL)
-    return by_all or stage in (PREPARE, "trainer")
+    """Of a path within the run folder. What is not fetched is not removed there either."""
+    top = name.partition("/")[0]
+    if top == TRACES:
+        return name == f"{TRACES}/{stage}-{worker}.jsonl"
+    if stage == "trainer":
+        return top not in (MOVES, "export", "plots")
+    return name == JOB_FILE or name in _READ_BY.get(stage, ())
 
 
 class Mirror:
