@@ -57,10 +57,7 @@ class Installed:
         cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}})
         self.storage = cluster.volume("jobs", NAMESPACE)
         cluster.volume(f"data-{RELEASE}-nats-0", NAMESPACE)  # the claim of its StatefulSet
-        cache = Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser()
-        for part in ("models", "data"):
-            if (cache / part).exists():
-                shutil.copytree(cache / part, self.storage / "cache" / part, dirs_exist_ok=True)
+        copy_made(self.storage / "cache")
         for path in (self.storage, *self.storage.rglob("*")):
             path.chmod(0o777 if path.is_dir() else 0o666)
 
@@ -173,6 +170,14 @@ class Job:
             name = pod["metadata"]["name"]
             parts.append(f"--- {name}\n" + run("logs", "-n", NAMESPACE, name, "--tail=5", check=False)[-2000:])
         return "\n".join(parts)
+
+
+def copy_made(folder: Path) -> None:
+    """Models and data that this machine has made, so that no pod has to."""
+    cache = Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser()
+    for part in ("models", "data"):
+        if (cache / part).exists():
+            shutil.copytree(cache / part, folder / part, dirs_exist_ok=True)
 
 
 def example(name: str, **spec: Any) -> dict[str, Any]:

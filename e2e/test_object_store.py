@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster
-from installed import IMAGES, NAMESPACE, Installed, Job, curve_of, example, on_the_laptop
+from installed import IMAGES, NAMESPACE, Installed, Job, copy_made, curve_of, example, on_the_laptop
 from object_stores import ObjectServer
 
 STEPS = 8
@@ -32,8 +32,10 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    """On this machine, where pods reach it by the address of the nodes' bridge."""
-    with ObjectServer(tmp_path_factory.mktemp("s3") / "buckets", host=cluster.address) as server:
+    """On this machine, where pods reach it by the address of the nodes' bridge; with the models that it has made."""
+    server = ObjectServer(tmp_path_factory.mktemp("s3") / "buckets", host=cluster.address)
+    copy_made(server.folder / "bucket" / "team" / "cache")
+    with server:
         yield server
 
 

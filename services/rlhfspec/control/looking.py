@@ -25,7 +25,10 @@ from rlhfspec.transport.nats import NatsTransport
 from rlhfspec.wire.codec import decode
 
 LOOK_SECONDS = 0.1
-FOLDER_SECONDS = 1.0  # between two looks at which checkpoints there are
+FOLDER_SECONDS, STORE_SECONDS = (
+    1.0,
+    5.0,
+)  # between two looks at which checkpoints there are: each is paid for in a store
 FOLDER_DEADLINE_SECONDS = 600.0  # a storage that hangs is no reason to end
 ASK_SECONDS, ANSWER_SECONDS = 1.0, 2.0
 _STEP = re.compile(r"step-(\d+)")
@@ -36,8 +39,17 @@ class Looking(Service):
     """consumes: Heartbeat, WorkerInfo, Load, Plan, StepReport, DatasetInfo, dead letters; produces: nothing; waits for:
     something said; unblocked by: every stage."""
 
-    def __init__(self, vitals: Vitals, bus: Bus, knowledge: Knowledge, last_checkpoint: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        vitals: Vitals,
+        bus: Bus,
+        knowledge: Knowledge,
+        last_checkpoint: Callable[[], int],
+        *,
+        folder_seconds: float = FOLDER_SECONDS,
+    ) -> None:
         super().__init__("control", 0, vitals)
+        self._folder_seconds = folder_seconds
         self._bus, self._knowledge, self._last_checkpoint = bus, knowledge, last_checkpoint
         self._folder_at = vitals.clock.now()
         self._clock = vitals.clock
@@ -79,7 +91,7 @@ class Looking(Service):
 
     async def _look_at_folder(self) -> None:
         now = self._clock.now()
-        if now - self._folder_at >= FOLDER_SECONDS:
+        if now - self._folder_at >= self._folder_seconds:
             self._folder_at = now
             with self.vitals.working("looking for checkpoints", deadline_seconds=FOLDER_DEADLINE_SECONDS):
                 try:

@@ -15,7 +15,15 @@ from rich.console import Console
 from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.control.endpoint import Endpoint
 from rlhfspec.control.knowledge import Knowledge, lines_of
-from rlhfspec.control.looking import BrokerWatch, Looking, last_checkpoint, steps_of, view_of
+from rlhfspec.control.looking import (
+    FOLDER_SECONDS,
+    STORE_SECONDS,
+    BrokerWatch,
+    Looking,
+    last_checkpoint,
+    steps_of,
+    view_of,
+)
 from rlhfspec.control.reporting import Reporter
 from rlhfspec.errors import TransportUnavailable
 from rlhfspec.job import RLHFJob
@@ -51,6 +59,7 @@ class Control:
         self._vitals = Vitals(AwakeClock())
         self._folder = RunFolder(connections.folder)
         self._last_checkpoint = mirror.last_checkpoint if mirror else partial(last_checkpoint, self._folder)
+        self._folder_seconds = STORE_SECONDS if mirror else FOLDER_SECONDS
         self._recent = RecentLines()
         self._stop = asyncio.Event()
         broker = without_secrets(connections.nats_url)
@@ -113,7 +122,9 @@ class Control:
         watch = WatchService(
             self._vitals, bus.of("view"), view=view_of(self._job, Console(quiet=True), shown=False), recent=self._recent
         )
-        looking = Looking(self._vitals, bus, self._knowledge, self._last_checkpoint)
+        looking = Looking(
+            self._vitals, bus, self._knowledge, self._last_checkpoint, folder_seconds=self._folder_seconds
+        )
 
         async def open_and_look() -> None:
             with service.vitals.waiting("the broker, to open the run's subjects"):
