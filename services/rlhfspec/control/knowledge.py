@@ -116,6 +116,11 @@ class Knowledge:
                 self._today().timestamp() - self._steps[-1].finished_unix_seconds, 0.0
             )
 
+    @property
+    def is_trained(self) -> bool:
+        """To its last step, as far as is known."""
+        return bool(self._steps) and self._steps[-1].step >= self._total_steps
+
     def kept(self, checkpoint_step: int) -> None:
         self._checkpoint_step = checkpoint_step
 

@@ -91,7 +91,8 @@ class Looking(Service):
 
     async def _look_at_folder(self) -> None:
         now = self._clock.now()
-        if now - self._folder_at >= self._folder_seconds:
+        every = FOLDER_SECONDS if self._knowledge.is_trained else self._folder_seconds  # soon nobody looks any more
+        if now - self._folder_at >= every:
             self._folder_at = now
             with self.vitals.working("looking for checkpoints", deadline_seconds=FOLDER_DEADLINE_SECONDS):
                 try:
