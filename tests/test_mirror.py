@@ -139,6 +139,18 @@ def test_each_fetches_what_it_reads_and_sends_what_it_wrote(tmp_path: Path) -> N
     assert (tmp_path / "again" / RUN / "moves.jsonl").read_text() == "{}\n"
 
 
+def test_another_rank_of_a_trainer_leaves_alone_what_the_first_writes(tmp_path: Path) -> None:
+    first = mirror_at(tmp_path, "ranks")
+    (tmp_path / RUN / "processes").mkdir()
+    for name in ("processes/job.json", "steps.jsonl"):
+        (tmp_path / RUN / name).write_text("as it was sent")
+    first.send()
+    (tmp_path / RUN / "steps.jsonl").write_text("another line")
+    follower = Mirror(first.store, tmp_path / RUN, "trainer", 0, follows=True)
+    follower.fetch_run()
+    assert (tmp_path / RUN / "steps.jsonl").read_text() == "another line"
+
+
 def test_control_can_read_everybodys_traces(tmp_path: Path) -> None:
     for worker in (0, 1):
         generator = mirror_at(tmp_path / f"{worker}", "traced", "generator", worker)

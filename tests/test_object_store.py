@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from object_stores import ObjectServer
 
-from rlhfspec.errors import InvalidRequest, StorageUnavailable
+from rlhfspec.errors import InvalidRequest, StorageError, StorageUnavailable
 from rlhfspec.object_store import ObjectStore
 from rlhfspec.service.exits import PERMANENT, TEMPORARY, code_of
 from rlhfspec.service.last_words import one_line
@@ -81,6 +81,8 @@ def test_what_changes_while_it_is_fetched_is_not_taken_for_whole(tmp_path: Path)
     other = store_at(tmp_path / "b", "shrinking")
     with pytest.raises(StorageUnavailable):
         other.fetch({"x/y": 2_000})
+    with pytest.raises(StorageUnavailable, match="x/z was removed while it was read"):
+        other.fetch({"x/z": 2})
     assert not (tmp_path / "b" / "x" / "y").exists()
     assert other.fetch(other.sizes("x")) == 2
 
@@ -122,6 +124,14 @@ def test_a_store_that_is_away_is_waited_for_and_then_said(tmp_path: Path, monkey
     assert code_of(away.value) == TEMPORARY
     assert one_line(away.value).startswith("storage away: s3://bucket/team: ")
     assert "\n" not in str(away.value)
+
+
+def test_a_disk_that_is_full_is_not_the_stores_fault(tmp_path: Path) -> None:
+    store = store_at(tmp_path, "full")
+    store.push(written(tmp_path, {"x/y": b"12"}))
+    with pytest.raises(StorageError, match=r"\.fetching-y: cannot be written: .*") as full:
+        store.fetch({"x/y": 1 << 60})
+    assert code_of(full.value) == 1
 
 
 def test_from_a_shell(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -119,15 +120,21 @@ class ObjectStore:
         return file.relative_to(self.base).as_posix()
 
     def _fetch(self, path: str, size: int) -> None:
-        import obstore
-
-        with self._half(path).open("rb+") as file:
-            with self._errors():
-                for data in obstore.get(self._store, path).stream():
-                    file.write(data)
+        with _writing(self._half(path)), self._half(path).open("rb+") as file:
+            for data in self._bytes_of(path):
+                file.write(data)
             if file.tell() != size:
                 raise StorageUnavailable(self.uri, f"{path} changed while it was read")
         self._half(path).replace(self.base / path)
+
+    def _bytes_of(self, path: str) -> Iterator[bytes]:
+        import obstore
+
+        with self._errors():
+            try:
+                yield from obstore.get(self._store, path).stream()
+            except FileNotFoundError:
+                raise StorageUnavailable(self.uri, f"{path} was removed while it was read") from None
 
     def _half(self, path: str) -> Path:
         file = self.base / path
@@ -162,12 +169,16 @@ class ObjectStore:
 
 def main() -> int:
     """`python -m rlhfspec.object_store URI FOLDER PATH`: for who has a shell and no tool of the store's."""
-    uri, folder, path = sys.argv[1:]
+    parser = argparse.ArgumentParser(prog="python -m rlhfspec.object_store", description="Fetches what a store has.")
+    parser.add_argument("uri", metavar="URI", help="such as s3://bucket/team")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="that is to be a copy of it")
+    parser.add_argument("path", metavar="PATH", type=Path, help="a file or folder within FOLDER: what is fetched")
+    arguments = parser.parse_args()
     try:
-        store = ObjectStore(uri, Path(folder))
-        sizes = store.sizes(store.path_of(Path(path)))
+        store = ObjectStore(arguments.uri, arguments.folder)
+        sizes = store.sizes(store.path_of(arguments.path))
         if not sizes:
-            raise StorageError(uri, f"there is nothing at {path}")
+            raise StorageError(arguments.uri, f"there is nothing at {arguments.path}")
         print(f"{len(sizes)} files, {store.fetch(sizes)} bytes")
     except RLHFSpecError as error:
         print(error, file=sys.stderr)
@@ -177,11 +188,17 @@ def main() -> int:
 
 def _make_room(file: Path, size: int) -> None:
     """All of it at once: that a disk is too small is known before hours of fetching."""
-    try:
+    with _writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as empty:
             if size:
                 os.posix_fallocate(empty.fileno(), 0, size)
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise StorageError(file, f"cannot be written: {error.strerror}") from error
 

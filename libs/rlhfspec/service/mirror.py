@@ -49,14 +49,15 @@ Fingerprint = tuple[int, int, int]
 log = logging.getLogger("rlhfspec.service")
 
 
-def mirrored(connections: Connections, stage: str, worker: int) -> Mirror | None:
-    """With all that this process reads fetched; None: storage is a claim."""
+def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool = False) -> Mirror | None:
+    """With all that this process reads fetched; None: storage is a claim. follows: as another rank of a trainer, which
+    alone may touch what it writes in the folder that they share."""
     if connections.storage_uri is None:
         return None
     began = time.monotonic()
     store = ObjectStore(connections.storage_uri, connections.base_folder, patience_seconds=FETCH_PATIENCE_SECONDS)
-    mirror = Mirror(store, connections.folder, stage, worker)
-    with _alone_in(connections.base_folder):  # ranks of a trainer share their pod's folder
+    mirror = Mirror(store, connections.folder, stage, worker, follows=follows)
+    with _alone_in(connections.base_folder):
         num_bytes = mirror.fetch_run()
         if stage not in (CONTROL, PREPARE):
             num_bytes += mirror.fetch_inputs(connections.job_file)
@@ -78,11 +79,11 @@ def is_read_by(stage: str, worker: int, name: str) -> bool:
 class Mirror:
     """What is written while something is sent goes with the next time."""
 
-    def __init__(self, store: ObjectStore, folder: Path, stage: str, worker: int) -> None:
+    def __init__(self, store: ObjectStore, folder: Path, stage: str, worker: int, *, follows: bool = False) -> None:
         self.store = store
         self._folder, self._stage = folder, stage
         self._run = store.path_of(folder)
-        self._reads = partial(is_read_by, stage, worker)
+        self._reads = partial(is_read_by, "" if follows else stage, worker)
         self._alone = threading.Lock()
         self._there: dict[str, Fingerprint | None] = {}  # by name in the run folder: what the store has, as it was here
 

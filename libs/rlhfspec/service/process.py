@@ -96,10 +96,11 @@ def _run(stage: str, worker: int, connections_file: Path) -> int:
     with configure(job="", run="", stage=stage, worker=worker), Ending() as ending:
         connections = Connections.read(connections_file)
         _marked(connections.uid)
-        mirror = mirrored(connections, stage, worker)
+        follows = int(os.environ.get("RANK", "0")) > 0  # torchrun started this process as one of several
+        mirror = mirrored(connections, stage, worker, follows=follows)
         job = _job_of(stage, connections)
         with configure(job=job.metadata.name, run=connections.uid, stage=stage, worker=worker):
-            if int(os.environ.get("RANK", "0")) > 0:  # torchrun started this process as one of several
+            if follows:
                 _follow(job)
                 return ending.code
             try:
