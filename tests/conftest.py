@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +15,7 @@ if not Path("/dev/nvidia0").exists():  # without a GPU, Triton kernels run in it
 
 import pytest
 from hypothesis import settings
+from object_stores import ObjectServer
 from runs import write_data, write_job, write_models
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
@@ -35,3 +37,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job_file(tmp_path: Path, models: Path) -> Path:
     write_data(tmp_path)
     return write_job(tmp_path, models)
+
+
+@pytest.fixture(scope="session")
+def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """Its bucket is called bucket."""
+    with ObjectServer(tmp_path_factory.mktemp("s3") / "buckets") as server:
+        yield server
+
+
+@pytest.fixture
+def object_credentials(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in object_server.variables.items():
+        monkeypatch.setenv(name, value)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from object_stores import ObjectServer
 
 from rlhfspec.checkpoint import CheckpointStore
 from rlhfspec.errors import StorageUnavailable
@@ -18,18 +16,7 @@ from rlhfspec.object_store import ObjectStore
 from rlhfspec.service.mirror import Mirror
 
 RUN = "runs/sums"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    with ObjectServer(tmp_path_factory.mktemp("s3") / "buckets") as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def credentials(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.variables.items():
-        monkeypatch.setenv(name, value)
+pytestmark = pytest.mark.usefixtures("object_credentials")
 
 
 class Dies(ObjectStore):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from object_stores import ObjectServer
 
 from rlhfspec.errors import InvalidRequest, StorageError, StorageUnavailable
 from rlhfspec.object_store import ObjectStore
@@ -21,18 +19,7 @@ from rlhfspec.service.last_words import one_line
 NAMES = st.text("abc-_ é%", min_size=1, max_size=6).map(str.strip).filter(bool)
 TREES = st.dictionaries(st.lists(NAMES, min_size=2, max_size=3).map(lambda parts: f"{len(parts)}/{'/'.join(parts)}"),
                         st.binary(max_size=300), max_size=6)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    with ObjectServer(tmp_path_factory.mktemp("s3") / "buckets") as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def credentials(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.variables.items():
-        monkeypatch.setenv(name, value)
+pytestmark = pytest.mark.usefixtures("object_credentials")
 
 
 def store_at(base: Path, prefix: str = "team") -> ObjectStore:
