@@ -85,13 +85,22 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
+    async def _is_true(self, script: str) -> bool:
+        """Not on a page that is being left."""
+        try:
+            return bool(
+                await self.value(f"(() => {{ try {{ return Boolean({script}); }} catch {{ return false; }} }})()")
+            )
+        except RuntimeError as error:
+            if "navigated" not in str(error):
+                raise
+            return False
+
     async def until(self, script: str, seconds: float = SECONDS) -> None:
         """Until the script's value is true: an element is, once it is there. What is not there yet is no error."""
         try:
             async with asyncio.timeout(seconds):
-                while not await self.value(
-                    f"(() => {{ try {{ return Boolean({script}); }} catch {{ return false; }} }})()"
-                ):
+                while not await self._is_true(script):
                     await asyncio.sleep(0.05)
         except TimeoutError:
             shown = await self.value("document.body.innerText.slice(0, 2000)")

@@ -8,6 +8,7 @@ import re
 import sys
 import unicodedata
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from hypothesis import example, given, settings
@@ -404,7 +405,7 @@ def test_what_is_reported_costs_the_same_however_much_there_was() -> None:
         return len(calls)
 
     counts = [num_calls(sample) for sample in samples]
-    assert counts[-1] <= counts[10]
+    assert median(counts[-500:]) <= median(counts[10:510])  # a few are in a moment when it also draws
     assert view.progress.num_samples_done == 2000
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
@@ -70,17 +72,34 @@ def sweep(
     waiting = iter(wanted)
     workers = [_Worker(judge, longest_seconds) for _ in range(num_workers)]
     try:
-        busy = {worker for worker in workers if worker.take(next(waiting, None))}
-        while busy:
-            connection.wait([worker.pipe for worker in busy], timeout=1.0)
-            for worker in list(busy):
-                if judged := worker.result():
-                    yield judged
-                    if not worker.take(next(waiting, None)):
-                        busy.remove(worker)
+        with _interrupted() as interrupted:
+            busy = {worker for worker in workers if worker.take(next(waiting, None))}
+            while busy and not interrupted.is_set():
+                connection.wait([worker.pipe for worker in busy], timeout=1.0)
+                for worker in list(busy):
+                    if judged := worker.result():
+                        yield judged
+                        if not worker.take(next(waiting, None)):
+                            busy.remove(worker)
+        if interrupted.is_set():
+            raise KeyboardInterrupt
     finally:
         for worker in workers:
             worker.end()
+
+
+@contextmanager
+def _interrupted() -> Iterator[threading.Event]:
+    """Set by Ctrl-C. Raised in the midst of a library that makes a case, the interrupt may be swallowed there."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Worker:
