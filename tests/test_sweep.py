@@ -5,7 +5,12 @@ The whole of it is `rlhfspec models check all --table docs/models.md`.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -114,6 +119,22 @@ def test_a_sweep_that_is_left_leaves_no_process() -> None:
     assert next(verdicts).case.model_type == "one"
     verdicts.close()  # type: ignore[attr-defined]
     assert multiprocessing.active_children() == []
+
+
+def test_an_interrupt_ends_it_also_where_a_library_would_swallow_it() -> None:
+    import multiprocessing
+
+    def wanted() -> Iterator[Case]:
+        yield Case("one", "")
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        yield from (Case(f"{number}", "") for number in range(1_000_000))
+
+    with pytest.raises(KeyboardInterrupt):
+        list(sweep(wanted(), num_workers=1, judge=made_up))
+    assert multiprocessing.active_children() == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------------
