@@ -131,10 +131,14 @@ def test_an_interrupt_ends_it_also_where_a_library_would_swallow_it() -> None:
             time.sleep(0.2)
         yield from (Case(f"{number}", "") for number in range(1_000_000))
 
-    with pytest.raises(KeyboardInterrupt):
-        list(sweep(wanted(), num_workers=1, judge=made_up))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # these tests may have been begun without it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(sweep(wanted(), num_workers=1, judge=made_up))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert multiprocessing.active_children() == []
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------------

@@ -92,10 +92,11 @@ def sweep(
 def _interrupted() -> Iterator[threading.Event]:
     """Set by Ctrl-C. Raised in the midst of a library that makes a case, the interrupt may be swallowed there."""
     asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
         yield asked
         return
-    before = signal.signal(signal.SIGINT, lambda *_: asked.set())
+    signal.signal(signal.SIGINT, lambda *_: asked.set())
     try:
         yield asked
     finally:
