@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 from object_stores import ObjectServer
 from runs import write_data, write_job, write_models
+from shared_servers import SharedServers
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
@@ -50,3 +51,10 @@ def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectSe
 def object_credentials(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in object_server.variables.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
+    """Of a release, for processes as pods have them."""
+    with SharedServers(tmp_path_factory.mktemp("release")) as servers:
+        yield servers

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import re
 import ssl
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -143,12 +142,6 @@ def test_keys_say_what_is_missing() -> None:
 
 
 # ---- on the servers -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
-    with SharedServers(tmp_path_factory.mktemp("release")) as servers:
-        yield servers
 
 
 def connections(servers: SharedServers, credentials: Path, uid: str = UID) -> Connections:

@@ -32,12 +32,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
-    with SharedServers(tmp_path_factory.mktemp("release")) as servers:
-        yield servers
-
-
 @pytest.fixture
 def job(job_file: Path, servers: SharedServers) -> Iterator[Job]:
     content = yaml.safe_load(job_file.read_text())

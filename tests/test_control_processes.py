@@ -19,12 +19,6 @@ from rlhfspec.service import exits
 STAGES = ("prompts", "generator", "reward", "trainer")
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
-    with SharedServers(tmp_path_factory.mktemp("release")) as servers:
-        yield servers
-
-
 @pytest.fixture
 def job(tmp_path: Path, servers: SharedServers, job_file: Path) -> Iterator[Job]:
     pods = tmp_path / "pods"

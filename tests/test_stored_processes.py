@@ -34,12 +34,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
-    with SharedServers(tmp_path_factory.mktemp("release")) as servers:
-        yield servers
-
-
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     with ObjectServer(tmp_path / "s3" / "buckets") as server:

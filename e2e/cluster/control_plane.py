@@ -205,13 +205,8 @@ class ControlPlane(Kubernetes):
             return False
 
     def _controller_manager_command(self, port: int) -> list[str | Path]:
-        config = self._kubeconfig("kube-controller-manager", "system:kube-controller-manager")
         options = {
-            **dict.fromkeys(("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig"), config),
-            "bind-address": "127.0.0.1",
-            "secure-port": port,
-            "cert-dir": self.keys,
-            "leader-elect": "false",
+            **self._options_of_a_client("kube-controller-manager", port),
             "use-service-account-credentials": "true",
             "root-ca-file": self.keys / "ca.crt",
             "service-account-private-key-file": self.keys / "sa.key",
@@ -220,15 +215,14 @@ class ControlPlane(Kubernetes):
             # A node that is cut off is noticed in seconds, not in 40.
             "node-monitor-grace-period": "8s",
             "node-monitor-period": "1s",
-            "kube-api-qps": 500,
-            "kube-api-burst": 1000,
         }
         name = binaries_folder() / "kube-controller-manager"
         return [name, *(f"--{option}={value}" for option, value in options.items())]
 
-    def _scheduler_command(self, port: int) -> list[str | Path]:
-        config = self._kubeconfig("kube-scheduler", "system:kube-scheduler")
-        options = {
+    def _options_of_a_client(self, name: str, port: int) -> dict[str, Any]:
+        """Of a process that works on what the API server has."""
+        config = self._kubeconfig(name, f"system:{name}")
+        return {
             **dict.fromkeys(("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig"), config),
             "bind-address": "127.0.0.1",
             "secure-port": port,
@@ -237,4 +231,7 @@ class ControlPlane(Kubernetes):
             "kube-api-qps": 500,
             "kube-api-burst": 1000,
         }
+
+    def _scheduler_command(self, port: int) -> list[str | Path]:
+        options = self._options_of_a_client("kube-scheduler", port)
         return [binaries_folder() / "kube-scheduler", *(f"--{name}={value}" for name, value in options.items())]

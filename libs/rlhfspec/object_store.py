@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 from rlhfspec.errors import InvalidRequest, RLHFSpecError, StorageError, StorageUnavailable
 
@@ -150,17 +150,15 @@ class ObjectStore:
 
         try:
             yield
-        except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
-                raise InvalidRequest(FIELD, self.uri, "there is no such bucket") from None
-            raise
         except (BaseError, OSError, ValueError) as error:
             self._raise(error)
 
-    def _raise(self, error: Exception) -> None:
+    def _raise(self, error: Exception) -> NoReturn:
         text = _first_line(error)
         if "NoSuchBucket" in str(error):
             raise InvalidRequest(FIELD, self.uri, "there is no such bucket") from None
+        if isinstance(error, FileNotFoundError):  # of one object: its caller knows what that means
+            raise error
         is_of_the_job = isinstance(error, ValueError) or type(error).__name__ in _OF_THE_JOB
         if is_of_the_job or re.match(r"Generic (Config error|\w+ error: Missing )", text):
             raise InvalidRequest(FIELD, self.uri, f"the store refuses: {text}") from None

@@ -77,9 +77,7 @@ def document_of(view: LiveView) -> dict[str, Any]:
         state, load = snapshot["state"], snapshot["load"]
         state["overdue_seconds"] = max(state["overdue_seconds"], 0.0)  # JSON knows no infinity
         if load is not None:
-            snapshot["load"] = {
-                key: load[key] for key in load if key not in ("sample_ids", "num_generated", "num_held")
-            }
+            snapshot["load"] = {key: load[key] for key in load if key not in OF_SAMPLES}
         workers.append({"name": name, "silent_seconds": view.silent_seconds[name], **snapshot})
     steps = [json.loads(line) for line in view.window.steps]
     return {"workers": workers, "steps": steps, "samples": [asdict(sample) for sample in view.window.samples]}
