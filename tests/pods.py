@@ -21,6 +21,8 @@ from rlhfspec.service.connections import Connections
 
 PATIENCE_SECONDS = 150.0
 JOB_UID = "6f1c-42"
+# Their ports are fixed, so tests that run at the same time have addresses of their own.
+NETWORK = f"127.0.{int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw')) + 1}"
 
 
 def eventually(condition: Callable[[], Any], what: str) -> None:
@@ -76,7 +78,7 @@ class Job:
         return self.job_file.parent / "storage" / "run"
 
     def start(self, role: str, worker: int = 0, **connections: Any) -> Pod:
-        host = f"127.0.1.{len(self.pods) + 2}"
+        host = f"{NETWORK}.{len(self.pods) + 2}"
         place = self.job_file.parent / "pods" / f"{len(self.pods)}-{role}-{worker}"
         place.mkdir(parents=True)
         content = yaml.safe_load(self.job_file.read_text())
