@@ -123,6 +123,7 @@ import json, sys
 print(json.dumps({"level": "error", "message": "no digits", "exit_code": %d}), file=sys.stderr)
 sys.exit(%d)
 """
+FULL = (FAILS % (1, 1)).replace("no digits", "storage full: out/checkpoints: No space left on device")
 LEAVES = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -167,6 +168,13 @@ class Run:
 
     async def ready(self, stage: str, worker: int = 0) -> None:
         await self.bus.publish(replace(INFO, id=f"{stage}{worker}", stage=stage, worker=worker))
+
+    async def trained(self, step: int) -> None:
+        report = StepReport(
+            id=f"sums/{step}", job="sums", step=step, weights_version=step, weights_digest="", metrics_json="{}"
+        )
+        await self.bus.publish(report)
+        await self.clock.settle()
 
     async def begun(self, children: Children) -> asyncio.Task[None]:
         """All are started and ready; the task is `children.run`."""
@@ -323,13 +331,44 @@ def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> None:
         starting = asyncio.create_task(children.start())
         for step in range(1, 5):
             await run.until(lambda step=step: len(run.said) >= step)
-            report = StepReport(
-                id=f"sums/{step}", job="sums", step=step, weights_version=step, weights_digest="", metrics_json="{}"
-            )
-            await run.bus.publish(report)
-            await run.clock.settle()
+            await run.trained(step)
         await run.until(starting.done)
         with pytest.raises(StageFailed, match="since step 4"):
             starting.result()
+
+    with_run(run, check)
+
+
+def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> None:
+    """A trainer that fails at step 4 goes on at its checkpoint, and trains steps 1 to 3 again each time."""
+    run = Run(tmp_path, {("trainer", 0): FAILS % (1, 1)}, maxRestarts=3)
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        while not starting.done():
+            num_failures = len(run.said)
+            assert num_failures < 8, "it is started for ever"
+            for step in range(1, 4):
+                await run.trained(step)
+            await run.until(lambda before=num_failures: len(run.said) > before or starting.done())
+        with pytest.raises(StageFailed, match="no digits; 4 failures since step 3"):
+            starting.result()
+
+    with_run(run, check)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool) -> None:
+    go = tmp_path / "go"
+    waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(.01)\n"
+    run = Run(tmp_path, {("trainer", 0): waits + FULL})
+
+    async def check(children: Children) -> None:
+        ended = await run.begun(children) if begun else asyncio.create_task(children.start())
+        go.touch()
+        await run.until(ended.done)
+        with pytest.raises(StageFailed, match=r"trainer 0: failed: storage full: out/checkpoints: No space left"):
+            ended.result()
+        assert run.said == ["trainer 0 is ready (1 of 1)"][:begun]
 
     with_run(run, check)

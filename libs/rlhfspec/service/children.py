@@ -21,6 +21,7 @@ from rlhfspec.errors import RLHFSpecError, StageFailed, StageRefused
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.servers.guardian import processes_of
+from rlhfspec.service import exits
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.child import Child, Ended
@@ -150,6 +151,8 @@ class Children(Service):
 
     async def _before_restart(self, child: Child, ended: Ended) -> None:
         stage, worker, restarts = child.stage, child.worker, self._restarts[child.stage, child.worker]
+        if exits.is_about_full_disk(ended.reason):  # it is no emptier for being written to again
+            raise StageFailed(stage, worker, ended.reason)
         delay = restarts.delay_after(ended.failure or "killed")
         if ended.failure == "permanent" and self.roster.info(stage, worker) is None:
             raise StageRefused(ended.reason)
@@ -184,7 +187,7 @@ class Children(Service):
         elif isinstance(record, WorkerInfo):
             if record.stage in self._bus.workers and record.stage in STAGE_NAMES:
                 self._joined(record)
-        else:
+        elif record.step > self._last_step:  # a step that is trained again, after a restart, is no progress
             self._last_step = record.step
             for restarts in self._restarts.values():
                 restarts.forget()

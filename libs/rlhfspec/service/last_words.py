@@ -9,7 +9,6 @@ Example:
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from pathlib import Path
@@ -58,6 +57,7 @@ def one_line(error: Exception) -> str:
 
     >>> one_line(RewardError("digits", "sums/1/0/0", "ValueError: no digits"))
     "reward failed: reward 'digits' of sample sums/1/0/0: ValueError: no digits"
+    >>> import errno
     >>> one_line(OSError(errno.ENOSPC, "No space left on device", "/storage/steps.jsonl"))
     "storage full: OSError: [Errno 28] No space left on device: '/storage/steps.jsonl'"
 
@@ -74,22 +74,11 @@ def one_line(error: Exception) -> str:
 
 
 def _class(error: BaseException) -> str:
-    if _is_of_a_full_disk(error):
+    if exits.is_full_disk(error):
         return "storage full: "
     if isinstance(error, StorageUnavailable):
         return "storage away: "
     return "reward failed: " if isinstance(error, RewardError) else ""
-
-
-def _is_of_a_full_disk(error: BaseException | None) -> bool:
-    """Or of a quota; in what led to it too. Libraries that are not Python's say it in words alone."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if os.strerror(errno.ENOSPC) in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def write_last_words(text: str) -> None:
