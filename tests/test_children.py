@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from rlhfspec.errors import LoopStalled, StageFailed, StageRefused
 from rlhfspec.job import FailurePolicy
 from rlhfspec.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.service.bus import Bus
-from rlhfspec.service.child import Child, Interpreters
+from rlhfspec.service.child import Child, Interpreters, Process
 from rlhfspec.service.children import Children
 from rlhfspec.service.restarts import MOST_UNCOUNTED, Restarts
 from rlhfspec.service.roster import SILENT_SECONDS, Roster
@@ -370,5 +370,44 @@ def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool) -> N
         with pytest.raises(StageFailed, match=r"trainer 0: failed: storage full: out/checkpoints: No space left"):
             ended.result()
         assert run.said == ["trainer 0 is ready (1 of 1)"][:begun]
+
+    with_run(run, check)
+
+
+class Once(Interpreters):
+    """Starts one process; the next one is being started for ever."""
+
+    is_starting = False
+
+    async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process:
+        if log.exists():
+            self.is_starting = True
+            await asyncio.Event().wait()
+        return await super().start(name, arguments, log)
+
+
+@pytest.mark.parametrize("how", ["the trainer is done", "Ctrl-C"])
+@pytest.mark.parametrize("delay", [1e6, 0.01])
+def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
+    tmp_path: Path, how: str, delay: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits for its turn, or is being started."""
+    run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LEAVES}, backoffSeconds=delay, maxBackoffSeconds=delay)
+
+    async def check(children: Children) -> None:
+        reward, trainer = run.children["reward", 0], run.children["trainer", 0]
+        reward._starter = once = Once(reward._starter.environment)
+        running = await run.begun(children)
+        os.kill(reward.pid or 0, signal.SIGKILL)
+        await run.until(lambda: run.said and "reward 0: killed by SIGKILL" in run.said[-1])
+        await run.until(lambda: once.is_starting or delay > 1.0)
+        run.done = True
+        if how == "Ctrl-C":
+            await children.stop()
+        else:
+            os.kill(trainer.pid or 0, signal.SIGTERM)
+        await run.until(running.done)
+        running.result()
+        assert "did not leave within" not in caplog.text
 
     with_run(run, check)

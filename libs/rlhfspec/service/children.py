@@ -165,7 +165,7 @@ class Children(Service):
         self.roster.is_down(stage, worker, "restarting", ended.reason)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._leaving.wait(), delay)
-        if self.roster.is_only_worker(stage, worker):
+        if not self._leaving.is_set() and self.roster.is_only_worker(stage, worker):
             await self._release(stage)
 
     async def _release(self, stage: str) -> None:
@@ -248,10 +248,13 @@ class Children(Service):
         return info.pid if info and is_of_many and info.pid in processes_of(self._bus.uid) else None
 
     async def _leave(self) -> None:
-        """All are asked at once; who does not leave within the grace is killed, and named."""
+        """All are asked at once; who does not leave within the grace is killed, and named. Who has no process yet, or
+        none again, gets none any more."""
         self._leaving.set()
         grace = LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
-        for child in self._children.values():
+        for task, child in self._keeping.items():
+            if child.pid is None:
+                task.cancel()
             child.ask_to_leave(self._rank_0(child))
         self._ask_those_started_by_hand()
         await asyncio.wait(self._keeping, timeout=grace)
@@ -259,4 +262,7 @@ class Children(Service):
             if not task.done():
                 log.warning("%s %d did not leave within %g s and is killed", child.stage, child.worker, grace)
                 child.kill()
-        await asyncio.gather(*self._keeping)
+        await asyncio.wait(self._keeping)
+        for task in self._keeping:
+            if not task.cancelled():
+                task.result()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from rlhfspec.errors import ServerFailed
 from rlhfspec.job import FailurePolicy
-from rlhfspec.servers.guardian import Guardian
+from rlhfspec.servers.guardian import Guardians
 from rlhfspec.servers.program import ServerProgram
 from rlhfspec.service import exits
 from rlhfspec.service.base import Service
@@ -30,7 +30,7 @@ class ServerWatch(Service):
         self,
         vitals: Vitals,
         servers: Sequence[ServerProgram],
-        guardian: Guardian,
+        guardians: Guardians,
         launchers: Sequence[Launcher],
         policy: FailurePolicy,
         say: Callable[[str], None],
@@ -38,7 +38,7 @@ class ServerWatch(Service):
         super().__init__("servers", 0, vitals)
         self._clock = vitals.clock
         self._servers = servers
-        self._guardian = guardian
+        self._guardians = guardians
         self._launchers = launchers
         self._policy = policy
         self._say = say
@@ -73,9 +73,8 @@ class ServerWatch(Service):
     async def _keep_helpers(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if not self._guardian.alive:
-                self._say("the guardian of this run ended; it is started again")
-                self._guardian.start()
+            if self._guardians.start():
+                self._say("a guardian of this run ended; it is started again")
             for launcher in self._launchers:
                 if await launcher.begin():
                     self._say("a launcher of this run ended; it is started again")

@@ -114,9 +114,12 @@ def _prepared(job: RLHFJob, command: _Command, console: Console, status: StatusL
     """With --processes nothing heavy is imported here: the stages' own processes do."""
     kind = _process_run() if command.processes else _local_run(status)
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
+    from rlhfspec.servers.scratch import end_dead_runs
     from rlhfspec.telemetry.run_folder import RunFolder
     from rlhfspec.telemetry.view import View
 
+    for uid in end_dead_runs():
+        status(f"what was left of run {uid} is removed: its supervisor had died")
     folder, view = RunFolder(command.out), View(job, console)
     folder.check(job, resume=command.resume)
     base_folder = command.job.absolute().parent
