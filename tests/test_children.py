@@ -125,9 +125,14 @@ sys.exit(%d)
 """
 FULL = (FAILS % (1, 1)).replace("no digits", "storage full: out/checkpoints: No space left on device")
 LEAVES = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-print(flush=True)
+import json, signal, sys, time
+
+def leave(*_):
+    print(json.dumps({"level": "info", "message": "left: it was asked to", "exit_code": 0}), flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, leave)
+print("I am there", flush=True)
 while True: time.sleep(60)
 """
 LIVES = "import time\nwhile True: time.sleep(60)"
@@ -262,10 +267,10 @@ def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_path: 
         await run.until(lambda: generator.pid not in (None, before))
         assert "generator 0: killed by SIGKILL; it is started again in 0.0 s" in run.said
         log = tmp_path / "trainer-0.jsonl"
-        await run.until(lambda: log.read_text().count("\n") == 1)
+        await run.until(lambda: log.read_text().count("there") == 1)
         before = trainer.pid
         os.kill(before or 0, signal.SIGTERM)
-        await run.until(lambda: trainer.pid not in (None, before) and log.read_text().count("\n") == 2)
+        await run.until(lambda: trainer.pid not in (None, before) and log.read_text().count("there") == 2)
         run.done = True
         os.kill(trainer.pid or 0, signal.SIGTERM)
         await run.until(running.done)
@@ -374,6 +379,55 @@ def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool) -> N
     with_run(run, check)
 
 
+STARTING = 'print(\'{"level": "info", "message": "starting"}\', flush=True)\n'
+AT_WORK = "from rlhfspec.service.activity import ActivityFile\nfrom pathlib import Path\nimport os\n" + STARTING
+AT_WORK += "ActivityFile(Path(os.environ['NOTE']))('scoring sums/1/0/1 with source digits')\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("os._exit(0)", "ended with exit code 0 while scoring sums/1/0/1 with source digits, and nobody had asked it"),
+        ("os._exit(5)", "ended with exit code 5 while scoring sums/1/0/1 with source digits; "),
+        ("raise KeyError('x')", "ended with exit code 1 while scoring sums/1/0/1 with source digits: KeyError: 'x'"),
+        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV while scoring sums/1/0/1 with source digits; "),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL while scoring sums/1/0/1 with source digits; "),
+    ],
+)
+def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_at(
+    tmp_path: Path, end: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    run = Run(tmp_path, {("reward", 0): AT_WORK + end, ("reward", 1): LIVES})
+
+    async def check(children: Children) -> None:
+        run.children["reward", 0]._activity = tmp_path / "note"
+        starting = asyncio.create_task(children.start())
+        await run.until(lambda: run.said)
+        assert reason in run.said[0]
+        assert "it is started again in" in run.said[0]
+        starting.cancel()
+
+    with_run(run, check)
+
+
+def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a call keeps the interpreter's lock."""
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    run = Run(tmp_path, {("reward", 0): AT_WORK + LIVES}, maxRestarts=0)
+    run.job = a_job(roles={"reward": {"deadlineSeconds": 5}}, failurePolicy={"maxRestarts": 0})
+
+    async def check(children: Children) -> None:
+        run.children["reward", 0]._activity = tmp_path / "note"
+        running = await run.begun(children)
+        await run.until(lambda: (tmp_path / "note").exists() and (tmp_path / "note").read_bytes())
+        await run.until(running.done)
+        with pytest.raises(StageFailed, match=r"it said nothing for \d+ s while scoring sums/1/0/1 with source digits"):
+            running.result()
+
+    with_run(run, check)
+
+
 class Once(Interpreters):
     """Starts one process; the next one is being started for ever."""
 
@@ -405,6 +459,7 @@ def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
         if how == "Ctrl-C":
             await children.stop()
         else:
+            await run.until(lambda: "there" in (tmp_path / "trainer-0.jsonl").read_text())
             os.kill(trainer.pid or 0, signal.SIGTERM)
         await run.until(running.done)
         running.result()

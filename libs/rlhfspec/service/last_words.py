@@ -9,8 +9,10 @@ Example:
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,6 +42,8 @@ class Ending:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
         if isinstance(error, Exception):
             self.failed(error)
+        elif error is None and self.said:
+            log.info("%s", self.said, extra={"fields": {"exit_code": self.code}})
         if self.said:
             write_last_words(self.said)
         return isinstance(error, Exception)
@@ -79,6 +83,16 @@ def _class(error: BaseException) -> str:
     if isinstance(error, StorageUnavailable):
         return "storage away: "
     return "reward failed: " if isinstance(error, RewardError) else ""
+
+
+def leaves_at_once(when: str) -> None:
+    """Of a process that was asked to: in its log, and in its pod's status. From a signal's handler, which must not wait
+    for whoever logs just now."""
+    text = f"left: {when}"
+    os.write(
+        sys.stderr.fileno(), json.dumps({"level": "info", "message": text, "exit_code": exits.DONE}).encode() + b"\n"
+    )
+    write_last_words(text)
 
 
 def write_last_words(text: str) -> None:

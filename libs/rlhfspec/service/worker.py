@@ -20,6 +20,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
 from rlhfspec.records import WorkerInfo
 from rlhfspec.service import exits
+from rlhfspec.service.activity import ActivityFile
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import LAST_DECLARED, Bus
 from rlhfspec.service.connecting import connect
@@ -28,7 +29,7 @@ from rlhfspec.service.context import Context, Run
 from rlhfspec.service.health import BEAT_SECONDS, LOOPBACK, Health
 from rlhfspec.service.heartbeats import Heartbeats
 from rlhfspec.service.hosting import with_guest
-from rlhfspec.service.last_words import write_last_words
+from rlhfspec.service.last_words import leaves_at_once
 from rlhfspec.service.live import LiveBeats, LiveState, Snapshot, snapshot_of
 from rlhfspec.service.mirror import Mirror, Mirroring
 from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
@@ -58,6 +59,8 @@ class StageWorker:
         self._job = job
         self._mirror = mirror
         self._vitals = Vitals(AwakeClock())
+        if connections.activity_folder is not None:
+            self._vitals.note = ActivityFile(connections.activity_folder / f"{stage}-{worker}")
         self._stop = asyncio.Event()
         self._is_built = False
         self._incarnation = incarnation_of(stage, worker)
@@ -103,7 +106,7 @@ class StageWorker:
     def _asked_to_leave(self) -> None:
         """While it loads there is nothing to hand back."""
         if self._stop.is_set() or not self._is_built:
-            write_last_words(f"left: {'at once' if self._is_built else 'before it had begun'}")
+            leaves_at_once("at once" if self._is_built else "before it had begun")
             os._exit(exits.DONE)
         self._stop.set()
         self._health.draining()
@@ -169,6 +172,7 @@ class StageWorker:
     async def _built(self, bus: Bus, weights: WorkerWeights, ends: Ends | None, leaving: ExitStack) -> Service:
         """In a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
         vitals = Vitals(self._vitals.clock)
+        vitals.note = self._vitals.note
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
         beating = asyncio.create_task(Heartbeats(bus, vitals).run())
         thread = ComputeThread("build")

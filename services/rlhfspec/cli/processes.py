@@ -170,6 +170,7 @@ class ProcessRun(JobRun):
             redis_url=redis.url,
             credentials=credentials,
             weights_folder=self._weights_folder,
+            activity_folder=self._activity_folder,
         )
         write_secret(self._connections_file, connections.model_dump_json(indent=2).encode())
         return connections
@@ -178,13 +179,18 @@ class ProcessRun(JobRun):
     def _connections_file(self) -> Path:
         return self._place / "connections.json"
 
+    @property
+    def _activity_folder(self) -> Path:
+        return self._scratch.path / "activity"
+
     def _child(self, stage: str, worker: int) -> Child:
         arguments = ["-m", f"rlhfspec.{stage}", "--connections", str(self._connections_file), "--worker", str(worker)]
         ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
         if ranks > 1:
             arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments]
         log = self.folder.logs.absolute() / f"{stage}-{worker}.jsonl"
-        return Child(stage, worker, arguments, self._starter(self._threads_of(stage)), log)
+        activity = self._activity_folder / f"{stage}-{worker}"
+        return Child(stage, worker, arguments, self._starter(self._threads_of(stage)), log, activity)
 
     def _starter(self, threads: dict[str, str]) -> Starter:
         """One for each environment: how many threads torch uses is settled when it is imported."""
