@@ -104,6 +104,7 @@ def _number(text: str) -> int:
 
 def _run(stage: str, worker: int, connections_file: Path) -> int:
 
+    from rlhfspec.ranks import rank_told
     from rlhfspec.service.connections import Connections
     from rlhfspec.service.last_words import Ending, leaves_at_once
     from rlhfspec.service.logs import configure
@@ -114,7 +115,7 @@ def _run(stage: str, worker: int, connections_file: Path) -> int:
     with configure(job="", run="", stage=stage, worker=worker), Ending() as ending:
         connections = Connections.read(connections_file)
         _marked(connections.uid)
-        follows = int(os.environ.get("RANK", "0")) > 0  # torchrun started this process as one of several
+        follows = rank_told(os.environ).rank > 0  # torchrun started this process as one of several
         mirror = mirrored(connections, stage, worker, follows=follows)
         job = _job_of(stage, connections)
         with configure(job=job.metadata.name, run=connections.uid, stage=stage, worker=worker):
@@ -148,9 +149,7 @@ def _marked(uid: str) -> None:
 
 
 def _follow(job: RLHFJob) -> None:
-    """Ranks other than 0 train along until rank 0 says stop; signals are rank 0's business."""
+    """Ranks other than 0 train along until rank 0 says stop."""
     from importlib import import_module
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     import_module("rlhfspec.trainer.build").follow(job)

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -16,6 +17,7 @@ from json import dumps
 from typing import TYPE_CHECKING
 
 from rlhfspec.awake_clock import AwakeClock
+from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
 from rlhfspec.records import WorkerInfo
@@ -65,7 +67,7 @@ class StageWorker:
         self._is_built = False
         self._incarnation = incarnation_of(stage, worker)
         self._transports: list[NatsTransport] = []
-        self._host = os.environ.get(HOST) or LOOPBACK
+        self._host = host_told(os.environ)
 
     def run(self) -> str:
         """How far it came."""
@@ -218,6 +220,24 @@ class StageWorker:
             models_json=dumps({role: asdict(report) for role, report in service.models.items()}),
             moves_address=ends.address if ends else "",
         )
+
+
+def host_told(environment: Mapping[str, str]) -> str:
+    """
+    >>> host_told({HOST: "300.1.2.3"})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    rlhfspec.errors.InvalidRequest: RLHFSPEC_HOST: in the environment, is no address of this machine: ...
+    """
+    host = environment.get(HOST) or LOOPBACK
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+            listening.bind((host, 0))
+    except OSError as error:
+        raise InvalidRequest(
+            HOST, host, f"in the environment, is no address of this machine: {error.strerror}"
+        ) from None
+    return host
 
 
 def incarnation_of(stage: str, worker: int) -> str:

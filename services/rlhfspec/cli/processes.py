@@ -15,6 +15,7 @@ from collections.abc import Awaitable
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
+from rlhfspec import ranks
 from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.cli.job_run import MOST_PENDING, JobRun, Models, Say
 from rlhfspec.errors import DataExhausted, StageError, StorageError
@@ -73,7 +74,7 @@ class ProcessRun(JobRun):
         self._vitals = Vitals(AwakeClock())
         self._place = folder.processes.absolute()
         self._children: list[Child] = []
-        self._launchers: dict[tuple[tuple[str, str], ...], Launcher] = {}  # by what differs in their environments
+        self._launchers: dict[str, Launcher] = {}  # by how many threads torch is told to use
         self._servers: list[ServerProgram] = []
         self._scratch = Scratch(self._uid, self._place)
         self._guardians = Guardians(self._uid, remove=[self._place, *self._scratch.paths])
@@ -185,19 +186,20 @@ class ProcessRun(JobRun):
 
     def _child(self, stage: str, worker: int) -> Child:
         arguments = ["-m", f"rlhfspec.{stage}", "--connections", str(self._connections_file), "--worker", str(worker)]
-        ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
-        if ranks > 1:
-            arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments]
+        num_ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
+        if num_ranks > 1:
+            arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *arguments]
         log = self.folder.logs.absolute() / f"{stage}-{worker}.jsonl"
         activity = self._activity_folder / f"{stage}-{worker}"
         return Child(stage, worker, arguments, self._starter(self._threads_of(stage)), log, activity)
 
     def _starter(self, threads: dict[str, str]) -> Starter:
         """One for each environment: how many threads torch uses is settled when it is imported."""
-        environment = os.environ | {MARK: self._uid} | threads
+        inherited = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
+        environment = inherited | {MARK: self._uid} | threads
         if sys.platform != "linux":
             return Interpreters(environment, self.folder.lock)
-        key = tuple(threads.items())
+        key = environment.get("OMP_NUM_THREADS", "")
         if key not in self._launchers:
             log = self.folder.logs.absolute() / "launcher.log"
             self._launchers[key] = launcher = Launcher(environment, log, self.folder.lock)
