@@ -4,6 +4,7 @@ processes in the workers' place."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -407,6 +408,22 @@ def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_at(
         assert reason in run.said[0]
         assert "it is started again in" in run.said[0]
         starting.cancel()
+
+    with_run(run, check)
+
+
+def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    words = json.dumps({"message": "storage full: out/samples.jsonl: No space left on device", "exit_code": 1})
+    program = f"open(os.environ['NOTE'] + '.end', 'w').write({words!r})\nos._exit(1)"
+    run = Run(tmp_path, {("trainer", 0): AT_WORK + program})
+
+    async def check(children: Children) -> None:
+        run.children["trainer", 0]._activity = tmp_path / "note"
+        starting = asyncio.create_task(children.start())
+        await run.until(starting.done)
+        with pytest.raises(StageFailed, match=r"trainer 0: failed: storage full: out/samples.jsonl: No space left"):
+            starting.result()
 
     with_run(run, check)
 

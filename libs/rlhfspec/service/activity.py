@@ -32,6 +32,11 @@ class ActivityFile:
             os.pwrite(self._file, what.encode()[:_SIZE].ljust(_SIZE), 0)
 
 
+def end_file(path: Path) -> Path:
+    """Beside it: how the process ended, in its own words (`last_words.Ending`)."""
+    return path.with_suffix(".end")
+
+
 def last_activity(path: Path) -> str:
     """Empty: it waited, or never said anything."""
     with suppress(OSError):

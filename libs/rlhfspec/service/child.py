@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from rlhfspec.servers.guardian import MARK, kill, marked_with, state_and_parent
 from rlhfspec.service import exits
-from rlhfspec.service.activity import last_activity
+from rlhfspec.service.activity import end_file, last_activity
 from rlhfspec.service.process import STARTED
 
 _MOST_BYTES = 1 << 20  # of a log read at a time; of more, the end
@@ -105,7 +105,8 @@ class Child:
         self._kill_family()  # what a dead one left behind
         self._verdict = ""
         if self._activity is not None:
-            self._activity.unlink(missing_ok=True)
+            for note in (self._activity, end_file(self._activity)):
+                note.unlink(missing_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._began_at = self._read_to = self._log.stat().st_size if self._log.exists() else 0
         self._process = await self._starter.start(self._name, self._arguments, self._log)
@@ -153,7 +154,7 @@ class Child:
         """Its own words where it has said how it ended; else the system's, and what it was at."""
         if self._verdict:
             return Ended("error", f"{self._verdict}{self._while()}")
-        lines = self._lines(self._began_at)
+        lines = [*self._lines(self._began_at), *self._noted_end()]
         told = next((line for line in reversed(lines) if "exit_code" in line), None)
         if told is not None and code == exits.DONE:
             return Ended(None, "left")
@@ -164,6 +165,12 @@ class Child:
         unexpected = [line for line in lines if line.get("level", "error") == "error"]
         last = f": {str(unexpected[-1]['message']).strip()}" if unexpected and code > 0 else ""
         return Ended(exits.failure_of(code), f"{exits.said(code)}{self._while()}{last}")
+
+    def _noted_end(self) -> list[dict[str, Any]]:
+        """What its log may have had no room for."""
+        if self._activity is None or not end_file(self._activity).exists():
+            return []
+        return [_parsed(end_file(self._activity).read_bytes())]
 
     def _while(self) -> str:
         what = last_activity(self._activity) if self._activity is not None else ""

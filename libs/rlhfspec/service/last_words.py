@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,11 +31,15 @@ log = logging.getLogger("rlhfspec.service")
 
 
 class Ending:
-    """Around all that a process does: whatever ends it is its code and its last words. It swallows what was raised."""
+    """Around all that a process does: whatever ends it is its code and its last words. It swallows what was raised.
+
+    `file`: a place for them in memory, for a supervisor who finds nothing in the log when the disk is full.
+    """
 
     def __init__(self) -> None:
         self.code = exits.DONE
         self.said = ""
+        self.file: Path | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -54,6 +59,9 @@ class Ending:
             log.error("what led to it", exc_info=cause)
         self.code, self.said = exits.code_of(cause), one_line(cause)
         log.error("%s", self.said, extra={"fields": {"exit_code": self.code}})
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.write_text(json.dumps({"message": without_secrets(self.said), "exit_code": self.code}))
 
 
 def one_line(error: Exception) -> str:

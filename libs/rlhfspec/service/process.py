@@ -105,6 +105,7 @@ def _number(text: str) -> int:
 def _run(stage: str, worker: int, connections_file: Path) -> int:
 
     from rlhfspec.ranks import rank_told
+    from rlhfspec.service.activity import end_file
     from rlhfspec.service.connections import Connections
     from rlhfspec.service.last_words import Ending, leaves_at_once
     from rlhfspec.service.logs import configure
@@ -122,6 +123,8 @@ def _run(stage: str, worker: int, connections_file: Path) -> int:
             if follows:
                 _follow(job)
                 return ending.code
+            if connections.activity_folder is not None:
+                ending.file = end_file(connections.activity_folder / f"{stage}-{worker}")
             try:
                 ending.said = StageWorker(stage, worker, connections, job, mirror).run()
             finally:

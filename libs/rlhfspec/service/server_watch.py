@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from rlhfspec.errors import ServerFailed
+from rlhfspec.errors import ServerFailed, StorageError
 from rlhfspec.job import FailurePolicy
 from rlhfspec.servers.guardian import Guardians
 from rlhfspec.servers.program import ServerProgram
+from rlhfspec.servers.room import refuse_full_disk
 from rlhfspec.service import exits
 from rlhfspec.service.base import Service
 from rlhfspec.service.launcher import Launcher
@@ -19,12 +21,15 @@ from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
 
 LOOK_SECONDS = 1.0
+ROOM_BYTES = 64 << 10  # less is nothing
+ROOM_SECONDS = 5.0  # so long who finds the disk full may say where it met that; then the servers do
 STEADY_SECONDS = 10.0  # who ran for so long did not end over and over
 
 
 class ServerWatch(Service):
     """consumes: nothing; produces: nothing; waits for: the end of a server, which nobody asked for; unblocked by: the
-    end of the run. It raises `ServerFailed` when one ends over and over."""
+    end of the run. It raises `ServerFailed` when one ends over and over, `StorageError` when the disk is full: NATS
+    leaves unanswered what it cannot store, and is not to be helped by room that comes later."""
 
     def __init__(
         self,
@@ -44,7 +49,8 @@ class ServerWatch(Service):
         self._say = say
 
     async def run(self) -> None:
-        keeping = asyncio.create_task(together(*(self._keep(server) for server in self._servers), self._keep_helpers()))
+        servers = (self._keep(server) for server in self._servers)
+        keeping = asyncio.create_task(together(*servers, self._keep_helpers(), self._keep_room()))
         stopped = asyncio.create_task(self.stopping.wait())
         try:
             with self.vitals.waiting("the end of the run"):
@@ -78,3 +84,16 @@ class ServerWatch(Service):
             for launcher in self._launchers:
                 if await launcher.begin():
                     self._say("a launcher of this run ended; it is started again")
+
+    async def _keep_room(self) -> None:
+        while self._servers:
+            await asyncio.sleep(ROOM_SECONDS)
+            with suppress(StorageError):
+                self._look_for_room()
+                continue
+            await asyncio.sleep(ROOM_SECONDS)
+            self._look_for_room()
+
+    def _look_for_room(self) -> None:
+        for server in self._servers:
+            refuse_full_disk(server.folder, ROOM_BYTES, f"{server.name}'s data")
