@@ -256,6 +256,30 @@ def test_a_job_that_a_stage_refuses_leaves_no_folder(job_file: Path, starting: C
     assert not run.folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("program", "mode", "code", "said"),
+    [
+        ("", 0o600, 2, "--processes: the server's file is not executable"),
+        ("no program", 0o700, 1, "nats-server: ended with exit code 126: "),
+    ],
+)
+def test_a_server_that_cannot_be_run_is_one_line(job_file: Path, program: str, mode: int, code: int, said: str) -> None:
+    """Beside an interpreter that is not there: a wrapper in its place."""
+    beside = job_file.parent / "nats-server"
+    beside.write_text(program)
+    beside.chmod(mode)
+    start = (
+        "import sys; from pathlib import Path; from rlhfspec.servers import find\n"
+        f"find.nats_server = lambda: find._executable(Path({str(beside)!r}))\n"
+        "from rlhfspec.cli.start import main; main()"
+    )
+    done = python("-c", start, "run", "--processes", str(job_file), "--out", str(job_file.parent / "out"))
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(said)
+    assert "Traceback" not in done.stderr
+    assert not (job_file.parent / "out" / "processes").exists()
+
+
 # --- One process alone -------------------------------------------------------------------------------------------
 
 
