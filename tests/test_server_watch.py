@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ def test_a_full_disk_ends_the_run(disk: Path, monkeypatch: pytest.MonkeyPatch) -
     async def main() -> None:
         server, guardians = NatsServer(disk / "nats", run="r1"), Guardians("r1")
         await server.start()
-        watch = ServerWatch(Vitals(), [server], guardians, [], FailurePolicy(), lambda line: None)
+        watch = ServerWatch(Vitals(), [server], guardians, [], FailurePolicy(), lambda line: None, asyncio.Event())
         watching = asyncio.create_task(watch.run())
         try:
             await asyncio.sleep(0.3)
@@ -56,14 +58,40 @@ def test_room_that_is_back_at_the_second_look_is_room(disk: Path, monkeypatch: p
                 if len(looks) % 2:
                     raise StorageError("out", "disk full")
                 if len(looks) == 6:
-                    self.stopping.set()
+                    self._until.set()
 
         monkeypatch.setattr(server_watch, "ROOM_SECONDS", 0.01)
         server, guardians = NatsServer(disk / "nats", run="r1"), Guardians("r1")
         await server.start()
         try:
-            await Looking(Vitals(), [server], guardians, [], FailurePolicy(), lambda line: None).run()
+            await Looking(Vitals(), [server], guardians, [], FailurePolicy(), lambda line: None, asyncio.Event()).run()
             assert len(looks) == 6
+        finally:
+            guardians.release()
+            await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> None:
+    """Asked to stop, it goes on until all are gone: who hands back what it held needs NATS for it."""
+
+    async def main() -> None:
+        server, guardians, gone = NatsServer(tmp_path / "nats", run="r1"), Guardians("r1"), asyncio.Event()
+        await server.start()
+        said: list[str] = []
+        watch = ServerWatch(Vitals(), [server], guardians, [], FailurePolicy(), said.append, gone)
+        watching = asyncio.create_task(watch.run())
+        try:
+            await watch.stop()
+            first = server.pid
+            os.kill(first or 0, signal.SIGKILL)
+            while server.pid in (None, first):
+                assert not watching.done()
+                await asyncio.sleep(0.01)
+            assert said == ["nats-server: killed by SIGKILL; it is started again"]
+            gone.set()
+            await watching
         finally:
             guardians.release()
             await server.stop()

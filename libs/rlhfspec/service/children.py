@@ -74,6 +74,7 @@ class Children(Service):
         self._ready = asyncio.Event()  # everybody was, once
         self._over = asyncio.Event()
         self._leaving = asyncio.Event()  # whoever ends from now on was asked to
+        self.gone = asyncio.Event()  # all are
         self._keeping: dict[asyncio.Task[None], Child] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -107,6 +108,7 @@ class Children(Service):
             if child.pid is not None:
                 child.kill()
                 await child.wait()
+        self.gone.set()
 
     async def _until(self, *events: asyncio.Event) -> None:
         """One of these; what a task raises is raised here."""

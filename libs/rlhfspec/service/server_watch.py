@@ -29,7 +29,9 @@ STEADY_SECONDS = 10.0  # who ran for so long did not end over and over
 class ServerWatch(Service):
     """consumes: nothing; produces: nothing; waits for: the end of a server, which nobody asked for; unblocked by: the
     end of the run. It raises `ServerFailed` when one ends over and over, `StorageError` when the disk is full: NATS
-    leaves unanswered what it cannot store, and is not to be helped by room that comes later."""
+    leaves unanswered what it cannot store, and is not to be helped by room that comes later.
+
+    `until`: nobody needs the servers any more. Who leaves still does, so being asked to stop is not enough."""
 
     def __init__(
         self,
@@ -39,8 +41,10 @@ class ServerWatch(Service):
         launchers: Sequence[Launcher],
         policy: FailurePolicy,
         say: Callable[[str], None],
+        until: asyncio.Event,
     ) -> None:
         super().__init__("servers", 0, vitals)
+        self._until = until
         self._clock = vitals.clock
         self._servers = servers
         self._guardians = guardians
@@ -51,7 +55,7 @@ class ServerWatch(Service):
     async def run(self) -> None:
         servers = (self._keep(server) for server in self._servers)
         keeping = asyncio.create_task(together(*servers, self._keep_helpers(), self._keep_room()))
-        stopped = asyncio.create_task(self.stopping.wait())
+        stopped = asyncio.create_task(self._until.wait())
         try:
             with self.vitals.waiting("the end of the run"):
                 await asyncio.wait([keeping, stopped], return_when=asyncio.FIRST_COMPLETED)

@@ -139,6 +139,7 @@ class ProcessRun(JobRun):
             list(self._launchers.values()),
             self._job.spec.failure_policy,
             lambda line: self._processes.say(line),
+            until=self._processes.gone,
         )
         say(f"starting {len(self._children)} processes")
         await _while_running(self._server_watch, self._processes.start())
