@@ -145,6 +145,18 @@ def test_a_limit_of_the_machine_is_one_line(
     assert [path.name for path in here.iterdir()] == ["thesis"]
 
 
+def test_an_error_that_names_nothing_is_no_line_but_a_traceback_for_a_report(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Guardians) -> NoReturn:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.chdir(job_file.parent)
+    monkeypatch.setattr(Guardians, "start", fail)
+    result = CliRunner().invoke(app, ["run", "--processes", str(job_file), "--out", "out"])
+    assert isinstance(result.exception, OSError)
+
+
 def test_a_model_is_not_blamed_for_a_limit_on_threads(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 

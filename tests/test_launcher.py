@@ -177,8 +177,7 @@ def test_a_start_that_nobody_waits_for_any_more_is_not_the_next_one(tmp_path: Pa
 def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
     async def check(started: Started) -> None:
         launcher = Launcher(started.launcher.environment, tmp_path / "launcher.log", modules=("no_such_module",))
-        with pytest.raises(ServerFailed, match=r"ended or hung when it was to start generator-0; see .*launcher.log"):
+        with pytest.raises(ServerFailed, match=r"was to start generator-0: ModuleNotFoundError: .*no_such_module"):
             await launcher.start("generator-0", ["-m", "program", "0"], tmp_path / "log")
-        assert "no_such_module" in (tmp_path / "launcher.log").read_text()
 
     with_launcher(tmp_path, check)

@@ -121,7 +121,11 @@ class Launcher:
                 except asyncio.CancelledError:  # its reply would be taken for the next one's
                     self._kill()
                     raise
-        raise ServerFailed("launcher", f"it ended or hung when it was to start {name}; see {self._log}")
+        raise ServerFailed("launcher", f"it ended or hung when it was to start {name}: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else f"it said nothing in {self._log}"
 
     async def _ask(self, request: str) -> int:
         await self._begin()

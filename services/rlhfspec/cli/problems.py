@@ -37,9 +37,9 @@ def exit_on_problems() -> Iterator[None]:
         refuse(str(error))
     except RLHFSpecError as error:  # damaged checkpoints, an export that finds no room
         refuse(str(error), code=FAILED)
-    except BrokenPipeError:  # whoever read what we print has enough
-        raise
     except OSError as error:
+        if error.filename is None and error.errno not in LIMITS:  # says nothing of what failed, or is nobody's fault
+            raise
         refuse(said_of(error), code=FAILED)
     except MemoryError:
         refuse(LIMITS[errno.ENOMEM], code=FAILED)
