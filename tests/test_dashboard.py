@@ -52,6 +52,7 @@ from rlhfspec.service.rights import inbox_of
 from rlhfspec.telemetry.metrics import example_step
 from rlhfspec.telemetry.moves import MovesFile
 from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.transport.nats_proof import Proof
 
 JOB = "/api/jobs/laptop/run"
 HOSTILE = (
@@ -564,5 +565,6 @@ def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_path: P
 async def connect(servers: SharedServers, role: str, credentials: Path) -> NatsTransport:
     return await NatsTransport.connect(
         servers.nats_url, name=role, inbox_prefix=inbox_of(role, "release" if role == "dashboard" else UID),
-        creds=credentials / f"{role}.creds", tls=servers_tls(credentials, role), publish_timeout_seconds=5.0,
+        proof=Proof(creds=credentials / f"{role}.creds"), tls=servers_tls(credentials, role),
+        publish_timeout_seconds=5.0,
     )  # fmt: skip

@@ -17,7 +17,6 @@ import asyncio
 import json
 import ssl
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportFull, TransportUnavailable
 from rlhfspec.transport import dead_letters
@@ -25,7 +24,7 @@ from rlhfspec.transport.base import Consumer, Kind, Receipt, Subscription
 from rlhfspec.transport.clock import Clock, SystemClock
 from rlhfspec.transport.nats_connection import ANSWER_SECONDS, Connection, status_of
 from rlhfspec.transport.nats_deliveries import ID, Consuming, NatsReceipt, Token
-from rlhfspec.transport.nats_proof import Proof
+from rlhfspec.transport.nats_proof import NO_PROOF, Proof
 from rlhfspec.transport.nats_reading import PullReading, WatchReading
 from rlhfspec.transport.nats_streams import (
     Declared,
@@ -59,22 +58,19 @@ class NatsTransport:
         *,
         name: str,
         inbox_prefix: str = "_INBOX",
-        nkey_seed: Path | None = None,
-        creds: Path | None = None,
+        proof: Proof = NO_PROOF,
         tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
         max_pending: int = 8192,
         publish_timeout_seconds: float = 600.0,
         connect_timeout_seconds: float = 5.0,
     ) -> NatsTransport:
-        """`name`: of this process, in what the server shows. It proves itself with an NKEY, or where the server is in
-        operator mode with `creds`: a file with a token and its seed, read again for every connection. Raises at once
-        when the server is not there or not fit."""
+        """`name`: of this process, in what the server shows. Raises at once when the server is not there or not fit."""
         connection = await Connection.open(
             url,
             name=name,
             inbox_prefix=inbox_prefix,
-            proof=Proof(nkey_seed=nkey_seed, creds=creds),
+            proof=proof,
             tls=tls,
             clock=clock or SystemClock(),
             patience_seconds=publish_timeout_seconds,
