@@ -1,7 +1,8 @@
 """A NATS or a Redis that is the user's, not the run's: how the run's processes reach it.
 
 It lies beside the run's own keys, as nats.json or redis.json, for this user alone, and goes with them. Files that the
-user named are named there, not copied: what is renewed in them is seen by the next connection.
+user named are named there, not copied, but for one with a password: what is renewed in them is seen by the next
+connection.
 
 Example:
     >>> given = GivenServer(url="rediss://cache.example:6379/0", user="rl", password="s3cret")
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.servers.program import write_secret
+from rlhfspec.servers.tls_words import said_of
 
 NATS, REDIS = "nats", "redis"
 CA, CERTIFICATE = "--servers-ca", "--servers-certificate"  # by these options a user named the files
@@ -38,7 +40,7 @@ class GivenServer:
     that file has the key too."""
 
     url: str
-    user: str = ""
+    user: str = field(default="", repr=False)  # in a URL it may stand where a password was meant
     password: str = field(default="", repr=False)
     key_file: Path | None = None
     authority: Path | None = None
@@ -90,7 +92,7 @@ def given_server(folder: Path | None, kind: str) -> GivenServer | None:
 
 def _no_use(error: OSError, what: str) -> str:
     if isinstance(error, ssl.SSLError):
-        return f"holds no usable {what}: {error.reason or error.args[-1]}"
+        return f"holds no usable {what}: {said_of(error)}"
     return f"cannot be read: {error.strerror}"
 
 

@@ -9,7 +9,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhfspec.servers.certificates import servers_tls
+from rlhfspec.servers.certificates import LIFETIME, servers_tls
 from rlhfspec.servers.given import NATS, GivenServer, given_server
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.rights import inbox_of
@@ -24,11 +24,13 @@ GIVEN_INBOX = "_INBOX"  # every client's: what users of a server may listen to i
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """How a role speaks with NATS. `inbox_prefix`: nobody else hears its answers, but on a given server, where all
-    roles are one user."""
+    roles are one user. `keep_seconds`: of what it declares; a server that outlives its runs forgets what one of them
+    left behind."""
 
     proof: Proof
     tls: ssl.SSLContext | None
     inbox_prefix: str
+    keep_seconds: float = 0.0
 
 
 def access_of(folder: Path | None, role: str, uid: str) -> Access:
@@ -49,7 +51,7 @@ def access_of(folder: Path | None, role: str, uid: str) -> Access:
 def access_to(given: GivenServer) -> Access:
     """As the user himself."""
     proof = Proof(user=given.user, password=given.password) if given.key_file is None else proof_of(given.key_file)
-    return Access(proof=proof, tls=given.tls(), inbox_prefix=GIVEN_INBOX)
+    return Access(proof=proof, tls=given.tls(), inbox_prefix=GIVEN_INBOX, keep_seconds=LIFETIME.total_seconds())
 
 
 async def connect(
@@ -71,4 +73,5 @@ async def connect(
         clock=clock,
         max_pending=max_pending,
         publish_timeout_seconds=publish_timeout_seconds,
+        keep_seconds=access.keep_seconds,
     )

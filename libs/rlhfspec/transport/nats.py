@@ -40,12 +40,16 @@ SHORTEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.01, 0.5
 
 
 class NatsTransport:
-    """`publish_timeout_seconds`: so long `publish` waits for room, and everything for a server that is away."""
+    """`publish_timeout_seconds`: so long `publish` waits for room, and everything for a server that is away.
+    `keep_seconds`: so long a message of what is declared here stays, though nobody may have read it; 0: for ever."""
 
-    def __init__(self, connection: Connection, *, max_pending: int, publish_timeout_seconds: float) -> None:
+    def __init__(
+        self, connection: Connection, *, max_pending: int, publish_timeout_seconds: float, keep_seconds: float = 0.0
+    ) -> None:
         self._connection = connection
         self._clock = connection.clock
         self._max_pending = max_pending
+        self._keep_seconds = keep_seconds
         self._publish_timeout_seconds = publish_timeout_seconds
         self._known: dict[str, Declared] = {}
         self._consuming: dict[tuple[str, str], Consuming] = {}
@@ -63,6 +67,7 @@ class NatsTransport:
         clock: Clock | None = None,
         max_pending: int = 8192,
         publish_timeout_seconds: float = 600.0,
+        keep_seconds: float = 0.0,
         connect_timeout_seconds: float = 5.0,
     ) -> NatsTransport:
         """`name`: of this process, in what the server shows. Raises at once when the server is not there or not fit."""
@@ -76,7 +81,12 @@ class NatsTransport:
             patience_seconds=publish_timeout_seconds,
             connect_timeout_seconds=connect_timeout_seconds,
         )
-        return cls(connection, max_pending=max_pending, publish_timeout_seconds=publish_timeout_seconds)
+        return cls(
+            connection,
+            max_pending=max_pending,
+            publish_timeout_seconds=publish_timeout_seconds,
+            keep_seconds=keep_seconds,
+        )
 
     # --- subjects ------------------------------------------------------------------------------------------------
 
@@ -87,7 +97,7 @@ class NatsTransport:
         stream = stream_name(subject)
         there = await self._look(subject)
         if there is None:
-            config = stream_config(subject, wanted, self._max_pending)
+            config = stream_config(subject, wanted, self._max_pending, self._keep_seconds)
             _raise_error(subject, await self._connection.api(f"STREAM.CREATE.{stream}", config))
         elif there != wanted:
             raise InvalidRequest("subject", subject, f"was declared as {there.kind} for {dict(there.consumers)}")
@@ -119,6 +129,14 @@ class NatsTransport:
                 raise InvalidRequest("subject", subject, "was not declared")
             self._known[subject] = found
         return self._known[subject]
+
+    async def undeclare(self, subject: str, within_seconds: float) -> bool:
+        """All of it goes, with what is in it; for who opened the run, at its end. Whether it is gone."""
+        answer = await self._connection.ask(f"$JS.API.STREAM.DELETE.{stream_name(subject)}", seconds=within_seconds)
+        if answer is None or status_of(answer) == "503":
+            return False
+        error = json.loads(answer.data).get("error")
+        return error is None or error["code"] == 404
 
     async def answers(self, subject: str, within_seconds: float) -> bool:
         """Whether the server does, now: one question about a subject, not asked again."""

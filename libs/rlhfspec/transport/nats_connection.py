@@ -313,6 +313,13 @@ class _Client(Client):
             raise nats.errors.Error("nats: the server speaks no TLS any more")
         return super()._connect_command()
 
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        """What is unsent while the server is away is given up: nats-py would write it to a lost TLS connection, which
+        raises AttributeError."""
+        if not self.is_connected:
+            self._pending, self._pending_data_size = [], 0
+        await super()._close(status, do_cbs)
+
 
 def _socket_of(nc: Client) -> asyncio.WriteTransport | None:
     """What nats-py keeps behind its fence; so does `_Client`."""

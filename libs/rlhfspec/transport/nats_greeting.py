@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from rlhfspec.errors import InvalidRequest, TransportUnavailable
+from rlhfspec.servers.tls_words import tls_problem
 from rlhfspec.transport.nats_proof import Proof
 
 OLDEST_SERVER = (2, 10, 26)  # before it, messages stay in a stream for ever after the server was killed
@@ -24,7 +25,7 @@ async def read_info(url: str) -> dict[str, Any]:
     try:
         reader, writer = await asyncio.open_connection(place.hostname, place.port or 4222)
     except OSError as error:
-        raise TransportUnavailable(url, f"no server there ({_reason(error)})") from error
+        raise TransportUnavailable(url, f"no server there ({reason_of(error)})") from error
     try:
         line = await reader.readline()
         if not line:
@@ -43,8 +44,15 @@ async def read_info(url: str) -> dict[str, Any]:
             await writer.wait_closed()
 
 
-def _reason(error: OSError) -> str:
-    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
+def reason_of(error: OSError) -> str:
+    """Why a connection was not made; names that nobody knows have numbers of their own, below zero.
+
+    >>> reason_of(ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 1)")), reason_of(OSError("no way"))
+    ('connection refused', 'no way')
+    """
+    if error.errno and error.errno > 0:
+        return os.strerror(error.errno).lower()
+    return (error.strerror or str(error)).lower()
 
 
 def check_info(url: str, info: Mapping[str, Any], tls: ssl.SSLContext | None) -> None:
@@ -65,6 +73,5 @@ def explained(url: str, error: Exception, proof: Proof) -> Exception:
     if "authorization violation" in str(error).lower():
         return InvalidRequest("nats", url, f"the server refuses {proof}")
     if isinstance(error, ssl.SSLError):
-        reason = getattr(error, "verify_message", "") or error.reason or str(error)
-        return InvalidRequest("nats", url, f"the server's certificate is not to be trusted: {reason}")
+        return InvalidRequest("nats", url, tls_problem(error))
     return TransportUnavailable(url, str(error).removeprefix("nats: ") or type(error).__name__)

@@ -3,7 +3,7 @@ what a person chose: a user with a password, or a token that is one word.
 
 Example:
     >>> str(Proof()), str(Proof(nkey_seed=Path("reward.seed"))), str(Proof(user="rl", password="s3cret"))
-    ('a connection without credentials', 'the key in reward.seed', 'the user rl with this password')
+    ('a connection without credentials', 'the key in reward.seed', 'this user and password')
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Proof:
         if self.nkey_seed is not None:
             return f"the key in {self.nkey_seed}"
         if self.password:
-            return f"the user {self.user} with this password" if self.user else "this token"
+            return "this user and password" if self.user else "this token"
         return "a connection without credentials"
 
     def check(self) -> None:
