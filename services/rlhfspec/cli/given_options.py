@@ -79,7 +79,7 @@ ServersCa = Annotated[
     Path | None,
     typer.Option(
         CA, metavar="FILE", rich_help_panel=PANEL,
-        help="Who signed the servers' certificates, as PEM. [default: whom this machine trusts]",
+        help="Who signed the servers' certificates, as PEM. Without it: whom this machine trusts.",
     ),
 ]  # fmt: skip
 ServersCertificate = Annotated[
