@@ -26,7 +26,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 from rlhfspec.records import Load, Moved, Record, Sample, StepReport, Weights
-from rlhfspec.tracing.base import SENT, How, Place, sent_at
+from rlhfspec.tracing.base import SENT, Delivered, How, Place, Progress, sent_at
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -104,14 +104,15 @@ class Meters:
         elif isinstance(record, Weights):
             self._set("weights_version", record.version, place, role=record.role)
 
-    def taken(self, place: Place, record: Record, headers: Mapping[str, str]) -> None:
+    def taken(self, place: Place, record: Record, delivered: Delivered) -> None:
         records = self._records[place, type(record)]
         records.taken += 1
-        if (sent := sent_at(headers)) is not None:
+        if (sent := sent_at(delivered.headers)) is not None:
             records.sent[record.id] = sent
-            records.queue.add(self._now() - sent)
+            if delivered.progress is None:  # else it was at another worker, and in no queue
+                records.queue.add(self._now() - sent)
 
-    def ended(self, place: Place, record_type: type, id: str, how: How) -> None:
+    def ended(self, place: Place, record_type: type, id: str, how: How, progress: Progress | None = None) -> None:
         records = self._records[place, record_type]
         records.ended[how] += 1
         if (sent := records.sent.pop(id, None)) is not None and how == "ack":
