@@ -382,8 +382,10 @@ def test_what_is_counted_of_what_passes() -> None:
     meters.published(place, SAMPLE, 105.0, True)
     meters.ended(place, Prompt, PROMPT.id, "ack")
     meters.ended(place, Prompt, "sums/3/7/2", "nak")
-    meters.reconnected("nats")
-    meters.restarted("generator", 1)
+    lost = {"nats": 1, "redis": 0}
+    for server in ("nats", "redis"):
+        meters.reconnects(server, lambda server=server: lost[server])  # type: ignore[misc]
+    meters.restarts("generator", 1, lambda: 2)
     found = numbers(meters)
     assert not meters._records[place, Prompt].sent
     told = 'stage="generator",type="prompt",worker="1"'
@@ -403,8 +405,10 @@ def test_what_is_counted_of_what_passes() -> None:
         'rlhfspec_generator_waiting{stage="generator",worker="1"}': 2.0,
         'rlhfspec_weights_version{role="policy",stage="generator",worker="1"}': 2.0,
         'rlhfspec_generator_strategies_total{stage="generator",strategy="suffix",worker="1"}': 1.0,
+        f'rlhfspec_records_ended_total{{how="term",{told}}}': 0.0,
         'rlhfspec_reconnects_total{server="nats"}': 1.0,
-        'rlhfspec_restarts_total{stage="generator",worker="1"}': 1.0,
+        'rlhfspec_reconnects_total{server="redis"}': 0.0,
+        'rlhfspec_restarts_total{stage="generator",worker="1"}': 2.0,
     }
     assert {name: found.get(name) for name in expected} == expected
 
@@ -434,7 +438,7 @@ def test_what_a_worker_worked_is_told_by_its_vitals() -> None:
 
 def test_two_processes_in_one_do_not_share_their_metrics() -> None:
     one, other = Meters(), Meters()
-    one.reconnected("nats")
+    one.reconnects("nats", lambda: 1)
     assert "rlhfspec_reconnects_total" in text_of(one.metrics())
     assert "rlhfspec_reconnects_total" not in text_of(other.metrics())
 
@@ -444,7 +448,7 @@ def test_a_process_serves_its_metrics_where_prometheus_asks() -> None:
         assert looking.watcher is looking.meters
         with Health("reward", 0, Vitals(), metrics=looking.metrics_text) as health:
             assert looking.meters is not None
-            looking.meters.reconnected("redis")
+            looking.meters.reconnects("redis", lambda: 1)
             with urllib.request.urlopen(f"http://{health.http_address}/metrics", timeout=30) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                 assert 'rlhfspec_reconnects_total{server="redis"} 1.0' in answer.read().decode()

@@ -25,7 +25,7 @@ import os
 import random
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ READ_SECONDS = 2.0
 KEPT_SECONDS = 30.0  # of a worker that says nothing any more
 MOST_STEPS, MOST_SAMPLES, MOST_CHARACTERS = 100, 50, 200
 SCHEMES = ("unix", "redis", "rediss")
+Connected = Callable[[Any], Awaitable[None]]  # of a connection that was just made
 
 log = logging.getLogger("rlhfspec.service")
 
@@ -119,12 +120,22 @@ class LiveState:
 
     def __init__(self, url: str, uid: str, *, role: str, credentials: Path | None = None) -> None:
         self.num_failures = 0  # writes that did not arrive, in all
+        self._num_connects = 0
         self._uid = uid
-        self._redis = _client(url, role, credentials, DEADLINE_SECONDS)
+        self._redis = _client(url, role, credentials, DEADLINE_SECONDS, connected=self._connected)
         self._unsent: dict[str, bytes] = {}
         self._written: set[str] = set()
         self._news = asyncio.Event()
         self._is_away = False
+
+    @property
+    def num_reconnects(self) -> int:
+        """How often the connection was lost, or too slow, and there is another one."""
+        return max(self._num_connects - 1, 0)
+
+    async def _connected(self, connection: Any) -> None:
+        await connection.on_connect()
+        self._num_connects += 1
 
     def write(self, what: Snapshot | Window) -> None:
         """It replaces what was written before, sent or not."""
@@ -269,8 +280,10 @@ def _window_key(uid: str) -> str:
     return f"rlhfspec:{uid}:window"
 
 
-def _client(url: str, role: str, credentials: Path | None, timeout_seconds: float) -> Redis:
-    """Without retries of its own: the next beat is one."""
+def _client(
+    url: str, role: str, credentials: Path | None, timeout_seconds: float, connected: Connected | None = None
+) -> Redis:
+    """Without retries of its own: the next beat is one. `connected`: in place of a connection's own `on_connect`."""
     from redis.asyncio import Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
@@ -286,7 +299,7 @@ def _client(url: str, role: str, credentials: Path | None, timeout_seconds: floa
             options |= _tls_options(credentials, role)
     return Redis.from_url(
         url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, protocol=2,
-        retry=Retry(NoBackoff(), 0), **options,
+        retry=Retry(NoBackoff(), 0), redis_connect_func=connected, **options,
     )  # fmt: skip
 
 

@@ -124,6 +124,11 @@ class NatsTransport:
             self._known[subject] = found
         return self._known[subject]
 
+    @property
+    def num_reconnects(self) -> int:
+        """How often the server was lost and is there again."""
+        return self._connection.num_reconnects
+
     async def answers(self, subject: str, within_seconds: float) -> bool:
         """Whether the server does, now: one question about a subject, not asked again."""
         answer = await self._connection.ask(f"$JS.API.STREAM.INFO.{stream_name(subject)}", seconds=within_seconds)

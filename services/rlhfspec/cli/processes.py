@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from rlhfspec.awake_clock import AwakeClock
@@ -43,6 +44,8 @@ from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.view import View
 from rlhfspec.telemetry.watch import WatchService
+from rlhfspec.tracing.meters import Meters
+from rlhfspec.tracing.prometheus import served
 from rlhfspec.transport.nats import NatsTransport
 from rlhfspec.wire.codec import decode
 
@@ -76,6 +79,7 @@ class ProcessRun(JobRun):
         self._transport: NatsTransport
         self._processes: Children
         self._closing = AsyncExitStack()
+        self._meters = Meters()
         self._is_complete = False
         self._failure: StageError | None = None
 
@@ -119,6 +123,7 @@ class ProcessRun(JobRun):
         self._children = [self._child(stage, worker) for stage, count in workers.items() for worker in range(count)]
         self._processes = self._children_service(say)
         self._closing.push_async_callback(self._processes.end)
+        self._count()
         self._server_watch = ServerWatch(
             self._vitals,
             self._servers,
@@ -129,6 +134,14 @@ class ProcessRun(JobRun):
         )
         say(f"starting {len(self._children)} processes")
         await _while_running(self._server_watch, self._processes.start())
+
+    def _count(self) -> None:
+        """What only the supervisor knows, for /metrics."""
+        self._meters.reconnects("nats", lambda: self._transport.num_reconnects)
+        self._meters.reconnects("redis", lambda: self._live.num_reconnects)
+        for child in self._children:
+            count = partial(self._processes.roster.num_restarts, child.stage, child.worker)
+            self._meters.restarts(child.stage, child.worker, count)
 
     def _end_the_last_run(self) -> None:
         """Its servers and data are still here when its supervisor died together with its guardian."""
@@ -160,6 +173,7 @@ class ProcessRun(JobRun):
             redis_url=redis.url,
             credentials=credentials,
             weights_folder=self._weights_folder,
+            supervisor_address=self._closing.enter_context(served(self._meters.metrics)),
         )
         write_secret(self._connections_file, connections.model_dump_json(indent=2).encode())
         return connections
