@@ -66,17 +66,26 @@ def slowest_table(lives: Sequence[Life]) -> Table:
     for life in lives:
         scores = [span for span in life.spans if span.name in ("reward", "reference", "critic")]
         stays = [span for span in life.stays if not life.is_in_vain(span)]
+        in_vain = sum(span.seconds for span in life.stays if life.is_in_vain(span))
         table.add_row(
             life.sample,
             seconds(life.seconds_until_scored),
             seconds(life.queue_seconds),
-            seconds(sum(span.seconds for span in stays)) if stays else "-",
+            _of_stays(sum(span.seconds for span in stays), in_vain) if stays else "-",
             f"{len(life.moves)}, {seconds(sum(span.seconds for span in life.moves))}" if life.moves else "-",
             ", ".join(f"{span.name} {seconds(span.seconds)}" for span in scores) or "-",
             str(sum(int(span.attributes.get("tokens", 0)) for span in stays)) if stays else "-",
             f"{stays[0].stage} {', '.join(str(span.worker) for span in stays)}" if stays else "-",
         )
     return table
+
+
+def _of_stays(value: float, in_vain: float) -> str:
+    """
+    >>> _of_stays(2.5, 0.0), _of_stays(2.5, 11.0)
+    ('2.50 s', '2.50 s, and 11.0 s in vain')
+    """
+    return f"{seconds(value)}, and {seconds(in_vain)} in vain" if in_vain else seconds(value)
 
 
 def by_whom(span: Span) -> str:
