@@ -104,6 +104,11 @@ class Watched:
         assert found is not None
         return found[1]
 
+    def scored(self) -> None:
+        """It had waited for half a second."""
+        times = {"began": self.now, "ended": self.now, "sent": self.now - 0.5}
+        self.spans.append(Span(run=UID, sample=PROMPT.id, name="reward", stage="reward", worker=0, step=3, **times))
+
     def life(self) -> Life:
         for tracer in self._tracers:
             assert not tracer._left
@@ -234,6 +239,26 @@ def test_while_it_is_generated_one_sees_where_it_is() -> None:
     assert "it is there still, or its generator is gone" in shown(life)
     watched.after(1.0).finishes(0)
     assert watched.told(watched.life()) == [("generation", 0, 0.0, 5.0)]
+
+
+def test_of_a_generator_that_was_killed_before_it_told_others_know_when_the_sample_was_out() -> None:
+    watched = Watched()
+    watched.takes(0)
+    watched.after(4.0).says(0)
+    watched.after(2.0).scored()
+    life = watched.life()
+    assert watched.told(life) == [("generation", 0, 0.0, 5.5), ("reward", 0, 6.0, 6.0)]
+    assert "its generator ended without a word" in shown(life)
+
+
+def test_where_the_first_ones_word_is_lost_the_second_one_still_knows_what_it_came_with() -> None:
+    watched = Watched()
+    watched.after(3.0).takes(1, came=progress(4, plain=4))
+    watched.after(1.0).finishes(1)
+    life = watched.life()
+    assert [(stay.attributes["tokens_before"], stay.attributes["tokens"]) for stay in life.stays] == [(4, 6)]
+    [row] = [line for line in printed(slowest_table([life])) if PROMPT.id in line]
+    assert row.split()[-3:] == ["10", "generator", "1"]
 
 
 def test_what_a_generator_that_leaves_handed_back_waited_from_then_on() -> None:

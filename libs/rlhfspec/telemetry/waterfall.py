@@ -74,10 +74,15 @@ def slowest_table(lives: Sequence[Life]) -> Table:
             _of_stays(sum(span.seconds for span in stays), in_vain) if stays else "-",
             f"{len(life.moves)}, {seconds(sum(span.seconds for span in life.moves))}" if life.moves else "-",
             ", ".join(f"{span.name} {seconds(span.seconds)}" for span in scores) or "-",
-            str(sum(int(span.attributes.get("tokens", 0)) for span in stays)) if stays else "-",
+            str(_tokens(stays[-1])) if stays else "-",
             f"{stays[0].stage} {', '.join(str(span.worker) for span in stays)}" if stays else "-",
         )
     return table
+
+
+def _tokens(stay: Span) -> int:
+    """When it ended, of the sample."""
+    return int(stay.attributes.get("tokens_before", 0)) + int(stay.attributes.get("tokens", 0))
 
 
 def _of_stays(value: float, in_vain: float) -> str:
@@ -149,7 +154,7 @@ def _of_a_stay(life: Life, span: Span) -> Iterator[str]:
     if told.get("left") == "handed back":
         yield "handed back"
     if span.is_open:
-        goes_on = span is life.stays[-1]
+        goes_on = span is life.stays[-1] and not life.is_generated
         yield "it is there still, or its generator is gone" if goes_on else "its generator ended without a word"
 
 

@@ -35,6 +35,8 @@ def joined(spans: Sequence[Span]) -> list[Span]:
     for earlier, later in pairwise(chains.values()):
         _deliver_anew(earlier[-1], later[0])
     rest = [span for span in spans if not _is_part(span)]
+    if chains:
+        _end_when_published(list(chains.values())[-1][-1], rest)
     return [*(part for chain in chains.values() for part in chain), *rest]
 
 
@@ -54,6 +56,13 @@ def _deliver_anew(before: Span, after: Span) -> None:
     _until(before, after)
     if after.sent is not None:
         after.sent = min(max(after.sent, before.ended), after.began)
+
+
+def _end_when_published(last: Span, rest: Sequence[Span]) -> None:
+    """Whoever finished it may be killed before it told of that; but who took the sample then says when it was out."""
+    published = [span.sent for span in rest if span.sent is not None]
+    if last.is_open and published:
+        last.ended = max(last.began, min(published))
 
 
 def _until(before: Span, after: Span) -> None:

@@ -51,6 +51,10 @@ class Life:
         """In which it waited to be taken, until it was scored."""
         return sum(span.waited_seconds for span in self.spans if span.name not in _LAST)
 
+    @property
+    def is_generated(self) -> bool:
+        return any(span.name not in ("prompt", "generation", "move") for span in self.spans)
+
     def is_in_vain(self, span: Span) -> bool:
         """A stay of which nothing is left: its generator is gone or gave it back, and the prompt was delivered anew."""
         return span.name == "generation" and span.delivery != self._delivery
