@@ -70,8 +70,9 @@ e2e: e2e-tools  ## The tests on a real Kubernetes, as root (E2E=e2e/test_cluster
 e2e-ci: e2e-tools  ## Those of them that fit a continuous integration
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 600 -m ci $(E2E)
 
-faults: $(INSTALLED)  ## 500 kills over whole runs, 300 of them among moves, each equal to the run without (make faults SEED=7)
+faults: $(INSTALLED)  ## 700 kills over whole runs, 300 of them among moves, 200 where runs begin and end (make faults SEED=7)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --kills 200 --trials 5 --seed $(SEED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --lives --kills 200 --seed $(SEED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --moves --kills 300 --trials 6 --seed $(SEED)
 
 bench: $(INSTALLED)  ## The benchmark, quick: at most 3 minutes (all of it: rlhfspec bench generate)

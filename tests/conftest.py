@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +40,32 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job_file(tmp_path: Path, models: Path) -> Path:
     write_data(tmp_path)
     return write_job(tmp_path, models)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a megabyte."""
+    with mounted(tmp_path / "disk", "1m") as disk:
+        yield disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """One that a run fits into."""
+    with mounted(tmp_path / "disk", "32m") as disk:
+        yield disk
+
+
+@contextmanager
+def mounted(disk: Path, size: str) -> Iterator[Path]:
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.fixture(scope="session")

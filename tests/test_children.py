@@ -4,11 +4,12 @@ processes in the workers' place."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rlhfspec.errors import LoopStalled, StageFailed, StageRefused
 from rlhfspec.job import FailurePolicy
 from rlhfspec.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.service.bus import Bus
-from rlhfspec.service.child import Child, Interpreters
+from rlhfspec.service.child import Child, Interpreters, Process
 from rlhfspec.service.children import Children
 from rlhfspec.service.restarts import MOST_UNCOUNTED, Restarts
 from rlhfspec.service.roster import SILENT_SECONDS, Roster
@@ -123,10 +124,16 @@ import json, sys
 print(json.dumps({"level": "error", "message": "no digits", "exit_code": %d}), file=sys.stderr)
 sys.exit(%d)
 """
+FULL = (FAILS % (1, 1)).replace("no digits", "storage full: out/checkpoints: No space left on device")
 LEAVES = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-print(flush=True)
+import json, signal, sys, time
+
+def leave(*_):
+    print(json.dumps({"level": "info", "message": "left: it was asked to", "exit_code": 0}), flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, leave)
+print("I am there", flush=True)
 while True: time.sleep(60)
 """
 LIVES = "import time\nwhile True: time.sleep(60)"
@@ -167,6 +174,13 @@ class Run:
 
     async def ready(self, stage: str, worker: int = 0) -> None:
         await self.bus.publish(replace(INFO, id=f"{stage}{worker}", stage=stage, worker=worker))
+
+    async def trained(self, step: int) -> None:
+        report = StepReport(
+            id=f"sums/{step}", job="sums", step=step, weights_version=step, weights_digest="", metrics_json="{}"
+        )
+        await self.bus.publish(report)
+        await self.clock.settle()
 
     async def begun(self, children: Children) -> asyncio.Task[None]:
         """All are started and ready; the task is `children.run`."""
@@ -254,10 +268,10 @@ def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_path: 
         await run.until(lambda: generator.pid not in (None, before))
         assert "generator 0: killed by SIGKILL; it is started again in 0.0 s" in run.said
         log = tmp_path / "trainer-0.jsonl"
-        await run.until(lambda: log.read_text().count("\n") == 1)
+        await run.until(lambda: log.read_text().count("there") == 1)
         before = trainer.pid
         os.kill(before or 0, signal.SIGTERM)
-        await run.until(lambda: trainer.pid not in (None, before) and log.read_text().count("\n") == 2)
+        await run.until(lambda: trainer.pid not in (None, before) and log.read_text().count("there") == 2)
         run.done = True
         os.kill(trainer.pid or 0, signal.SIGTERM)
         await run.until(running.done)
@@ -323,13 +337,149 @@ def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> None:
         starting = asyncio.create_task(children.start())
         for step in range(1, 5):
             await run.until(lambda step=step: len(run.said) >= step)
-            report = StepReport(
-                id=f"sums/{step}", job="sums", step=step, weights_version=step, weights_digest="", metrics_json="{}"
-            )
-            await run.bus.publish(report)
-            await run.clock.settle()
+            await run.trained(step)
         await run.until(starting.done)
         with pytest.raises(StageFailed, match="since step 4"):
             starting.result()
+
+    with_run(run, check)
+
+
+def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> None:
+    """A trainer that fails at step 4 goes on at its checkpoint, and trains steps 1 to 3 again each time."""
+    run = Run(tmp_path, {("trainer", 0): FAILS % (1, 1)}, maxRestarts=3)
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        while not starting.done():
+            num_failures = len(run.said)
+            assert num_failures < 8, "it is started for ever"
+            for step in range(1, 4):
+                await run.trained(step)
+            await run.until(lambda before=num_failures: len(run.said) > before or starting.done())
+        with pytest.raises(StageFailed, match="no digits; 4 failures since step 3"):
+            starting.result()
+
+    with_run(run, check)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool) -> None:
+    go = tmp_path / "go"
+    waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(.01)\n"
+    run = Run(tmp_path, {("trainer", 0): waits + FULL})
+
+    async def check(children: Children) -> None:
+        ended = await run.begun(children) if begun else asyncio.create_task(children.start())
+        go.touch()
+        await run.until(ended.done)
+        with pytest.raises(StageFailed, match=r"trainer 0: failed: storage full: out/checkpoints: No space left"):
+            ended.result()
+        assert run.said == ["trainer 0 is ready (1 of 1)"][:begun]
+
+    with_run(run, check)
+
+
+STARTING = 'print(\'{"level": "info", "message": "starting"}\', flush=True)\n'
+AT_WORK = "from rlhfspec.service.activity import ActivityFile\nfrom pathlib import Path\nimport os\n" + STARTING
+AT_WORK += "ActivityFile(Path(os.environ['NOTE']))('scoring sums/1/0/1 with source digits')\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("os._exit(0)", "ended with exit code 0 while scoring sums/1/0/1 with source digits, and nobody had asked it"),
+        ("os._exit(5)", "ended with exit code 5 while scoring sums/1/0/1 with source digits; "),
+        ("raise KeyError('x')", "ended with exit code 1 while scoring sums/1/0/1 with source digits: KeyError: 'x'"),
+        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV while scoring sums/1/0/1 with source digits; "),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL while scoring sums/1/0/1 with source digits; "),
+    ],
+)
+def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_at(
+    tmp_path: Path, end: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    run = Run(tmp_path, {("reward", 0): AT_WORK + end, ("reward", 1): LIVES})
+
+    async def check(children: Children) -> None:
+        run.children["reward", 0]._activity = tmp_path / "note"
+        starting = asyncio.create_task(children.start())
+        await run.until(lambda: run.said)
+        assert reason in run.said[0]
+        assert "it is started again in" in run.said[0]
+        starting.cancel()
+
+    with_run(run, check)
+
+
+def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    words = json.dumps({"message": "storage full: out/samples.jsonl: No space left on device", "exit_code": 1})
+    program = f"open(os.environ['NOTE'] + '.end', 'w').write({words!r})\nos._exit(1)"
+    run = Run(tmp_path, {("trainer", 0): AT_WORK + program})
+
+    async def check(children: Children) -> None:
+        run.children["trainer", 0]._activity = tmp_path / "note"
+        starting = asyncio.create_task(children.start())
+        await run.until(starting.done)
+        with pytest.raises(StageFailed, match=r"trainer 0: failed: storage full: out/samples.jsonl: No space left"):
+            starting.result()
+
+    with_run(run, check)
+
+
+def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a call keeps the interpreter's lock."""
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    run = Run(tmp_path, {("reward", 0): AT_WORK + LIVES}, maxRestarts=0)
+    run.job = a_job(roles={"reward": {"deadlineSeconds": 5}}, failurePolicy={"maxRestarts": 0})
+
+    async def check(children: Children) -> None:
+        run.children["reward", 0]._activity = tmp_path / "note"
+        running = await run.begun(children)
+        await run.until(lambda: (tmp_path / "note").exists() and (tmp_path / "note").read_bytes())
+        await run.until(running.done)
+        with pytest.raises(StageFailed, match=r"it said nothing for \d+ s while scoring sums/1/0/1 with source digits"):
+            running.result()
+
+    with_run(run, check)
+
+
+class Once(Interpreters):
+    """Starts one process; the next one is being started for ever."""
+
+    is_starting = False
+
+    async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process:
+        if log.exists():
+            self.is_starting = True
+            await asyncio.Event().wait()
+        return await super().start(name, arguments, log)
+
+
+@pytest.mark.parametrize("how", ["the trainer is done", "Ctrl-C"])
+@pytest.mark.parametrize("delay", [1e6, 0.01])
+def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
+    tmp_path: Path, how: str, delay: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits for its turn, or is being started."""
+    run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LEAVES}, backoffSeconds=delay, maxBackoffSeconds=delay)
+
+    async def check(children: Children) -> None:
+        reward, trainer = run.children["reward", 0], run.children["trainer", 0]
+        reward._starter = once = Once(reward._starter.environment)
+        running = await run.begun(children)
+        os.kill(reward.pid or 0, signal.SIGKILL)
+        await run.until(lambda: run.said and "reward 0: killed by SIGKILL" in run.said[-1])
+        await run.until(lambda: once.is_starting or delay > 1.0)
+        run.done = True
+        if how == "Ctrl-C":
+            await children.stop()
+        else:
+            await run.until(lambda: "there" in (tmp_path / "trainer-0.jsonl").read_text())
+            os.kill(trainer.pid or 0, signal.SIGTERM)
+        await run.until(running.done)
+        running.result()
+        assert "did not leave within" not in caplog.text
 
     with_run(run, check)

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import pytest
+
 from rlhfspec.servers import guardian
-from rlhfspec.servers.guardian import MARK, Guardian
+from rlhfspec.servers.guardian import MARK, NUM_GUARDIANS, Guardians
 
 LIMIT_SECONDS = 60.0  # for a machine that is busy with other things
 
@@ -24,7 +26,7 @@ LIMIT_SECONDS = 60.0  # for a machine that is busy with other things
 SUPERVISOR = """
 import asyncio, json, os, subprocess, sys
 from pathlib import Path
-from rlhfspec.servers.guardian import MARK, Guardian
+from rlhfspec.servers.guardian import MARK, NUM_GUARDIANS, Guardians
 from rlhfspec.servers.nats import NatsServer
 from rlhfspec.servers.redis import RedisServer
 
@@ -65,16 +67,16 @@ def child(code, *arguments, env=marked):
 
 async def main():
     nats, redis = NatsServer(folder / "nats", run=uid), RedisServer(folder / "redis", run=uid)
-    guardian = Guardian(uid, remove=[*nats.data, *redis.data, shared])
-    guardian.start()
+    guardians = Guardians(uid, remove=[nats.folder, redis.folder, shared])
+    guardians.start()
     shared.mkdir()
     (shared / "weights").write_bytes(b"0" * 4096)
     urls = [await nats.start(), await redis.start()]
     worker, ranks = child(RANKS)
     storm, _ = child(STORM)
     late, _ = child(LATE, str(os.getpid()), uid, env={})
-    pids = [guardian.pid, nats.pid, redis.pid, worker.pid, storm.pid, late.pid, *map(int, ranks)]
-    print(json.dumps({"pids": pids, "urls": urls}), flush=True)
+    pids = [*guardians.pids, nats.pid, redis.pid, worker.pid, storm.pid, late.pid, *map(int, ranks)]
+    print(json.dumps({"pids": pids, "urls": urls, "guardians": guardians.pids}), flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -93,7 +95,9 @@ def supervisor(folder: Path, uid: str, shared: Path) -> Iterator[tuple[subproces
             guardian.end_run(uid, [shared])
 
 
-def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("guardians_killed", range(NUM_GUARDIANS))
+def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path, guardians_killed: int) -> None:
+    """With all of its guardians but one."""
     uid = f"t{uuid4().hex[:8]}"
     shared = Path("/dev/shm") / f"rlhfspec-{uid}"
     with supervisor(tmp_path / "run", uid, shared) as (process, told):
@@ -103,6 +107,8 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
         began_at = {pid: start_of(pid) for pid in pids}  # another process may get the number of a dead one
         assert shared.exists()
         assert reachable(port)
+        for pid in told["guardians"][:guardians_killed]:
+            os.kill(pid, signal.SIGKILL)
         process.kill()
         began = time.monotonic()
         # The guardian is the last to go; it is marked too.
@@ -113,37 +119,54 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".log"] == []
 
 
-def test_a_guardian_that_is_released_touches_nothing(tmp_path: Path) -> None:
+def test_servers_go_with_their_supervisor_also_when_no_guardian_is_left(tmp_path: Path) -> None:
+    uid = f"t{uuid4().hex[:8]}"
+    with supervisor(tmp_path / "run", uid, tmp_path / "shared") as (process, told):
+        servers = [int(pid) for pid in told["pids"][NUM_GUARDIANS : NUM_GUARDIANS + 2]]
+        assert all(map(lives, servers))
+        for pid in told["guardians"]:
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        until(lambda: not any(map(lives, servers)), "NATS and Redis are gone")
+
+
+def test_guardians_that_are_released_touch_nothing(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     with child_of("r1") as other:
-        watching = Guardian("r1", remove=[data])
+        watching = Guardians("r1", remove=[data])
         watching.start()
-        assert watching.alive
+        assert len(watching.pids) == NUM_GUARDIANS
         watching.release()
-        assert not watching.alive
+        assert watching.pids == []
         assert other.poll() is None
         assert data.exists()
         watching.release()  # again: nothing happens
 
 
-def test_a_guardian_survives_what_is_meant_for_the_supervisor_and_can_be_replaced() -> None:
+def test_guardians_that_are_dead_when_they_are_released_are_no_trouble() -> None:
+    watching = Guardians("r1")
+    watching.start()
+    for pid in watching.pids:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not watching.pids, "their end is seen")
+    watching.release()
+
+
+def test_guardians_survive_what_is_meant_for_the_supervisor_and_are_replaced() -> None:
     with child_of("r2") as other:
-        watching = Guardian("r2")
-        watching.start()
-        first = watching.pid or 0
+        watching = Guardians("r2")
+        assert watching.start()
+        first, second = watching.pids
         until(lambda: signals_ignored(first) >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}, "signals ignored")
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(first, each)
-        assert watching.alive
-        watching.start()  # a second time: the first must not take its end for the run's
-        assert watching.alive
-        assert watching.pid != first
-        assert not lives(first)
-        os.kill(watching.pid or 0, signal.SIGKILL)
-        until(lambda: not watching.alive, "its end is seen")
-        watching.start()
-        assert watching.alive
+        assert not watching.start(), "all are there"
+        os.kill(first, signal.SIGKILL)
+        until(lambda: watching.pids == [second], "its end is seen")
+        assert watching.start()
+        assert len(watching.pids) == NUM_GUARDIANS
+        assert second in watching.pids
         watching.release()
         assert other.poll() is None
 

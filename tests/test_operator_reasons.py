@@ -207,6 +207,11 @@ def ends(code: int, message: str = "", reason: str = "", times: int = 1) -> Call
         (ends(1, "[Errno 28] No space left on device"), "StorageFull", "reward-0: [Errno 28] No space left on device"),
         (ends(1, "boom"), "PodsNotReady", "reward-0 ended: boom; it is started again"),
         (ends(139), "PodsNotReady", "reward-0 ended: killed by SIGSEGV; it is started again"),
+        (
+            ends(0),
+            "PodsNotReady",
+            "reward-0 ended: ended with exit code 0, and nobody had asked it to; it is started again",
+        ),
         (ends(1, "boom", times=2), "CrashLoop", "reward-0: 2 failures since step 0, the last: boom"),
     ],
 )

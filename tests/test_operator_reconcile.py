@@ -174,6 +174,19 @@ def test_too_many_failures_fail_the_job_and_a_trained_step_forgives() -> None:
     assert world.status["message"] == "reward-0: 3 failures since step 1, the last: boom"
 
 
+def test_a_step_that_is_trained_again_forgives_nothing() -> None:
+    world = running(failurePolicy={"maxRestarts": 2})
+    world.say(step=3)
+    world.settle()
+    for _ in range(3):
+        fail_again_and_again(world, "trainer", 1, 1)
+        for step in (1, 2, 3):  # after its checkpoint
+            world.say(step=step)
+            world.settle()
+    assert (world.phase, world.status["reason"]) == ("Failed", "CrashLoop")
+    assert world.status["message"] == "trainer-0: 3 failures since step 3, the last: boom"
+
+
 def test_killed_workers_do_not_count_unless_the_job_says_so() -> None:
     for counted, num in ((["error"], 0), (["killed"], 3)):
         world = running(failurePolicy={"maxRestarts": 9, "counted": counted})

@@ -148,6 +148,15 @@ def test_a_picture_is_written_whole(tmp_path: Path, num_steps: int) -> None:
     assert struct.unpack(">II", data[16:24]) == (1980, 1100)
 
 
+def test_letters_that_the_font_lacks_are_no_words_in_the_terminal(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overview(a_run(2), tmp_path / "training.png", title="奖励")
+    compare({"奖励": a_run(2), "b": a_run(2)}, tmp_path / "rewards.png")
+    assert list(recwarn) == []
+    assert capfd.readouterr() == ("", "")
+
+
 def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
     runs = {"A": a_run(4), "B": a_run(5)}
     compare(runs, tmp_path / "a.png")

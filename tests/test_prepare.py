@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,24 +178,13 @@ def test_models_and_data_of_this_house_are_made_in_the_cache_of_the_storage(
         place.prepare()
 
 
-@pytest.fixture
-def small_volume(tmp_path: Path) -> Iterator[Path]:
-    volume = tmp_path / "volume"
-    volume.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(volume)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"no volume can be mounted here: {mounted.stderr.decode().strip()}")
-    yield volume
-    subprocess.run(["umount", str(volume)], check=True)
-
-
-def test_a_full_volume_is_named_and_is_no_fault_of_the_job(small_volume: Path, tmp_path: Path, job_file: Path) -> None:
-    place = Place(small_volume, tmp_path / "config", job_file)
+def test_a_full_volume_is_named_and_is_no_fault_of_the_job(small_disk: Path, tmp_path: Path, job_file: Path) -> None:
+    place = Place(small_disk, tmp_path / "config", job_file)
     for name in ("data.jsonl", "rewards.py"):
-        shutil.copy(tmp_path / name, small_volume)
-    fill = small_volume / "fill"
-    fill.write_bytes(bytes(os.statvfs(small_volume).f_bavail * os.statvfs(small_volume).f_bsize))
+        shutil.copy(tmp_path / name, small_disk)
+    fill = small_disk / "fill"
+    fill.write_bytes(bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize))
     assert place.run() == exits.ERROR
-    assert place.said() == f"storage full: {small_volume}: cannot be written: No space left on device"
+    assert place.said() == f"storage full: {small_disk}: cannot be written: No space left on device"
     fill.unlink()
     assert place.run() == exits.DONE

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
-from faults.processes import environment_of, named, of_run
+from faults.processes import named, of_run
 from runs import curve_of, lines_of, train
 
 from rlhfspec.loop import STAGES
-from rlhfspec.service.process import STARTED
 
 PATIENCE_SECONDS = 150.0
 OFF = "generation.speculation.mode=off"
@@ -118,6 +117,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     run = starting("many", steps, *TWO)
     run.until("(8 of 8)")
     uid, connections = run.connections["uid"], run.folder / "processes" / "connections.json"
+    assert len(named(uid, "launcher")) == 1, "all are told the same number of threads"
     os.kill(run.pid_of("generator", 1), signal.SIGKILL)
     assert "started again" in run.until("generator 1: killed by SIGKILL")
     by_hand = subprocess.Popen(
@@ -185,25 +185,31 @@ def test_ppo_stopped_by_ctrl_c_and_resumed_has_the_curve_of_one_process(
     assert again.curve() == whole
 
 
-def test_a_supervisor_that_dies_together_with_its_guardian_is_cleaned_up_after_by_the_next(
-    job_file: Path, starting: Callable[..., Started]
+@pytest.mark.parametrize("way", ["processes", "one process", "another job"])
+def test_a_supervisor_that_dies_together_with_its_guardians_is_cleaned_up_after_by_the_next_run(
+    job_file: Path, starting: Callable[..., Started], way: str
 ) -> None:
     steps = "training.steps=30"  # some are left when it dies
     whole = train(job_file, "one", steps)
     run = starting("many", steps)
     run.until(" 1/30 ")
     uid, weights = run.connections["uid"], Path(run.connections["weights_folder"])
-    [guardian] = named(uid, "guardian")
-    stages = {pid for pid in of_run(uid) if "-" in environment_of(pid).get(STARTED, "")}
-    assert len(stages) == 5
-    for pid in (guardian, run.process.pid):
+    guardians = named(uid, "guardian")
+    assert len(guardians) == 2
+    for pid in (*guardians, run.process.pid):
         os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not stages & set(of_run(uid)), "no stage goes on without a supervisor")
-    again = starting("many", steps, resume=True)
-    assert again.ended()[0] == 0
-    assert again.curve() == whole
-    assert not of_run(uid), "its servers are gone"
+    eventually(lambda: not of_run(uid), "neither stage nor server goes on without a supervisor")
+    assert weights.exists()
+    assert (run.folder / "processes").exists()
+    if way == "processes":
+        again = starting("many", steps, resume=True)
+        assert again.ended()[0] == 0
+    else:
+        train(job_file, "many" if way == "one process" else "other", steps, resume=way == "one process")
+    if way != "another job":
+        assert run.curve() == whole
     assert not weights.exists()
+    assert not (run.folder / "processes").exists()
 
 
 def test_servers_that_die_while_the_stages_start_are_started_again(
@@ -248,6 +254,30 @@ def test_a_job_that_a_stage_refuses_leaves_no_folder(job_file: Path, starting: C
     assert code == 2, output
     assert "model.path: its checkpoint lacks 1 weight" in output.splitlines()[-1], "whichever stage saw it first"
     assert not run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "mode", "code", "said"),
+    [
+        ("", 0o600, 2, "--processes: the server's file is not executable"),
+        ("no program", 0o700, 1, "nats-server: ended with exit code 126: "),
+    ],
+)
+def test_a_server_that_cannot_be_run_is_one_line(job_file: Path, program: str, mode: int, code: int, said: str) -> None:
+    """Beside an interpreter that is not there: a wrapper in its place."""
+    beside = job_file.parent / "nats-server"
+    beside.write_text(program)
+    beside.chmod(mode)
+    start = (
+        "import sys; from pathlib import Path; from rlhfspec.servers import find\n"
+        f"find.nats_server = lambda: find._executable(Path({str(beside)!r}))\n"
+        "from rlhfspec.cli.start import main; main()"
+    )
+    done = python("-c", start, "run", "--processes", str(job_file), "--out", str(job_file.parent / "out"))
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(said)
+    assert "Traceback" not in done.stderr
+    assert not (job_file.parent / "out" / "processes").exists()
 
 
 # --- One process alone -------------------------------------------------------------------------------------------

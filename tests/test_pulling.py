@@ -189,7 +189,7 @@ def test_weights_that_cannot_be_had_yet_are_asked_for_again(role: Any, make: Cal
 
 
 class NeverDone(FakeSources):
-    async def score_many(self, samples: Any) -> list[Score]:
+    async def score_many(self, samples: Any, during: Any = None) -> list[Score]:
         await asyncio.Event().wait()
         raise AssertionError
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -232,21 +231,6 @@ def test_a_full_disk_loses_nothing(
     assert "earlier ones are untouched" in result.output
     monkeypatch.undo()
     assert train(job_file, "full", STEPS, resume=True) == whole
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a megabyte."""
-    (disk := tmp_path / "disk").mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_disk_that_is_really_full_is_one_line(job_file: Path, whole: list[dict[str, Any]], small_disk: Path) -> None:

@@ -6,20 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from runs import curve_of, train
+from runs import curve_of, invoke, train
 
 LOSSES = ("policy_loss", "kl", "grad_norm", "entropy")
 
 
-def run_in_a_group(command: list[str]) -> tuple[int, str]:
+def run_in_a_group(
+    command: list[str], environment: Mapping[str, str] = {}, folder: Path | None = None
+) -> tuple[int, str]:
     """Whatever happens, torchrun's ranks end with it."""
     process = subprocess.Popen(
         command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -48,3 +52,48 @@ def test_two_ranks_learn_what_one_learns(job_file: Path) -> None:
         assert one["reward"] == both["reward"]
         for name in LOSSES:
             assert one[name] == pytest.approx(both[name], abs=1e-6, rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "abc"}, "RANK: in the environment, must be a whole number (got 'abc')"),
+        ({"RANK": "1"}, "RANK: in the environment, must be below WORLD_SIZE (1)"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK: in the environment, must be below WORLD_SIZE (2)"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: in the environment, must be a whole number (got 'two')"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR: must be set beside WORLD_SIZE (2), as torchrun does"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_one_line(
+    job_file: Path, environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = invoke(job_file, "out")
+    assert result.exit_code == 2
+    assert said in result.output
+    assert len(result.output.splitlines()) == 1
+    assert not (job_file.parent / "out").exists()
+
+
+def test_an_empty_rank_is_none(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "")
+    assert invoke(job_file, "out", "training.steps=1").exit_code == 0
+
+
+def test_processes_start_their_own_ranks(job_file: Path) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "--processes", str(job_file)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, cwd=job_file.parent)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--processes: starts the trainer's ranks itself" in done.stderr
+
+
+def test_a_rank_without_a_leader_says_whom_it_waited_for(job_file: Path) -> None:
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-m", "rlhfspec.cli.start", "run", str(job_file), "--out", "out"]
+    command += ["--set", "roles.trainer.deadlineSeconds=1"]
+    code, output = run_in_a_group(command, environment, job_file.parent)
+    assert code == 1
+    assert "trainer 1: waited for rank 0 at 127.0.0.1:1 for 1 s" in output.splitlines()[-1]
+    assert "Traceback" not in output

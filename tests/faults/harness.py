@@ -70,7 +70,7 @@ class FaultyRun:
                 raise Disturbed(f"it ended with exit code {self._ended()}:\n{self._last_words()}")
             self._until_gone()
         finally:
-            self._clean_up()
+            self.clean_up()
 
     def interrupt(self) -> None:
         """Ctrl-C: it ends where it is, in good order."""
@@ -180,7 +180,7 @@ class FaultyRun:
     def _kill_supervisor(self, fault: Fault) -> None:
         """With the guardian, nothing else is left; started again, the run goes on."""
         self.until(lambda: self._uid() is not None, "it has begun")
-        # Without a guardian the next start cleans up: tests/test_processes.py kills both at once.
+        # Without any guardian the next start cleans up: faults/lives.py kills them together.
         self.until(lambda: processes.named(self._uid() or "", "guardian"), "there is a guardian")
         assert self._supervisor is not None
         self._supervisor.kill()
@@ -200,11 +200,11 @@ class FaultyRun:
 
     # -- what is left ---------------------------------------------------------------------------------------
 
-    def _until_gone(self) -> None:
+    def _until_gone(self, seconds: float = GONE_SECONDS) -> None:
         began = time.monotonic()
         while left := self.left():
             self._let_go(float("inf"))
-            if time.monotonic() - began > GONE_SECONDS:
+            if time.monotonic() - began > seconds:
                 raise Disturbed(f"left behind: {', '.join(left)}")
             time.sleep(LOOK_SECONDS)
         self.gone_seconds.append(time.monotonic() - began)
@@ -219,7 +219,7 @@ class FaultyRun:
             found += [str(path) for path in Path("/dev/shm").glob(f"rlhfspec-{uid}*")]
         return found + [str(path) for path in [self.out / "processes"] if path.exists()]
 
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
         """Whatever happened: by the run's guardian, and where it does not, by force."""
         self._let_go(float("inf"))
         if self._supervisor is not None and self._supervisor.poll() is None:

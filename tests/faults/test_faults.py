@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from faults import moving
+from faults import lives, moving
 from faults.schedule import schedule
 from faults.trial import WORKERS, join_and_leave, trial
 
@@ -40,3 +40,19 @@ def test_a_run_under_twenty_kills_in_mid_move_is_the_run_without_them(tmp_path: 
     run = moving.trial(tmp_path, 1, 20, print, held_seconds=2.0)
     assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 20
     assert len(run.in_a_move) >= 4
+
+
+def test_strikes_at_a_runs_ends_are_a_function_of_the_seed_and_spare_nobody() -> None:
+    strikes = [strike for seed in range(100) for life in lives.lives(seed) for strike in life]
+    assert lives.lives(7) == lives.lives(7) != lives.lives(8)
+    assert {strike.moment for strike in strikes} == set(lives.MOMENTS)
+    assert {target for strike in strikes for target in strike.targets} == {*WORKERS, *lives.HELPERS}
+    assert {strike.targets for strike in strikes if len(strike.targets) > 1} == set(lives.PAIRS)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [102, 103])
+def test_a_run_that_is_struck_where_it_begins_and_ends_is_the_run_without_strikes(tmp_path: Path, seed: int) -> None:
+    """Both guardians with the supervisor, NATS while Ctrl-C is obeyed, ...; `make faults` does two hundred kills."""
+    run = lives.trial(tmp_path, seed, print, work_seconds=240.0, slack_seconds=60.0, leave_seconds=60.0)
+    assert run.struck.total() >= 3

@@ -14,6 +14,8 @@ Example:
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +54,32 @@ def _engine_bytes(job: RLHFJob, base: Path) -> int:
     folder = Path(resolve(job.spec.model.path, base))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
     return size if job.spec.generation.dtype == "float32" else size // 2
+
+
+def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:
+    """Of so many versions of what the trainer hands out: the policy, and the critic where there is one. 0 where the
+    model's files are not here yet."""
+    model = job.spec.model
+    handed_out = [model.path, *([model.critic or model.path] if job.spec.algorithm.name == "ppo" else [])]
+    size = sum(_num_parameters(Path(resolve(path, base))) for path in handed_out)
+    return num_versions * size * (2 if model.dtype == "bfloat16" else 4)
+
+
+def _num_parameters(folder: Path) -> int:
+    """By the headers of its files; of another format, as of files in float32."""
+    if not folder.is_dir():
+        return 0
+    files = list(folder.glob("*.safetensors"))
+    return sum(map(_num_numbers, files)) or sum(file.stat().st_size for file in folder.glob("*.bin")) // 4
+
+
+def _num_numbers(file: Path) -> int:
+    with file.open("rb") as opened:
+        try:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        except (ValueError, KeyError, TypeError, OverflowError, MemoryError):  # who loads it says what is wrong
+            return 0
 
 
 def free_bytes() -> int:

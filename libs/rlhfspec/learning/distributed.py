@@ -12,7 +12,9 @@ Example:
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from rlhfspec.errors import StageStalled
 from rlhfspec.learning.rollouts import Rollouts
+from rlhfspec.ranks import RankTold, rank_told
+
+TELL_SECONDS = 10.0
+log = logging.getLogger("rlhfspec.learning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +82,33 @@ def joined(*, timeout_seconds: float, silence_seconds: float) -> Iterator[Ranks]
     `timeout_seconds` are for one exchange while all work; `silence_seconds` for rank 0 to say something at all: it is
     busy with the other stages for most of a step.
     """
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_ranks == 1:
+    told = rank_told(os.environ)
+    if told.num_ranks == 1:
         yield Ranks()
         return
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+    _meet(told, timeout_seconds)
     try:
         commands = dist.new_group(timeout=timedelta(seconds=silence_seconds))
-        yield Ranks(rank=dist.get_rank(), num_ranks=num_ranks, silence_seconds=silence_seconds, commands=commands)
+        yield Ranks(rank=told.rank, num_ranks=told.num_ranks, silence_seconds=silence_seconds, commands=commands)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(told: RankTold, timeout_seconds: float) -> None:
+    """Says so where that takes long: somebody is not there."""
+    others = f"the other {told.num_ranks - 1} ranks" if told.rank == 0 else f"rank 0 at {told.leader}"
+    telling = threading.Timer(
+        TELL_SECONDS, log.warning, ["rank %d of %d waits for %s", told.rank, told.num_ranks, others]
+    )
+    telling.daemon = True
+    telling.start()
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+    except RuntimeError as error:
+        problem = f"waited for {others} for {timeout_seconds:g} s: {str(error).splitlines()[0]}"
+        raise StageStalled("trainer", told.rank, others, timeout_seconds, problem) from error
+    finally:
+        telling.cancel()
 
 
 class Follows(Protocol):

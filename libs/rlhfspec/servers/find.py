@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import sys
@@ -16,13 +17,13 @@ INSTALL = "pip install 'rlhfspec[processes]' brings it"
 def nats_server() -> Path:
     """Beside the interpreter, where the package puts it, else in the PATH."""
     beside = Path(sys.executable).with_name("nats-server")
-    return beside if beside.is_file() else _in_path("nats-server")
+    return _executable(beside) if beside.is_file() else _in_path("nats-server")
 
 
 def redis_server() -> Path:
     """Valkey or Redis: what we ask of it is the same."""
     bundled = _bundled_valkey()
-    return bundled if bundled is not None else _in_path("valkey-server", "redis-server")
+    return _executable(bundled) if bundled is not None else _in_path("valkey-server", "redis-server")
 
 
 def _bundled_valkey() -> Path | None:
@@ -33,6 +34,14 @@ def _bundled_valkey() -> Path | None:
     system, machine = platform.system().lower(), platform.machine().lower().replace("amd64", "x86_64")
     path = Path(spec.origin).parent / "_binaries" / f"{system}-{machine}" / "valkey-server"
     return path if path.is_file() else None
+
+
+def _executable(path: Path) -> Path:
+    if not os.access(path, os.X_OK):
+        raise InvalidRequest(
+            "--processes", str(path), "the server's file is not executable (chmod +x, or install anew)"
+        )
+    return path
 
 
 def _in_path(*names: str) -> Path:

@@ -1,8 +1,10 @@
 """Kills and removes what is left of a run whose supervisor died, even by a kill.
 
-The supervisor holds the one writing end of the guardian's stdin. When it ends, however it ends, the guardian reads the
+The supervisor holds the one writing end of a guardian's stdin. When it ends, however it ends, the guardian reads the
 end of that file, kills every process that carries the run's mark in its environment or descends from one that does, and
 removes the run's data. A supervisor that ends in order says `RELEASED` first: then nothing is left to do.
+
+A run has two guardians, so that one is left when the other dies together with the supervisor.
 
 Imports the standard library only, and is started as a script, so that it is there before the first server.
 """
@@ -21,9 +23,12 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "RLHFSPEC_RUN"  # names the run in the environment of all its processes
+GUARDS = "RLHFSPEC_GUARDS"  # names it in a guardian's, too
 RELEASED = b"released\n"
 # A child that is being started shows its mark a moment later only; on a busy machine, some moments later.
 QUIET_SECONDS = 1.0
+NOBODY_STARTS = 0.1  # so long to look, in place of that, where nobody is left who could start one
+NUM_GUARDIANS = 2
 GIVE_UP_SECONDS = 30.0  # a process that even a kill does not end hangs in the kernel
 _LOOK_SECONDS = 0.02
 
@@ -42,16 +47,15 @@ def main() -> None:
         end_run(arguments.run, arguments.remove)
 
 
-def end_run(uid: str, remove: Iterable[Path]) -> None:
-    """Kills the processes of this run, this one excepted, until none has been seen for a while; then removes the paths.
-
-    Also for who finds the connections file of a run that ended together with its guardian.
-    """
-    begin = quiet_since = time.monotonic()
-    while time.monotonic() - quiet_since < QUIET_SECONDS and time.monotonic() - begin < GIVE_UP_SECONDS:
+def end_run(uid: str, remove: Iterable[Path], quiet_seconds: float = QUIET_SECONDS) -> None:
+    """Kills the processes of this run, guardians excepted, until none has been seen for a while; then removes the
+    paths."""
+    now = begin = quiet_since = time.monotonic()
+    while now - quiet_since < quiet_seconds and now - begin < GIVE_UP_SECONDS:
         if kill(processes_of(uid)):
             quiet_since = time.monotonic()
         time.sleep(_LOOK_SECONDS)
+        now = time.monotonic()
     for path in remove:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -71,16 +75,22 @@ def kill(pids: Iterable[int]) -> int:
 
 
 def processes_of(uid: str) -> set[int]:
-    """Those that carry the run's mark, and all their descendants, for some programs clear the environment."""
+    """Those that carry the run's mark, and all their descendants, for some programs clear the environment. Neither
+    this process nor a guardian."""
     children: dict[int, list[int]] = {}
     marked = marked_with({f"{MARK}={uid}".encode()}, children)
+    spared = {os.getpid(), *guardians_of(uid)}
     found: set[int] = set()
     while marked:
         pid = marked.pop()
-        if pid not in found and pid != os.getpid():
+        if pid not in found | spared:
             found.add(pid)
             marked += children.get(pid, [])
     return found
+
+
+def guardians_of(uid: str) -> list[int]:
+    return marked_with({f"{GUARDS}={uid}".encode()})
 
 
 def marked_with(marks: set[bytes], children: dict[int, list[int]] | None = None) -> list[int]:
@@ -104,52 +114,55 @@ def state_and_parent(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
-class Guardian:
-    """The supervisor's side. Start it before anything it has to clean up after."""
+class Guardians:
+    """The supervisor's side. Start them before anything they have to clean up after."""
 
     def __init__(self, run: str, *, remove: Sequence[Path] = ()) -> None:
         self._run = run
         self._remove = [str(path.absolute()) for path in remove]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+    def pids(self) -> list[int]:
+        """Of those that are alive."""
+        return [process.pid for process in self._processes if process.poll() is None]
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
-
-    def start(self) -> None:
-        """Also again, after somebody killed it."""
-        self._forget()
+    def start(self) -> bool:
+        """Also again, after somebody killed one. False: all were there."""
+        alive = self.pids
+        for process in self._processes:
+            if process.pid not in alive:
+                _close(process)
+        self._processes = [process for process in self._processes if process.pid in alive]
         command = [sys.executable, "-I", "-S", __file__, "--run", self._run, "--remove", *self._remove]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, start_new_session=True, cwd="/", env={**os.environ, MARK: self._run}
-        )
+        environment = {**os.environ, MARK: self._run, GUARDS: self._run}
+        while len(self._processes) < NUM_GUARDIANS:
+            self._processes.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, cwd="/", env=environment)
+            )
+        return len(alive) < NUM_GUARDIANS
 
     def release(self, timeout_seconds: float = 5.0) -> None:
         """The run is over, and all its processes with it."""
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(RELEASED)
-            self._process.stdin.flush()
-        self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_seconds)
-        self._forget()
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.write(RELEASED)
+                process.stdin.flush()
+            _close(process)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_seconds)
+            process.kill()
+            process.wait()
+        self._processes = []
 
-    def _forget(self) -> None:
-        """One that is to be replaced must not take the end of its stdin for the end of the run."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            if self._process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    self._process.stdin.close()
-            self._process = None
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    """What a dead one was not told any more is not told now."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
 
 
 if __name__ == "__main__":

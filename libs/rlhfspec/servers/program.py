@@ -1,16 +1,16 @@
-"""A server that runs beside the supervisor: started, awaited, stopped, restarted, gone without a trace."""
+"""A server that runs beside the supervisor: started, awaited, stopped, restarted, gone with it, and without a trace."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 
 from rlhfspec.errors import ServerFailed
+from rlhfspec.servers.attached import attached
 from rlhfspec.servers.guardian import MARK
 
 START_SECONDS = 20.0
@@ -35,11 +35,6 @@ class ServerProgram(ABC):
         """Of the running server."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    @property
-    def data(self) -> tuple[Path, ...]:
-        """What `remove` removes, and the guardian after a crash."""
-        return (self.folder,)
-
     async def start(self, deadline_seconds: float = START_SECONDS) -> str:
         """Its URL once it answers. Again after it ended: the same URL, over the same data."""
         assert self.pid is None, f"{self.name} runs already"
@@ -63,7 +58,7 @@ class ServerProgram(ABC):
         command = self._command()
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder,
+                *attached(command), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder,
                 env={**os.environ, MARK: self._run}, start_new_session=True,
             )  # fmt: skip
         while self._process.returncode is None:
@@ -90,12 +85,6 @@ class ServerProgram(ABC):
                     await self.wait()
             except TimeoutError:
                 await self._kill()
-
-    def remove(self) -> None:
-        """Takes its data off the disk."""
-        assert self.pid is None, f"{self.name} still runs"
-        for path in self.data:
-            shutil.rmtree(path, ignore_errors=True)
 
     async def _kill(self) -> None:
         if self.pid is not None:

@@ -8,9 +8,9 @@ and a password on top. (The server that comes with the extra is built without TL
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from pathlib import Path
 
+from rlhfspec.errors import ServerFailed
 from rlhfspec.servers import find
 from rlhfspec.servers.program import ServerProgram, write_secret
 
@@ -21,15 +21,14 @@ _LONGEST_SOCKET_PATH = 100  # bytes; the system's limit is 107, or 103
 class RedisServer(ServerProgram):
     name = "valkey-server"
 
-    def __init__(self, folder: Path, *, run: str, password_file: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, run: str, socket_folder: Path | None = None, password_file: Path | None = None
+    ) -> None:
+        """`socket_folder`: another one for the socket, where the system finds the path in `folder` too long."""
         super().__init__(folder, run=run)
         self._password_file = password_file
-        self._socket = _socket_path(self.folder)
+        self._socket = _socket_path(self.folder, socket_folder or self.folder)
         self.url = f"unix://{self._socket}"
-
-    @property
-    def data(self) -> tuple[Path, ...]:
-        return (self.folder,) if self._socket.parent == self.folder else (self.folder, self._socket.parent)
 
     def _command(self) -> list[str]:
         self.folder.chmod(0o700)
@@ -70,12 +69,14 @@ class RedisServer(ServerProgram):
             await writer.wait_closed()
 
 
-def _socket_path(folder: Path) -> Path:
-    """In the server's folder, or, where the system finds that too long, in a new one of its own."""
-    path = folder / "redis.sock"
-    if len(bytes(path)) <= _LONGEST_SOCKET_PATH:
-        return path
-    return Path(tempfile.mkdtemp(prefix="rlhfspec-")) / path.name
+def _socket_path(*folders: Path) -> Path:
+    paths = [folder / "redis.sock" for folder in folders]
+    short = [path for path in paths if len(bytes(path)) <= _LONGEST_SOCKET_PATH]
+    if not short:
+        raise ServerFailed(
+            RedisServer.name, f"{paths[-1]} is too long for a socket: at most {_LONGEST_SOCKET_PATH} bytes"
+        )
+    return short[0]
 
 
 def _quoted(text: object) -> str:

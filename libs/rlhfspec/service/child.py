@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from rlhfspec.servers.guardian import MARK, kill, marked_with, state_and_parent
 from rlhfspec.service import exits
+from rlhfspec.service.activity import end_file, last_activity
 from rlhfspec.service.process import STARTED
 
 _MOST_BYTES = 1 << 20  # of a log read at a time; of more, the end
@@ -72,13 +73,24 @@ class Interpreters:
 
 
 class Child:
-    def __init__(self, stage: str, worker: int, arguments: Sequence[str], starter: Starter, log: Path) -> None:
+    """`activity`: the file in which it notes what it is at."""
+
+    def __init__(
+        self,
+        stage: str,
+        worker: int,
+        arguments: Sequence[str],
+        starter: Starter,
+        log: Path,
+        activity: Path | None = None,
+    ) -> None:
         self.stage = stage
         self.worker = worker
         self.is_abandoned = False
         self._arguments = arguments
         self._starter = starter
         self._log = log
+        self._activity = activity
         self._began_at = 0  # in its log
         self._read_to = 0
         self._verdict = ""  # why we killed it
@@ -92,6 +104,9 @@ class Child:
     async def start(self) -> None:
         self._kill_family()  # what a dead one left behind
         self._verdict = ""
+        if self._activity is not None:
+            for note in (self._activity, end_file(self._activity)):
+                note.unlink(missing_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._began_at = self._read_to = self._log.stat().st_size if self._log.exists() else 0
         self._process = await self._starter.start(self._name, self._arguments, self._log)
@@ -136,16 +151,30 @@ class Child:
         return [str(line["message"]) for line in lines if line.get("said") or line.get("level") == "warning"]
 
     def _ended(self, code: int) -> Ended:
+        """Its own words where it has said how it ended; else the system's, and what it was at."""
         if self._verdict:
-            return Ended("error", self._verdict)
-        lines = self._lines(self._began_at)
+            return Ended("error", f"{self._verdict}{self._while()}")
+        lines = [*self._lines(self._began_at), *self._noted_end()]
         told = next((line for line in reversed(lines) if "exit_code" in line), None)
-        if told is not None and code != exits.DONE:  # torchrun ends with a code of its own
+        if told is not None and code == exits.DONE:
+            return Ended(None, "left")
+        if told is not None and told["exit_code"] != exits.DONE:  # torchrun ends with a code of its own
             return Ended(exits.failure_of(int(told["exit_code"])), str(told["message"]))
         if code == exits.DONE:
-            return Ended(None, "left")
-        last = str(lines[-1]["message"]).strip() if lines and code > 0 else ""
-        return Ended(exits.failure_of(code), f"{exits.said(code)}{': ' if last else ''}{last}")
+            return Ended("error", f"{exits.said(code)}{self._while()}, and nobody had asked it to")
+        unexpected = [line for line in lines if line.get("level", "error") == "error"]
+        last = f": {str(unexpected[-1]['message']).strip()}" if unexpected and code > 0 else ""
+        return Ended(exits.failure_of(code), f"{exits.said(code)}{self._while()}{last}")
+
+    def _noted_end(self) -> list[dict[str, Any]]:
+        """What its log may have had no room for."""
+        if self._activity is None or not end_file(self._activity).exists():
+            return []
+        return [_parsed(end_file(self._activity).read_bytes())]
+
+    def _while(self) -> str:
+        what = last_activity(self._activity) if self._activity is not None else ""
+        return f" while {what}" if what else ""
 
     def _lines(self, start: int) -> list[dict[str, Any]]:
         """Whole lines of its log from there on; what is no line of ours counts as a message."""

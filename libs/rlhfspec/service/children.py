@@ -21,6 +21,7 @@ from rlhfspec.errors import RLHFSpecError, StageFailed, StageRefused
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.servers.guardian import processes_of
+from rlhfspec.service import exits
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.child import Child, Ended
@@ -73,6 +74,7 @@ class Children(Service):
         self._ready = asyncio.Event()  # everybody was, once
         self._over = asyncio.Event()
         self._leaving = asyncio.Event()  # whoever ends from now on was asked to
+        self.gone = asyncio.Event()  # all are
         self._keeping: dict[asyncio.Task[None], Child] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -106,6 +108,7 @@ class Children(Service):
             if child.pid is not None:
                 child.kill()
                 await child.wait()
+        self.gone.set()
 
     async def _until(self, *events: asyncio.Event) -> None:
         """One of these; what a task raises is raised here."""
@@ -150,6 +153,8 @@ class Children(Service):
 
     async def _before_restart(self, child: Child, ended: Ended) -> None:
         stage, worker, restarts = child.stage, child.worker, self._restarts[child.stage, child.worker]
+        if exits.is_about_full_disk(ended.reason):  # it is no emptier for being written to again
+            raise StageFailed(stage, worker, ended.reason)
         delay = restarts.delay_after(ended.failure or "killed")
         if ended.failure == "permanent" and self.roster.info(stage, worker) is None:
             raise StageRefused(ended.reason)
@@ -162,7 +167,7 @@ class Children(Service):
         self.roster.is_down(stage, worker, "restarting", ended.reason)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._leaving.wait(), delay)
-        if self.roster.is_only_worker(stage, worker):
+        if not self._leaving.is_set() and self.roster.is_only_worker(stage, worker):
             await self._release(stage)
 
     async def _release(self, stage: str) -> None:
@@ -184,7 +189,7 @@ class Children(Service):
         elif isinstance(record, WorkerInfo):
             if record.stage in self._bus.workers and record.stage in STAGE_NAMES:
                 self._joined(record)
-        else:
+        elif record.step > self._last_step:  # a step that is trained again, after a restart, is no progress
             self._last_step = record.step
             for restarts in self._restarts.values():
                 restarts.forget()
@@ -245,10 +250,13 @@ class Children(Service):
         return info.pid if info and is_of_many and info.pid in processes_of(self._bus.uid) else None
 
     async def _leave(self) -> None:
-        """All are asked at once; who does not leave within the grace is killed, and named."""
+        """All are asked at once; who does not leave within the grace is killed, and named. Who has no process yet, or
+        none again, gets none any more."""
         self._leaving.set()
         grace = LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
-        for child in self._children.values():
+        for task, child in self._keeping.items():
+            if child.pid is None:
+                task.cancel()
             child.ask_to_leave(self._rank_0(child))
         self._ask_those_started_by_hand()
         await asyncio.wait(self._keeping, timeout=grace)
@@ -256,4 +264,7 @@ class Children(Service):
             if not task.done():
                 log.warning("%s %d did not leave within %g s and is killed", child.stage, child.worker, grace)
                 child.kill()
-        await asyncio.gather(*self._keeping)
+        await asyncio.wait(self._keeping)
+        for task in self._keeping:
+            if not task.cancelled():
+                task.result()

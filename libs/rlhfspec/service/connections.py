@@ -42,6 +42,7 @@ class Connections(BaseModel):
     credentials: Path | None = None
     weights: Literal["file", "grpc"] = "file"
     weights_folder: Path | None = None  # of "file": in memory, such as /dev/shm
+    activity_folder: Path | None = None  # in which each worker notes what it is at, for who sees it die
     otlp_endpoint: str | None = None
     http_port: int = Field(0, ge=0, lt=1 << 16)
     grpc_port: int = Field(0, ge=0, lt=1 << 16)

@@ -10,6 +10,9 @@ Example:
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import signal
 from typing import Literal
 
@@ -43,6 +46,26 @@ def code_of(error: BaseException) -> int:
     if isinstance(error, _PERMANENT):
         return PERMANENT
     return TEMPORARY if isinstance(error, _TEMPORARY) else ERROR
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Or a quota; in what led to it too. Libraries that are not Python's say it in words alone."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if is_about_full_disk(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def is_about_full_disk(text: str) -> bool:
+    """
+    >>> is_about_full_disk("OSError: [Errno 28] No space left on device: 'w.safetensors'")
+    True
+    """
+    words = f"{re.escape(os.strerror(errno.ENOSPC))}|{re.escape(os.strerror(errno.EDQUOT))}|Errno (28|122)\\b"
+    return re.search(words, text, re.IGNORECASE) is not None
 
 
 def failure_of(code: int) -> Failure:

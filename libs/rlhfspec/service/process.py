@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from rlhfspec.job import RLHFJob
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 
 STARTED = "RLHFSPEC_WORKER"  # in the environment: by a supervisor, not by hand
 PR_SET_PDEATHSIG = 1
+ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGKILL}
+LEFT = b'{"level": "info", "message": "left: before it had begun", "exit_code": 0}\n'
 
 
 def main(stage: str) -> NoReturn:
     arguments = _arguments(stage)
     _leave_when_asked_to()
+    _ask_itself_for_nothing()
     end_with_the_supervisor()
     from rlhfspec.kernels.malloc import tune_malloc
 
@@ -43,7 +46,7 @@ def main(stage: str) -> NoReturn:
     os._exit(code)
 
 
-def _leave_when_asked_to(said: Callable[[], None] = lambda: None) -> None:
+def _leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, LEFT)) -> None:
     """Until the event loop listens: the first process of a container hears no signal that it does not ask for."""
 
     def leave(number: int, frame: object) -> None:
@@ -52,6 +55,21 @@ def _leave_when_asked_to(said: Callable[[], None] = lambda: None) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
+
+
+def _ask_itself_for_nothing() -> None:
+    """A reward function that sends SIGTERM to its own process would look like somebody who asks this worker to leave:
+    it gets an error instead, and is named as any that fails. What C code sends is not seen."""
+    own = os.getpid()
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("os.kill", "os.killpg") and arguments[1] in ENDING and os.getpid() == own:
+            whom, number = arguments
+            if whom in (own, 0, -1, -os.getpgrp()) or (event == "os.killpg" and whom == os.getpgrp()):
+                name = signal.Signals(number).name
+                raise RuntimeError(f"{name} to its own process: to say that something failed, raise an error")
+
+    sys.addaudithook(refuse)
 
 
 def end_with_the_supervisor() -> None:
@@ -86,23 +104,27 @@ def _number(text: str) -> int:
 
 def _run(stage: str, worker: int, connections_file: Path) -> int:
 
+    from rlhfspec.ranks import rank_told
+    from rlhfspec.service.activity import end_file
     from rlhfspec.service.connections import Connections
-    from rlhfspec.service.last_words import Ending, write_last_words
+    from rlhfspec.service.last_words import Ending, leaves_at_once
     from rlhfspec.service.logs import configure
     from rlhfspec.service.mirror import mirrored
     from rlhfspec.service.worker import StageWorker
 
-    _leave_when_asked_to(lambda: write_last_words("left: before it had begun"))
+    _leave_when_asked_to(lambda: leaves_at_once("before it had begun"))
     with configure(job="", run="", stage=stage, worker=worker), Ending() as ending:
         connections = Connections.read(connections_file)
         _marked(connections.uid)
-        follows = int(os.environ.get("RANK", "0")) > 0  # torchrun started this process as one of several
+        follows = rank_told(os.environ).rank > 0  # torchrun started this process as one of several
         mirror = mirrored(connections, stage, worker, follows=follows)
         job = _job_of(stage, connections)
         with configure(job=job.metadata.name, run=connections.uid, stage=stage, worker=worker):
             if follows:
                 _follow(job)
                 return ending.code
+            if connections.activity_folder is not None:
+                ending.file = end_file(connections.activity_folder / f"{stage}-{worker}")
             try:
                 ending.said = StageWorker(stage, worker, connections, job, mirror).run()
             finally:
@@ -130,9 +152,7 @@ def _marked(uid: str) -> None:
 
 
 def _follow(job: RLHFJob) -> None:
-    """Ranks other than 0 train along until rank 0 says stop; signals are rank 0's business."""
+    """Ranks other than 0 train along until rank 0 says stop."""
     from importlib import import_module
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     import_module("rlhfspec.trainer.build").follow(job)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from rlhfspec.errors import ServerFailed
+from rlhfspec.errors import ServerFailed, StorageError
 from rlhfspec.job import FailurePolicy
-from rlhfspec.servers.guardian import Guardian
+from rlhfspec.servers.guardian import Guardians
 from rlhfspec.servers.program import ServerProgram
+from rlhfspec.servers.room import refuse_full_disk
 from rlhfspec.service import exits
 from rlhfspec.service.base import Service
 from rlhfspec.service.launcher import Launcher
@@ -19,33 +21,41 @@ from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
 
 LOOK_SECONDS = 1.0
+ROOM_BYTES = 64 << 10  # less is nothing
+ROOM_SECONDS = 5.0  # so long who finds the disk full may say where it met that; then the servers do
 STEADY_SECONDS = 10.0  # who ran for so long did not end over and over
 
 
 class ServerWatch(Service):
     """consumes: nothing; produces: nothing; waits for: the end of a server, which nobody asked for; unblocked by: the
-    end of the run. It raises `ServerFailed` when one ends over and over."""
+    end of the run. It raises `ServerFailed` when one ends over and over, `StorageError` when the disk is full: NATS
+    leaves unanswered what it cannot store, and is not to be helped by room that comes later.
+
+    `until`: nobody needs the servers any more. Who leaves still does, so being asked to stop is not enough."""
 
     def __init__(
         self,
         vitals: Vitals,
         servers: Sequence[ServerProgram],
-        guardian: Guardian,
+        guardians: Guardians,
         launchers: Sequence[Launcher],
         policy: FailurePolicy,
         say: Callable[[str], None],
+        until: asyncio.Event,
     ) -> None:
         super().__init__("servers", 0, vitals)
+        self._until = until
         self._clock = vitals.clock
         self._servers = servers
-        self._guardian = guardian
+        self._guardians = guardians
         self._launchers = launchers
         self._policy = policy
         self._say = say
 
     async def run(self) -> None:
-        keeping = asyncio.create_task(together(*(self._keep(server) for server in self._servers), self._keep_helpers()))
-        stopped = asyncio.create_task(self.stopping.wait())
+        servers = (self._keep(server) for server in self._servers)
+        keeping = asyncio.create_task(together(*servers, self._keep_helpers(), self._keep_room()))
+        stopped = asyncio.create_task(self._until.wait())
         try:
             with self.vitals.waiting("the end of the run"):
                 await asyncio.wait([keeping, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -73,9 +83,21 @@ class ServerWatch(Service):
     async def _keep_helpers(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if not self._guardian.alive:
-                self._say("the guardian of this run ended; it is started again")
-                self._guardian.start()
+            if self._guardians.start():
+                self._say("a guardian of this run ended; it is started again")
             for launcher in self._launchers:
                 if await launcher.begin():
                     self._say("a launcher of this run ended; it is started again")
+
+    async def _keep_room(self) -> None:
+        while self._servers:
+            await asyncio.sleep(ROOM_SECONDS)
+            with suppress(StorageError):
+                self._look_for_room()
+                continue
+            await asyncio.sleep(ROOM_SECONDS)
+            self._look_for_room()
+
+    def _look_for_room(self) -> None:
+        for server in self._servers:
+            refuse_full_disk(server.folder, ROOM_BYTES, f"{server.name}'s data")

@@ -4,9 +4,10 @@ Example:
     >>> from rlhfspec.transport.clock import FakeClock
     >>> vitals = Vitals(FakeClock())
     >>> worker = vitals.worker("reward", 0)
-    >>> with worker.working("reward of sums/3/7/1", deadline_seconds=60.0):
-    ...     vitals.snapshot()[0].doing
-    'working'
+    >>> with worker.working("scoring sums/3/7/1", deadline_seconds=60.0) as worked:
+    ...     with worked.at("scoring sums/3/7/1 with source digits"):
+    ...         vitals.snapshot()[0].what
+    'scoring sums/3/7/1 with source digits'
     >>> vitals.snapshot()[0].doing
     'waiting'
 """
@@ -15,14 +16,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhfspec.records import Doing
 from rlhfspec.transport.clock import Clock, SystemClock
 
 SAID_NOTHING = "something it does not name"
+MOST_NOTED = 3  # pieces of work that are named; of more, how many there are
 Told = Callable[[str, int, str, float], None]  # stage, worker, what it did, and for how many seconds
 
 
@@ -43,23 +45,58 @@ class _Activity:
     what: str
     began: float
     deadline: float
+    parts: list[str] = field(default_factory=list)  # of it, that go on now
+
+    @property
+    def now(self) -> str:
+        return _some(self.parts) or self.what
 
 
-@dataclass(slots=True)
+def _some(whats: Sequence[str]) -> str:
+    """
+    >>> _some(["scoring a", "scoring b", "scoring c", "scoring d"])
+    'scoring a; scoring b; scoring c; and 1 more'
+    """
+    return "; ".join([*whats[:MOST_NOTED], *([f"and {len(whats) - MOST_NOTED} more"] if whats[MOST_NOTED:] else [])])
+
+
 class Worked:
-    """How long a piece of work took; known at its end."""
+    """A piece of work: its parts while it goes on, and how long it took, known at its end."""
 
-    seconds: float = 0.0
+    def __init__(self, activity: _Activity, changed: Callable[[], None]) -> None:
+        self.seconds = 0.0
+        self._activity = activity
+        self._changed = changed
+
+    @contextmanager
+    def at(self, what: str) -> Iterator[None]:
+        """This part of it. Several may go on at the same time, in any threads."""
+        self._activity.parts.append(what)
+        self._changed()
+        try:
+            yield
+        finally:
+            self._activity.parts.remove(what)
+            self._changed()
 
 
 class WorkerVitals:
     """One worker's side of it. Several activities may overlap: it works while any of them is work."""
 
-    def __init__(self, stage: str, worker: int, clock: Clock, told: Told = lambda *_: None) -> None:
+    def __init__(
+        self,
+        stage: str,
+        worker: int,
+        clock: Clock,
+        told: Told = lambda *_: None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`changed`: called when it is at something else; with nothing held."""
         self.stage = stage
         self.worker = worker
         self._clock = clock
         self._told = told
+        self._changed = changed
         self._lock = threading.Lock()
         self._keys = itertools.count()
         self._work: dict[int, _Activity] = {}
@@ -78,19 +115,21 @@ class WorkerVitals:
     @contextmanager
     def working(self, what: str, *, deadline_seconds: float) -> Iterator[Worked]:
         """Busy with this; the run ends, naming it, when it takes longer than the deadline."""
-        worked = Worked()
         with self._lock:
             now = self._clock.now()
             key = next(self._keys)
             if not self._work:
                 self._busy_since = now
-            self._work[key] = _Activity(what, now, now + deadline_seconds)
+            activity = self._work[key] = _Activity(what, now, now + deadline_seconds)
+        worked = Worked(activity, self._changed)
+        self._changed()
         try:
             yield worked
         finally:
             with self._lock:
                 worked.seconds = self._clock.now() - now
                 self._end_work(key)
+            self._changed()
             self._told(self.stage, self.worker, what, worked.seconds)
 
     @contextmanager
@@ -126,12 +165,18 @@ class WorkerVitals:
                 stage=self.stage,
                 worker=self.worker,
                 doing=doing,
-                what=activity.what,
+                what=activity.now,
                 since_seconds=now - activity.began,
                 overdue_seconds=now - activity.deadline,
                 busy_seconds=self._busy_seconds + (now - self._busy_since if self._work else 0.0),
                 trouble=self._trouble,
             )
+
+    def work(self) -> list[str]:
+        """All that it is at; of work with parts, these, for the rest waits for its turn."""
+        with self._lock:
+            activities = list(self._work.values())
+        return [part for activity in activities for part in activity.parts] or [each.what for each in activities]
 
     def _now_doing(self) -> tuple[Doing, _Activity]:
         if self._stopped is not None:
@@ -157,18 +202,26 @@ class Vitals:
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or SystemClock()
         self.told: Told | None = None  # of every piece of work, when it ends
+        self.note: Callable[[str], None] | None = None  # told what is done now, whenever that changes
+        self._noting = threading.Lock()
         self._workers: dict[tuple[str, int], WorkerVitals] = {}
 
     def worker(self, stage: str, worker: int) -> WorkerVitals:
         """The one of this name; made at the first call."""
         key = (stage, worker)
         if key not in self._workers:
-            self._workers[key] = WorkerVitals(stage, worker, self.clock, self._tell)
+            self._workers[key] = WorkerVitals(stage, worker, self.clock, self._tell, self._note)
         return self._workers[key]
 
     def _tell(self, stage: str, worker: int, what: str, seconds: float) -> None:
         if self.told is not None:
             self.told(stage, worker, what, seconds)
+
+    def _note(self) -> None:
+        if self.note is None:
+            return
+        with self._noting:  # the last one told is the last that was true
+            self.note(_some([what for worker in list(self._workers.values()) for what in worker.work()]))
 
     def snapshot(self) -> tuple[WorkerState, ...]:
         """In the order in which the workers were made."""

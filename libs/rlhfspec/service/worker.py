@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -16,10 +17,12 @@ from json import dumps
 from typing import TYPE_CHECKING
 
 from rlhfspec.awake_clock import AwakeClock
+from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
 from rlhfspec.records import WorkerInfo
 from rlhfspec.service import exits
+from rlhfspec.service.activity import ActivityFile
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import LAST_DECLARED, Bus
 from rlhfspec.service.connecting import connect
@@ -28,7 +31,7 @@ from rlhfspec.service.context import Context, Run
 from rlhfspec.service.health import BEAT_SECONDS, LOOPBACK, Health
 from rlhfspec.service.heartbeats import Heartbeats
 from rlhfspec.service.hosting import with_guest
-from rlhfspec.service.last_words import write_last_words
+from rlhfspec.service.last_words import leaves_at_once
 from rlhfspec.service.live import LiveBeats, LiveState, Snapshot, snapshot_of
 from rlhfspec.service.mirror import Mirror, Mirroring
 from rlhfspec.service.supervisor import GRACE_SECONDS, Supervisor
@@ -58,11 +61,13 @@ class StageWorker:
         self._job = job
         self._mirror = mirror
         self._vitals = Vitals(AwakeClock())
+        if connections.activity_folder is not None:
+            self._vitals.note = ActivityFile(connections.activity_folder / f"{stage}-{worker}")
         self._stop = asyncio.Event()
         self._is_built = False
         self._incarnation = incarnation_of(stage, worker)
         self._transports: list[NatsTransport] = []
-        self._host = os.environ.get(HOST) or LOOPBACK
+        self._host = host_told(os.environ)
 
     def run(self) -> str:
         """How far it came."""
@@ -106,7 +111,7 @@ class StageWorker:
     def _asked_to_leave(self) -> None:
         """While it loads there is nothing to hand back."""
         if self._stop.is_set() or not self._is_built:
-            write_last_words(f"left: {'at once' if self._is_built else 'before it had begun'}")
+            leaves_at_once("at once" if self._is_built else "before it had begun")
             os._exit(exits.DONE)
         self._stop.set()
         self._health.draining()
@@ -173,6 +178,7 @@ class StageWorker:
     async def _built(self, bus: Bus, weights: WorkerWeights, ends: Ends | None, leaving: ExitStack) -> Service:
         """In a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
         vitals = Vitals(self._vitals.clock)
+        vitals.note = self._vitals.note
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
         beating = asyncio.create_task(Heartbeats(bus, vitals).run())
         thread = ComputeThread("build")
@@ -218,6 +224,24 @@ class StageWorker:
             models_json=dumps({role: asdict(report) for role, report in service.models.items()}),
             moves_address=ends.address if ends else "",
         )
+
+
+def host_told(environment: Mapping[str, str]) -> str:
+    """
+    >>> host_told({HOST: "300.1.2.3"})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    rlhfspec.errors.InvalidRequest: RLHFSPEC_HOST: in the environment, is no address of this machine: ...
+    """
+    host = environment.get(HOST) or LOOPBACK
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+            listening.bind((host, 0))
+    except OSError as error:
+        raise InvalidRequest(
+            HOST, host, f"in the environment, is no address of this machine: {error.strerror}"
+        ) from None
+    return host
 
 
 def incarnation_of(stage: str, worker: int) -> str:

@@ -5,6 +5,8 @@ matplotlib is imported only when a picture is drawn, and needs no display.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -275,6 +277,7 @@ def _plain(text: str) -> str:
 
 
 def _figure(width_inches: float, height_inches: float) -> Figure:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of a home that it cannot write in
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_inches, height_inches))
@@ -287,5 +290,7 @@ def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     options: dict[str, Any] = {"format": "png", "dpi": 110, "metadata": {"Software": None}}
-    figure.savefig(temporary, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of letters that its font lacks: a box stands in their place
+        figure.savefig(temporary, **options)
     temporary.replace(path)

@@ -14,18 +14,18 @@ Example:
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 from rlhfspec.job_cluster import Rule
+from rlhfspec.loop import BY_NAME
 from rlhfspec.operator.draft import Draft, worker_name
 from rlhfspec.operator.observed import PodView
-from rlhfspec.service.exits import PERMANENT, Failure, failure_of, said
+from rlhfspec.service.exits import PERMANENT, Failure, failure_of, is_about_full_disk, said
 from rlhfspec.service.restarts import Restarts
 
-COMPLETED, LEFT = "completed:", "left:"  # how the last line of a trainer begins
+COMPLETED, LEFT = "completed:", "left:"  # how the last line of a worker begins
 # Reasons of a whole pod that its node, or the cluster, had for ending it: no fault of the job's.
 DISRUPTIONS = {
     "Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting", "UnexpectedAdmissionError", "NodeAffinity",
@@ -48,6 +48,8 @@ def end_of(pod: PodView) -> End:
     code = ended.exit_code if ended else None
     message = (ended.message if ended else "") or ""
     if pod.phase == "Succeeded":
+        if pod.role in BY_NAME and not message.startswith((COMPLETED, LEFT)):  # such as a reward that ends its process
+            return End("failure", "error", 0, "Error", f"{said(0)}, and nobody had asked it to")
         return End("left" if pod.role == "trainer" and not message.startswith(COMPLETED) else "completed",
                    exit_code=0, reason="Completed", message=message)  # fmt: skip
     why = pod.why if pod.why and pod.why.reason in DISRUPTIONS else pod.disruption
@@ -82,7 +84,7 @@ def count_in(draft: Draft, pod: PodView) -> None:
         return draft.end("Failed", reason, f"{worker_name(pod.key)}: {end.message}")
     delay = _delay_after(draft, pod, end, rule)
     if delay is None:
-        reason = "StorageFull" if is_about_full_storage(end.message) else "CrashLoop"
+        reason = "StorageFull" if is_about_full_disk(end.message) else "CrashLoop"
         many = f"{memory.num_failures} failures since step {draft.memory.step}, the last: {end.message}"
         return draft.end("Failed", reason, f"{worker_name(pod.key)}: {many}")
     draft.memory.total += 1
@@ -116,14 +118,6 @@ def _rule_for(draft: Draft, role: str, end: End) -> Rule | None:
     return next((r for r in rules if end.exit_code in r.exit_codes and (not r.roles or role in r.roles)), None)
 
 
-def is_about_full_storage(text: str) -> bool:
-    """
-    >>> is_about_full_storage("OSError: [Errno 28] No space left on device: 'w.safetensors'")
-    True
-    """
-    return re.search(r"no space left on device|disk quota exceeded|Errno (28|122)\b", text, re.IGNORECASE) is not None
-
-
 def is_about_storage_away(text: str) -> bool:
     """
     >>> is_about_storage_away("storage away: s3://bucket/team: error sending request")
@@ -140,7 +134,7 @@ def reason_of_permanent(role: str, message: str) -> str:
     """
     if role == "prepare" or message.startswith("spec."):
         return "BadConfig"
-    if is_about_full_storage(message):
+    if is_about_full_disk(message):
         return "StorageFull"
     return "RewardFailing" if role == "reward" else "WorkerFailed"
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 from rlhfspec.cluster import names
 from rlhfspec.operator.draft import FRESH_SECONDS, Draft, worker_name
-from rlhfspec.operator.failures import is_about_full_storage, is_about_storage_away
+from rlhfspec.operator.failures import is_about_storage_away
 from rlhfspec.operator.memory import WorkerMemory
 from rlhfspec.operator.observed import PodView, Refusal, Said
 from rlhfspec.operator.wanted import wanted_workers
+from rlhfspec.service.exits import is_about_full_disk
 
 READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # so long a pod may take after the job ran, and before
 STEADY_SECONDS = 30.0  # so long a worker that failed again and again must be ready to count as back
@@ -212,10 +213,10 @@ def _evicted(draft: Draft) -> Iterator[str]:
 
 def _storage_full(draft: Draft) -> Iterator[str]:
     for name, memory in _down(draft):
-        if is_about_full_storage(memory.message):
+        if is_about_full_disk(memory.message):
             yield f"{name}: {memory.message}"
     for trouble in draft.fresh_report.troubles if draft.fresh_report else ():
-        if is_about_full_storage(trouble.message):
+        if is_about_full_disk(trouble.message):
             yield trouble.message
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from rlhfspec.job import RLHFJob
+from rlhfspec.servers.scratch import end_run_in
 from rlhfspec.telemetry.ending import finish_folder
 from rlhfspec.telemetry.manifest import RunOutcome
 from rlhfspec.telemetry.run_folder import RunFolder
@@ -80,4 +81,5 @@ class JobRun(ABC):
         if self.folder.begin(self._written, resume=self._resume, models=models, processes=processes):
             self.say("manifest.json could not be read and was begun anew")
         self._is_new = is_new
+        end_run_in(self.folder.processes)
         self._view.history(self.folder.steps(), self.folder.evaluations())

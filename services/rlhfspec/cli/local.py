@@ -20,6 +20,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
 from rlhfspec.migration.control import DirectControl
 from rlhfspec.prompts.service import PromptsService
+from rlhfspec.ranks import rank_told
 from rlhfspec.records import WorkerInfo
 from rlhfspec.reward.service import RewardService
 from rlhfspec.service.base import Service
@@ -133,7 +134,7 @@ class LocalRun(JobRun):
     def _refuse_ranks(self) -> None:
         """Where torchrun started this process, it says how many there are."""
         ranks = self._job.spec.roles.trainer.ranks
-        if ranks not in (1, int(os.environ.get("WORLD_SIZE", "1"))):
+        if ranks not in (1, rank_told(os.environ).num_ranks):
             problem = f"needs --processes, or torchrun --nproc-per-node {ranks}"
             raise InvalidRequest("spec.roles.trainer.ranks", ranks, problem)
 

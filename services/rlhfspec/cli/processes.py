@@ -10,30 +10,34 @@ import asyncio
 import json
 import os
 import secrets
-import shutil
 import sys
 from collections.abc import Awaitable
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 
+from rlhfspec import ranks
 from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.cli.job_run import MOST_PENDING, JobRun, Models, Say
-from rlhfspec.errors import DataExhausted, InvalidRequest, StageError
+from rlhfspec.errors import DataExhausted, StageError, StorageError
 from rlhfspec.job import RLHFJob
+from rlhfspec.job_file.memory import weights_bytes
 from rlhfspec.loop import workers_of
 from rlhfspec.records import DatasetInfo
 from rlhfspec.servers.certificates import ServerTls, create_credentials
-from rlhfspec.servers.guardian import MARK, Guardian, end_run
+from rlhfspec.servers.guardian import MARK, NOBODY_STARTS, Guardians, end_run
 from rlhfspec.servers.nats import NatsServer, User
 from rlhfspec.servers.program import ServerProgram, write_secret
 from rlhfspec.servers.redis import RedisServer
+from rlhfspec.servers.room import SERVERS_BYTES, place_of_weights, refuse_full_disk
+from rlhfspec.servers.scratch import Scratch
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.child import Child, Interpreters, Starter
 from rlhfspec.service.children import Children
 from rlhfspec.service.connecting import connect
 from rlhfspec.service.connections import Connections
+from rlhfspec.service.context import kept_versions
 from rlhfspec.service.dead_letters import DeadLetterWatch
 from rlhfspec.service.launcher import Launcher
 from rlhfspec.service.live import LiveBeats, LiveState
@@ -49,7 +53,6 @@ from rlhfspec.tracing.prometheus import served
 from rlhfspec.transport.nats import NatsTransport
 from rlhfspec.wire.codec import decode
 
-SHARED_MEMORY = Path("/dev/shm")
 DATASET_SECONDS = 5.0  # for what the server has to arrive
 
 
@@ -74,8 +77,10 @@ class ProcessRun(JobRun):
         self._vitals = Vitals(AwakeClock())
         self._place = folder.processes.absolute()
         self._children: list[Child] = []
-        self._launchers: dict[tuple[tuple[str, str], ...], Launcher] = {}  # by what differs in their environments
+        self._launchers: dict[str, Launcher] = {}  # by how many threads torch is told to use
         self._servers: list[ServerProgram] = []
+        self._scratch = Scratch(self._uid, self._place)
+        self._guardians = Guardians(self._uid, remove=[self._place, *self._scratch.paths])
         self._transport: NatsTransport
         self._processes: Children
         self._closing = AsyncExitStack()
@@ -90,18 +95,26 @@ class ProcessRun(JobRun):
         with ExitStack() as failing:
             failing.callback(self.leave_no_trace)
             try:
+                self._make_room(say)
                 self.runner.run(self._build(say))
             except StageError as error:  # some worked already, while others were still loading: the run has begun
                 self._failure = error
+            except OSError as error:
+                raise StorageError(self._place, f"cannot be written: {error.strerror}") from error
             failing.pop_all()
+
+    def _make_room(self, say: Say) -> None:
+        refuse_full_disk(self.folder.path, SERVERS_BYTES, "the run's servers")
+        self._leaving.callback(self._remove_all)
+        self._guardians.start()
+        self._scratch.make()
+        needed = weights_bytes(self._job, self._base_folder, num_versions=kept_versions(self._job) + 1)
+        self._weights_folder, told = place_of_weights(self._scratch.path, self._place, needed)
+        if told:
+            say(told)
 
     async def _build(self, say: Say) -> None:
         say("starting the servers")
-        self._end_the_last_run()
-        self._place.mkdir(mode=0o700)
-        self._guardian = Guardian(self._uid, remove=[self._place, self._weights_folder])
-        self._leaving.callback(self._remove_all)
-        self._guardian.start()
         connections = await self._start_servers()
         assert connections.credentials is not None
         assert connections.redis_url is not None
@@ -127,10 +140,11 @@ class ProcessRun(JobRun):
         self._server_watch = ServerWatch(
             self._vitals,
             self._servers,
-            self._guardian,
+            self._guardians,
             list(self._launchers.values()),
             self._job.spec.failure_policy,
             lambda line: self._processes.say(line),
+            until=self._processes.gone,
         )
         say(f"starting {len(self._children)} processes")
         await _while_running(self._server_watch, self._processes.start())
@@ -143,20 +157,18 @@ class ProcessRun(JobRun):
             count = partial(self._processes.roster.num_restarts, child.stage, child.worker)
             self._meters.restarts(child.stage, child.worker, count)
 
-    def _end_the_last_run(self) -> None:
-        """Its servers and data are still here when its supervisor died together with its guardian."""
-        with suppress(InvalidRequest):
-            last = Connections.read(self._connections_file)
-            end_run(last.uid, [self._weights_folder_of(last.uid)] if last.uid.isalnum() else [])
-        shutil.rmtree(self._place, ignore_errors=True)
-
     async def _start_servers(self) -> Connections:
         name, credentials = self._job.metadata.name, self._place / "credentials"
         keys = create_credentials(credentials, ROLES)
         users = {role: User.of(key, rights_of(role, name, self._uid)) for role, key in keys.items()}
         tls = ServerTls.of(credentials, "nats")
         nats = NatsServer(self._place / "nats", run=self._uid, users=users, tls=tls)
-        redis = RedisServer(self._place / "redis", run=self._uid, password_file=credentials / "redis.password")
+        redis = RedisServer(
+            self._place / "redis",
+            run=self._uid,
+            socket_folder=self._scratch.path,
+            password_file=credentials / "redis.password",
+        )
         self._servers = [nats, redis]
         for server in self._servers:
             server.log = self.folder.logs.absolute() / f"{server.name}.log"
@@ -173,6 +185,7 @@ class ProcessRun(JobRun):
             redis_url=redis.url,
             credentials=credentials,
             weights_folder=self._weights_folder,
+            activity_folder=self._activity_folder,
             supervisor_address=self._closing.enter_context(served(self._meters.metrics)),
         )
         write_secret(self._connections_file, connections.model_dump_json(indent=2).encode())
@@ -183,28 +196,25 @@ class ProcessRun(JobRun):
         return self._place / "connections.json"
 
     @property
-    def _weights_folder(self) -> Path:
-        return self._weights_folder_of(self._uid)
-
-    def _weights_folder_of(self, uid: str) -> Path:
-        """In memory, where the system has such a folder."""
-        shared = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else self._place
-        return shared / f"rlhfspec-{uid}"
+    def _activity_folder(self) -> Path:
+        return self._scratch.path / "activity"
 
     def _child(self, stage: str, worker: int) -> Child:
         arguments = ["-m", f"rlhfspec.{stage}", "--connections", str(self._connections_file), "--worker", str(worker)]
-        ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
-        if ranks > 1:
-            arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments]
+        num_ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
+        if num_ranks > 1:
+            arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *arguments]
         log = self.folder.logs.absolute() / f"{stage}-{worker}.jsonl"
-        return Child(stage, worker, arguments, self._starter(self._threads_of(stage)), log)
+        activity = self._activity_folder / f"{stage}-{worker}"
+        return Child(stage, worker, arguments, self._starter(self._threads_of(stage)), log, activity)
 
     def _starter(self, threads: dict[str, str]) -> Starter:
         """One for each environment: how many threads torch uses is settled when it is imported."""
-        environment = os.environ | {MARK: self._uid} | threads
+        inherited = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
+        environment = inherited | {MARK: self._uid} | threads
         if sys.platform != "linux":
             return Interpreters(environment, self.folder.lock)
-        key = tuple(threads.items())
+        key = environment.get("OMP_NUM_THREADS", "")
         if key not in self._launchers:
             log = self.folder.logs.absolute() / "launcher.log"
             self._launchers[key] = launcher = Launcher(environment, log, self.folder.lock)
@@ -292,8 +302,9 @@ class ProcessRun(JobRun):
         super().leave_no_trace()
 
     def _remove_all(self) -> None:
-        """No process, no port, no shared memory."""
-        self.runner.run(self._closing.aclose())
-        self._guardian.release()
-        for folder in (self._place, self._weights_folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        """No process, no port, no shared memory; whatever fails on the way."""
+        with ExitStack() as leaving:
+            leaving.callback(self._guardians.release)
+            leaving.callback(self._scratch.remove)
+            leaving.callback(end_run, self._uid, [self._place], quiet_seconds=NOBODY_STARTS)
+            self.runner.run(self._closing.aclose())

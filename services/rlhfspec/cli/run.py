@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import signal
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from rlhfspec.job_file import read_job
 from rlhfspec.job_file.remarks import left_aside
 from rlhfspec.job_file.secrets import shown_override
 from rlhfspec.prepare.checks import check_made_here
+from rlhfspec.ranks import rank_told
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +54,11 @@ def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False
     with exit_on_problems(), on_signals(lambda: leave_at_once("stopped")):  # the stages listen for themselves
         checked = read_job(job, overrides or [])
         check_made_here(checked, job)
-        if int(os.environ.get("RANK", "0")) > 0:  # torchrun started this process as one of several
+        told = rank_told(os.environ)
+        if processes and told.num_ranks > 1:
+            problem = "starts the trainer's ranks itself (roles.trainer.ranks): not with torchrun"
+            raise InvalidRequest("--processes", f"WORLD_SIZE={told.num_ranks}", problem)
+        if told.rank > 0:
             return _follow(checked)
         aside = left_aside(checked)
         if aside is not None:
@@ -114,9 +118,12 @@ def _prepared(job: RLHFJob, command: _Command, console: Console, status: StatusL
     """With --processes nothing heavy is imported here: the stages' own processes do."""
     kind = _process_run() if command.processes else _local_run(status)
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
+    from rlhfspec.servers.scratch import end_dead_runs
     from rlhfspec.telemetry.run_folder import RunFolder
     from rlhfspec.telemetry.view import View
 
+    for uid in end_dead_runs():
+        status(f"what was left of run {uid} is removed: its supervisor had died")
     folder, view = RunFolder(command.out), View(job, console)
     folder.check(job, resume=command.resume)
     base_folder = command.job.absolute().parent
@@ -148,9 +155,7 @@ def _leave_before_it_began(run: JobRun) -> None:
 
 
 def _follow(job: RLHFJob) -> None:
-    """Ranks other than 0 train along until rank 0 says stop; signals are rank 0's business."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """Ranks other than 0 train along until rank 0 says stop."""
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
     from rlhfspec.trainer.build import follow
 

@@ -291,7 +291,7 @@ class GeneratorService(Service):
         self._meter.submitted(prompt.step)
 
     async def _generate(self) -> None:
-        what = f"{len(self._running)} samples, the first {next(iter(self._running), 'gone')}"
+        what = f"generating {len(self._running)} samples, the first {next(iter(self._running), 'gone')}"
         with self.vitals.working(what, deadline_seconds=self._deadline) as worked:
             finished = await self.in_thread(self._burst)
         self._share_seconds += worked.seconds / max(len(self._running), 1)

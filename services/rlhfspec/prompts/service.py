@@ -98,7 +98,7 @@ class PromptsService(Service):
 
     async def _publish(self, what: str, make: Callable[..., list[Prompt]], *arguments: object) -> None:
         deadline = self._job.spec.roles.prompts.deadline_seconds
-        with self.vitals.working(f"prompts of {what}", deadline_seconds=deadline):
+        with self.vitals.working(f"choosing the prompts of {what}", deadline_seconds=deadline):
             for prompt in self._lengths.longest_first(await self.in_thread(make, self._job, *arguments)):
                 await self._bus.publish(prompt)
 

@@ -84,8 +84,8 @@ class RewardService(Service):
     async def _score(self, ids: list[str]) -> None:
         samples = [self._held[name].record for name in ids]
         async with self._slots:
-            with self.vitals.working(f"reward of {samples[0].id}", deadline_seconds=self._deadline):
-                scores = await self.sources.score_many(samples)
+            with self.vitals.working(f"scoring {samples[0].id}", deadline_seconds=self._deadline) as worked:
+                scores = await self.sources.score_many(samples, worked.at)
         seconds = self._seconds_since_told() / len(scores)
         for score in scores:
             await self._bus.publish(replace(score, seconds=seconds))

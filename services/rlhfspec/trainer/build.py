@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,8 @@ def follow(job: RLHFJob) -> None:
     from rlhfspec.learning.learner import Learner
 
     with distributed.joined(**patience(job)) as ranks:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # rank 0's business, once it is there
         distributed.follow(Learner.from_spec(job.spec, ranks=ranks), ranks)
 
 

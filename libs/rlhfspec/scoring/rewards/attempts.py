@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from rlhfspec.records import Sample
@@ -16,6 +17,7 @@ MAX_DELAY_SECONDS = 30.0
 MAX_RETRY_AFTER_SECONDS = 60.0
 Sleep = Callable[[float], Awaitable[None]]
 Told = Callable[[str, str], None]  # a source's name, and what is wrong with its last call; nothing: it answered
+During = Callable[[str], AbstractContextManager[object]]  # entered where a call really runs, told what it does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,11 @@ class Attempts:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(limits.concurrency)
 
-    async def rewards(self, samples: Sequence[Sample]) -> list[Reward] | CallFailed:
+    async def rewards(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
         """Failure is a value here: what it means for the job is decided once every source has spoken."""
         attempt = 1
         while True:
-            result = await self._call(samples)
+            result = await self._call(samples, during)
             if not isinstance(result, CallFailed):
                 self._told(self.name, "")
                 return result
@@ -56,13 +58,14 @@ class Attempts:
             await self._sleep(max(delay_seconds(self.name, samples[0].id, attempt), result.wait_seconds))
             attempt += 1
 
-    async def _call(self, samples: Sequence[Sample]) -> list[Reward] | CallFailed:
+    async def _call(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
         """The slot is free again while a failed call waits for its next attempt."""
         timeout_seconds = self._limits.timeout_seconds
         async with self._slots_here():
             try:
                 async with asyncio.timeout(timeout_seconds):
-                    return await self.source.rewards(samples)
+                    what = f"scoring {samples[0].id} with source {self.name}"
+                    return await self.source.rewards(samples, lambda: during(what))
             except TimeoutError:
                 return CallFailed(f"it gave no answer within {timeout_seconds:g} s", temporary=True)
             except CallFailed as failure:

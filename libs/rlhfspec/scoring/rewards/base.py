@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from rlhfspec.errors import RLHFSpecError
@@ -26,6 +27,7 @@ class CallFailed(RLHFSpecError):
 
 
 Reward = float | CallFailed  # failure is a value where others' rewards go on
+Around = Callable[[], AbstractContextManager[object]]  # to be entered where a call really runs, in whatever thread
 
 
 class Source(Protocol):
@@ -44,7 +46,7 @@ class Source(Protocol):
         """Makes ready what takes long (a model), so that the first call is as fast as the others."""
         ...
 
-    async def rewards(self, samples: Sequence[Sample]) -> list[Reward]:
+    async def rewards(self, samples: Sequence[Sample], around: Around = nullcontext) -> list[Reward]:
         """For each sample, in order, a finite number or what is wrong with it; raises CallFailed when all failed."""
         ...
 

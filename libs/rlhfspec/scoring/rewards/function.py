@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.records import Sample
-from rlhfspec.scoring.rewards.base import CallFailed, Reward, columns_of, number, numbers_of
+from rlhfspec.scoring.rewards.base import Around, CallFailed, Reward, columns_of, number, numbers_of
 from rlhfspec.scoring.rewards.user_code import CallResult, LoopThread, in_daemon_thread
 
 Function = Callable[..., Any]
@@ -67,18 +68,26 @@ class FunctionRewards:
     async def start(self) -> None:
         pass
 
-    async def rewards(self, samples: Sequence[Sample]) -> list[Reward]:
+    async def rewards(self, samples: Sequence[Sample], around: Around = nullcontext) -> list[Reward]:
         arguments = self._arguments(samples)
-        outcome = await self._call(arguments)
+        outcome = await self._call(arguments, around)
         if outcome.error is not None:
             error = outcome.error
             raise CallFailed(f"it raised {type(error).__name__}: {error}", temporary=True, cause=error)
         return numbers_of(outcome.value, samples) if self.grouped else [number(outcome.value, "what it returned")]
 
-    async def _call(self, arguments: dict[str, Any]) -> CallResult:
+    async def _call(self, arguments: dict[str, Any], around: Around) -> CallResult:
+        async def awaited() -> Any:
+            with around():
+                return await self._function(**arguments)
+
+        def called() -> Any:
+            with around():
+                return self._function(**arguments)
+
         if self._is_async:
-            return await self._loop.outcome(lambda: self._function(**arguments))
-        return await asyncio.wrap_future(in_daemon_thread(lambda: self._function(**arguments)))
+            return await self._loop.outcome(awaited)
+        return await asyncio.wrap_future(in_daemon_thread(called))
 
     def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
         rows = [self._row(sample) for sample in samples]

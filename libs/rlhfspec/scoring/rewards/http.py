@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
@@ -12,7 +13,7 @@ import httpx
 
 from rlhfspec.job_file.secrets import HIDDEN, secrets_of
 from rlhfspec.records import Sample
-from rlhfspec.scoring.rewards.base import CallFailed, Reward, columns_of, number
+from rlhfspec.scoring.rewards.base import Around, CallFailed, Reward, columns_of, number
 
 MAX_REPLY_BYTES = 1 << 20
 # Other client errors mean that the same request will fail again.
@@ -36,10 +37,11 @@ class HttpRewards:
     async def start(self) -> None:
         self._connected()
 
-    async def rewards(self, samples: Sequence[Sample]) -> list[Reward]:
+    async def rewards(self, samples: Sequence[Sample], around: Around = nullcontext) -> list[Reward]:
         (sample,) = samples
         try:
-            return [_reward(await self._post(_request(sample)))]
+            with around():
+                return [_reward(await self._post(_request(sample)))]
         except CallFailed as failure:
             raise self._without_secrets(failure) from None
         except httpx.DecodingError as error:

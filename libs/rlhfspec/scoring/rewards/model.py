@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.records import Sample
-from rlhfspec.scoring.rewards.base import CallFailed, Reward, number
+from rlhfspec.scoring.rewards.base import Around, CallFailed, Reward, number
 from rlhfspec.scoring.rewards.user_code import in_daemon_thread
 
 
@@ -36,9 +37,14 @@ class ModelRewards:
         if outcome.error is not None:
             raise outcome.error
 
-    async def rewards(self, samples: Sequence[Sample]) -> list[Reward]:
+    async def rewards(self, samples: Sequence[Sample], around: Around = nullcontext) -> list[Reward]:
         (sample,) = samples
-        outcome = await asyncio.wrap_future(in_daemon_thread(lambda: self._score(sample)))
+
+        def scored() -> float:
+            with around():
+                return self._score(sample)
+
+        outcome = await asyncio.wrap_future(in_daemon_thread(scored))
         if isinstance(outcome.error, (CallFailed, InvalidRequest)):
             raise outcome.error
         if outcome.error is not None:

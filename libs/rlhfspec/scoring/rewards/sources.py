@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Literal
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ from rlhfspec.errors import InvalidRequest, RewardError
 from rlhfspec.job import FunctionSource, HttpSource, ModelSource, Rewards
 from rlhfspec.job_file.secrets import request_of
 from rlhfspec.records import Sample, Score
-from rlhfspec.scoring.rewards.attempts import Attempts, Limits, Sleep
+from rlhfspec.scoring.rewards.attempts import Attempts, During, Limits, Sleep
 from rlhfspec.scoring.rewards.base import CallFailed, Reward, Source
 from rlhfspec.scoring.rewards.combine import combine
 from rlhfspec.scoring.rewards.function import FunctionRewards
@@ -84,17 +85,18 @@ class RewardSources:
         (score,) = await self.score_many([sample])
         return score
 
-    async def score_many(self, samples: Sequence[Sample]) -> list[Score]:
+    async def score_many(self, samples: Sequence[Sample], during: During = lambda what: nullcontext()) -> list[Score]:
         """All samples of one prompt (any order), or samples of any prompts when `grouping` is "sample". In id order.
 
-        Samples that were not generated are not scored: their scores carry the generator's error.
+        Samples that were not generated are not scored: their scores carry the generator's error. `during`: is around
+        every call of a source, told which sample (of a group, the first) and which source.
         """
         ordered = sorted(samples, key=lambda sample: sample.sort_key)
         assert self.grouping == "sample" or len({sample.group_id for sample in ordered}) <= 1, "one group at a time"
         usable = [sample for sample in ordered if sample.finish_reason != "error"]
         if not usable:
             return [_not_generated(sample) for sample in ordered]
-        by_source = await asyncio.gather(*(_from(attempts, usable) for attempts in self._attempts))
+        by_source = await asyncio.gather(*(_from(attempts, usable, during) for attempts in self._attempts))
         scores = {
             sample.id: self._combined(sample, results)
             for sample, results in zip(usable, zip(*by_source, strict=True), strict=True)
@@ -133,10 +135,10 @@ class RewardSources:
             log.warning("sample %s is left out: %s (num_dropped counts others of the step)", sample.id, error)
 
 
-async def _from(attempts: Attempts, samples: Sequence[Sample]) -> list[Reward]:
+async def _from(attempts: Attempts, samples: Sequence[Sample], during: During) -> list[Reward]:
     """One result a sample. What fails for a group fails for each of its samples."""
     groups = [list(samples)] if attempts.source.grouped else [[sample] for sample in samples]
-    results = await asyncio.gather(*(attempts.rewards(group) for group in groups))
+    results = await asyncio.gather(*(attempts.rewards(group, during) for group in groups))
     flat: list[Reward] = []
     for group, result in zip(groups, results, strict=True):
         flat += [result] * len(group) if isinstance(result, CallFailed) else result

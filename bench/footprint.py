@@ -1,0 +1,154 @@
+"""What a run takes of the machine: python bench/footprint.py JOB [--set PATH=VALUE ...] [--idle SECONDS].
+
+Starts `rlhfspec run JOB` in one process and with --processes, as a user does, and adds up over all its processes the
+memory (PSS: what several share counts once) and the processor time. With --idle, one reward holds the second step up
+for so many seconds, and the share of one core that is used meanwhile is printed: all others wait. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+WAYS = {"one process": (), "processes": ("--processes",)}
+LOOK_SECONDS = 1.0
+SETTLE_SECONDS = 5.0  # of an idle stretch: until the last work is done everywhere
+HOLDING = """
+import os, time
+
+def held(completion):
+    path = os.environ["FOOTPRINT_HELD"]
+    if not os.path.exists(path):
+        open(path, "w").close()
+        time.sleep(float(os.environ["FOOTPRINT_IDLE"]))
+    return float(len(completion))
+"""
+
+
+def descendants(root: int) -> list[int]:
+    """It and all below it."""
+    children = defaultdict(list)
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):
+            children[int(_stat(pid)[1])].append(pid)
+    found, coming = [], [root]
+    while coming:
+        found.append(coming.pop())
+        coming += children[found[-1]]
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def name_of(pid: int) -> str:
+    with suppress(OSError):
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        for pair in environ:
+            if pair.startswith(b"RLHFSPEC_WORKER="):
+                return pair.partition(b"=")[2].decode().rstrip(".")
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return next((word for word in map(os.path.basename, words) if not word.startswith("python")), "?")
+    return "?"
+
+
+def pss_bytes(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    ticks = 0
+    for pid in pids:
+        with suppress(OSError):
+            ticks += sum(map(int, _stat(pid)[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def memory_by_name(pids: list[int]) -> dict[str, int]:
+    by_name: dict[str, int] = defaultdict(int)
+    for pid in pids:
+        by_name[name_of(pid)] += pss_bytes(pid)
+    return dict(by_name)
+
+
+class Watched:
+    """One run, looked at until it ends."""
+
+    def __init__(self, command: list[str], held: Path, idle: float) -> None:
+        self.samples: list[dict[str, int]] = []  # bytes by name
+        self.idle_share: float | None = None
+        self.idle_memory: dict[str, int] = {}
+        began = time.monotonic()
+        told = {"FOOTPRINT_HELD": str(held), "FOOTPRINT_IDLE": str(idle), "PYTHONPATH": str(held.parent)}
+        process = subprocess.Popen(command, env=os.environ | told, stdout=subprocess.DEVNULL)
+        for pids in self._looks(process):
+            self.samples.append(memory_by_name(pids))
+            if idle and held.exists() and self.idle_share is None:
+                self._watch_idle(pids, idle)
+        self.seconds = time.monotonic() - began
+        self.code = process.returncode
+
+    def _looks(self, process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+        while process.poll() is None:
+            yield descendants(process.pid)
+            time.sleep(LOOK_SECONDS)
+
+    def _watch_idle(self, pids: list[int], idle: float) -> None:
+        time.sleep(SETTLE_SECONDS)
+        before, began = cpu_seconds(pids), time.monotonic()
+        time.sleep(max(idle - 2 * SETTLE_SECONDS, 1.0))
+        self.idle_share = (cpu_seconds(pids) - before) / (time.monotonic() - began)
+        self.idle_memory = memory_by_name(pids)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        return max(self.samples, key=lambda sample: sum(sample.values()))
+
+    @property
+    def median_bytes(self) -> float:
+        return statistics.median(sum(sample.values()) for sample in self.samples)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
+    parser.add_argument("--idle", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    given = parser.parse_args()
+    for way in given.ways:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "footprint_rewards.py").write_text(HOLDING)
+            sets = [word for each in given.set for word in ("--set", each)]
+            if given.idle:
+                source = '[{"type": "function", "function": "footprint_rewards:held"}]'
+                sets += ["--set", f"rewards.sources={source}"]
+            rlhfspec = str(Path(sys.executable).with_name("rlhfspec"))
+            out = str(Path(folder) / "out")
+            command = [rlhfspec, "run", *WAYS[way], str(given.job), *sets, "--out", out]
+            run = Watched(command, Path(folder) / "held", given.idle)
+        print(f"{way}: exit code {run.code}, {run.seconds:.1f} s, memory (PSS) at most "
+              f"{sum(run.peak.values()) / 1e6:.0f} MB, median {run.median_bytes / 1e6:.0f} MB")  # fmt: skip
+        for name, size in sorted((run.idle_memory or run.peak).items(), key=lambda each: -each[1]):
+            print(f"    {size / 1e6:7.1f} MB  {name}")
+        if run.idle_share is not None:
+            print(f"    {sum(run.idle_memory.values()) / 1e6:.0f} MB and {100 * run.idle_share:.1f}% of a core "
+                  "while all wait", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Runs a program that the system kills when its parent dies: python -I -S attached.py PARENT PROGRAM ARGUMENT ...
+
+The wish for that signal is kept over the exec, so the program needs to know nothing of it. Imports the standard library
+only: it is there at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+PR_SET_PDEATHSIG = 1
+CANNOT_RUN = 126  # as a shell says it
+
+
+def attached(command: Sequence[str]) -> list[str]:
+    """The command that runs this one so."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def main() -> None:
+    parent, program, *arguments = sys.argv[1:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit("the one who started it is dead already")
+    try:
+        os.execv(program, [program, *arguments])
+    except OSError as error:
+        print(f"{program} cannot be run: {error.strerror}", file=sys.stderr)
+        sys.exit(CANNOT_RUN)
+
+
+if __name__ == "__main__":
+    main()

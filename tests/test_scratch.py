@@ -1,0 +1,165 @@
+"""What a dead run left in memory and on the disk goes with the next start; what lives, or is another user's, stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhfspec.errors import StorageError
+from rlhfspec.folder_lock import take_lock
+from rlhfspec.servers import room, scratch
+from rlhfspec.servers.guardian import MARK, guardians_of
+from rlhfspec.servers.room import place_of_weights, refuse_full_disk
+from rlhfspec.servers.scratch import UID, Scratch, end_dead_runs, end_run_in
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the place of this machine's."""
+    folders = [tmp_path / "memory", tmp_path / "temporary"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", folders[0])
+    monkeypatch.setattr("tempfile.tempdir", str(folders[1]))
+    return folders[0]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run" / "processes"
+
+
+DIES = """
+import os, sys
+from pathlib import Path
+from rlhfspec.servers import scratch
+from rlhfspec.servers.guardian import Guardians
+memory, uid, place, guarded = sys.argv[1:]
+scratch.SHARED_MEMORY = Path(memory)
+made = scratch.Scratch(uid, Path(place))
+if guarded == "True":
+    Guardians(uid, remove=[Path(place), *made.paths]).start()
+made.make()
+os.kill(os.getpid(), 9)
+"""
+
+
+def dead(memory: Path, uid: str, place: Path, *, guarded: bool = False) -> Path:
+    """The folder in memory of a run whose supervisor was killed; and its guardians before it, unless it is guarded."""
+    subprocess.run([sys.executable, "-c", DIES, str(memory), uid, str(place), str(guarded)], check=False)
+    assert (memory / f"rlhfspec-{uid}").is_dir()
+    assert (place / UID).read_text() == uid
+    return memory / f"rlhfspec-{uid}"
+
+
+@pytest.fixture
+def worker() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the run d1 that outlived its supervisor."""
+    command = [sys.executable, "-S", "-c", "import time; print(1, flush=True); time.sleep(120)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={MARK: "d1"}) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_a_dead_runs_processes_memory_and_keys_go(memory: Path, place: Path, worker: subprocess.Popen[bytes]) -> None:
+    folder = dead(memory, "d1", place)
+    assert end_dead_runs() == ["d1"]
+    assert worker.wait() == -9
+    assert not folder.exists()
+    assert not place.exists()
+    assert end_dead_runs() == []
+
+
+def test_a_run_that_lives_is_left_alone(memory: Path, place: Path) -> None:
+    living = Scratch("e2", place)
+    living.make()
+    assert living.path == memory / "rlhfspec-e2"
+    assert end_dead_runs() == []
+    assert living.path.exists()
+    living.remove()
+    assert not living.path.exists()
+
+
+def test_what_another_run_does_in_the_same_folder_by_now_is_left_alone(memory: Path, place: Path) -> None:
+    folder = dead(memory, "d3", place)
+    lock = take_lock(place.parent / ".lock")
+    try:
+        assert end_dead_runs() == ["d3"]
+    finally:
+        os.close(lock)
+    assert not folder.exists()
+    assert place.exists()
+
+
+def test_only_folders_that_this_user_alone_could_write_are_believed(memory: Path, place: Path) -> None:
+    folder = dead(memory, "d4", place)
+    folder.chmod(0o755)
+    (memory / "rlhfspec-faults-x").mkdir(mode=0o700)  # somebody's, who only has the name in common
+    (memory / "rlhfspec-link").symlink_to(place.parent)
+    assert end_dead_runs() == []
+    folder.chmod(0o700)
+    (folder / "place").write_text(str(place.parent))  # no RUN/processes
+    assert end_dead_runs() == ["d4"]
+    assert place.exists()
+
+
+def test_where_there_is_no_shared_memory_the_folder_for_temporary_files_is_taken(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path / "missing")
+    made = Scratch("e5", place)
+    made.make()
+    assert made.path == tmp_path / "temporary" / "rlhfspec-e5"
+    made.remove()
+
+
+def test_who_goes_on_in_a_run_folder_waits_for_the_guardians_of_the_run_before(memory: Path, place: Path) -> None:
+    """They would remove what the new run makes there."""
+    folder = dead(memory, "d6", place, guarded=True)
+    end_run_in(place)
+    assert guardians_of("d6") == []
+    assert not place.exists()
+    assert not folder.exists(), "they did their work"
+    place.mkdir()
+    end_run_in(place)
+    assert not place.exists(), "nobody knows whose it was"
+
+
+# --- Room --------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_named_before_anything_is_written_to_it(small_disk: Path, tmp_path: Path) -> None:
+    refuse_full_disk(small_disk, 512 << 10, "the run's servers")
+    (small_disk / "filler").write_bytes(bytes(900 << 10))
+    with pytest.raises(
+        StorageError, match=rf"{small_disk}: disk full: the run's servers need 0.5 MB, and 0.1 MB are free"
+    ):
+        refuse_full_disk(small_disk, 512 << 10, "the run's servers")
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
+    with pytest.raises(StorageError, match="missing: cannot be written: No such file or directory"):
+        refuse_full_disk(tmp_path / "missing", 1, "the run's servers")
+
+
+def test_weights_that_do_not_fit_into_memory_go_to_the_disk(small_disk: Path, tmp_path: Path) -> None:
+    memory = small_disk / "rlhfspec-e7"
+    memory.mkdir()
+    assert place_of_weights(memory, tmp_path, 1 << 19) == (memory, "")
+    folder, told = place_of_weights(memory, tmp_path, 2 << 20)
+    assert folder == tmp_path / "weights"
+    assert told == (f"{small_disk} has 1.0 MB free, and the job's weights need 2.1 MB: they go through {tmp_path}")
+    with pytest.raises(
+        StorageError, match=rf"{small_disk}: disk full: the job's weights need 2.1 MB, and 1.0 MB are free"
+    ):
+        place_of_weights(memory, small_disk, 2 << 20)
+
+
+def test_free_room_is_what_this_user_may_take(small_disk: Path) -> None:
+    assert 1_000_000 < room.free_bytes(small_disk) <= 1 << 20
