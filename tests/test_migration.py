@@ -45,6 +45,7 @@ def test_how_far_a_sequence_is_both_ends_say_alike_and_in_order(speculation: Any
     async def main() -> None:
         async with generators(**LONG | {"speculation": speculation}) as made:
             await made[0].submit("x", seed=1, max_tokens=TOKENS)
+            await made[0].until(lambda: made[0].steps)  # what waits has no KV to take along
             for turn in range(4):
                 here, there = made[turn % 2], made[1 - turn % 2]
                 await here.until(lambda here=here: "x" in here.custody.prompts)
