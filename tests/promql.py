@@ -3,8 +3,8 @@ expression that RLHFBrokerAway has by a few lines of ours, which the tests compa
 
     max by (LABELS) (increase(METRIC[RANGE])) > NUMBER
 
-`increase` is as Prometheus has it: a fall is a restart from zero, and what the samples do not cover of the range is
-filled up at their pace, but not for longer than about a scrape and not below zero.
+`increase` is as Prometheus has it, a fall being a restart from zero; only that Prometheus also fills up what the
+samples do not cover of the range, and so says a little more.
 """
 
 from __future__ import annotations
@@ -64,27 +64,14 @@ def exceeding(expression: str, series: Series, *, at: int) -> list[dict[str, str
 
 def increase(values: Sequence[float | None], *, range_seconds: float) -> float:
     """
-    >>> increase([0, 1, 2], range_seconds=600.0), increase([3], range_seconds=600.0), increase([], range_seconds=600.0)
-    (2.0, 0.0, 0.0)
-    >>> increase([5, 6, 1, 2], range_seconds=600.0)  # it began anew, and is filled up by half a scrape before
-    3.5
+    >>> increase([0, 1, None, 2], range_seconds=600.0), increase([3], range_seconds=600.0)
+    (2.0, 0.0)
+    >>> increase([5, 6, 1, 2], range_seconds=600.0), increase([0, 5, 6], range_seconds=20.0)
+    (3.0, 1.0)
     """
-    now = SCRAPE_SECONDS * (len(values) - 1)
-    there = [(place * SCRAPE_SECONDS, value) for place, value in enumerate(values) if value is not None]
-    there = [(time, value) for time, value in there if now - time <= range_seconds]
-    if len(there) < 2:
-        return 0.0
-    (first, begun), (last, ended) = there[0], there[-1]
-    risen = ended - begun
-    for (_, before), (_, after) in pairwise(there):
-        risen += before if after < before else 0.0
-    covered, pace = last - first, (last - first) / (len(there) - 1)
-    to_start, to_end = first - (now - range_seconds), float(now - last)
-    to_start = pace / 2 if to_start >= 1.1 * pace else to_start
-    if risen > 0.0 and begun >= 0.0:
-        to_start = min(to_start, covered * begun / risen)
-    to_end = pace / 2 if to_end >= 1.1 * pace else to_end
-    return risen * (covered + to_start + to_end) / covered
+    in_range = values[-int(range_seconds // SCRAPE_SECONDS) - 1 :]
+    there = [value for value in in_range if value is not None]
+    return float(sum(after - before if after >= before else after for before, after in pairwise(there)))
 
 
 def promtool_alerts(

@@ -26,6 +26,7 @@ from test_processes import PATIENCE_SECONDS, Started, eventually
 from rlhfspec.tracing.folder import read_spans
 from rlhfspec.tracing.read import lives
 
+pytestmark = pytest.mark.timeout(400)  # one run for all
 ALERTS = CHART / "files" / "alerts.yaml"
 BROKER_AWAY = "RLHFBrokerAway"
 LOSSES = 6

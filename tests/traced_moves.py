@@ -29,8 +29,11 @@ def check_traces(run: Path) -> tuple[int, int]:
     for line in _moved(run):
         if line["sample_id"] in told:
             told[line["sample_id"]].append(line)
+    prompt_tokens: dict[str, set[int]] = {}  # what of a sample is not its response
     for sample, life in found.items():
-        check_a_life(life, told[sample], num_tokens=len(samples[sample]["tokens"]))
+        lengths = check_a_life(life, told[sample], num_tokens=len(samples[sample]["tokens"]))
+        prompt_tokens.setdefault(samples[sample]["prompt"], set()).update(lengths)
+    assert all(len(lengths) <= 1 for lengths in prompt_tokens.values()), prompt_tokens
     return sum(map(len, told.values())), max(map(len, told.values()))
 
 
@@ -38,8 +41,9 @@ def _moved(run: Path) -> Iterator[dict[str, Any]]:
     return (line for line, _ in read_moves(run) if line["kind"] == "moved" and line["how"] in WENT_ON)
 
 
-def check_a_life(life: Life, told: list[dict[str, Any]], *, num_tokens: int) -> None:
-    """`told`: the lines of moves.jsonl by which it went on elsewhere."""
+def check_a_life(life: Life, told: list[dict[str, Any]], *, num_tokens: int) -> set[int]:
+    """`told`: the lines of moves.jsonl by which it went on elsewhere. Returned: how many of the tokens that these count
+    were there before any was generated."""
     stays = [span for span in life.spans if span.name == "generation"]
     moves = [span for span in life.spans if span.name == "move" and span.attributes["how"] in WENT_ON]
     by_id = {span.attributes["move"]: span for span in moves}
@@ -50,10 +54,24 @@ def check_a_life(life: Life, told: list[dict[str, Any]], *, num_tokens: int) -> 
     assert ends == list(pairwise(stay.worker for stay in stays)), f"{life.sample} went {ends}"
     assert sum(int(stay.attributes["tokens"]) for stay in stays) == num_tokens
     assert [stay.attributes.get("tokens_before", 0) for stay in stays] == _sums(stays, "tokens")
-    for stay in stays:
-        steps = sum(int(part.rpartition(" x ")[2]) for part in str(stay.attributes["strategies"]).split(", ") if part)
-        assert steps == stay.attributes["engine_steps"]
+    for stay, how in zip(stays, ("", *(move.attributes["how"] for move in moves)), strict=True):
+        check_steps(stay, has_kv=how == "kv" and "tokens_before" in stay.attributes)
     check_times(life, stays, moves)
+    had = {line["id"]: line["num_tokens"] for line in told}
+    return {
+        had[move.attributes["move"]] - after.attributes["tokens_before"]
+        for move, after in zip(moves, stays[1:], strict=True)
+    }
+
+
+def check_steps(stay: Span, *, has_kv: bool) -> None:
+    """Each is a step of this generator's engine, for a token and for what was accepted with it. What comes without its
+    KV is read first, and that gives a token too."""
+    made = {name: stay.attributes[name] for name in ("tokens", "engine_steps", "accepted", "verifications")}
+    parts = [part.rpartition(" x ") for part in str(stay.attributes["strategies"]).split(", ") if part]
+    is_read = made["tokens"] > 0 and not has_kv
+    assert sum(int(steps) for _, _, steps in parts) == made["engine_steps"] == made["verifications"] - is_read, made
+    assert made["verifications"] + made["accepted"] == made["tokens"], made
 
 
 def check_a_move(span: Span, line: dict[str, Any]) -> None:
