@@ -27,7 +27,7 @@ import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +37,13 @@ from rlhfspec.errors import InvalidRequest, ServerFailed
 from rlhfspec.records import Load
 from rlhfspec.servers.certificates import SERVERS_AUTHORITY
 from rlhfspec.service.base import Service
+from rlhfspec.service.pace import BEAT_SECONDS, Beats
 from rlhfspec.service.tasks import ended, to_the_end
 from rlhfspec.service.vitals import Vitals, WorkerState, WorkerVitals
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-EVERY_SECONDS = 0.25
 DEADLINE_SECONDS = 0.2  # of one write
 READ_SECONDS = 2.0
 KEPT_SECONDS = 30.0  # of a worker that says nothing any more
@@ -153,7 +153,7 @@ class LiveState:
             except _failures() as error:
                 self._unsent = sending | self._unsent
                 self._failed(error)
-                await asyncio.sleep(EVERY_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
+                await asyncio.sleep(BEAT_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
                 self._news.set()
             else:
                 self._arrived()
@@ -185,21 +185,32 @@ class LiveState:
         await _close(self._redis)
 
 
+def _without_times(what: Snapshot | Window) -> Snapshot | Window:
+    """That a generator still has nothing to do is no news either."""
+    if isinstance(what, Window):
+        return what
+    is_idle = what.load is None or not what.load.num_running
+    return replace(what, state=what.state.without_times(), load=None if is_idle else what.load)
+
+
 class LiveBeats(Service):
     """consumes: what this process knows of itself; produces: its snapshot, or the view's window, in Redis; waits for:
     the next beat; unblocked by: time."""
 
     def __init__(self, live: LiveState, vitals: Vitals, look: Callable[[], Snapshot | Window]) -> None:
         super().__init__("live", 0, vitals)
+        self._all = vitals
         self._live = live
         self._look = look
 
     async def run(self) -> None:
-        sending = asyncio.create_task(self._live.run())
+        sending, beats = asyncio.create_task(self._live.run()), Beats(self._all)
         try:
             while not self.stopping.is_set():
-                self._live.write(self._look())
-                await self.pause("the next beat", EVERY_SECONDS)
+                now = self._look()
+                self._live.write(now)
+                with self.vitals.waiting("the next beat"):
+                    await beats.next(_without_times(now), self.stopping)
         finally:
             await to_the_end(self._over(sending))
 

@@ -77,7 +77,7 @@ class ProcessRun(JobRun):
         self._vitals = Vitals(AwakeClock())
         self._place = folder.processes.absolute()
         self._children: list[Child] = []
-        self._launchers: dict[str, Launcher] = {}  # by how many threads torch is told to use
+        self._starter: Starter  # of its workers
         self._servers: list[ServerProgram] = []
         self._scratch = Scratch(self._uid, self._place)
         self._guardians = Guardians(self._uid, remove=[self._place, *self._scratch.paths])
@@ -133,6 +133,7 @@ class ProcessRun(JobRun):
         )
         self._watch = WatchService(self._vitals, self._bus.of("view"), view=self._view)
         await self._watch.listen()
+        self._starter = self._make_starter()
         self._children = [self._child(stage, worker) for stage, count in workers.items() for worker in range(count)]
         self._processes = self._children_service(say)
         self._closing.push_async_callback(self._processes.end)
@@ -141,7 +142,7 @@ class ProcessRun(JobRun):
             self._vitals,
             self._servers,
             self._guardians,
-            list(self._launchers.values()),
+            self._starter,
             self._job.spec.failure_policy,
             lambda line: self._processes.say(line),
             until=self._processes.gone,
@@ -201,35 +202,33 @@ class ProcessRun(JobRun):
 
     def _child(self, stage: str, worker: int) -> Child:
         arguments = ["-m", f"rlhfspec.{stage}", "--connections", str(self._connections_file), "--worker", str(worker)]
+        if (threads := self._threads_of(stage)) is not None:
+            arguments += ["--threads", str(threads)]
         num_ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
         if num_ranks > 1:
             arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *arguments]
         log = self.folder.logs.absolute() / f"{stage}-{worker}.jsonl"
         activity = self._activity_folder / f"{stage}-{worker}"
-        return Child(stage, worker, arguments, self._starter(self._threads_of(stage)), log, activity)
+        return Child(stage, worker, arguments, self._starter, log, activity)
 
-    def _starter(self, threads: dict[str, str]) -> Starter:
-        """One for each environment: how many threads torch uses is settled when it is imported."""
+    def _make_starter(self) -> Starter:
         inherited = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
-        environment = inherited | {MARK: self._uid} | threads
+        environment = inherited | {MARK: self._uid}
         if sys.platform != "linux":
             return Interpreters(environment, self.folder.lock)
-        key = environment.get("OMP_NUM_THREADS", "")
-        if key not in self._launchers:
-            log = self.folder.logs.absolute() / "launcher.log"
-            self._launchers[key] = launcher = Launcher(environment, log, self.folder.lock)
-            self._closing.push_async_callback(launcher.close)
-        return self._launchers[key]
+        launcher = Launcher(environment, self.folder.logs.absolute() / "launcher.log", self.folder.lock)
+        self._closing.push_async_callback(launcher.close)
+        return launcher
 
-    def _threads_of(self, stage: str) -> dict[str, str]:
+    def _threads_of(self, stage: str) -> int | None:
         """Several generators share the cores. All others compute with as many threads as in one process: the bits of
         the trainer's sums may depend on it."""
         num_generators = workers_of(self._job)["generator"]
         if stage != "generator" or num_generators == 1:
-            return {}
+            return None
         share = max(1, len(os.sched_getaffinity(0)) // num_generators)
         told = os.environ.get("OMP_NUM_THREADS", "")
-        return {"OMP_NUM_THREADS": str(min(share, int(told)) if told.isdecimal() else share)}
+        return min(share, int(told)) if told.isdecimal() else share
 
     def _children_service(self, say: Say) -> Children:
         return Children(

@@ -17,7 +17,7 @@ from rlhfspec.generator.moving import Luggage, Moving
 from rlhfspec.job import Generation, RLHFJob
 from rlhfspec.migration.engine_calls import EngineCalls
 from rlhfspec.records import Load, Prompt, Sample, Weights
-from rlhfspec.service.base import Service
+from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import Delivery, Inbox, StageBus, give_back
 from rlhfspec.service.ends import Ends
 from rlhfspec.service.guest import Guest
@@ -186,7 +186,7 @@ class GeneratorService(Service):
     async def _pull(self, inbox: Inbox[Prompt]) -> None:
         while not self.stopping.is_set():
             await self._has_room.wait()
-            pulling = inbox.pull(max_records=self._piece, timeout_seconds=IDLE_SECONDS)
+            pulling = inbox.pull(max_records=self._piece, timeout_seconds=PULL_SECONDS)
             if arrived := await self.unless_stopped(pulling):
                 self._pulled.extend(arrived)
                 self._set_room(self._room - len(arrived))
