@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
@@ -185,7 +186,11 @@ class LiveRun:
         keys = create_credentials(credentials, ROLES)
         users = {role: User.of(key, rights_of(role, "sums", UID)) for role, key in keys.items()}
         self._nats = NatsServer(place / "nats", run=UID, users=users, tls=ServerTls.of(credentials, "nats"))
-        self._redis = RedisServer(place / "redis", run=UID, password_file=credentials / "redis.password")
+        self._sockets = TemporaryDirectory(prefix="rlhfspec-")  # pytest's folders may be too long for one
+        self._redis = RedisServer(
+            place / "redis", run=UID, socket_folder=Path(self._sockets.name),
+            password_file=credentials / "redis.password",
+        )  # fmt: skip
         await self._nats.start()
         await self._redis.start()
         (place / "job.json").write_text(example_job().model_dump_json(by_alias=True))
@@ -224,6 +229,7 @@ class LiveRun:
             await transport.close()
         await self._nats.stop()
         await self._redis.stop()
+        self._sockets.cleanup()
 
     async def say(self, *records: Record) -> None:
         """As its stage would."""

@@ -79,7 +79,7 @@ def compressed(write: Callable[[Path], Path]) -> Callable[[Path], Path]:
     def write_gz(folder: Path) -> Path:
         plain = write(folder)
         path = plain.with_name(f"{plain.name}.gz")
-        path.write_bytes(gzip.compress(plain.read_bytes()))
+        path.write_bytes(gzip.compress(plain.read_bytes(), mtime=0))
         return path
 
     return write_gz
@@ -110,8 +110,12 @@ def test_every_source_gives_the_same_rows(tmp_path: Path, write: Any) -> None:
         ("a.json", b'[{"prompt": "a"}, 3]', "row 2: spec.dataset.path: must be an object"),
         ("a.json", b'[{"prompt": "a"},\n]', "is not JSON: "),
         ("a.jsonl.gz", b"prompt", "is not a whole gzip file: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}')[:-9], "is not a whole gzip file"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n[]'), "line 2: spec.dataset.path: must be an object"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}', mtime=0)[:-9], "is not a whole gzip file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n[]', mtime=0),
+            "line 2: spec.dataset.path: must be an object",
+        ),
         ("a.tsv", b"prompt\n1", "must be a .jsonl, .json or .csv file"),
     ],
 )

@@ -127,7 +127,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     run = starting("many", steps, *TWO)
     run.until("(8 of 8)")
     uid, connections = run.connections["uid"], run.folder / "processes" / "connections.json"
-    assert len(named(uid, "launcher")) == 1, "all are told the same number of threads"
+    assert len(named(uid, "launcher")) == 1
     os.kill(run.pid_of("generator", 1), signal.SIGKILL)
     assert "started again" in run.until("generator 1: killed by SIGKILL")
     by_hand = subprocess.Popen(

@@ -12,6 +12,7 @@ from rlhfspec.records import Load
 from rlhfspec.service.threads import ComputeThread
 from rlhfspec.service.vitals import Vitals
 
+PULL_SECONDS = 5.0  # for records; whatever comes ends the wait at once, and so does a stop
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -66,15 +67,17 @@ class Service(ABC):
         """How far it came, for who looks at its process afterwards."""
         return "left: it was asked to"
 
-    async def unless_stopped(self, wait: Coroutine[Any, Any, list[R]]) -> list[R]:
-        """What the wait brings; nothing, and the wait is cancelled, as soon as the worker is asked to stop."""
-        waiting, stop = asyncio.create_task(wait), asyncio.create_task(self.stopping.wait())
+    async def unless_stopped(self, wait: Coroutine[Any, Any, list[R]], *events: asyncio.Event) -> list[R]:
+        """What the wait brings; nothing, and the wait is cancelled, as soon as the worker is asked to stop, or one of
+        these is set."""
+        waiting = asyncio.create_task(wait)
+        ends = [asyncio.create_task(event.wait()) for event in (self.stopping, *events)]
         try:
-            await asyncio.wait([waiting, stop], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([waiting, *ends], return_when=asyncio.FIRST_COMPLETED)
             return waiting.result() if waiting.done() else []
         finally:
-            waiting.cancel()
-            stop.cancel()
+            for task in (waiting, *ends):
+                task.cancel()
 
     async def pause(self, what: str, seconds: float) -> None:
         """Waits for that long, saying for what; not longer than until it is asked to stop."""

@@ -22,7 +22,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.servers.guardian import processes_of
 from rlhfspec.service import exits
-from rlhfspec.service.base import Service
+from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.child import Child, Ended
 from rlhfspec.service.restarts import Restarts
@@ -32,7 +32,6 @@ from rlhfspec.service.vitals import Vitals
 
 log = logging.getLogger("rlhfspec.service")
 CHECK_SECONDS = 0.5
-PULL_SECONDS = 0.25
 LATE_SECONDS = 5.0  # past the deadline of its work: it has not ended itself
 LEAVE_SECONDS = 15.0  # to leave a run whose last step is trained
 Say = Callable[[str], None]

@@ -7,13 +7,13 @@ from dataclasses import asdict, replace
 from rlhfspec.records import Heartbeat
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
+from rlhfspec.service.pace import Beats
 from rlhfspec.service.vitals import Vitals, WorkerState
-
-EVERY_SECONDS = 0.25
 
 
 class Heartbeats(Service):
-    """consumes: the vitals of this process; produces: Heartbeat; waits for: the next beat; unblocked by: time."""
+    """consumes: the vitals of this process; produces: Heartbeat; waits for: the next beat; unblocked by: time, and
+    whoever begins something after a while in which nothing changed."""
 
     def __init__(self, bus: Bus, vitals: Vitals) -> None:
         super().__init__("heartbeats", 0, vitals)
@@ -21,10 +21,13 @@ class Heartbeats(Service):
         self._bus = bus
 
     async def run(self) -> None:
+        beats = Beats(self._all)
         while not self.stopping.is_set():
-            for state in self._all.snapshot():
+            states = self._all.snapshot()
+            for state in states:
                 await self._bus.publish(self._beat(state))
-            await self.pause("the next beat", EVERY_SECONDS)
+            with self.vitals.waiting("the next beat"):
+                await beats.next([state.without_times() for state in states], self.stopping)
         for state in self._all.snapshot():  # the last: who leaves is not taken for one that died
             await self._bus.publish(self._beat(replace(state, doing="stopped", what="leaves")))
 

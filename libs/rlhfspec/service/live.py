@@ -27,7 +27,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlhfspec.errors import ServerFailed
 from rlhfspec.records import Load
 from rlhfspec.service.base import Service
+from rlhfspec.service.pace import BEAT_SECONDS, Beats
 from rlhfspec.service.redis_client import client_of, close, failures, words_of
 from rlhfspec.service.tasks import ended, to_the_end
 from rlhfspec.service.vitals import Vitals, WorkerState, WorkerVitals
@@ -43,7 +44,6 @@ from rlhfspec.service.vitals import Vitals, WorkerState, WorkerVitals
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-EVERY_SECONDS = 0.25
 DEADLINE_SECONDS = 0.2  # of one write
 READ_SECONDS = 2.0
 KEPT_SECONDS = 30.0  # of a worker that says nothing any more
@@ -118,12 +118,22 @@ class LiveState:
 
     def __init__(self, url: str, uid: str, *, role: str, credentials: Path | None = None) -> None:
         self.num_failures = 0  # writes that did not arrive, in all
+        self._num_connects = 0
         self._uid = uid
-        self._redis = client_of(url, role, credentials, DEADLINE_SECONDS)
+        self._redis = client_of(url, role, credentials, DEADLINE_SECONDS, connected=self._connected)
         self._unsent: dict[str, bytes] = {}
         self._written: set[str] = set()
         self._news = asyncio.Event()
         self._is_away = False
+
+    @property
+    def num_reconnects(self) -> int:
+        """How often the connection was lost, or too slow, and there is another one."""
+        return max(self._num_connects - 1, 0)
+
+    async def _connected(self, connection: Any) -> None:
+        await connection.on_connect()
+        self._num_connects += 1
 
     def write(self, what: Snapshot | Window) -> None:
         """It replaces what was written before, sent or not."""
@@ -141,7 +151,7 @@ class LiveState:
             except failures() as error:
                 self._unsent = sending | self._unsent
                 self._failed(error)
-                await asyncio.sleep(EVERY_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
+                await asyncio.sleep(BEAT_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
                 self._news.set()
             else:
                 self._arrived()
@@ -173,21 +183,32 @@ class LiveState:
         await close(self._redis)
 
 
+def _without_times(what: Snapshot | Window) -> Snapshot | Window:
+    """That a generator still has nothing to do is no news either."""
+    if isinstance(what, Window):
+        return what
+    is_idle = what.load is None or not what.load.num_running
+    return replace(what, state=what.state.without_times(), load=None if is_idle else what.load)
+
+
 class LiveBeats(Service):
     """consumes: what this process knows of itself; produces: its snapshot, or the view's window, in Redis; waits for:
     the next beat; unblocked by: time."""
 
     def __init__(self, live: LiveState, vitals: Vitals, look: Callable[[], Snapshot | Window]) -> None:
         super().__init__("live", 0, vitals)
+        self._all = vitals
         self._live = live
         self._look = look
 
     async def run(self) -> None:
-        sending = asyncio.create_task(self._live.run())
+        sending, beats = asyncio.create_task(self._live.run()), Beats(self._all)
         try:
             while not self.stopping.is_set():
-                self._live.write(self._look())
-                await self.pause("the next beat", EVERY_SECONDS)
+                now = self._look()
+                self._live.write(now)
+                with self.vitals.waiting("the next beat"):
+                    await beats.next(_without_times(now), self.stopping)
         finally:
             await to_the_end(self._over(sending))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,20 +16,25 @@ from rlhfspec.service.tasks import to_the_end
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+Connected = Callable[[Any], Awaitable[None]]  # of a connection that was just made
 SCHEMES = ("unix", "redis", "rediss")
 CLOSE_SECONDS = 0.2
 
 
-def client_of(url: str, role: str, credentials: Path | None, timeout_seconds: float) -> Redis:
+def client_of(
+    url: str, role: str, credentials: Path | None, timeout_seconds: float, connected: Connected | None = None
+) -> Redis:
+    """`connected`: in place of a connection's own `on_connect`."""
     if url.partition("://")[0] not in SCHEMES:
         raise InvalidRequest("redis_url", url, f"must begin with one of {', '.join(f'{each}://' for each in SCHEMES)}")
     given = given_server(credentials, REDIS)
     if given is not None:
-        return client(url, timeout_seconds, options_of(given))
-    return client(url, timeout_seconds, {} if credentials is None else _own_options(url, role, credentials))
+        return client(url, timeout_seconds, options_of(given), connected)
+    options = {} if credentials is None else _own_options(url, role, credentials)
+    return client(url, timeout_seconds, options, connected)
 
 
-def client(url: str, timeout_seconds: float, options: dict[str, Any]) -> Redis:
+def client(url: str, timeout_seconds: float, options: dict[str, Any], connected: Connected | None = None) -> Redis:
     """Without retries of its own: the next beat is one."""
     from redis.asyncio import Redis
     from redis.asyncio.retry import Retry
@@ -36,7 +42,7 @@ def client(url: str, timeout_seconds: float, options: dict[str, Any]) -> Redis:
 
     return Redis.from_url(
         url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, protocol=2,
-        retry=Retry(NoBackoff(), 0), **options,
+        retry=Retry(NoBackoff(), 0), redis_connect_func=connected, **options,
     )  # fmt: skip
 
 

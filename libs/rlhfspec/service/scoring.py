@@ -6,12 +6,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from rlhfspec.records import Sample, Score, ScoringStage
-from rlhfspec.service.base import Service
+from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import StageBus
 from rlhfspec.service.logs import about
 from rlhfspec.service.vitals import Vitals
-
-PULL_SECONDS = 0.5
 
 
 class TokenScoringService(Service):

@@ -15,8 +15,8 @@ from rlhfspec.servers.program import ServerProgram
 from rlhfspec.servers.room import refuse_full_disk
 from rlhfspec.service import exits
 from rlhfspec.service.base import Service
+from rlhfspec.service.child import Starter
 from rlhfspec.service.given_watch import GivenNatsWatch
-from rlhfspec.service.launcher import Launcher
 from rlhfspec.service.restarts import Restarts
 from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
@@ -40,7 +40,7 @@ class ServerWatch(Service):
         vitals: Vitals,
         servers: Sequence[ServerProgram],
         guardians: Guardians,
-        launchers: Sequence[Launcher],
+        starter: Starter,
         policy: FailurePolicy,
         say: Callable[[str], None],
         until: asyncio.Event,
@@ -51,7 +51,7 @@ class ServerWatch(Service):
         self._clock = vitals.clock
         self._servers = servers
         self._guardians = guardians
-        self._launchers = launchers
+        self._starter = starter
         self._policy = policy
         self._say = say
         self._given = given
@@ -89,9 +89,8 @@ class ServerWatch(Service):
             await asyncio.sleep(LOOK_SECONDS)
             if self._guardians.start():
                 self._say("a guardian of this run ended; it is started again")
-            for launcher in self._launchers:
-                if await launcher.begin():
-                    self._say("a launcher of this run ended; it is started again")
+            if await self._starter.begin():
+                self._say("the launcher of this run ended; it is started again")
 
     async def _keep_room(self) -> None:
         while self._servers:

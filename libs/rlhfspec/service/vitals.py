@@ -14,11 +14,13 @@ Example:
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rlhfspec.records import Doing
 from rlhfspec.transport.clock import Clock, SystemClock
@@ -38,6 +40,10 @@ class WorkerState:
     overdue_seconds: float  # past the deadline of its work; negative: so much is left; -inf: not working
     busy_seconds: float  # working, in all; by its difference over time a worker's utilisation
     trouble: str = ""  # what fails, and is tried again
+
+    def without_times(self) -> WorkerState:
+        """What is another one only when something happened."""
+        return replace(self, since_seconds=0.0, overdue_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,7 @@ class WorkerVitals:
     def in_trouble(self, what: str) -> None:
         """What fails, and is tried again; empty: nothing any more."""
         self._trouble = what
+        self._changed()
 
     @contextmanager
     def working(self, what: str, *, deadline_seconds: float) -> Iterator[Worked]:
@@ -204,6 +211,7 @@ class Vitals:
         self.told: Told | None = None  # of every piece of work, when it ends
         self.note: Callable[[str], None] | None = None  # told what is done now, whenever that changes
         self._noting = threading.Lock()
+        self._awaited: list[Callable[[], object]] = []  # by who waits for the next change
         self._workers: dict[tuple[str, int], WorkerVitals] = {}
 
     def worker(self, stage: str, worker: int) -> WorkerVitals:
@@ -217,7 +225,19 @@ class Vitals:
         if self.told is not None:
             self.told(stage, worker, what, seconds)
 
+    async def until_change(self) -> None:
+        """Some work begins or ends, or some trouble; in whatever thread."""
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+        tell = partial(loop.call_soon_threadsafe, changed.set)
+        self._awaited.append(tell)
+        try:
+            await changed.wait()
+        finally:
+            self._awaited.remove(tell)
+
     def _note(self) -> None:
+        for tell in list(self._awaited):
+            tell()
         if self.note is None:
             return
         with self._noting:  # the last one told is the last that was true

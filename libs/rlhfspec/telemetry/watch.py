@@ -6,13 +6,14 @@ from rlhfspec.records import EvaluationReport, Heartbeat, Load, Moved, Plan, Sam
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import StageBus
 from rlhfspec.service.live import RecentLines
+from rlhfspec.service.pace import Pace
 from rlhfspec.service.supervisor import STAGE_NAMES
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.evaluations import Evaluation
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.view import View
 
-LOOK_SECONDS = 0.1
+LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.1, 1.0
 
 
 class WatchService(Service):
@@ -41,26 +42,39 @@ class WatchService(Service):
     async def run(self) -> None:
         if not self._listens:
             await self.listen()
+        pace = Pace(LOOK_SECONDS, IDLE_LOOK_SECONDS)
         while True:
             last = self.stopping.is_set()  # what was published before the stop is still shown
-            for load in await self._loads.pull(max_records=64, timeout_seconds=0.0):
-                self._view.load(load.record)
-            for moved in await self._all_moved.pull(max_records=1024, timeout_seconds=0.0):
-                self._view.moved(moved.record)
-            for plan in await self._plans.pull(max_records=64, timeout_seconds=0.0):
-                self._view.plan(plan.record)
-            for sample in await self._samples.pull(max_records=1024, timeout_seconds=0.0):
-                if sample.record.purpose == "training":
-                    self._view.sample(sample.record)
-                    self.recent.sample(sample.record.id, sample.record.prompt_text, sample.record.text)
-            for report in await self._reports.pull(max_records=64, timeout_seconds=0.0):
-                self._view.step(StepMetrics.from_line(report.record.metrics_json))
-                self.recent.step(report.record.metrics_json)
-            for line in await self._evaluations.pull(max_records=64, timeout_seconds=0.0):
-                self._view.evaluation(Evaluation.from_line(line.record.metrics_json))
-            for beat in await self._all_beats.pull(max_records=1024, timeout_seconds=0.0):
-                self._beats[beat.record.stage, beat.record.worker] = beat.record
+            pace.after(await self._show_what_came())
             self._view.vitals([beat for beat in self._beats.values() if beat.stage in STAGE_NAMES])
             if last:
                 return
-            await self.pause("something to show", LOOK_SECONDS)
+            await self.pause("something to show", pace.seconds)
+
+    async def _show_what_came(self) -> bool:
+        """Whether there was any of it; that somebody goes on waiting is no news."""
+        loads = await self._loads.pull(max_records=64, timeout_seconds=0.0)
+        for load in loads:
+            self._view.load(load.record)
+        all_moved = await self._all_moved.pull(max_records=1024, timeout_seconds=0.0)
+        for moved in all_moved:
+            self._view.moved(moved.record)
+        plans = await self._plans.pull(max_records=64, timeout_seconds=0.0)
+        for plan in plans:
+            self._view.plan(plan.record)
+        samples = await self._samples.pull(max_records=1024, timeout_seconds=0.0)
+        for sample in samples:
+            if sample.record.purpose == "training":
+                self._view.sample(sample.record)
+                self.recent.sample(sample.record.id, sample.record.prompt_text, sample.record.text)
+        reports = await self._reports.pull(max_records=64, timeout_seconds=0.0)
+        for report in reports:
+            self._view.step(StepMetrics.from_line(report.record.metrics_json))
+            self.recent.step(report.record.metrics_json)
+        evaluations = await self._evaluations.pull(max_records=64, timeout_seconds=0.0)
+        for line in evaluations:
+            self._view.evaluation(Evaluation.from_line(line.record.metrics_json))
+        for beat in await self._all_beats.pull(max_records=1024, timeout_seconds=0.0):
+            self._beats[beat.record.stage, beat.record.worker] = beat.record
+        runs = any(load.record.num_running for load in loads)
+        return bool(runs or all_moved or plans or samples or reports or evaluations)

@@ -138,6 +138,11 @@ class NatsTransport:
         error = json.loads(answer.data).get("error")
         return error is None or error["code"] == 404
 
+    @property
+    def num_reconnects(self) -> int:
+        """How often the server was lost and is there again."""
+        return self._connection.num_reconnects
+
     async def answers(self, subject: str, within_seconds: float) -> bool:
         """Whether the server does, now: one question about a subject, not asked again."""
         answer = await self._connection.ask(f"$JS.API.STREAM.INFO.{stream_name(subject)}", seconds=within_seconds)

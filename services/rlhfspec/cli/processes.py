@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from rlhfspec import ranks
@@ -52,6 +53,8 @@ from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.view import View
 from rlhfspec.telemetry.watch import WatchService
+from rlhfspec.tracing.meters import Meters
+from rlhfspec.tracing.prometheus import served
 from rlhfspec.transport.nats import NatsTransport
 from rlhfspec.wire.codec import decode
 
@@ -88,7 +91,7 @@ class ProcessRun(JobRun):
         self._vitals = Vitals(AwakeClock())
         self._place = folder.processes.absolute()
         self._children: list[Child] = []
-        self._launchers: dict[str, Launcher] = {}  # by how many threads torch is told to use
+        self._starter: Starter  # of its workers
         self._servers: list[ServerProgram] = []
         self._scratch = Scratch(self._uid, self._place)
         self._guardians = Guardians(
@@ -99,6 +102,7 @@ class ProcessRun(JobRun):
         self._transport: NatsTransport
         self._processes: Children
         self._closing = AsyncExitStack()
+        self._meters = Meters()
         self._is_complete = False
         self._failure: StageError | None = None
 
@@ -156,14 +160,16 @@ class ProcessRun(JobRun):
         )
         self._watch = WatchService(self._vitals, self._bus.of("view"), view=self._view)
         await self._watch.listen()
+        self._starter = self._make_starter()
         self._children = [self._child(stage, worker) for stage, count in workers.items() for worker in range(count)]
         self._processes = self._children_service(say)
         self._closing.push_async_callback(self._processes.end)
+        self._count()
         self._server_watch = ServerWatch(
             self._vitals,
             self._servers,
             self._guardians,
-            list(self._launchers.values()),
+            self._starter,
             self._job.spec.failure_policy,
             lambda line: self._processes.say(line),
             until=self._processes.gone,
@@ -171,6 +177,14 @@ class ProcessRun(JobRun):
         )
         say(f"starting {len(self._children)} processes")
         await _while_running(self._server_watch, self._processes.start())
+
+    def _count(self) -> None:
+        """What only the supervisor knows, for /metrics."""
+        self._meters.reconnects("nats", lambda: self._transport.num_reconnects)
+        self._meters.reconnects("redis", lambda: self._live.num_reconnects)
+        for child in self._children:
+            count = partial(self._processes.roster.num_restarts, child.stage, child.worker)
+            self._meters.restarts(child.stage, child.worker, count)
 
     async def _start_servers(self) -> Connections:
         credentials = self._credentials
@@ -197,6 +211,7 @@ class ProcessRun(JobRun):
             credentials=credentials,
             weights_folder=self._weights_folder,
             activity_folder=self._activity_folder,
+            supervisor_address=self._closing.enter_context(served(self._meters.metrics)),
         )
         write_secret(self._connections_file, connections.model_dump_json(indent=2).encode())
         return connections
@@ -230,35 +245,33 @@ class ProcessRun(JobRun):
 
     def _child(self, stage: str, worker: int) -> Child:
         arguments = ["-m", f"rlhfspec.{stage}", "--connections", str(self._connections_file), "--worker", str(worker)]
+        if (threads := self._threads_of(stage)) is not None:
+            arguments += ["--threads", str(threads)]
         num_ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
         if num_ranks > 1:
             arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *arguments]
         log = self.folder.logs.absolute() / f"{stage}-{worker}.jsonl"
         activity = self._activity_folder / f"{stage}-{worker}"
-        return Child(stage, worker, arguments, self._starter(self._threads_of(stage)), log, activity)
+        return Child(stage, worker, arguments, self._starter, log, activity)
 
-    def _starter(self, threads: dict[str, str]) -> Starter:
-        """One for each environment: how many threads torch uses is settled when it is imported."""
+    def _make_starter(self) -> Starter:
         inherited = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
-        environment = inherited | {MARK: self._uid} | threads
+        environment = inherited | {MARK: self._uid}
         if sys.platform != "linux":
             return Interpreters(environment, self.folder.lock)
-        key = environment.get("OMP_NUM_THREADS", "")
-        if key not in self._launchers:
-            log = self.folder.logs.absolute() / "launcher.log"
-            self._launchers[key] = launcher = Launcher(environment, log, self.folder.lock)
-            self._closing.push_async_callback(launcher.close)
-        return self._launchers[key]
+        launcher = Launcher(environment, self.folder.logs.absolute() / "launcher.log", self.folder.lock)
+        self._closing.push_async_callback(launcher.close)
+        return launcher
 
-    def _threads_of(self, stage: str) -> dict[str, str]:
+    def _threads_of(self, stage: str) -> int | None:
         """Several generators share the cores. All others compute with as many threads as in one process: the bits of
         the trainer's sums may depend on it."""
         num_generators = workers_of(self._job)["generator"]
         if stage != "generator" or num_generators == 1:
-            return {}
+            return None
         share = max(1, len(os.sched_getaffinity(0)) // num_generators)
         told = os.environ.get("OMP_NUM_THREADS", "")
-        return {"OMP_NUM_THREADS": str(min(share, int(told)) if told.isdecimal() else share)}
+        return min(share, int(told)) if told.isdecimal() else share
 
     def _children_service(self, say: Say) -> Children:
         return Children(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhfspec.service.live import LiveView, Snapshot
 
 EVERY_SECONDS = 1.0
-SILENT_SECONDS = 2.0  # many beats: from then on it is told
+SILENT_SECONDS = 5.0  # some beats of who only waits: from then on it is told
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with --processes.", show_default=False)]
 Watch = Annotated[bool, typer.Option("--watch", help="Again every second, until Ctrl-C.")]

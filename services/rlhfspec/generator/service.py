@@ -17,13 +17,14 @@ from rlhfspec.generator.moving import Luggage, Moving
 from rlhfspec.job import Generation, RLHFJob
 from rlhfspec.migration.engine_calls import EngineCalls
 from rlhfspec.records import Load, Prompt, Sample, Weights
-from rlhfspec.service.base import Service
+from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import Delivery, Inbox, StageBus, give_back
 from rlhfspec.service.ends import Ends
 from rlhfspec.service.guest import Guest
 from rlhfspec.service.new_weights import NewWeights
 from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
+from rlhfspec.tracing.base import Progress
 from rlhfspec.weights import WeightStore
 from rlhfspec.wire.codec import encode
 
@@ -170,9 +171,13 @@ class GeneratorService(Service):
         self._shares[sample_id] = self._share_seconds - luggage.seconds
         self._meter.submitted(delivery.record.step)
 
-    def given(self, sample_id: str) -> None:
-        self._running.pop(sample_id).held.leave()
-        del self._shares[sample_id]
+    def arrived(self, sample_id: str, progress: Progress) -> None:
+        seconds = self._share_seconds - self._shares[sample_id]
+        self._prompts.arrived(self._running[sample_id], progress._replace(seconds=seconds))
+
+    def given(self, sample_id: str, progress: Progress | None) -> None:
+        held, seconds = self._running.pop(sample_id).held, self._share_seconds - self._shares.pop(sample_id)
+        held.leave(progress and progress._replace(seconds=seconds))
 
     forgotten = given  # nobody ends it: if need be it is delivered again
 
@@ -181,7 +186,7 @@ class GeneratorService(Service):
     async def _pull(self, inbox: Inbox[Prompt]) -> None:
         while not self.stopping.is_set():
             await self._has_room.wait()
-            pulling = inbox.pull(max_records=self._piece, timeout_seconds=IDLE_SECONDS)
+            pulling = inbox.pull(max_records=self._piece, timeout_seconds=PULL_SECONDS)
             if arrived := await self.unless_stopped(pulling):
                 self._pulled.extend(arrived)
                 self._set_room(self._room - len(arrived))

@@ -10,12 +10,10 @@ from rlhfspec.data import PromptRow, Prompts
 from rlhfspec.job import HeldOut, RLHFJob
 from rlhfspec.prompts.lengths import Lengths
 from rlhfspec.records import DatasetInfo, Demand, Prompt, Sample, Weights, evaluation_id, sample_id, sample_seed
-from rlhfspec.service.base import Service
+from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import Inbox, StageBus
 from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
-
-PULL_SECONDS = 0.5
 
 
 class PromptsService(Service):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import DatasetInfo, Purpose, Sample
 from rlhfspec.scoring.rewards.sources import RewardSources
-from rlhfspec.service.base import Service
+from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import Delivery, StageBus, give_back
 from rlhfspec.service.vitals import Vitals
-
-PULL_SECONDS = 0.5
 
 
 class RewardService(Service):
@@ -39,6 +39,7 @@ class RewardService(Service):
         self._held: dict[str, Delivery[Sample]] = {}
         self._groups: defaultdict[str, set[str]] = defaultdict(set)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failed = asyncio.Event()  # one of them
         self._told_seconds = 0.0  # of work, on the scores published so far
 
     async def run(self) -> None:
@@ -50,7 +51,7 @@ class RewardService(Service):
                 while not self.stopping.is_set():
                     with self.vitals.waiting("finished samples"):
                         pulling = inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS)
-                        for delivery in await self.unless_stopped(pulling):
+                        for delivery in await self.unless_stopped(pulling, self._failed):
                             self._collect(delivery)
                     self._raise_failure()
                 await self._end_tasks()
@@ -78,8 +79,19 @@ class RewardService(Service):
         group = self._groups[sample.group_id if whole > 1 else sample.id]
         group.add(sample.id)
         if len(group) == whole:
-            self._tasks.add(asyncio.create_task(self._score(sorted(group))))
+            self._begin(self._score(sorted(group)))
             group.clear()
+
+    def _begin(self, scoring: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(scoring)
+        task.add_done_callback(self._ended)
+        self._tasks.add(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._failed.set()
+        else:
+            self._tasks.discard(task)
 
     async def _score(self, ids: list[str]) -> None:
         samples = [self._held[name].record for name in ids]
@@ -99,9 +111,9 @@ class RewardService(Service):
         return worked - before
 
     def _raise_failure(self) -> None:
-        for task in [task for task in self._tasks if task.done()]:
-            self._tasks.discard(task)
-            task.result()
+        for task in self._tasks:
+            if task.done():
+                task.result()
 
     async def _end_tasks(self) -> None:
         for task in self._tasks:

@@ -20,14 +20,15 @@ from rlhfspec.learning.learner import LearnReport
 from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.loop import scoring_stages
 from rlhfspec.records import DatasetInfo, EvaluationReport, Purpose, Sample, Score, StepReport, Weights
-from rlhfspec.service.base import Service
+from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import Delivery, Held, Inbox, StageBus, ack_all
+from rlhfspec.service.pace import Pace
 from rlhfspec.service.vitals import Vitals, WorkerVitals
 from rlhfspec.trainer.collector import Chosen, Collector, StepShape
 from rlhfspec.transport.clock import Clock
 from rlhfspec.weights import WeightStore
 
-PULL_SECONDS = 0.5
+LATE_SECONDS = 0.5  # a sample may come after its last score
 
 
 class Learns(Protocol):
@@ -215,13 +216,15 @@ class TrainerService(Service):
 
     async def _complete(self, collector: Collector) -> bool:
         """Takes in what arrives, of whatever step, until this is whole; False: asked to stop before."""
+        pace = Pace(LATE_SECONDS, PULL_SECONDS)
         while not collector.is_complete:
             if self.stopping.is_set():
                 return False
             with self.vitals.waiting(collector.waits_for()):
-                pulling = self._scores.pull(max_records=1024, timeout_seconds=PULL_SECONDS)
+                pulling = self._scores.pull(max_records=1024, timeout_seconds=pace.seconds)
                 new_scores = await self.unless_stopped(pulling)
                 new_samples = await self._samples.pull(max_records=1024, timeout_seconds=0.0)
+            pace.after(new_scores or new_samples)
             for sample in new_samples:
                 if await self._is_wanted(sample):
                     self._collector(sample.record.purpose, sample.record.step).add_sample(sample.record)
