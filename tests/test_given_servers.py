@@ -28,25 +28,28 @@ from test_processes import HOLD, PATIENCE_SECONDS, Started, eventually
 from rlhfspec.servers.certificates import create_credentials
 
 SECRET = "correct-horse-battery"
+# What docs/servers.md says that a run needs.
+NATS_RIGHTS = '{publish: ["rlhf.>", "$JS.API.>", "$JS.ACK.>"], subscribe: ["rlhf.>", "latest.rlhf.>", "_INBOX.>"]}'
+REDIS_RIGHTS = "~rlhfspec:* -@all +info +set +get +pttl +scan +del"
 STEPS = "training.steps=3"
 READY, BEGUN = "(5 of 5)", "letters: grpo, 3 steps"
 
 
 class Place:
-    """A NATS with TLS and a user, a Redis with a password; both of them somebody else uses too."""
+    """A NATS with TLS and a Redis, both with a user who may do no more than a run needs; others use them, too."""
 
     def __init__(self, folder: Path) -> None:
         keys = folder / "keys"
         create_credentials(keys, [])
-        users = f'authorization {{ user: rl, password: "{SECRET}" }}'
+        users = f'authorization {{ users: [{{user: rl, password: "{SECRET}", permissions: {NATS_RIGHTS}}}] }}'
         self.nats = NatsServer(folder / "nats", f"{users}\n{tls_config(keys, verify=False)}")
-        self.redis = RedisServer(folder / "redis", f"requirepass {SECRET}")
+        self.redis = RedisServer(folder / "redis", f"requirepass {SECRET}\nuser rl on >{SECRET} {REDIS_RIGHTS}")
         self.authority = keys / "ca.pem"
 
     @property
     def options(self) -> list[str]:
         servers = ["--nats", f"tls://rl:${{THE_SECRET}}@127.0.0.1:{self.nats.port}"]
-        servers += ["--redis", f"redis://:${{THE_SECRET}}@127.0.0.1:{self.redis.port}"]
+        servers += ["--redis", f"redis://rl:${{THE_SECRET}}@127.0.0.1:{self.redis.port}"]
         return [*servers, "--servers-ca", str(self.authority)]
 
     async def _connected(self) -> Client:
