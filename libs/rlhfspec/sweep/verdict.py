@@ -34,6 +34,7 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.attention import use_eager_experts
+from rlhfspec.huggingface.casting import Precision, cast
 from rlhfspec.huggingface.causal_lm import anatomy_of
 from rlhfspec.huggingface.check import ModelReport
 from rlhfspec.huggingface.trace import first_line
@@ -172,10 +173,10 @@ class _Judge:
 
     # ---- the trainer ------------------------------------------------------------------------------------------------
 
-    def _prepared(self, dtype: str = "float32", *, seed: int = 0) -> Any:
+    def _prepared(self, *, seed: int = 0) -> Any:
         """seed: 0 as it is, others a little beside it."""
         model = perturbed(self.make(), _BESIDE, seed=seed) if seed else self.make()
-        return prepared(model, dtype=dtype, max_context=self.max_context)
+        return prepared(model, max_context=self.max_context)
 
     @torch.no_grad()
     def _check_trainer(self, samples: Samples) -> None:
@@ -212,17 +213,18 @@ class _Judge:
     def _gradient_problem(self, exact: ExactForward, batch: Packed, *, seed: int) -> str:
         """They are torch's; where they are 1e-4 of the largest from them, float64 is the judge."""
 
-        def torchs(dtype: str) -> dict[str, torch.Tensor]:
-            model = self._prepared(dtype, seed=seed)
+        def torchs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+            model = self._prepared(seed=seed)
+            cast(model, Precision(dtype))
             use_eager_experts(model)  # grouped products know no float64
             return _gradients(TorchForward(model, 1.0), batch)
 
-        ours, theirs = _gradients(exact, batch), torchs("float32")
+        ours, theirs = _gradients(exact, batch), torchs(torch.float32)
         if ours.keys() != theirs.keys():
             return f"the exact trainer has gradients of others: {', '.join(sorted(ours.keys() ^ theirs.keys()))}"
         differences = {name: float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours}
         suspects = [name for name, difference in differences.items() if not difference <= GRADIENT_TOLERANCE]
-        truth = torchs("float64") if suspects else {}
+        truth = torchs(torch.float64) if suspects else {}
         for name in suspects:
             if not (ours[name] - truth[name]).abs().max() <= 10 * (theirs[name] - truth[name]).abs().max():
                 return f"the exact trainer's gradient of {name} differs by {differences[name]:.1e} of the largest"
