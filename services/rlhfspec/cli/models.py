@@ -51,7 +51,7 @@ def check(
     """Judge models against plain Hugging Face: right in every bit (exit code 0), wrong (1), or refused (2).
 
     A type is judged by tiny random models of its class; with refused ones among them the exit code is still 0. All
-    types take about 75 minutes on 2 cores.
+    types take about 95 minutes on 2 cores.
     """
     from rlhfspec.tiny.classes import model_types
 
