@@ -194,7 +194,7 @@ class GeneratorService(Service):
 
     async def _follow(self, inbox: Inbox[Weights]) -> None:
         while not self.stopping.is_set():
-            pulling = inbox.pull(max_records=1024, timeout_seconds=IDLE_SECONDS)
+            pulling = inbox.pull(max_records=1024, timeout_seconds=PULL_SECONDS)
             arrived = [delivery.record for delivery in await self.unless_stopped(pulling)]
             if policies := [record for record in arrived if record.role == "policy"]:
                 self._announced.extend(policies)
