@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from stages import a_job
 from rlhfspec.errors import LoopStalled, StageFailed, StageRefused
 from rlhfspec.job import FailurePolicy
 from rlhfspec.records import Heartbeat, StepReport, WorkerInfo
+from rlhfspec.service import exits
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.child import Child, Interpreters, Process
 from rlhfspec.service.children import Children
@@ -407,6 +409,29 @@ def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_at(
         await run.until(lambda: run.said)
         assert reason in run.said[0]
         assert "it is started again in" in run.said[0]
+        starting.cancel()
+
+    with_run(run, check)
+
+
+def test_a_worker_that_the_system_killed_for_memory_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the system's count of such kills, which went up while the worker lived."""
+    counters = tmp_path / "vmstat"
+    counters.write_text("drop_slab 0\noom_kill 3\nnuma_hit 71\n")
+    monkeypatch.setattr(exits, "num_killed_for_memory", partial(exits.num_killed_for_memory, counters))
+    program = f"open({str(counters)!r}, 'w').write('drop_slab 0\\noom_kill 4\\n')\nos.kill(os.getpid(), 9)"
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    run = Run(tmp_path, {("reward", 0): AT_WORK + program, ("reward", 1): LIVES})
+
+    async def check(children: Children) -> None:
+        run.children["reward", 0]._activity = tmp_path / "note"
+        starting = asyncio.create_task(children.start())
+        await run.until(lambda: len(run.said) > 1)
+        at = "scoring sums/1/0/1 with source digits; it is started again"
+        assert run.said[0].startswith(f"reward 0: killed by SIGKILL as memory ran out while {at}")
+        assert run.said[1].startswith(f"reward 0: killed by SIGKILL while {at}"), "it did not go up again"
         starting.cancel()
 
     with_run(run, check)

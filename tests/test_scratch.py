@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -126,6 +127,35 @@ def test_where_there_is_no_shared_memory_the_folder_for_temporary_files_is_taken
     made.make()
     assert made.path == tmp_path / "temporary" / "rlhfspec-e5"
     made.remove()
+
+
+def nowhere_to_write() -> str:
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+
+@pytest.mark.parametrize("step", ["before", "no place", "nowhere", "taken"])
+def test_what_was_never_made_is_not_removed_and_least_of_all_the_current_folder(
+    tmp_path: Path, memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    thesis = tmp_path / "here" / "thesis.tex"
+    thesis.parent.mkdir()
+    thesis.touch()
+    monkeypatch.chdir(thesis.parent)
+    of_another = [folder / "rlhfspec-e8" / "theirs" for folder in (memory, tmp_path / "temporary")]
+    if step == "nowhere":
+        monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path / "missing")
+        monkeypatch.setattr("tempfile.gettempdir", nowhere_to_write)
+    if step == "taken":
+        for file in of_another:
+            file.parent.mkdir()
+            file.touch()
+    made = Scratch("e8", tmp_path / "missing" / "processes" if step == "no place" else place)
+    if step != "before":
+        with pytest.raises((OSError, StorageError)):
+            made.make()
+    made.remove()
+    assert thesis.exists()
+    assert step != "taken" or all(file.exists() for file in of_another)
 
 
 def test_who_goes_on_in_a_run_folder_waits_for_the_guardians_of_the_run_before(memory: Path, place: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import pickle
 import re
@@ -19,6 +20,8 @@ from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 # What nothing runs on: masks and angles that old versions of transformers saved, layers that predict further tokens.
 _SPARE = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|(^|\.)mtp\.")
 LOAD_ERRORS = (*FORWARD_ERRORS, OSError, EOFError, ImportError, SafetensorError, pickle.UnpicklingError)
+
+NO_MORE_THREADS = "can't start new thread"  # as Python says it
 
 
 def load_model(path: str | Path, *, field: str = "path", only_trunk: bool = False) -> Any:
@@ -38,6 +41,8 @@ def load_model(path: str | Path, *, field: str = "path", only_trunk: bool = Fals
     except LOAD_ERRORS as error:
         if isinstance(error, InvalidRequest):
             raise
+        if str(error) == NO_MORE_THREADS:  # no fault of the model
+            raise OSError(errno.EAGAIN, NO_MORE_THREADS) from error
         exists = Path(path).exists()
         reason = "not a loadable Hugging Face causal LM" if exists else "no such folder, nor a model to be had"
         raise InvalidRequest(field, str(path), f"{reason}: {first_line(error)}") from error

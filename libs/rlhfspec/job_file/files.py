@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -69,6 +70,18 @@ def _check_model(path: str, field: str, base: Path) -> Iterator[Finding]:
         yield Finding(
             field=field, value=path, problem="this folder holds no config.json: not a model in Hugging Face form"
         )
+    else:
+        yield from _check_readable(folder, path, field)
+
+
+def _check_readable(place: Path, path: str, field: str) -> Iterator[Finding]:
+    """A file, or a folder and the files in it. Of a model that another user made, safetensors says that there is no
+    such file."""
+    inside = sorted(place.iterdir()) if place.is_dir() and os.access(place, os.R_OK) else []
+    for file in [place, *(file for file in inside if file.is_file() and not file.name.startswith("."))]:
+        if not os.access(file, os.R_OK):
+            yield Finding(field=field, value=path, problem=f"{file} cannot be read by this user")
+            return
 
 
 def _check_reward_model(source: ModelSource, field: str, base: Path) -> Iterator[Finding]:
@@ -167,6 +180,8 @@ def _check_data(path: str, field: str, base: Path) -> Iterator[Finding]:
         yield Finding(field=field, value=path, problem="must be a regular file; this is a pipe or a device")
     elif file.is_file() and not file.name.endswith(ROW_SUFFIXES):
         yield Finding(field=field, value=path, problem=NOT_ROWS)
+    else:
+        yield from _check_readable(file, path, field)
 
 
 def _check_function(function: str, field: str, base: Path) -> Iterator[Finding]:

@@ -31,14 +31,19 @@ _LOOK_SECONDS = 0.02
 
 
 class Scratch:
-    """`place`: RUN/processes of this run. `path` once it is made; `paths`: where it may be."""
+    """`place`: RUN/processes of this run. `path`: where it was made; `paths`: where it may be."""
 
     def __init__(self, uid: str, place: Path) -> None:
         self._uid = uid
-        self.path = Path()
+        self._path: Path | None = None  # until it is made there is nothing that may be removed
         self.paths = [parent / f"{PREFIX}{uid}" for parent in _parents()]
         self._place = place.absolute()
         self._lock: int | None = None
+
+    @property
+    def path(self) -> Path:
+        assert self._path is not None, "it was made"
+        return self._path
 
     def make(self) -> None:
         """Both."""
@@ -46,20 +51,22 @@ class Scratch:
         (self._place / UID).write_text(self._uid)
         problems = []
         for path in self.paths:
-            self.path = path
             try:
-                self.path.mkdir(mode=0o700)
-                self._lock = take_lock(self.path / _LOCK)
-                (self.path / _PLACE).write_text(str(self._place))  # last: who reads it finds the lock held
+                path.mkdir(mode=0o700)
+                self._path = path
+                self._lock = take_lock(path / _LOCK)
+                (path / _PLACE).write_text(str(self._place))  # last: who reads it finds the lock held
             except OSError as error:
-                problems.append(f"{self.path} cannot be made: {error.strerror}")
+                problems.append(f"{path} cannot be made: {error.strerror}")
                 self.remove()
             else:
                 return
-        raise StorageError("the run's memory", "; ".join(problems))
+        nowhere = f"neither {SHARED_MEMORY} nor a folder for temporary files can be written"
+        raise StorageError("the run's memory", "; ".join(problems) or nowhere)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

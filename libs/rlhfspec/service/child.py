@@ -101,6 +101,7 @@ class Child:
         self._began_at = 0  # in its log
         self._read_to = 0
         self._verdict = ""  # why we killed it
+        self._num_killed_before = 0  # for want of memory, by the system, whoever it was
         self._process: Process | None = None
 
     @property
@@ -111,6 +112,7 @@ class Child:
     async def start(self) -> None:
         self._kill_family()  # what a dead one left behind
         self._verdict = ""
+        self._num_killed_before = exits.num_killed_for_memory()
         if self._activity is not None:
             for note in (self._activity, end_file(self._activity)):
                 note.unlink(missing_ok=True)
@@ -171,7 +173,12 @@ class Child:
             return Ended("error", f"{exits.said(code)}{self._while()}, and nobody had asked it to")
         unexpected = [line for line in lines if line.get("level", "error") == "error"]
         last = f": {str(unexpected[-1]['message']).strip()}" if unexpected and code > 0 else ""
-        return Ended(exits.failure_of(code), f"{exits.said(code)}{self._while()}{last}")
+        return Ended(exits.failure_of(code), f"{exits.said(code)}{self._for_memory(code)}{self._while()}{last}")
+
+    def _for_memory(self, code: int) -> str:
+        """The system does not say whom it kills; that nobody else kills a worker meanwhile is all but certain."""
+        ran_out = code == -signal.SIGKILL and exits.num_killed_for_memory() > self._num_killed_before
+        return " as memory ran out" if ran_out else ""
 
     def _noted_end(self) -> list[dict[str, Any]]:
         """What its log may have had no room for."""

@@ -14,6 +14,8 @@ import errno
 import os
 import re
 import signal
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 from rlhfspec.errors import (
@@ -73,6 +75,15 @@ def failure_of(code: int) -> Failure:
     if code < 0:
         return "error" if -code in _CRASHES else "killed"
     return "permanent" if code == PERMANENT else "temporary" if code == TEMPORARY else "error"
+
+
+def num_killed_for_memory(counters: Path = Path("/proc/vmstat")) -> int:
+    """Processes of this machine that the system has ended since it started, each because memory ran out, its own or
+    that of its container. 0 where it does not tell."""
+    with suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE):
+            return int(found[1])
+    return 0
 
 
 def said(code: int) -> str:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rlhfspec.interpreter import refuse_or_begin_anew
+
 if TYPE_CHECKING:
     from rlhfspec.job import RLHFJob
     from rlhfspec.service.connections import Connections
@@ -30,6 +32,7 @@ LEFT = b'{"level": "info", "message": "left: before it had begun", "exit_code": 
 
 
 def main(stage: str) -> NoReturn:
+    refuse_or_begin_anew()
     arguments = _arguments(stage)
     _leave_when_asked_to()
     _ask_itself_for_nothing()

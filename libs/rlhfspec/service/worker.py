@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -17,7 +18,7 @@ from json import dumps
 from typing import TYPE_CHECKING
 
 from rlhfspec.awake_clock import AwakeClock
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
 from rlhfspec.records import WorkerInfo
@@ -238,6 +239,8 @@ def host_told(environment: Mapping[str, str]) -> str:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             listening.bind((host, 0))
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise TransportUnavailable(host, "no port is free (net.ipv4.ip_local_port_range)") from None
         raise InvalidRequest(
             HOST, host, f"in the environment, is no address of this machine: {error.strerror}"
         ) from None

@@ -31,7 +31,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from rlhfspec.folder_lock import take_lock
-from rlhfspec.tiny.recipe import LIBRARY, RECIPES, TARGET, Recipe, cache_folder
+from rlhfspec.tiny.recipe import LIBRARY, RECIPES, TARGET, Recipe, cache_folder, make_in_cache
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.tiny.train import build, train
 
@@ -65,7 +65,7 @@ def ensure_recipe(recipe: Recipe, report: Report = print) -> Path:
     folder = cache_folder() / recipe.folder_name
     if folder.exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_in_cache(folder.parent)
     with _locked(folder.with_suffix(".lock")):
         if not folder.exists():  # another process may have made it while we waited
             _make(recipe, folder, report)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny import sums
-from rlhfspec.tiny.recipe import RECIPES, cache_folder
+from rlhfspec.tiny.recipe import RECIPES, cache_folder, make_in_cache
 
 PREFIX = "tiny:"
 TRAINING, HELD_OUT = "sums.jsonl", "held-out-sums.jsonl"
@@ -53,7 +53,7 @@ def _data(name: str) -> Path:
     """Written again each time, by renaming: small, always of this version, and never seen half."""
     count, seed = DATA[name]
     file = cache_folder().parent / "data" / name
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_in_cache(file.parent)
     scratch = file.with_suffix(f".{secrets.token_hex(8)}")  # not the process's number: in containers all have the same
     without = sums.rows(*DATA[TRAINING]) if name == HELD_OUT else ()
     scratch.write_text(sums.jsonl(count, seed, without=without))

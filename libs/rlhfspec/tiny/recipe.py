@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from rlhfspec.errors import StorageError
 from rlhfspec.tiny import corpus, library, sums
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
@@ -112,4 +113,15 @@ RECIPES = {
 
 def cache_folder() -> Path:
     """Where made models lie: `$RLHFSPEC_CACHE/models`, by default `~/.cache/rlhfspec/models`."""
-    return Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser() / "models"
+    try:
+        return Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser() / "models"
+    except RuntimeError:  # neither HOME nor an entry of this user
+        raise StorageError("~/.cache/rlhfspec", "this user has no home folder: set RLHFSPEC_CACHE") from None
+
+
+def make_in_cache(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot be made: {error.strerror} (RLHFSPEC_CACHE names another place)"
+        raise StorageError(folder, problem) from error

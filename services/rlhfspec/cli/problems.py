@@ -1,7 +1,9 @@
-"""How commands say what went wrong, without a traceback: what a user wrote (exit code 2), or what was found (1)."""
+"""How commands say what went wrong, without a traceback: what a user wrote (exit code 2), or what was found (1), on the
+disk or in the limits of the machine."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -10,6 +12,12 @@ import typer
 
 from rlhfspec.cli.exit_codes import FAILED
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
+
+LIMITS = {
+    errno.EAGAIN: "a limit on processes and threads: ulimit -u, or the container's",
+    errno.EMFILE: "the limit on open files: ulimit -n",
+    errno.ENOMEM: "memory ran out, or a limit on it: ulimit -v, or the container's",
+}
 
 
 @contextmanager
@@ -29,6 +37,24 @@ def exit_on_problems() -> Iterator[None]:
         refuse(str(error))
     except RLHFSpecError as error:  # damaged checkpoints, an export that finds no room
         refuse(str(error), code=FAILED)
+    except BrokenPipeError:  # whoever read what we print has enough
+        raise
+    except OSError as error:
+        refuse(said_of(error), code=FAILED)
+    except MemoryError:
+        refuse(LIMITS[errno.ENOMEM], code=FAILED)
+
+
+def said_of(error: OSError) -> str:
+    """
+    >>> said_of(PermissionError(errno.EACCES, "Permission denied", "model.safetensors"))
+    'model.safetensors: Permission denied'
+    >>> said_of(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
+    "Resource temporarily unavailable (a limit on processes and threads: ulimit -u, or the container's)"
+    """
+    place = f"{error.filename}: " if error.filename is not None else ""
+    limit = f" ({LIMITS[error.errno]})" if error.errno in LIMITS else ""
+    return f"{place}{error.strerror or error}{limit}"
 
 
 def refuse(message: str, *, code: int = 2) -> NoReturn:

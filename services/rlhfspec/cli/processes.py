@@ -20,7 +20,7 @@ from rlhfspec import ranks
 from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.cli.given_options import GivenServers
 from rlhfspec.cli.job_run import MOST_PENDING, JobRun, Models, Say
-from rlhfspec.errors import DataExhausted, StageError, StorageError
+from rlhfspec.errors import DataExhausted, StageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.job_file.memory import weights_bytes
 from rlhfspec.loop import workers_of
@@ -123,8 +123,6 @@ class ProcessRun(JobRun):
                 self.runner.run(self._build(say))
             except StageError as error:  # some worked already, while others were still loading: the run has begun
                 self._failure = error
-            except OSError as error:
-                raise StorageError(self._place, f"cannot be written: {error.strerror}") from error
             failing.pop_all()
 
     def _make_room(self, say: Say) -> None:

@@ -8,10 +8,12 @@ import threading
 from typing import NoReturn
 
 from rlhfspec.cli.exit_codes import STOPPED
+from rlhfspec.interpreter import refuse_or_begin_anew
 from rlhfspec.kernels.malloc import tune_malloc
 
 
 def main() -> None:
+    refuse_or_begin_anew()
     tune_malloc()  # before torch, and before any thread
     try:
         from rlhfspec.cli.main import app

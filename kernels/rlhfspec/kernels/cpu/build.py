@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 
+log = logging.getLogger("rlhfspec.kernels")
 SOURCE_DIR = Path(__file__).parent / "csrc"
 # Never -Ofast or -ffast-math: at link time they switch the whole process to flush-to-zero. No contraction: only the
 # fused multiply-adds that we wrote, so that every instruction set gives the same bits.
@@ -118,7 +120,10 @@ def _compiler_version(compiler: str) -> str:
 
 
 def _cache_dir() -> Path:
-    return Path(os.environ.get("RLHFSPEC_CACHE", Path.home() / ".cache" / "rlhfspec")) / "kernels"
+    try:
+        return Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser() / "kernels"
+    except RuntimeError:  # neither HOME nor an entry of this user
+        raise BuildError("this user has no home folder: set RLHFSPEC_CACHE") from None
 
 
 def _isas_of(source: Path) -> tuple[str, ...]:
@@ -218,9 +223,12 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return ctypes.CDLL(prebuilt), ""  # asked for by name: if it is missing or broken, say so at once
     try:
         return ctypes.CDLL(str(build())), ""
-    except (BuildError, OSError) as error:
-        print(f"rlhfspec: no CPU kernels, using plain torch: {error}", file=sys.stderr, flush=True)
-        return None, str(error)
+    except BuildError as error:
+        reason = str(error)
+    except OSError as error:  # also of a cache from which the system runs nothing
+        reason = f"{error} (RLHFSPEC_CACHE names another place)"
+    log.warning("rlhfspec: no CPU kernels, using plain torch: %s", reason)
+    return None, reason
 
 
 def load() -> ctypes.CDLL | None:

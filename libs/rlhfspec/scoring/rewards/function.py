@@ -73,7 +73,8 @@ class FunctionRewards:
         outcome = await self._call(arguments, around)
         if outcome.error is not None:
             error = outcome.error
-            raise CallFailed(f"it raised {type(error).__name__}: {error}", temporary=True, cause=error)
+            said = f": {error}" if str(error) else ""  # a MemoryError says nothing
+            raise CallFailed(f"it raised {type(error).__name__}{said}", temporary=True, cause=error)
         return numbers_of(outcome.value, samples) if self.grouped else [number(outcome.value, "what it returned")]
 
     async def _call(self, arguments: dict[str, Any], around: Around) -> CallResult:

@@ -1,0 +1,21 @@
+"""What the interpreter must be like before anything else is imported: with docstrings, and with UTF-8."""
+
+from __future__ import annotations
+
+import locale
+import os
+import sys
+
+UTF8_MODE = "PYTHONUTF8"
+NO_DOCSTRINGS = "python -OO (PYTHONOPTIMIZE=2): transformers does not work without docstrings; -O does"
+
+
+def refuse_or_begin_anew() -> None:
+    """Jobs, data, records and the names of files are UTF-8, whatever a locale says: where the interpreter would read
+    them otherwise, it begins anew."""
+    if sys.flags.optimize > 1:
+        print(NO_DOCSTRINGS, file=sys.stderr)
+        sys.exit(2)
+    encodings = {sys.getfilesystemencoding().lower(), locale.getpreferredencoding(False).lower()}
+    if encodings != {"utf-8"} and os.environ.get(UTF8_MODE) != "1":  # else somebody insists: python -X utf8=0
+        os.execve(sys.executable, sys.orig_argv, os.environ | {UTF8_MODE: "1"})
