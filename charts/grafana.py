@@ -82,7 +82,8 @@ TRAINING = (
         "What went wrong, in 10 minutes",
         (
             ('sum by (type) (increase(rlhfspec_records_ended_total{JOB,how="term"}[10m]))', "dead {{type}}"),
-            ("sum by (server) (increase(rlhfspec_reconnects_total{JOB}[10m]))", "{{server}} lost"),
+            ("max by (server) (increase(rlhfspec_reconnects_total{JOB}[10m]))", "{{server}} lost"),
+            ("sum by (stage) (increase(rlhfspec_restarts_total{JOB}[10m]))", "{{stage}} started again"),
         ),
     ),
 )

@@ -32,6 +32,7 @@ from operators import (
     until,
     writes_of,
 )
+from promql import family, named_anywhere
 from shared_servers import SharedServers
 from verbs import bound, refused, unused
 
@@ -39,7 +40,7 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 
 pytestmark = pytest.mark.ci
-NAMESPACES = ("life", "wrong", "quota", "policy", "gone", "reports", "two", "asleep")
+NAMESPACES = ("life", "again", "wrong", "quota", "policy", "gone", "reports", "two", "asleep")
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,25 @@ def test_a_job_goes_from_prepare_to_succeeded(world: World, operator: Operator) 
     secret = world.core.read_namespaced_secret("sums-reward", "life").data
     assert sorted(secret) == ["ca.pem", "redis.password", "reward.creds", "reward.key", "reward.pem", "servers-ca.pem"]
     assert leaders(world) == ["rl-operator-a"]
+
+
+def test_a_worker_that_is_started_again_is_counted_where_prometheus_asks(world: World, operator: Operator) -> None:
+    world.apply("again", "sums")
+    world.wait_for_pods("again", {"sums-prepare-0"})
+    world.ends("again", "sums-prepare-0")
+    until(lambda: "sums-reward-0" in world.pods("again"), "the stages are made")
+    before = world.pods("again")["sums-reward-0"].metadata.uid
+    counted = 'rlhfspec_restarts_total{namespace="again",rlhfjob="sums",stage="reward",worker="0"}'
+    until(lambda: operator.metrics().get(counted) == 0.0, "it is told before it ever was")
+    world.runs("again", "sums-reward-0")
+    world.ends("again", "sums-reward-0", 75, "no such host")
+    until(lambda: operator.metrics().get(counted) == 1.0, "it is counted")
+    until(
+        lambda: (pod := world.pods("again").get("sums-reward-0")) is not None and pod.metadata.uid != before,
+        "there is another one",
+    )
+    served = {family(name.partition("{")[0]) for name in operator.metrics()}
+    assert {family(name) for name in named_anywhere() if name.startswith("rlhfspec_operator_")} <= served
 
 
 def test_a_wrong_job_says_which_field(world: World, operator: Operator) -> None:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import yaml
-from shared_servers import SharedServers
+from shared_servers import SharedServers, free_port
 
 from rlhfspec.cluster.report import Report
 from rlhfspec.servers.guardian import MARK
@@ -97,6 +97,7 @@ class Job:
         self.token = folder / "token"
         self.token.write_text("first\n")
         self.job: dict[str, Any] = yaml.safe_load(job_file.read_text())
+        self.control_port = free_port()
         self._ending = ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -117,6 +118,7 @@ class Job:
             folder=self.run_folder, nats_url=self.servers.nats_url, redis_url=self.servers.redis_url,
             credentials=self.servers.credentials(role, job=name, run=UID), weights="grpc",
             report_url=self.operator.url if role == "control" else None,
+            http_port=self.control_port if role == "control" else 0,
         )  # fmt: skip
 
     def mounted(self, role: str) -> Path:

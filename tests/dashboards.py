@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ from rlhfspec.telemetry.run_folder import RunFolder, example_job
 from rlhfspec.telemetry.sample_lines import example_sample
 from rlhfspec.tracing.spans import Span
 from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.transport.nats_proof import Proof
 
 TOKEN = "a-token-of-the-tests"
 UID = "3f2a"
@@ -184,7 +186,11 @@ class LiveRun:
         keys = create_credentials(credentials, ROLES)
         users = {role: User.of(key, rights_of(role, "sums", UID)) for role, key in keys.items()}
         self._nats = NatsServer(place / "nats", run=UID, users=users, tls=ServerTls.of(credentials, "nats"))
-        self._redis = RedisServer(place / "redis", run=UID, password_file=credentials / "redis.password")
+        self._sockets = TemporaryDirectory(prefix="rlhfspec-")  # pytest's folders may be too long for one
+        self._redis = RedisServer(
+            place / "redis", run=UID, socket_folder=Path(self._sockets.name),
+            password_file=credentials / "redis.password",
+        )  # fmt: skip
         await self._nats.start()
         await self._redis.start()
         (place / "job.json").write_text(example_job().model_dump_json(by_alias=True))
@@ -201,7 +207,7 @@ class LiveRun:
         for role in (CONTROL, "generator", "trainer", "reward"):
             transport = await NatsTransport.connect(
                 self.connections.nats_url, name=role, inbox_prefix=inbox_of(role, UID),
-                nkey_seed=credentials / f"{role}.seed", tls=client_tls(credentials, role),
+                proof=Proof(nkey_seed=credentials / f"{role}.seed"), tls=client_tls(credentials, role),
             )  # fmt: skip
             self._transports.append(transport)
         workers = {stage.name: 1 for stage in loop.STAGES}
@@ -223,6 +229,7 @@ class LiveRun:
             await transport.close()
         await self._nats.stop()
         await self._redis.stop()
+        self._sockets.cleanup()
 
     async def say(self, *records: Record) -> None:
         """As its stage would."""

@@ -21,6 +21,7 @@ from rlhfspec.migration.links.opening import make_landing, open_sending
 from rlhfspec.migration.mover import Mover
 from rlhfspec.migration.sendings import Links
 from rlhfspec.records import Move, Moved
+from rlhfspec.tracing.base import Progress
 
 _ids = itertools.count()
 LONG = {"max_context": 448, "speculation": "off"}  # long enough for whatever happens meanwhile
@@ -40,7 +41,9 @@ class Held:
     def __init__(self) -> None:
         self.prompts: dict[str, tuple[bytes, str]] = {}
         self.lost: list[str] = []
-        self.num_taken = 0
+        self.num_taken = self.num_refused = 0
+        self.came_with: dict[str, list[Progress]] = {}
+        self.left_with: dict[str, list[Progress]] = {}
 
     def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
         return self.prompts.get(sample_id)
@@ -52,10 +55,17 @@ class Held:
         self.prompts[sample_id] = (prompt, token)
         self.num_taken += 1
 
-    def given(self, sample_id: str) -> None:
-        del self.prompts[sample_id]
+    def arrived(self, sample_id: str, progress: Progress) -> None:
+        self.came_with.setdefault(sample_id, []).append(progress)
 
-    def forgotten(self, sample_id: str) -> None:
+    def given(self, sample_id: str, progress: Progress | None) -> None:
+        del self.prompts[sample_id]
+        if progress is None:
+            self.num_refused += 1
+        else:
+            self.left_with.setdefault(sample_id, []).append(progress)
+
+    def forgotten(self, sample_id: str, progress: Progress) -> None:
         del self.prompts[sample_id]
         self.lost.append(sample_id)
 

@@ -19,9 +19,9 @@ BINARY = Path(sys.executable).with_name("nats-server")
 class NatsServer:
     """Stopped at the end of the block. `config`: lines of a configuration file."""
 
-    def __init__(self, folder: Path, config: str = "") -> None:
+    def __init__(self, folder: Path, config: str = "", *, jetstream: bool = True) -> None:
         self._folder = folder
-        self._config = config
+        self._config = config + ("\njetstream: enabled\n" if jetstream else "\n")
         self._port = -1
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -44,7 +44,7 @@ class NatsServer:
         """Again on the same port, with what was stored."""
         self._folder.mkdir(parents=True, exist_ok=True)
         config, log = self._folder / "nats.conf", self._folder / "nats.log"
-        config.write_text(f"{self._config}\njetstream: enabled\n")
+        config.write_text(self._config)
         log.unlink(missing_ok=True)
         command = [str(BINARY), "-a", "127.0.0.1", "-p", str(self._port), "-sd", str(self._folder / "data")]
         self._process = subprocess.Popen([*command, "-c", str(config), "-l", str(log)])

@@ -111,7 +111,7 @@ def test_a_delivery_goes_on_with_another_worker_who_has_its_token() -> None:
             await bus.of("generator").publish(SAMPLE)
             [delivery] = await first.pull(max_records=9, timeout_seconds=0)
             adopted = await other.adopt(encode(SAMPLE), SAMPLE.id, delivery.held.token, delivery.headers)
-            delivery.held.leave()
+            delivery.held.leave(None)
             assert not first._kept
             assert other._kept, "its new holder keeps it in progress"
             await clock.advance(5 * ACK_WAIT_SECONDS)
@@ -135,7 +135,7 @@ def test_a_delivery_that_nobody_holds_any_more_comes_again() -> None:
         async with await bus.of("reward").subscribe(Sample) as inbox:
             await bus.of("generator").publish(SAMPLE)
             [delivery] = await inbox.pull(max_records=9, timeout_seconds=0)
-            delivery.held.leave()
+            delivery.held.leave(None)
             await clock.advance(ACK_WAIT_SECONDS + 1)
             assert len(await inbox.pull(max_records=9, timeout_seconds=0)) == 1
 

@@ -14,13 +14,7 @@ from helm import CHART, MONITORING, ROOT, named, needs_helm, of_kind, pods, rend
 
 from rlhfspec.cluster import names
 from rlhfspec.loop import STAGES
-from rlhfspec.operator.metrics import Metrics
 from rlhfspec.operator.settings import OperatorFile
-from rlhfspec.records import Load, Moved, StepReport
-from rlhfspec.telemetry.metrics import example_step
-from rlhfspec.tracing.base import Place
-from rlhfspec.tracing.meters import Meters
-from rlhfspec.tracing.tracer import example_sample
 
 sys.path.insert(0, str(ROOT / "charts"))
 generate = importlib.import_module("generate")
@@ -102,32 +96,6 @@ def test_extras_that_the_images_install_exist() -> None:
     asked = {name for group in re.findall(r"'\.\[([a-z,]+)\]'", _dockerfile()) for name in group.split(",")}
     assert asked
     assert asked <= extras
-
-
-def test_alerts_and_dashboards_ask_for_metrics_that_exist() -> None:
-    known = {f"rlhfspec_{metric.name}" for metric in _meters().metrics()}
-    known |= {family.name for family in Metrics().registry.collect()}
-    text = (CHART / "files" / "alerts.yaml").read_text()
-    text += "".join(path.read_text() for path in (CHART / "files" / "dashboards").glob("*.json"))
-    asked = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in re.findall(r"\brlhfspec_[a-z_]+", text)}
-    assert len(asked) > 15
-    assert asked <= known, sorted(asked - known)
-
-
-def _meters() -> Meters:
-    """Which have seen one of everything."""
-    meters, place = Meters(), Place("generator", 0)
-    load = Load(
-        id="l", job="sums", generator="generator-0", step=3, num_running=5, num_waiting=2, num_finished=1, num_tokens=9,
-        tokens_per_second=120.5, accepted_per_verification=1.75, strategy="suffix",
-    )  # fmt: skip
-    line = example_step(step=3).to_line()
-    report = StepReport(id="r", job="sums", step=3, weights_version=4, weights_digest="", metrics_json=line)
-    moved = Moved(id="m", job="sums", sample_id="s", source=0, destination=1, how="kv")
-    for record in (example_sample(), load, report, moved):
-        meters.published(place, record, 0.0, True)
-    meters.reconnected("nats")
-    return meters
 
 
 # --- what it renders --------------------------------------------------------------------------------------------------
@@ -251,6 +219,14 @@ def test_alerts_and_monitors_are_made_where_their_api_exists() -> None:
     assert not {"PodMonitor", "PrometheusRule"} & {
         each["kind"] for each in rendered(never, "--api-versions", MONITORING)
     }
+
+
+@needs_helm
+def test_what_the_operator_counts_of_a_job_keeps_the_jobs_namespace() -> None:
+    """Prometheus would put the operator's own in its place, and no dashboard would find it."""
+    objects = rendered({}, "--api-versions", MONITORING)
+    [endpoint] = named(objects, "PodMonitor", "rlhfspec-operator")["spec"]["podMetricsEndpoints"]
+    assert endpoint["honorLabels"] is True
 
 
 @needs_helm

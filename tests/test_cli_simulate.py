@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from rlhfspec.cli.main import app
-from rlhfspec.rebalancing.calibrate import as_spans
+from rlhfspec.rebalancing.calibrate import Ran, as_spans, workload_of
 from rlhfspec.rebalancing.lengths import workload
 from rlhfspec.rebalancing.scenario import Scenario
 from rlhfspec.rebalancing.step_curves import PRESETS
-from rlhfspec.tracing.spans import Span
+from rlhfspec.tracing.spans import Attribute, Span
 
 JOB = str(Path(__file__).parents[1] / "examples" / "grpo.yaml")
 SMALL = ("--generators", "4", "--per-generator", "8", "--seeds", "2")
@@ -74,6 +75,26 @@ def test_what_cannot_be_is_one_line(arguments: tuple[str, str], said: str) -> No
     assert len(result.stderr.splitlines()) == 1
 
 
+def parts_of(whole: Span) -> list[Span]:
+    """As if it had moved, without a pause, between two engines that are as fast as each other."""
+    middle, tokens = (whole.began + whole.ended) / 2, int(whole.attributes["tokens"])
+    told: dict[str, Attribute] = {"generator": whole.attributes["generator"]}
+    rest: dict[str, Attribute] = {"tokens": tokens - tokens // 2, "finish_reason": "stop"}
+    return [
+        replace(whole, ended=middle, attributes=told | {"tokens": tokens // 2}),
+        replace(whole, began=middle, stay=2, attributes=told | rest),
+        replace(whole, delivery=2, is_open=True, ended=middle, attributes=told),  # a generator that died with it
+    ]
+
+
+def test_a_samples_parts_are_one_sample_of_the_simulated_stage() -> None:
+    whole = Ran(sample="a", generator="0", prompt="p", step=1, began=0.0, ended=4.0, num_tokens=40, prompt_tokens=5)
+    parts = [replace(whole, num_tokens=15), replace(whole, num_tokens=25, generator="1", prompt_tokens=0)]
+    one, several = (workload_of(each, num_generators=2, seed=1) for each in ([whole], parts))
+    assert one.lengths.tolist() == several.lengths.tolist() == [40]
+    assert one.prompt_tokens.tolist() == several.prompt_tokens.tolist()
+
+
 def test_it_is_calibrated_by_what_a_run_left(tmp_path: Path) -> None:
     """A run's folder as it is written, of a stage whose curve is known."""
     scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"], prefill_seconds=5e-4)
@@ -87,10 +108,10 @@ def test_it_is_calibrated_by_what_a_run_left(tmp_path: Path) -> None:
             run="r", sample=name, name="generation", stage="generator", worker=0, step=1, began=sample.began,
             ended=sample.ended, attributes={"generator": sample.generator, "tokens": sample.num_tokens},
         )  # fmt: skip
-        spans.append(span.to_line())
+        spans += [part.to_line() for part in ([span] if place % 4 else parts_of(span))]
     (tmp_path / "samples.jsonl").write_text("".join(lines))
     (tmp_path / "traces" / "generator-0.jsonl").write_text("".join(spans))
     found = content("--seeds", "1", "--policy", "none", "--calibrate", str(tmp_path))["calibration"]
-    assert found["samples"] == 64  # type: ignore[index]
+    assert found["samples"] == 64 + 16  # type: ignore[index]
     assert found["sequence_seconds"] == pytest.approx(0.5e-3, rel=0.1)  # type: ignore[index]
     assert found["median_error"] < 0.05  # type: ignore[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from control_place import PATIENCE_SECONDS, Job, stopped
 from runs import curve_of, train
+from scraping import samples_of
 from shared_servers import SharedServers
 
 from rlhfspec.service import exits
@@ -83,6 +85,7 @@ def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> Non
     finally:
         job.servers._nats.send_signal(signal.SIGCONT)
     assert [trouble.reason for trouble in away] == ["BrokerUnavailable"]
+    check_what_control_counts(job)
     (job_file.parent / "go-on").touch()
     assert any(b"step " in line for line in viewing.stdout), "it shows steps as they come"
     assert stopped(viewing) == exits.DONE
@@ -95,3 +98,11 @@ def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> Non
     assert stopped(control) == exits.DONE
     assert job.words("control").read_text() == "left: it was asked to"
     assert curve_of(job_file, "run") == whole
+
+
+def check_what_control_counts(job: Job) -> None:
+    """Prometheus asks it as it asks the stages."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{job.control_port}/metrics", timeout=10) as answer:
+        told = samples_of(answer.read().decode(), {})
+    servers = {dict(labels).get("server") for labels in told if dict(labels)["__name__"] == "rlhfspec_reconnects_total"}
+    assert servers == {"nats"} | ({"redis"} if job.servers.redis_url is not None else set())

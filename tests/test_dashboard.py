@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ from dashboards import (
     write_run,
 )  # fmt: skip
 from shared_servers import SharedServers
+from test_tracing_stays import moved_there_and_back
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
 from rlhfspec.dashboard import server as server_module
 from rlhfspec.dashboard.access import LaptopAccess, Visitor, What
 from rlhfspec.dashboard.feeds import Feeds
-from rlhfspec.dashboard.folder import NewLines, RunReader
+from rlhfspec.dashboard.folder import NewLines, RunReader, life_content
 from rlhfspec.dashboard.hearing import Hearing
 from rlhfspec.dashboard.laptop import LaptopSource
 from rlhfspec.dashboard.readers import MOST_UNREAD, Events
@@ -51,7 +53,9 @@ from rlhfspec.service.live import SampleHead, Window
 from rlhfspec.service.rights import inbox_of
 from rlhfspec.telemetry.metrics import example_step
 from rlhfspec.telemetry.moves import MovesFile
+from rlhfspec.telemetry.waterfall import LEGEND
 from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.transport.nats_proof import Proof
 
 JOB = "/api/jobs/laptop/run"
 HOSTILE = (
@@ -96,6 +100,17 @@ def test_a_new_browser_is_told_the_whole_curve(tmp_path: Path) -> None:
             assert job["problems"] == []
 
     run(check)
+
+
+def test_a_sample_that_moved_is_drawn_with_its_moves_by_marks_that_the_page_knows() -> None:
+    content = life_content(moved_there_and_back()[0].life())
+    assert [(span["name"], span["by"]) for span in content["spans"][1:]] == [
+        ("generation", "generator 0"), ("move", "generator 0 -> 1"), ("generation", "generator 1"),
+        ("move", "generator 1 -> 0"), ("generation", "generator 0"),
+    ]  # fmt: skip
+    assert {mark for span in content["spans"] for mark, _, _ in span["pieces"]} == {"·", "█", "─"}
+    script = files("rlhfspec.dashboard").joinpath("static", "page.js").read_text()
+    assert all(f'"{mark}": "' in script and f'told("{mark}", "{what}")' in script for mark, what in LEGEND.items())
 
 
 def test_a_sample_has_its_text_and_its_trace(tmp_path: Path) -> None:
@@ -564,5 +579,6 @@ def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_path: P
 async def connect(servers: SharedServers, role: str, credentials: Path) -> NatsTransport:
     return await NatsTransport.connect(
         servers.nats_url, name=role, inbox_prefix=inbox_of(role, "release" if role == "dashboard" else UID),
-        creds=credentials / f"{role}.creds", tls=servers_tls(credentials, role), publish_timeout_seconds=5.0,
+        proof=Proof(creds=credentials / f"{role}.creds"), tls=servers_tls(credentials, role),
+        publish_timeout_seconds=5.0,
     )  # fmt: skip

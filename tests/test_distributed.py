@@ -15,6 +15,8 @@ import torch
 
 from rlhfspec.learning.distributed import Leader, Ranks, joined
 from rlhfspec.learning.learner import Learner
+from rlhfspec.modeling.loading import prepared
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 
 TESTS = Path(__file__).parent
 
@@ -40,6 +42,10 @@ def helpers() -> ModuleType:
     return module
 
 
+def mixed_policy() -> Any:
+    return prepared(tiny_model(tiny_config("flint")), dtype="bfloat16", max_context=64)
+
+
 def alone() -> tuple[list[Any], Learner]:
     make = helpers()
     settings = make.spec("ppo", tokensPerMicroBatch=40, epochs=2)
@@ -60,6 +66,21 @@ def test_two_ranks_train_what_one_trains(found: Path) -> None:
         assert theirs[name].keys() == state.keys()
         for weight, tensor in state.items():
             assert (theirs[name][weight] - tensor).abs().max() < 1e-6, weight
+
+
+def test_two_ranks_train_a_model_of_two_types(found: Path) -> None:
+    theirs = torch.load(found / "mixed.pt", weights_only=True)
+    make = helpers()
+    learner = Learner(make.spec(), mixed := mixed_policy(), num_threads=1)
+    before = {name: tensor.clone() for name, tensor in mixed.state_dict().items()}
+    assert {tensor.dtype for tensor in before.values()} == {torch.float32, torch.bfloat16}
+    ours = learner.learn(make.rollouts(0)).log_probs
+    torch.testing.assert_close(theirs["log_probs"], ours, atol=0.2, rtol=0)  # other rows at a time, other roundings
+    assert float((theirs["log_probs"] - ours).abs().median()) < 0.03
+    for name, tensor in learner.policy_state().items():
+        assert theirs["policy"][name].dtype == tensor.dtype == before[name].dtype
+        if tensor.dtype == torch.float32:  # in bfloat16 a small step may be none
+            assert not torch.equal(theirs["policy"][name], before[name]), name
 
 
 def test_both_ranks_refuse_what_is_not_finite(found: Path) -> None:

@@ -38,6 +38,7 @@ from rlhfspec.tracing.folder import read_spans
 from rlhfspec.trainer.collector import example_sample
 from rlhfspec.transport.memory import MemoryTransport
 from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.transport.nats_proof import Proof
 from rlhfspec.transport.nats_streams import stream_name
 from rlhfspec.weights import MemoryWeightStore
 
@@ -363,8 +364,8 @@ class Control:
 
     async def _connected(self, role: str) -> NatsTransport:
         return await NatsTransport.connect(
-            self._url, name=role, inbox_prefix=inbox_of(role, self._uid), nkey_seed=self._credentials / f"{role}.seed",
-            tls=client_tls(self._credentials, role),
+            self._url, name=role, inbox_prefix=inbox_of(role, self._uid),
+            proof=Proof(nkey_seed=self._credentials / f"{role}.seed"), tls=client_tls(self._credentials, role),
         )  # fmt: skip
 
     def plan(self, text: str) -> None:

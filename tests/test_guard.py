@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlhfspec.huggingface.audit import ELEMENTWISE, MOVING, REDUCING, Audit, not_audited
+from rlhfspec.huggingface.casting import Precision
 from rlhfspec.huggingface.guard import _BY_PLACE, Guard
 
 WIDTHS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 257)
@@ -140,7 +141,7 @@ def test_the_lists_do_not_overlap() -> None:
 
 @pytest.fixture
 def guard() -> Guard:
-    return Guard(dtype=torch.float32, arithmetic="auto")
+    return Guard(arithmetic="auto")
 
 
 @pytest.mark.parametrize("function", _BY_PLACE, ids=lambda function: function.__name__)
@@ -158,6 +159,7 @@ def test_functions_by_place_run_on_whole_vectors(guard: Guard, function: Any) ->
             torch.testing.assert_close(guarded(rows), function(rows.abs() if others else rows, *others))
 
 
+FLOAT32 = Precision(torch.float32)
 WEIGHT = nn.Parameter(torch.randn(40, 300, generator=torch.Generator().manual_seed(1)), requires_grad=False)
 STACK = nn.Parameter(torch.randn(2, 300, 8, generator=torch.Generator().manual_seed(2)), requires_grad=False)
 PRODUCTS: dict[str, Function] = {
@@ -176,7 +178,7 @@ PRODUCTS: dict[str, Function] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_with_weights_run_on_the_kernels(guard: Guard, name: str) -> None:
     product = PRODUCTS[name]
-    guard.know([WEIGHT, STACK])
+    guard.know({"weight": WEIGHT, "stack": STACK}.items(), FLOAT32)
 
     def guarded(x: Tensor) -> Tensor:
         with guard:
@@ -191,7 +193,7 @@ def test_products_with_weights_run_on_the_kernels(guard: Guard, name: str) -> No
 
 def test_a_changed_weight_is_packed_again(guard: Guard) -> None:
     weight = nn.Parameter(torch.ones(4, 8), requires_grad=False)
-    guard.know([weight])
+    guard.know({"weight": weight}.items(), FLOAT32)
     with torch.inference_mode(), guard:
         assert float(functional.linear(torch.ones(1, 8), weight)[0, 0]) == 8.0
         weight.data.mul_(2.0)
@@ -249,7 +251,7 @@ def test_the_audit_names_the_module_and_the_function() -> None:
 
 def test_the_guard_makes_the_audit_content(guard: Guard) -> None:
     model = _Product()
-    guard.know(model.parameters())
+    guard.know(model.named_parameters(), FLOAT32)
     with torch.inference_mode(), Audit(model) as audit, guard:
         model(torch.ones(2, 8))
     assert audit.by_company == []

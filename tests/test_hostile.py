@@ -35,6 +35,7 @@ from rlhfspec.service.connecting import connect
 from rlhfspec.service.connections import Connections
 from rlhfspec.transport import dead_letters
 from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.transport.nats_proof import Proof
 from rlhfspec.wire.codec import encode
 
 JOB = "letters"
@@ -129,13 +130,13 @@ async def buried(connections: Connections) -> int:
 
 async def strangers_are_not_let_in(connections: Connections, folder: Path) -> None:
     assert connections.credentials is not None
-    seed = connections.credentials / "generator.seed"
+    key = Proof(nkey_seed=connections.credentials / "generator.seed")
     stranger = ssl.create_default_context()
     for options in (
         {},
         {"tls": client_tls(connections.credentials, "generator")},
-        {"nkey_seed": seed},
-        {"nkey_seed": seed, "tls": stranger},
+        {"proof": key},
+        {"proof": key, "tls": stranger},
     ):
         with pytest.raises(RLHFSpecError):
             await NatsTransport.connect(connections.nats_url, name="stranger", **options)  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -181,3 +183,23 @@ def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
             await launcher.start("generator-0", ["-m", "program", "0"], tmp_path / "log")
 
     with_launcher(tmp_path, check)
+
+
+def test_workers_of_one_launcher_compute_with_as_many_threads_as_each_is_told() -> None:
+    """torch read OMP_NUM_THREADS when the launcher imported it."""
+    script = """
+import threading, torch
+
+torch.get_num_threads()
+from rlhfspec.service.process import compute_with
+
+compute_with(1)
+seen = [torch.get_num_threads()]
+later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+later.start()
+later.join()
+print(*seen)
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout == "1 1\n"

@@ -139,6 +139,7 @@ def test_a_server_that_comes_back_empty_is_full_again_with_the_next_beats(
         state = place.state()
         async with beating(state, lambda: GENERATOR), beating(place.state(), lambda: REWARD):
             await place.until(lambda view: len(view.workers) == 2)
+            caplog.clear()  # a busy machine may have been too slow before
             os.kill(place.server.pid or 0, signal.SIGKILL)
             await place.server.wait()
             while state.num_failures < 3:

@@ -78,6 +78,7 @@ def test_a_control_that_fails_at_any_message(kind: type[messages.Message], when:
         assert moved.how in how, moved
         if kind is messages.HandOver:
             assert moved.how == ("kept" if when == "there" else "kv"), "the answer to Ask says which"
+            assert moved.pause_seconds > 0.0, "it stood still until then"
             assert any(isinstance(each, messages.Ask) for each in control.heard)
         check_bits(made)
 
@@ -98,6 +99,7 @@ def test_nobody_says_whether_it_was_taken() -> None:
             moved = await moving
             assert moved.how == "lost"
             assert here.custody.lost == ["x"]
+            assert [each.num_moves for each in there.custody.came_with["x"]] == [0]
             assert "leaving" in (await here.move("x", there)).reason
         assert all_bits(made) == {"x": alone(3)}
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,27 @@ from runs import curve_of, lines_of, train
 from rlhfspec.loop import STAGES
 
 PATIENCE_SECONDS = 150.0
+START = "rlhfspec.cli.start"
 OFF = "generation.speculation.mode=off"
 TWO = ("roles.generator.workers=2", "roles.reward.workers=2")
 
 
 class Started:
-    """A run with processes, in a folder beside the job."""
+    """A run with processes, in a folder beside the job. `before`: what the interpreter does first."""
 
-    def __init__(self, job_file: Path, out: str, *overrides: str, resume: bool = False) -> None:
+    def __init__(
+        self,
+        job_file: Path,
+        out: str,
+        *overrides: str,
+        resume: bool = False,
+        options: Sequence[str] = (),
+        before: str = "",
+    ) -> None:
         self.job_file, self.out, self.folder = job_file, out, job_file.parent / out
         sets = [word for override in (OFF, *overrides) for word in ("--set", override)]
-        command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "--processes", str(job_file)]
+        start = ["-c", f"{before}; from rlhfspec.cli.start import main; main()"] if before else ["-m", START]
+        command = [sys.executable, *start, "run", "--processes", str(job_file), *options]
         command += ["--out", str(self.folder), *sets, *(["--resume"] if resume else [])]
         self.process = subprocess.Popen(
             command,
@@ -117,7 +127,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     run = starting("many", steps, *TWO)
     run.until("(8 of 8)")
     uid, connections = run.connections["uid"], run.folder / "processes" / "connections.json"
-    assert len(named(uid, "launcher")) == 1, "all are told the same number of threads"
+    assert len(named(uid, "launcher")) == 1
     os.kill(run.pid_of("generator", 1), signal.SIGKILL)
     assert "started again" in run.until("generator 1: killed by SIGKILL")
     by_hand = subprocess.Popen(

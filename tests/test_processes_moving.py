@@ -14,6 +14,7 @@ from advice import Adviser, Listener
 from faults.processes import named
 from runs import train, write_job
 from test_processes import Started, eventually, starting  # noqa: F401
+from traced_moves import check_traces
 
 from rlhfspec.records import Move
 
@@ -48,6 +49,9 @@ def test_random_moves_every_50_ms_change_no_bit_of_the_curve(
     print(dict(adviser.outcomes), f"of {adviser.num_advised} advised")
     check_alike(run, whole)
     assert adviser.outcomes["kv"] >= 10, (adviser.outcomes, adviser.moved[-3:])
+    num_moves, most = check_traces(run.folder)
+    print(f"{num_moves} moves are in the traces, at most {most} of one sample")
+    assert num_moves >= 10
 
 
 class Hostile(Listener):

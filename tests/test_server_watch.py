@@ -14,6 +14,7 @@ from rlhfspec.job import FailurePolicy
 from rlhfspec.servers.guardian import Guardians
 from rlhfspec.servers.nats import NatsServer
 from rlhfspec.service import server_watch
+from rlhfspec.service.child import Interpreters
 from rlhfspec.service.server_watch import ServerWatch
 from rlhfspec.service.vitals import Vitals
 
@@ -33,7 +34,9 @@ def test_a_full_disk_ends_the_run(disk: Path, monkeypatch: pytest.MonkeyPatch) -
     async def main() -> None:
         server, guardians = NatsServer(disk / "nats", run="r1"), Guardians("r1")
         await server.start()
-        watch = ServerWatch(Vitals(), [server], guardians, [], FailurePolicy(), lambda line: None, asyncio.Event())
+        watch = ServerWatch(
+            Vitals(), [server], guardians, Interpreters({}), FailurePolicy(), lambda line: None, asyncio.Event()
+        )
         watching = asyncio.create_task(watch.run())
         try:
             await asyncio.sleep(0.3)
@@ -64,7 +67,9 @@ def test_room_that_is_back_at_the_second_look_is_room(disk: Path, monkeypatch: p
         server, guardians = NatsServer(disk / "nats", run="r1"), Guardians("r1")
         await server.start()
         try:
-            await Looking(Vitals(), [server], guardians, [], FailurePolicy(), lambda line: None, asyncio.Event()).run()
+            await Looking(
+                Vitals(), [server], guardians, Interpreters({}), FailurePolicy(), lambda line: None, asyncio.Event()
+            ).run()
             assert len(looks) == 6
         finally:
             guardians.release()
@@ -80,7 +85,7 @@ def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> None:
         server, guardians, gone = NatsServer(tmp_path / "nats", run="r1"), Guardians("r1"), asyncio.Event()
         await server.start()
         said: list[str] = []
-        watch = ServerWatch(Vitals(), [server], guardians, [], FailurePolicy(), said.append, gone)
+        watch = ServerWatch(Vitals(), [server], guardians, Interpreters({}), FailurePolicy(), said.append, gone)
         watching = asyncio.create_task(watch.run())
         try:
             await watch.stop()

@@ -50,7 +50,9 @@ def table_of(document: str) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("model_type", RIGHT)
 def test_types_that_are_right(model_type: str) -> None:
     verdict = judge_case(Case(model_type, ""))
-    assert (verdict.kind, verdict.detail) == ("right", "")
+    assert (verdict.kind, verdict.detail, verdict.limits) == ("right", "", [])
+    assert verdict.in_bfloat16 is not None
+    assert verdict.in_bfloat16.ratio < 1.5
     assert table_of(DOCUMENT.read_text())[model_type][0] == "Right in every bit"
 
 

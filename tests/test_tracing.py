@@ -21,7 +21,7 @@ from rlhfspec.service.health import Health
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.metrics import example_step
 from rlhfspec.tracing import otlp
-from rlhfspec.tracing.base import Place, Watcher
+from rlhfspec.tracing.base import Delivered, Place, Watcher
 from rlhfspec.tracing.folder import SpanFiles, read_spans
 from rlhfspec.tracing.meters import Meters
 from rlhfspec.tracing.opening import watching
@@ -158,31 +158,43 @@ def test_nothing_is_kept_of_what_is_over() -> None:
         assert not tracer._steps
 
 
+async def done_twice(spans: list[Span], taken: type[Prompt] | type[Sample], by: str, made: Sample | Score) -> None:
+    """By a slow worker, and by another one whom it is delivered to meanwhile and who is done first."""
+    transport = MemoryTransport(clock=(clock := FakeClock()))
+    first, second = [await opened(transport, Tracer(UID, spans.append)) for _ in range(2)]
+    slow, fast = [await bus.of(by).subscribe(taken) for bus in (first, second)]
+    await first.of("prompts").publish(PROMPT)
+    if taken is Sample:
+        await first.of("generator").publish(SAMPLE)
+    await slow.pull(max_records=1, timeout_seconds=0)
+    await clock.advance(60.0)
+    [delivery] = await fast.pull(max_records=1, timeout_seconds=0)
+    await second.of(by).publish(made)
+    await delivery.ack()
+    await first.of(by).publish(made)
+
+
 def test_what_is_done_twice_is_the_same_span_and_says_so() -> None:
     spans: list[Span] = []
+    asyncio.run(done_twice(spans, Sample, "reward", score("reward")))
+    assert [(span.name, span.again) for span in spans[2:]] == [("reward", False), ("reward", True)]
+    assert spans[2].id == spans[3].id
 
-    async def main() -> None:
-        transport = MemoryTransport(clock=(clock := FakeClock()))
-        first, second = [await opened(transport, Tracer(UID, spans.append)) for _ in range(2)]
-        slow, fast = [await bus.of("generator").subscribe(Prompt) for bus in (first, second)]
-        await first.of("prompts").publish(PROMPT)
-        await slow.pull(max_records=1, timeout_seconds=0)
-        await clock.advance(60.0)
-        [delivery] = await fast.pull(max_records=1, timeout_seconds=0)
-        await second.of("generator").publish(SAMPLE)
-        await delivery.ack()
-        await first.of("generator").publish(SAMPLE)
 
-    asyncio.run(main())
-    assert [(span.name, span.again) for span in spans[1:]] == [("generation", False), ("generation", True)]
-    assert spans[1].id == spans[2].id
+def test_what_is_generated_anew_is_another_stay_and_scores_hang_on_the_one_that_counted() -> None:
+    spans: list[Span] = []
+    asyncio.run(done_twice(spans, Prompt, "generator", SAMPLE))
+    fast, slow = spans[1:]
+    assert [(span.delivery, span.again) for span in (fast, slow)] == [(2, False), (1, True)]
+    assert fast.id != slow.id
+    assert fast.parent == slow.parent == spans[0].id
 
 
 def test_a_failed_score_and_samples_that_were_left_out_are_told() -> None:
     spans: list[Span] = []
     tracer = Tracer(UID, spans.append)
     tracer.published(Place("reward", 0), score("reward", error="timed out"), 1.0, True)
-    tracer.taken(Place("trainer", 0), SAMPLE, {})
+    tracer.taken(Place("trainer", 0), SAMPLE, Delivered({}))
     tracer.published(Place("trainer", 0), report(num_dropped=12), 1.0, True)
     assert spans[0].attributes["error"] == "timed out"
     assert (spans[1].name, spans[1].attributes["dropped"]) == ("training", 12)
@@ -192,7 +204,7 @@ def test_evaluations_end_with_their_report_and_headers_that_are_none_break_nothi
     spans: list[Span] = []
     tracer = Tracer(UID, spans.append)
     sample = replace(SAMPLE, id="sums/evaluation-3/7/1", purpose="evaluation")
-    tracer.taken(Place("trainer", 0), sample, {"traceparent": "00-zz", "sent": "yesterday"})
+    tracer.taken(Place("trainer", 0), sample, Delivered({"traceparent": "00-zz", "sent": "yesterday"}))
     tracer.published(Place("trainer", 0), report(), 1.0, True)
     assert not spans, "the step's end is not the evaluation's"
     done = EvaluationReport(id="sums/3/evaluation", job="sums", step=3, metrics_json="{}")
@@ -364,14 +376,16 @@ def test_what_is_counted_of_what_passes() -> None:
     meters.published(Place("prompts", 0), PROMPT, 99.5, True)
     meters.published(Place("prompts", 0), PROMPT, 99.5, False)
     clock.seconds += 2.0
-    meters.taken(place, PROMPT, headers)
+    meters.taken(place, PROMPT, Delivered(headers))
     clock.seconds += 3.0
     meters.published(place, LOAD, 105.0, True)
     meters.published(place, SAMPLE, 105.0, True)
     meters.ended(place, Prompt, PROMPT.id, "ack")
     meters.ended(place, Prompt, "sums/3/7/2", "nak")
-    meters.reconnected("nats")
-    meters.restarted("generator", 1)
+    lost = {"nats": 1, "redis": 0}
+    for server in ("nats", "redis"):
+        meters.reconnects(server, lambda server=server: lost[server])  # type: ignore[misc]
+    meters.restarts("generator", 1, lambda: 2)
     found = numbers(meters)
     assert not meters._records[place, Prompt].sent
     told = 'stage="generator",type="prompt",worker="1"'
@@ -391,8 +405,10 @@ def test_what_is_counted_of_what_passes() -> None:
         'rlhfspec_generator_waiting{stage="generator",worker="1"}': 2.0,
         'rlhfspec_weights_version{role="policy",stage="generator",worker="1"}': 2.0,
         'rlhfspec_generator_strategies_total{stage="generator",strategy="suffix",worker="1"}': 1.0,
+        f'rlhfspec_records_ended_total{{how="term",{told}}}': 0.0,
         'rlhfspec_reconnects_total{server="nats"}': 1.0,
-        'rlhfspec_restarts_total{stage="generator",worker="1"}': 1.0,
+        'rlhfspec_reconnects_total{server="redis"}': 0.0,
+        'rlhfspec_restarts_total{stage="generator",worker="1"}': 2.0,
     }
     assert {name: found.get(name) for name in expected} == expected
 
@@ -422,7 +438,7 @@ def test_what_a_worker_worked_is_told_by_its_vitals() -> None:
 
 def test_two_processes_in_one_do_not_share_their_metrics() -> None:
     one, other = Meters(), Meters()
-    one.reconnected("nats")
+    one.reconnects("nats", lambda: 1)
     assert "rlhfspec_reconnects_total" in text_of(one.metrics())
     assert "rlhfspec_reconnects_total" not in text_of(other.metrics())
 
@@ -432,7 +448,7 @@ def test_a_process_serves_its_metrics_where_prometheus_asks() -> None:
         assert looking.watcher is looking.meters
         with Health("reward", 0, Vitals(), metrics=looking.metrics_text) as health:
             assert looking.meters is not None
-            looking.meters.reconnected("redis")
+            looking.meters.reconnects("redis", lambda: 1)
             with urllib.request.urlopen(f"http://{health.http_address}/metrics", timeout=30) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                 assert 'rlhfspec_reconnects_total{server="redis"} 1.0' in answer.read().decode()

@@ -20,6 +20,7 @@ from rlhfspec.servers.nats import User, nats_config
 from rlhfspec.transport import dead_letters
 from rlhfspec.transport.base import Consumer, Message, Subscription
 from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.transport.nats_proof import Proof
 
 SUBJECT, DEAD, STATE = "rlhf.sums.sample", "rlhf.sums.dead", "rlhf.sums.weights"
 REWARD = Consumer(name="reward", ack_wait_seconds=2.0, max_deliveries=None)
@@ -296,7 +297,7 @@ def test_wrong_credentials_are_said_at_once(tmp_path: Path) -> None:
     async def check(server: NatsServer) -> None:
         url, good = server.url, credentials / "reward.seed"
         tls = client_tls(credentials, "reward")
-        await (await connect(url, nkey_seed=good, tls=tls)).close()
+        await (await connect(url, proof=Proof(nkey_seed=good), tls=tls)).close()
         for seed, problem in (
             (tmp_path / "unknown.seed", r"the server refuses the key in .*unknown\.seed"),
             (tmp_path / "broken.seed", "is no NKEY seed"),
@@ -304,9 +305,9 @@ def test_wrong_credentials_are_said_at_once(tmp_path: Path) -> None:
             (None, "the server refuses a connection without credentials"),
         ):
             with pytest.raises(InvalidRequest, match=problem):
-                await connect(url, nkey_seed=seed, tls=tls)
+                await connect(url, proof=Proof(nkey_seed=seed), tls=tls)
         with pytest.raises(InvalidRequest, match="certificate is not to be trusted"):
-            await connect(url, nkey_seed=good, tls=client_tls(others, "reward"))
+            await connect(url, proof=Proof(nkey_seed=good), tls=client_tls(others, "reward"))
 
     run(tmp_path / "nats", check, nats_config({"reward": everything}, ServerTls.of(credentials, "nats")))
 
@@ -319,6 +320,35 @@ def test_a_server_without_tls_is_not_spoken_to_in_the_clear(tmp_path: Path) -> N
             await connect(server.url, tls=client_tls(tmp_path / "credentials", "reward"))
 
     run(tmp_path / "nats", check)
+
+
+def test_who_answers_in_its_place_without_tls_hears_no_password(tmp_path: Path) -> None:
+    """The server went away; whoever has its port now says that it wants no TLS."""
+    credentials = tmp_path / "credentials"
+    create_credentials(credentials, ["reward"])
+    login = 'authorization { user: rl, password: "s3cret" }'
+    heard = bytearray()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"version": "2.15.1", "jetstream": true, "auth_required": true}\r\n')
+        with suppress(OSError):
+            heard.extend(await reader.read(1024) + b"|")
+        writer.close()
+
+    async def check(server: NatsServer) -> None:
+        proof, tls = Proof(user="rl", password="s3cret"), client_tls(credentials, "reward")
+        transport = await connect(server.url, proof=proof, tls=tls)
+        server.kill()
+        async with await asyncio.start_server(listen, "127.0.0.1", server.port):
+            async with asyncio.timeout(30.0):
+                while heard.count(b"|") < 2:
+                    await asyncio.sleep(0.01)
+        assert bytes(heard).strip(b"|") == b""
+        server.start()
+        assert await transport.answers("rlhf.a.sample", 20.0), "it is known again when it is back"
+        await transport.close()
+
+    run(tmp_path / "nats", check, nats_config({}, ServerTls.of(credentials, "nats")) + f"\n{login}")
 
 
 # --- chaos --------------------------------------------------------------------------------------------------------

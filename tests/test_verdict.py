@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from rlhfspec.modeling import exact_functions
+from rlhfspec.huggingface import reference
+from rlhfspec.huggingface.casting import Precision
+from rlhfspec.modeling import exact_functions, loading
+from rlhfspec.sweep import by_position
 from rlhfspec.sweep import verdict as verdicts
 from rlhfspec.sweep.verdict import judge
 from rlhfspec.tiny.classes import tiny_config, tiny_model, variants
@@ -42,3 +47,56 @@ def test_log_probs_that_are_off_are_not_taken_for_rounding(monkeypatch: pytest.M
     verdict = judge(lambda: tiny_model(config))
     assert verdict.kind == "wrong"
     assert verdict.detail.startswith("log-probs differ from the oracle's by")
+
+
+# ---- in bfloat16, by position ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def far_seeing() -> Any:
+    """A wrong angle shows in its attentions."""
+    model = tiny_model(tiny_config("llama", max_position_embeddings=1024))
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            parameter.mul_(2.0)
+    return model
+
+
+def round_buffers_too(patch: pytest.MonkeyPatch) -> None:
+    def cast_all(model: Any, precision: Precision) -> None:
+        model.to(precision.usual)
+
+    patch.setattr(loading, "cast", cast_all)
+
+
+def test_an_error_that_grows_with_the_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    bands = by_position.judge_positions(far_seeing, num_tokens=1024, vocab_size=97)
+    assert [(band.start, band.stop) for band in bands] == [(0, 128), (128, 256), (256, 512), (512, 1023)]
+    assert max(band.ratio for band in bands) < 1.3
+    round_buffers_too(monkeypatch)
+    monkeypatch.setattr(reference.Reference, "check", lambda *given, **named: 0.0)  # the proof would refuse it
+    bands = by_position.judge_positions(far_seeing, num_tokens=1024, vocab_size=97)
+    assert [first.ratio < second.ratio for first, second in pairwise(bands)] == [True] * 3
+    verdict = judge(far_seeing)
+    assert verdict.kind == "wrong", verdict
+    assert re.fullmatch(
+        r"the trainer's log-probs in bfloat16 are \d+\.\d\d times as far from float32's as Hugging Face's at positions "
+        r"512 to 1023",
+        verdict.detail,
+    )
+
+
+def test_what_the_proof_refuses_in_bfloat16_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_buffers_too(monkeypatch)
+    verdict = judge(far_seeing)
+    assert verdict.kind == "right", verdict
+    [limit] = verdict.limits
+    assert limit.startswith("no model.dtype bfloat16: LlamaForCausalLM: the trainer's logits differ from")
+
+
+def test_rope_that_changes_behind_the_samples_is_judged_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dict(variants("llama"))["rope=longrope"]()
+    verdict = judge(partial(tiny_model, config))
+    assert verdict.kind == "right", verdict
+    assert verdict.in_bfloat16 is not None
+    assert verdict.in_bfloat16.stop == 127

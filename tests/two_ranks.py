@@ -12,6 +12,8 @@ from rlhfspec.errors import NumericalError, StageStalled
 from rlhfspec.learning.distributed import Leader, Ranks, follow, joined
 from rlhfspec.learning.learner import Learner
 from rlhfspec.modeling.digest import digest
+from rlhfspec.modeling.loading import prepared
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 
 
 def new_learner(name: str, ranks: Ranks) -> Learner:
@@ -36,6 +38,15 @@ def lead(leader: Leader, folder: Path) -> None:
     torch.save({"metrics": [report.metrics for report in reports], "log_probs": [r.log_probs for r in reports],
                 "policy": leader.policy_state(), "critic": leader.critic_state()}, folder / "found.pt")  # fmt: skip
     leader.close()
+
+
+def mixed(ranks: Ranks, folder: Path) -> None:
+    """Routers and sinks in float32 in a model in bfloat16."""
+    policy = prepared(tiny_model(tiny_config("flint")), dtype="bfloat16", max_context=64)
+    learner = Learner(spec(), policy, ranks=ranks, num_threads=1)
+    log_probs, state = learner.learn(rollouts(0)).log_probs, learner.policy_state()
+    if ranks.rank == 0:
+        torch.save({"log_probs": log_probs, "policy": state}, folder / "mixed.pt")
 
 
 def overflow(learner: Learner, ranks: Ranks, folder: Path) -> None:
@@ -65,6 +76,7 @@ def main() -> None:
             lead(Leader(learner, ranks), folder)
         else:
             follow(learner, ranks)
+        mixed(ranks, folder)
         overflow(new_learner("dr-grpo", ranks), ranks, folder)
         silence(learner, ranks, folder)
 

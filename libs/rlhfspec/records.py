@@ -245,7 +245,7 @@ class Moved:
     num_rounds: int = 0  # of KV sent while the source went on
     num_tokens: int = 0  # that it had
     num_recomputed: int = 0  # of these, those whose KV the destination computes again
-    pause_seconds: float = 0.0  # from the source's last step with it until the destination had it
+    pause_seconds: float = 0.0  # from the source's last step with it until the destination had it, or it went on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,15 @@ def arithmetic_for(dtype: torch.dtype, wanted: str = "auto") -> Arithmetic:
     return wanted  # type: ignore[return-value]
 
 
+def arithmetic_beside(arithmetic: str, dtype: torch.dtype) -> str:
+    """How weights kept as `dtype` are multiplied in a model whose other weights are by `arithmetic`.
+
+    >>> arithmetic_beside("amx", torch.bfloat16), arithmetic_beside("amx", torch.float32)
+    ('amx', 'fma')
+    """
+    return "fma" if dtype is torch.float32 and arithmetic in ISA_OF else arithmetic
+
+
 # ---- the C functions ------------------------------------------------------------------------------------------------
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float

@@ -25,18 +25,20 @@ from rlhfspec.engine.graphs import GraphedForward
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
+from rlhfspec.huggingface.casting import Precision, cast, precision_of, round_parameters, widen
 from rlhfspec.huggingface.causal_lm import CausalLM
 from rlhfspec.huggingface.check import ModelReport, Proof, prove
 from rlhfspec.huggingface.experts import ExpertLoad
 from rlhfspec.huggingface.fuse import FusedModel, fuse
 from rlhfspec.huggingface.native import native_decoder
 from rlhfspec.huggingface.probes import choose
-from rlhfspec.huggingface.reference import TOLERANCES, Rounding, ask, round_parameters
+from rlhfspec.huggingface.reference import TOLERANCES, Rounding, ask
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
 ATTENTION_NAME = "rlhfspec_tree"
-_TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 1e-1}  # its products are torch's, in fewer bits
+# Its products are torch's, in fewer bits. In bfloat16 a sound model was seen to be .011 to .017 from the reference.
+_TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class ModelRunner:
     def __init__(self, model: Any, config: RunnerConfig) -> None:
         began = time.perf_counter()
         self.config = config
+        widen(model)
         anatomy = examine(model, name=config.name, max_context=config.max_context)
         self.vocab_size = anatomy.vocab_size
         self.num_token_ids = int(model.get_input_embeddings().num_embeddings)  # that it takes; it may give fewer
@@ -69,10 +72,11 @@ class ModelRunner:
         self.kv_shape = (len(anatomy.attentions), 2, *cache_shape(anatomy.attentions))
         room = min(config.max_context, config.num_blocks * config.block_size)
         probes = choose(anatomy, model.config, room, self.num_token_ids)
-        round_parameters(model, config.dtype)
-        rounding = Rounding(model, dtype=config.dtype, arithmetic=config.arithmetic)
+        precision = precision_of(model, config.dtype)
+        round_parameters(model, precision)
+        rounding = Rounding(model, precision, arithmetic=config.arithmetic, activations=self.activation_dtype)
         reference = ask(model, anatomy, probes, name=config.name, rounding=rounding)
-        self.fused = self._prepare(model)
+        self.fused = self._prepare(model, precision)
         self.kv = new_kv(
             num_blocks=config.num_blocks, num_layers=len(anatomy.attentions), block_size=config.block_size,
             num_kv_heads=self.kv_shape[2], head_dim=self.kv_shape[3], dtype=config.dtype, device=config.device,
@@ -183,10 +187,12 @@ class ModelRunner:
         )  # fmt: skip
         return out[None, ..., : spec.value_dim].contiguous()
 
-    def _prepare(self, model: Any) -> FusedModel:
+    def _prepare(self, model: Any, precision: Precision) -> FusedModel:
         arithmetic = self.config.arithmetic if self.config.device.type == "cpu" else "torch"
-        fused = fuse(model, dtype=self.config.dtype, arithmetic=arithmetic, max_context=self.config.max_context)
-        fused.model.to(device=self.config.device, dtype=self.activation_dtype)
+        fused = fuse(model, precision, arithmetic=arithmetic, max_context=self.config.max_context)
+        fused.model.to(device=self.config.device)
+        computed_in = self.activation_dtype
+        cast(fused.model, precision if computed_in == self.config.dtype else Precision(computed_in))
         AttentionInterface.register(ATTENTION_NAME, attend)
         model.set_attn_implementation(ATTENTION_NAME)
         use_eager_experts(model)

@@ -7,6 +7,7 @@ whatever the batch size; the objects hold what is needed once per sequence.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,7 +65,6 @@ class Sequence:
 
     def complete(self, reason: FinishReason, *, error: str = "", text: str | None = None) -> Completion:
         done, start = self.generated, len(self.request.prompt_token_ids)
-        verifications, drafted, accepted, preemptions, moves = done.counters.tolist()
         return Completion(
             id=self.request.id,
             prompt_token_ids=self.request.prompt_token_ids,
@@ -75,15 +75,24 @@ class Sequence:
             finish_reason=reason,
             error=error,
             text=text,
-            stats=SequenceStats(
-                num_verifications=verifications,
-                num_drafted=drafted,
-                num_accepted=accepted,
-                num_preemptions=preemptions,
-                num_moves=moves,
-                strategies=tuple(sorted(done.strategies.items())),
-            ),
+            stats=stats_of(done.counters.tolist(), done.strategies.items()),
         )
+
+
+def stats_of(counters: Iterable[int], strategies: Iterable[tuple[str, int]]) -> SequenceStats:
+    """
+    >>> stats_of((30, 8, 5, 0, 2), [("suffix", 4), ("plain", 26)]).strategies
+    (('plain', 26), ('suffix', 4))
+    """
+    verifications, drafted, accepted, preemptions, moves = counters
+    return SequenceStats(
+        num_verifications=verifications,
+        num_drafted=drafted,
+        num_accepted=accepted,
+        num_preemptions=preemptions,
+        num_moves=moves,
+        strategies=tuple(sorted(strategies)),
+    )
 
 
 class RowTable:

@@ -73,6 +73,18 @@ def fit_cache(states: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
     return states if states.shape[1] == num_heads else states.repeat_interleave(num_heads // states.shape[1], dim=1)
 
 
+def visible(size: int, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
+    """Which keys a query sees, from the beginning of a sequence: [size, size]."""
+    place = torch.arange(size, device=device)
+    distance = place[:, None] - place[None]
+    seen = distance >= 0
+    if spec.window is not None:
+        seen &= distance < spec.window
+    if spec.chunk is not None:
+        seen &= place[:, None] // spec.chunk == place[None] // spec.chunk
+    return seen
+
+
 def refuse_unknown(module: Any, keywords: dict[str, Any], *, name: str = "model") -> None:
     """Raises UnsupportedModel for an argument that may mean anything."""
     unknown = [name for name, given in keywords.items() if given is not None and name not in _IGNORED_KEYWORDS]
@@ -90,11 +102,18 @@ def attending(model: Any, name: str, function: Any = None, *, masks: bool = Fals
         AttentionInterface.register(name, function)
     if masks:
         AttentionMaskInterface.register(name, eager_mask)
+    with as_before(model):
+        model.set_attn_implementation(name)
+        use_eager_experts(model)
+        yield
+
+
+@contextmanager
+def as_before(model: Any) -> Iterator[None]:
+    """What the model's attentions and experts call inside, they call no more afterwards."""
     before = {
         id(config): (config, config._attn_implementation, config._experts_implementation) for config in _configs(model)
     }
-    model.set_attn_implementation(name)
-    use_eager_experts(model)
     try:
         yield
     finally:

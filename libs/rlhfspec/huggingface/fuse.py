@@ -22,10 +22,10 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.audit import Audit
+from rlhfspec.huggingface.casting import Precision
 from rlhfspec.huggingface.causal_lm import CausalLM, anatomy_of
 from rlhfspec.huggingface.experts import PackedExperts, is_experts
 from rlhfspec.huggingface.guard import Guard
-from rlhfspec.huggingface.reference import rounded
 from rlhfspec.huggingface.rotary import RotaryTable
 from rlhfspec.kernels.linear import (
     ActivationName,
@@ -33,6 +33,7 @@ from rlhfspec.kernels.linear import (
     PackedLinear,
     RowInvariantActivation,
     activation_twin,
+    arithmetic_beside,
 )
 from rlhfspec.kernels.norm import FusedRMSNorm
 
@@ -55,7 +56,7 @@ class FusedModel:
     """The exchanged model and where each named weight goes."""
 
     model: Any  # a Hugging Face causal LM
-    dtype: torch.dtype  # storage of the linear weights
+    precision: Precision  # in what the weights are kept
     arithmetic: str
     guard: Guard
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # every weight by its Hugging Face name
@@ -81,9 +82,10 @@ class FusedModel:
             load(*(given[name].detach() if name else None for name in names))
         self.guard.forget()
 
-    def round(self, tensor: Tensor) -> Tensor:
-        """The weight as stored: bf16 models are exactly the bf16-rounded weights, computed in fp32."""
-        return rounded(tensor, self.dtype)
+    def packing(self, name: str) -> dict[str, Any]:
+        """How the matrix of that name is packed."""
+        kept_as = self.precision.of(name)
+        return {"dtype": kept_as, "arithmetic": arithmetic_beside(self.arithmetic, kept_as)}
 
     def held(self) -> Iterator[Tensor]:
         """Every tensor that a forward reads: weights as they are packed, parameters and buffers, rotary tables."""
@@ -111,12 +113,12 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 
 @torch.inference_mode()
-def fuse(model: nn.Module, *, dtype: torch.dtype, arithmetic: str, max_context: int) -> FusedModel:
+def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context: int) -> FusedModel:
     """Exchange experts, gated MLPs, linear layers, norms, activations and rotary tables, outer modules first.
 
-    The parameters are rounded to `dtype` already (`reference.round_parameters`).
+    The parameters are rounded already (`casting.round_parameters`).
     """
-    fused = FusedModel(model, dtype, arithmetic, Guard(dtype=dtype, arithmetic=arithmetic))
+    fused = FusedModel(model, precision, arithmetic, Guard(arithmetic=arithmetic))
     fused.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     native = arithmetic != "torch"
     called = anatomy_of(model).called
@@ -128,10 +130,10 @@ def fuse(model: nn.Module, *, dtype: torch.dtype, arithmetic: str, max_context: 
             _replace(model, name, RotaryTable(module, max_context))
             fused.swapped["rotary"] = fused.swapped.get("rotary", 0) + 1
     taken = {name for names, _ in fused.loaders for name in names}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name in model.state_dict():
         if name in fused.shapes and name not in taken:
-            fused.loaders.append(((name,), _tensor_loader(fused, tensor)))
-    fused.guard.know(model.parameters())
+            fused.loaders.append(((name,), _tensor_loader(fused, name)))
+    fused.guard.know(model.named_parameters(), precision)
     return fused
 
 
@@ -196,12 +198,12 @@ def _swap(fused: FusedModel, name: str, module: nn.Module) -> None:
 
 
 def _experts(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:
-    if not is_experts(module):
+    if not is_experts(module) or fused.precision.holds(name):
         return None
     activation = activation_of(getattr(module, "act_fn", None))
     if activation is not None:
         module.act_fn = RowInvariantActivation(activation)
-    packed = PackedExperts(module, dtype=fused.dtype, arithmetic=fused.arithmetic, activation=activation)
+    packed = PackedExperts(module, **fused.packing(name), activation=activation)
     fused.loaders.append((tuple(f"{name}.{part}" for part in packed.weight_names), packed.load_weights))
     return packed
 
@@ -211,30 +213,27 @@ def _gated_mlp(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | N
     activation = activation_of(getattr(module, "act_fn", None))
     if not (type(gate) is nn.Linear and type(up) is nn.Linear and type(down) is nn.Linear) or activation is None:
         return None
+    if fused.precision.holds(name):
+        return None
     if not _agree(module, lambda x: down(activation_twin(gate(x), activation) * up(x)), gate.in_features):
         return None
-    packed = PackedGatedMLP.from_linears(
-        gate, up, down, activation=activation, dtype=fused.dtype, arithmetic=fused.arithmetic
-    )
-    parts_of = [f"{name}.{part}_proj.weight" for part in ("gate", "up", "down")]
-    biases = [f"{name}.{part}_proj.bias" for part in ("gate", "up", "down")]
-    biases = [bias if bias in fused.shapes else "" for bias in biases]
-    fused.loaders.append(((*parts_of, *biases), _weights_loader(fused, packed.load_weights, num_matrices=3)))
+    packed = PackedGatedMLP.from_linears(gate, up, down, activation=activation, **fused.packing(name))
+    parts = [f"{name}.{part}_proj" for part in ("gate", "up", "down")]
+    _add_loader(fused, [f"{part}.weight" for part in parts], [f"{part}.bias" for part in parts], packed.load_weights)
     return packed
 
 
 def _linear(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:
     if type(module) is nn.Linear:
-        packed = PackedLinear.from_linear(module, dtype=fused.dtype, arithmetic=fused.arithmetic)
+        packed = PackedLinear.from_linear(module, **fused.packing(f"{name}.weight"))
         load = packed.load_weight
     elif type(module) is Conv1D:  # GPT-2's linear layer keeps its weight the other way round
-        packed = PackedLinear(module.nx, module.nf, dtype=fused.dtype, arithmetic=fused.arithmetic)
+        packed = PackedLinear(module.nx, module.nf, **fused.packing(f"{name}.weight"))
         load = functools.partial(_load_transposed, packed)
         load(module.weight, module.bias)
     else:
         return None
-    bias = "" if module.bias is None else f"{name}.bias"
-    fused.loaders.append(((f"{name}.weight", bias), _weights_loader(fused, load, num_matrices=1)))
+    _add_loader(fused, [f"{name}.weight"], [f"{name}.bias"], load)
     return packed
 
 
@@ -242,14 +241,15 @@ def _load_transposed(packed: PackedLinear, weight: Tensor, bias: Tensor | None) 
     packed.load_weight(weight.T, bias)
 
 
-def _weights_loader(fused: FusedModel, load: Callable[..., None], *, num_matrices: int) -> Callable[..., None]:
+def _add_loader(fused: FusedModel, matrices: list[str], biases: list[str], load: Callable[..., None]) -> None:
     """Matrices are rounded as they are packed, biases here: later weights like the first ones."""
+    names = (*matrices, *(bias if bias in fused.shapes else "" for bias in biases))
 
     def rounded_load(*tensors: Tensor | None) -> None:
-        biases = (None if bias is None else fused.round(bias) for bias in tensors[num_matrices:])
-        load(*tensors[:num_matrices], *biases)
+        given = list(zip(names, tensors, strict=True))[len(matrices) :]
+        load(*tensors[: len(matrices)], *(b if b is None else fused.precision.rounded(name, b) for name, b in given))
 
-    return rounded_load
+    fused.loaders.append((names, rounded_load))
 
 
 def _norm(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:
@@ -267,12 +267,9 @@ def _norm(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:
     if not same:
         return None
     norm = FusedRMSNorm(original, eps, add_one=same[0])
-    fused.loaders.append(((f"{name}.weight",), _norm_loader(fused, norm)))
+    rounded = functools.partial(fused.precision.rounded, f"{name}.weight")
+    fused.loaders.append(((f"{name}.weight",), lambda tensor: norm.load_weight(rounded(tensor))))
     return norm
-
-
-def _norm_loader(fused: FusedModel, norm: FusedRMSNorm) -> Callable[[Tensor], None]:
-    return lambda tensor: norm.load_weight(fused.round(tensor))
 
 
 def _agree(
@@ -303,9 +300,15 @@ def activation_of(module: Any) -> ActivationName | None:
     return _ACTIVATIONS.get(type(module))
 
 
-def _tensor_loader(fused: FusedModel, kept: Tensor) -> Callable[[Tensor], None]:
+def _tensor_loader(fused: FusedModel, name: str) -> Callable[[Tensor], None]:
+    """Of what the model itself still holds. A buffer is another tensor once the model has moved to its device, and is
+    never rounded."""
+    path, _, leaf = name.rpartition(".")
+    module = fused.model.get_submodule(path)
+
     def load(tensor: Tensor) -> None:
-        kept.data.copy_(fused.round(tensor))
+        is_parameter = leaf in module._parameters
+        getattr(module, leaf).data.copy_(fused.precision.rounded(name, tensor) if is_parameter else tensor)
 
     return load
 

@@ -19,7 +19,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rlhfspec.huggingface.audit import not_audited
-from rlhfspec.kernels.linear import PackedLinear
+from rlhfspec.huggingface.casting import Precision
+from rlhfspec.kernels.linear import PackedLinear, arithmetic_beside
 
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 _PIECE = 16384  # elements: below torch's grain, so that one thread runs them all
@@ -35,7 +36,7 @@ class WeightProducts(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._weights: dict[int, Tensor] = {}  # by their storage
+        self._weights: dict[int, tuple[Tensor, torch.dtype]] = {}  # by their storage; what each is kept in
         self._table = self._handlers()
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -46,8 +47,13 @@ class WeightProducts(TorchFunctionMode):
         """What becomes of a product without a weight."""
         return NotImplemented
 
-    def know(self, weights: Iterable[Tensor]) -> None:
-        self._weights |= {weight.untyped_storage().data_ptr(): weight for weight in weights}
+    def know(self, weights: Iterable[tuple[str, Tensor]], precision: Precision) -> None:
+        for name, weight in weights:
+            self._weights[weight.untyped_storage().data_ptr()] = weight, precision.of(name)
+
+    def kept_as(self, weight: Tensor) -> torch.dtype:
+        """Of one that it knows, or of a slice of one."""
+        return self._weights[weight.untyped_storage().data_ptr()][1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = self._table.get(func)
@@ -97,17 +103,16 @@ class Guard(WeightProducts):
 
     Example:
         >>> weight, rows = torch.nn.Parameter(torch.randn(40, 300)), torch.randn(7, 300)
-        >>> guard = Guard(dtype=torch.float32, arithmetic="auto")
-        >>> guard.know([weight])
+        >>> guard = Guard(arithmetic="auto")
+        >>> guard.know([("weight", weight)], Precision(torch.float32))
         >>> with torch.inference_mode(), guard:
         ...     together, alone = rows @ weight.T, rows[3:4] @ weight.T
         >>> torch.equal(together[3:4], alone)
         True
     """
 
-    def __init__(self, *, dtype: torch.dtype, arithmetic: str) -> None:
+    def __init__(self, *, arithmetic: str) -> None:
         super().__init__()
-        self._dtype = dtype
         self._arithmetic = arithmetic
         self._packed: dict[Key, PackedLinear] = {}
         self._multiplied: set[int] = set()  # storages of the weights that it has multiplied with so far
@@ -137,7 +142,9 @@ class Guard(WeightProducts):
         key = (weight.data_ptr(), tuple(weight.shape), tuple(weight.stride()))
         packed = self._packed.get(key)
         if packed is None:
-            packed = PackedLinear(weight.shape[1], weight.shape[0], dtype=self._dtype, arithmetic=self._arithmetic)
+            kept_as = self.kept_as(weight)
+            arithmetic = arithmetic_beside(self._arithmetic, kept_as)
+            packed = PackedLinear(weight.shape[1], weight.shape[0], dtype=kept_as, arithmetic=arithmetic)
             packed.load_weight(weight)
             self._packed[key] = packed
         return packed

@@ -2,8 +2,8 @@
 
 At the beginning, behind every window and chunk that its attentions showed, behind the original length of its RoPE
 scaling, and at the end of the context. What lies before a far place is random keys and values, put in at the
-attention interface: so the last position of a long context costs a forward of a few tokens. `reference.py` knows the
-right answers.
+attention interface: so the last position of a long context costs a forward of a few tokens. A forward without a cache
+is asked about one row whose tokens stand all over the context instead. `reference.py` knows the right answers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rlhfspec.huggingface.causal_lm import Anatomy
 _LENGTHS = (33, 5)  # of prompts: longer than two blocks of keys, and shorter than one
 _FAR_TOKENS = 9
 _BEFORE = 4  # so many tokens of a far probe stand before the place itself
+_SCATTERED_PLACES, _AT_A_PLACE = 8, 4  # tokens of a scattered probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,40 @@ class Probe:
     def length(self) -> int:
         return self.past + len(self.tokens)
 
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return tuple(range(self.past, self.length))
+
+    @property
+    def num_random(self) -> int:
+        """So many of the first keys and values are random."""
+        return self.past
+
     def __str__(self) -> str:
         return f"{len(self.tokens)} tokens" + (f" behind {self.past} positions" if self.past else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered(Probe):
+    """A row without a past whose positions leave gaps. Who sees whom goes by the order of its tokens.
+
+    >>> print(Scattered(past=0, tokens=(5, 6, 7, 8), at=(0, 1, 90, 91)))
+    4 tokens up to position 91
+    """
+
+    at: tuple[int, ...]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return self.at
+
+    @property
+    def num_random(self) -> int:
+        """Half of them. How far a token's own query is turned shows at keys that are not turned with it."""
+        return len(self.at) // 2
+
+    def __str__(self) -> str:
+        return f"{len(self.tokens)} tokens up to position {self.at[-1]}"
 
 
 def choose(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) -> tuple[Probe, ...]:
@@ -53,6 +86,28 @@ def choose(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) 
         if place > _BEFORE and place + _FAR_TOKENS - _BEFORE <= max_context
     ]
     return (*near, *far)
+
+
+def choose_without_cache(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) -> tuple[Probe, ...]:
+    """For a forward that begins at position 0."""
+    near = tuple(probe for probe in choose(anatomy, config, max_context, num_token_ids) if not probe.past)
+    if max_context <= _LENGTHS[0]:
+        return near
+    at = _scattered_positions(max_context)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(num_token_ids, (len(at),), generator=generator).tolist()
+    return (*near, Scattered(past=0, tokens=tuple(tokens), at=at))
+
+
+def _scattered_positions(max_context: int) -> tuple[int, ...]:
+    """A few at a place, each place so many times as far as the one before: from the beginning to the end.
+
+    >>> _scattered_positions(4096)[:10], _scattered_positions(4096)[-5:]
+    ((0, 1, 2, 3, 7, 8, 9, 10, 25, 26), (1521, 4092, 4093, 4094, 4095))
+    """
+    steps = [step / (_SCATTERED_PLACES - 1) for step in range(_SCATTERED_PLACES)]
+    ends = [round(_AT_A_PLACE * (max_context / _AT_A_PLACE) ** step) for step in steps]
+    return tuple(sorted({end - back for end in ends for back in range(1, _AT_A_PLACE + 1)}))
 
 
 def _places(anatomy: Anatomy, config: Any) -> Iterator[int]:

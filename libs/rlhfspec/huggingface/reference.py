@@ -1,14 +1,14 @@
 """The right answers to probes: plain Hugging Face in eager mode, before anything of the model is exchanged.
 
-Asked twice: a second time with every product moved as rounding moves it. What that does to the logits says how far a
-right answer may be from another, in this very model.
+Asked twice: a second time with every product moved as rounding moves it, and every module's output rounded where
+activations will be. What that does to the logits says how far a right answer may be from another, in this very model.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,39 +16,48 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface.attention import AttentionSpec, attending
+from rlhfspec.huggingface.attention import AttentionSpec, attending, visible
+from rlhfspec.huggingface.casting import Precision, rounded
 from rlhfspec.huggingface.causal_lm import Anatomy
 from rlhfspec.huggingface.guard import WeightProducts
 from rlhfspec.huggingface.past import past_of
-from rlhfspec.huggingface.probes import Probe, random_past
+from rlhfspec.huggingface.probes import Probe, Scattered, random_past
 from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 
 # Of logits, in parts of the largest one: so far two right answers may be from each other in any model.
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 2e-2}
 _NAME = "rlhfspec_reference"
 _NEAR_TIE = 0.05  # between the scores of two experts, in parts of the larger
+_FOLLOWED = 0.1  # likewise, of a choice that is taken over; in bfloat16 up to .04 was seen to turn one
 _LAST_BIT = 2.0**-23  # of a product's usual size: what adding up in another order does to it
-_FACTOR = 4  # times what rounding was seen to do; the engine's own rounding does .6 to 2 times that
+# times what rounding was seen to do. The engine's own rounding does .6 to 2 times that, the trainer's in bfloat16 .6 to
+# 2.6 in the sweep's types. Frequencies of RoPE in bfloat16 do 2 to 10 times that at position 500, 5 to 60 at 4,000.
+_FACTOR = 4
 
 
 class Rounding(WeightProducts):
-    """How the engine's numbers are rounded, for a reference that rounds at the same places.
+    """How numbers are rounded in what is proved, for a reference that rounds at the same places.
 
-    Weights and cached keys and values are kept as `dtype`; some arithmetics read activations as bfloat16.
+    Weights and cached keys and values are kept in fewer bits; some arithmetics read activations as bfloat16.
     """
 
-    def __init__(self, model: Any, *, dtype: torch.dtype, arithmetic: str) -> None:
-        """The model's parameters hold rounded values already (`round_parameters`)."""
+    def __init__(
+        self, model: Any, precision: Precision, *, arithmetic: str, activations: torch.dtype = torch.float32
+    ) -> None:
+        """The model's parameters hold rounded values already (`round_parameters`). activations: what is computed in."""
         super().__init__()
-        self.dtype = dtype
+        self.activations = activations  # rounded in the second asking only: here is where right answers differ
+        self.dtype = precision.usual
         self.noise: torch.Generator | None = None  # given: every product is moved by as much as rounding may move it
         self._rounds_rows = arithmetic in ("amx", "dpbf16")
-        self.know(model.parameters())
+        self.know(model.named_parameters(), precision)
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        product = functional.linear(rounded(rows, torch.bfloat16) if self._rounds_rows else rows, weight)
+        rounds = self._rounds_rows and self.kept_as(weight) == torch.bfloat16
+        product = functional.linear(rounded(rows, torch.bfloat16) if rounds else rows, weight)
         if self.noise is None:
             return product
         size = product.square().mean(-1, keepdim=True).sqrt()
@@ -58,25 +67,12 @@ class Rounding(WeightProducts):
     def is_needed(self) -> bool:
         return self.dtype == torch.bfloat16 or self.noise is not None
 
+    @property
+    def rounds_activations(self) -> bool:
+        return self.activations == torch.bfloat16 and self.noise is not None
+
     def kept(self, states: Tensor) -> Tensor:
         return rounded(states, torch.bfloat16) if self.dtype == torch.bfloat16 else states
-
-
-def round_parameters(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """In place, to what `dtype` can hold; returns what they were, by their names, where that is something else."""
-    before = {}
-    if dtype == torch.bfloat16:
-        for name, parameter in model.named_parameters():
-            before[name] = parameter.data
-            parameter.data = rounded(parameter.data, dtype)
-    return before
-
-
-def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value as `dtype` keeps it, in float32 (float64 where that is what is kept)."""
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.to(torch.float64) if dtype == torch.float64 else tensor.to(dtype).to(torch.float32)
 
 
 _CHOOSING = (torch.topk, Tensor.topk, torch.max, Tensor.max)
@@ -99,12 +95,42 @@ class ExpertChoices(TorchFunctionMode):
         return result
 
 
+class FollowedChoices(TorchFunctionMode):
+    """A forward takes the experts that another one chose, wherever its own choice is nearly as good.
+
+    In bfloat16 so many choices are turned by rounding that hardly a row could be compared without.
+    """
+
+    def __init__(self, choices: Sequence[Tensor]) -> None:
+        """Indices [tokens, k] of every mixture."""
+        super().__init__()
+        self._coming = list(choices)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_choice = func in _CHOOSING and isinstance(result, tuple) and bool(self._coming)
+        if not is_choice or result[1].shape != self._coming[0].shape:
+            return result
+        scores = args[0] if args else (kwargs or {})["input"]
+        indices = self._coming.pop(0).to(scores.device)
+        values = scores.gather(-1, indices)
+        size = scores.masked_fill(~scores.isfinite(), 0).abs().amax(-1)
+        apart = (result[0].sort(-1).values - values.sort(-1).values).abs().amax(-1)
+        is_near = (apart <= _FOLLOWED * size)[:, None]  # never true of NaN and infinity
+        return type(result)((values.where(is_near, result[0]), indices.where(is_near, result[1])))
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a probe gave."""
 
     logits: Tensor  # [tokens, vocab]
     choices: list[tuple[Tensor, Tensor]]  # values and indices, [tokens, k] of every mixture of experts
+
+    @property
+    def experts(self) -> list[Tensor]:
+        """Indices [tokens, k] of every mixture."""
+        return [indices for _, indices in self.choices if len(indices) == len(self.logits)]
 
     def num_comparable(self, other: Answer) -> int:
         """How many leading rows chose the same experts in both; where they part, it must have been a near tie."""
@@ -129,6 +155,11 @@ class Reference:
     answers: tuple[Answer, ...]
     noise: float
 
+    @property
+    def choices(self) -> list[Tensor]:
+        """Of experts, as if all probes had stood in one row."""
+        return [torch.cat(each) for each in zip(*(answer.experts for answer in self.answers), strict=True)]
+
     def check(self, found: Sequence[Answer], tolerance: float, *, who: str) -> float:
         """The largest difference, in parts of the largest logit. Raises UnsupportedModel where rounding cannot explain
         it. who: whose answers they are."""
@@ -142,21 +173,48 @@ class Reference:
 @torch.inference_mode()
 def ask(model: Any, anatomy: Anatomy, probes: Sequence[Probe], *, name: str, rounding: Rounding) -> Reference:
     """name: what messages call the model. Raises UnsupportedModel."""
-    answers = tuple(_answer(model, anatomy, probe, name, rounding) for probe in probes)
+    answers = tuple(_answer(model, anatomy, probe, name, rounding, nullcontext()) for probe in probes)
     rounding.noise = torch.Generator().manual_seed(0)
-    moved = [_answer(model, anatomy, probe, name, rounding) for probe in probes]
+    with _rounded_outputs(model) if rounding.rounds_activations else nullcontext():
+        moved = [
+            _answer(model, anatomy, probe, name, rounding, _following(answer, rounding))
+            for probe, answer in zip(probes, answers, strict=True)
+        ]
     noise, _ = compare(moved, answers, probes)
     return Reference(type(model).__name__, name, tuple(probes), answers, noise)
 
 
-def _answer(model: Any, anatomy: Anatomy, probe: Probe, name: str, rounding: Rounding) -> Answer:
-    past = past_of(model, probe.past)
+def _following(answer: Answer, rounding: Rounding) -> AbstractContextManager[object]:
+    return FollowedChoices(answer.experts) if rounding.rounds_activations else nullcontext()
+
+
+@contextmanager
+def _rounded_outputs(model: Any) -> Iterator[None]:
+    """Every module's output is rounded, as it is in a model that computes in bfloat16."""
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: rounded(tensor, torch.bfloat16), output)
+
+    handles = [module.register_forward_hook(hook) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _answer(
+    model: Any, anatomy: Anatomy, probe: Probe, name: str, rounding: Rounding, following: AbstractContextManager[object]
+) -> Answer:
+    keywords = past_of(model, probe.past)
+    if isinstance(probe, Scattered):
+        keywords["position_ids"] = torch.tensor([probe.positions])
     needs = rounding.is_needed
-    function = _Eager(anatomy.attentions, probe.past, rounding).attend if probe.past or needs else None
+    function = _Eager(anatomy.attentions, probe, rounding).attend if probe.num_random or needs else None
     attention = attending(model, "eager" if function is None else _NAME, function, masks=function is not None)
     try:
-        with attention, ExpertChoices() as choices, rounding if needs else nullcontext():
-            logits = model(input_ids=torch.tensor([probe.tokens]), **past).logits
+        with attention, following, ExpertChoices() as choices, rounding if needs else nullcontext():
+            logits = model(input_ids=torch.tensor([probe.tokens]), **keywords).logits
     except FORWARD_ERRORS as error:
         if isinstance(error, UnsupportedModel):
             raise
@@ -185,18 +243,24 @@ def same_bits(left: Sequence[Answer], right: Sequence[Answer]) -> bool:
 
 
 class _Eager:
-    """The model's own eager attention over a past that is random instead of zero, rounded as the engine keeps it."""
+    """The model's own eager attention over keys of which the first are random, rounded as the engine keeps them."""
 
-    def __init__(self, specs: tuple[AttentionSpec, ...], past: int, rounding: Rounding) -> None:
+    def __init__(self, specs: tuple[AttentionSpec, ...], probe: Probe, rounding: Rounding) -> None:
         self.coming = iter(specs)
-        self.past = past
+        self.probe = probe
         self.rounding = rounding
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
     ) -> Any:
-        keys, values = random_past(next(self.coming), self.past)
-        key = self.rounding.kept(torch.cat([keys, key[:, :, self.past :]], dim=2))
-        value = self.rounding.kept(torch.cat([values, value[:, :, self.past :]], dim=2))
+        spec, first = next(self.coming), self.probe.num_random
+        keys, values = random_past(spec, first)
+        key = self.rounding.kept(torch.cat([keys, key[:, :, first:]], dim=2))
+        value = self.rounding.kept(torch.cat([values, value[:, :, first:]], dim=2))
+        if self.rounding.rounds_activations:
+            query, key, value = (rounded(states, torch.bfloat16) for states in (query, key, value))
+        if isinstance(self.probe, Scattered):  # Hugging Face takes a gap for the beginning of another sequence
+            seen = visible(key.shape[2], spec, query.device)
+            attention_mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)[None, None]
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, query, key, value, attention_mask, **keywords)

@@ -1,7 +1,7 @@
 """What a job sends along to reward endpoints may be secret: it is printed nowhere, and best taken from the environment.
 
 Header values, and user, password, query and fragment of URLs are hidden wherever a job's fields are shown.
-`${NAME}` in a URL or a header's value is the environment variable NAME; only `request_of` puts it in.
+`${NAME}` in a URL or a header's value is the environment variable NAME; `filled_in` puts it in, where it is sent.
 
 Example:
     >>> shown_url("https://me:pw@judge.example/v1?key=abc")
@@ -75,7 +75,7 @@ def _is_secret(url: str) -> bool:
 
 def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
     """URL and headers as they are sent. InvalidRequest for a variable that is not set, and for what cannot be sent."""
-    url = _filled_in(source.url, f"{field}.url")
+    url = filled_in(source.url, f"{field}.url")
     try:
         parts = urlsplit(url)
         fits = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -85,7 +85,7 @@ def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
         raise InvalidRequest(f"{field}.url", shown_url(url), "must be a URL such as https://host:8000/score")
     headers = {}
     for name, text in source.headers.items():
-        value = _filled_in(text, f"{field}.headers.{name}")
+        value = filled_in(text, f"{field}.headers.{name}")
         if not _HEADER_NAME.fullmatch(name):
             raise InvalidRequest(f"{field}.headers", name, "is no header name")
         if not (value.isascii() and value.isprintable() and value == value.strip()):
@@ -103,7 +103,9 @@ def secrets_of(url: str, headers: Sequence[str]) -> list[str]:
     return sorted((text for text in found if len(text) >= 4), key=len, reverse=True)
 
 
-def _filled_in(text: str, field: str) -> str:
+def filled_in(text: str, field: str) -> str:
+    """InvalidRequest for a variable that is not set."""
+
     def value_of(match: re.Match[str]) -> str:
         value = os.environ.get(match[1])
         if not value:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,7 +69,8 @@ class Ranks:
             return
         mesh = init_device_mesh("cpu", (self.num_ranks,))
         for part in (*_blocks(trunk), module):
-            fully_shard(part, mesh=mesh)
+            for group in (*_of_other_types(part), part):
+                fully_shard(group, mesh=mesh)
         for part in module.modules():
             if isinstance(part, FSDPModule):  # losses are weighted over the whole mini-batch: gradients add up
                 part.set_gradient_divide_factor(1.0)
@@ -180,6 +182,30 @@ def _next_command(ranks: Ranks) -> tuple[str, tuple[Any, ...]]:
         raise StageStalled("trainer", ranks.rank, "a command of rank 0", patience, problem) from error
     command: tuple[str, tuple[Any, ...]] = said[0]
     return command
+
+
+def _of_other_types(part: nn.Module) -> list[nn.Module]:
+    """Modules to be sharded by themselves, inner ones first: what is gathered at a time must be of one type.
+
+    Example (a router in float32 among layers in bfloat16):
+        >>> router, up, down = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2).bfloat16()
+        >>> _of_other_types(nn.ModuleList([up, router, down])) == [router]
+        True
+    """
+    found: list[nn.Module] = []
+
+    def left_in(module: nn.Module) -> torch.dtype | None:
+        """The type of what is sharded with the modules around this one."""
+        own = {parameter.dtype for parameter in module.parameters(recurse=False)}
+        assert len(own) <= 1, f"parameters of several types in {type(module).__name__}: {own}"
+        inner = [(child, left_in(child)) for child in module.children() if not isinstance(child, FSDPModule)]
+        types = [dtype for _, dtype in inner if dtype is not None]
+        kept = next(iter(own), max(types, key=types.count, default=None))
+        found.extend(child for child, dtype in inner if dtype not in (None, kept))
+        return kept
+
+    left_in(part)
+    return found
 
 
 def _blocks(trunk: Any) -> list[nn.Module]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlhfspec.errors import RLHFSpecError
+from rlhfspec.tracing.base import Progress
 
 TELL_SECONDS = 6.0  # for a reply: the link's wait, and a step or two of the engine there
 
@@ -49,10 +50,14 @@ class Custody(Protocol):
         """Keep it in progress from now on. Raises MalformedRecord, or another RLHFSpecError, for what cannot be."""
         ...
 
-    def given(self, sample_id: str) -> None:
-        """Another one keeps it in progress: forget it without ack or nak."""
+    def arrived(self, sample_id: str, progress: Progress) -> None:
+        """What was taken goes on here, from there on."""
         ...
 
-    def forgotten(self, sample_id: str) -> None:
+    def given(self, sample_id: str, progress: Progress | None) -> None:
+        """Another one keeps it in progress: forget it without ack or nak. None: it was taken and could not arrive."""
+        ...
+
+    def forgotten(self, sample_id: str, progress: Progress) -> None:
         """It is nowhere here, and perhaps nowhere: forget it without a word; if need be it is delivered again."""
         ...

@@ -17,10 +17,12 @@ from rlhfspec.migration import source as machines
 from rlhfspec.migration.base import TELL_SECONDS, Control, Custody, NoReply, Peer
 from rlhfspec.migration.choice import Costs
 from rlhfspec.migration.engine_calls import EngineCalls
+from rlhfspec.migration.progress import progress_of
 from rlhfspec.migration.sendings import Links, Way
 from rlhfspec.migration.source import Action, Detached, Event, Failed, Heard, Packed, Silence, Source
 from rlhfspec.migration.taking import watermark
 from rlhfspec.records import Move, Moved
+from rlhfspec.tracing.base import Progress
 from rlhfspec.transport.clock import Clock
 
 ASK_SECONDS = 2.0  # for an answer that needs no engine
@@ -54,7 +56,8 @@ class Giving:
         self._sending: asyncio.Task[None] | None = None
         self._packed_at = 0.0
         self._num_bytes, self._num_tokens, self._num_spaces = 0, 0, 0
-        self._detached_at: float | None = None
+        self._detached_at = 0.0
+        self._progress: Progress | None = None  # when it stood still
         self._pause = 0.0
         self._moved: Moved | None = None
 
@@ -153,7 +156,7 @@ class Giving:
             return Failed("finished", "its prompt is not in progress here")
         start = (self._mark or watermark(mark)) if mark else None
         state: SequenceState = await self._place.calls.call(lambda: self._export(start))
-        self._detached_at = self._place.clock.now()
+        self._detached_at, self._progress = self._place.clock.now(), progress_of(state)
         self._num_tokens = state.manifest.num_tokens
         rest, state = state.rest, replace(state, rest=None)
         content = to_bytes(state)
@@ -250,17 +253,22 @@ class Giving:
         engine, name, custody = self._place.engine, self._move.sample_id, self._place.custody
         match action:
             case machines.Reattach():
-                if not await self._quietly(lambda: engine.reattach(name)):
-                    custody.forgotten(name)
+                is_here = await self._quietly(lambda: engine.reattach(name))
+                self._pause = self._place.clock.now() - self._detached_at
+                if not is_here:
+                    custody.forgotten(name, self._stood_still())
             case machines.LetGo(is_known):
-                if self._detached_at is not None:
-                    self._pause = self._place.clock.now() - self._detached_at
+                self._pause = self._place.clock.now() - self._detached_at
                 await self._quietly(lambda: engine.cancel(name))
-                (custody.given if is_known else custody.forgotten)(name)
+                (custody.given if is_known else custody.forgotten)(name, self._stood_still())
             case machines.Part(message):
                 self._place.part(self._peer, message)
             case machines.End():
                 self._moved = self._told(action)
+
+    def _stood_still(self) -> Progress:
+        assert self._progress is not None, "it was handed over"
+        return self._progress
 
     async def _quietly(self, do: Callable[[], object]) -> bool:
         """Else it was cancelled meanwhile, or the engine stopped: there is nothing left to be done here."""

@@ -17,6 +17,7 @@ from rlhfspec.migration import messages
 from rlhfspec.migration.base import Custody
 from rlhfspec.migration.destination import Action, Answer, Arrived, Copy, Destination, Done, Free, Keep, Take, Tick
 from rlhfspec.migration.engine_calls import EngineCalls
+from rlhfspec.migration.progress import progress_of
 from rlhfspec.migration.sendings import Links
 from rlhfspec.transport.clock import Clock
 
@@ -146,10 +147,12 @@ class Taking:
             return self._engine.stats().num_recomputed_tokens - before
 
         try:
-            return await self._calls.call(take)
+            num_recomputed = await self._calls.call(take)
         except RLHFSpecError:
-            self._custody.given(message.sample)
+            self._custody.given(message.sample, None)
             raise
+        self._custody.arrived(message.sample, progress_of(state))
+        return num_recomputed
 
     async def _arrived(self, message: messages.Range | messages.HandOver) -> memoryview:
         key, num_bytes, landing = message.key, message.num_bytes, self._links.landing

@@ -22,7 +22,8 @@ from torch import nn
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.causal_lm import CausalLM
+from rlhfspec.huggingface.anatomy import examine
+from rlhfspec.huggingface.causal_lm import CausalLM, within_positions
 from rlhfspec.huggingface.loading import LOAD_ERRORS, refuse_other_weights
 from rlhfspec.modeling.loading import load_causal_lm, prepared
 from rlhfspec.modeling.packed import Packed, hidden_states
@@ -37,7 +38,7 @@ class Critic(nn.Module):
         parts = CausalLM(model)
         self.trunk = parts.trunk
         self.attentions = parts.anatomy.attentions
-        self.score = nn.Linear(parts.width, 1, dtype=model.dtype)
+        self.score = nn.Linear(parts.width, 1, dtype=model.get_input_embeddings().weight.dtype)
         nn.init.zeros_(self.score.weight)
         nn.init.zeros_(self.score.bias)
 
@@ -73,8 +74,11 @@ def _saved_critic(folder: Path, field: str, dtype: str, max_context: int) -> Cri
         config = AutoConfig.from_pretrained(folder)
         with torch.random.fork_rng():  # of the model only the shape is wanted
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-        critic = Critic(prepared(model, dtype=dtype, max_context=max_context, name=field))
+        examine(model, name=field, max_context=within_positions(model, max_context))
+        critic = Critic(model)
         missing, unexpected = load_model(critic, str(folder / _FILE), strict=False)
+        prepared(model, dtype=dtype, max_context=max_context, name=field)  # the trunk with the critic's own weights
+        critic.score.to(getattr(torch, dtype))
     except LOAD_ERRORS as error:
         if isinstance(error, InvalidRequest):
             raise

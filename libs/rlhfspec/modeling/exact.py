@@ -18,7 +18,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -32,6 +32,7 @@ from rlhfspec import job
 from rlhfspec.engine.cache import new_kv
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
+from rlhfspec.huggingface.casting import Precision, precision_of, round_parameters
 from rlhfspec.huggingface.causal_lm import anatomy_of
 from rlhfspec.huggingface.check import OWN_BITS, keep_report, report_of
 from rlhfspec.huggingface.probes import Probe
@@ -42,7 +43,6 @@ from rlhfspec.huggingface.reference import (
     Reference,
     Rounding,
     ask,
-    round_parameters,
     same_bits,
 )
 from rlhfspec.kernels.cpu import build
@@ -51,9 +51,9 @@ from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 from rlhfspec.modeling import packed
 from rlhfspec.modeling.exact_functions import exact, exact_log_probs, stored
 from rlhfspec.modeling.exact_modules import ExactModules
-from rlhfspec.modeling.loading import answers, every_row, near_probes
 from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
 from rlhfspec.modeling.packed import Packed
+from rlhfspec.modeling.probed import answers, every_row, probes_of, random_keys
 
 ATTENTION_NAME = "rlhfspec_exact"
 _BLOCK_SIZE = 16  # of the scratch keys and values; bits do not depend on it
@@ -96,11 +96,10 @@ class ExactForward(TorchForward):
         _check_possible(model)
         kept_as = getattr(torch, dtype)
         arithmetic = arithmetic_for(kept_as, arithmetic)
-        probes = near_probes(model, max_context)
-        reference = _rounded_reference(model, probes, kept_as, arithmetic)
-        self.modules_on_kernels = ExactModules(
-            self.parts, dtype=kept_as, arithmetic=arithmetic, max_context=max_context
-        )
+        probes = probes_of(model, max_context)
+        precision = precision_of(model, kept_as)
+        reference = _rounded_reference(model, probes, precision, arithmetic)
+        self.modules_on_kernels = ExactModules(self.parts, precision, arithmetic=arithmetic, max_context=max_context)
         self._cache = _Scratch(kept_as, *cache_shape(self.parts.anatomy.attentions))
         self._row: _Row | None = None
         self._packed_versions: list[int] | None = None
@@ -175,7 +174,7 @@ class ExactForward(TorchForward):
         return exact(kernel, twin, query, key, value, sinks)
 
     @torch.no_grad()
-    def _prove(self, probes: list[Probe], reference: Reference) -> None:
+    def _prove(self, probes: Sequence[Probe], reference: Reference) -> None:
         """The logits are the model's, and a sequence's bits are its own: alone, and behind another one."""
         self._repack_if_changed()
         self.modules_on_kernels.guard_rows(lambda: self._answers(probes))
@@ -189,19 +188,19 @@ class ExactForward(TorchForward):
         )
         keep_report(self.model, report)
 
-    def _answers(self, probes: list[Probe]) -> list[Answer]:
+    def _answers(self, probes: Sequence[Probe]) -> list[Answer]:
         """All of the probes in one packed row."""
         batch = every_row(probes)
-        with ExpertChoices() as choices:
+        with random_keys(self.model, probes, attend), ExpertChoices() as choices:
             found = answers(self.parts.logits(self.hidden(batch)), batch)
         return found if len(probes) > 1 else [Answer(found[0].logits, choices.made)]
 
 
-def _rounded_reference(model: Any, probes: list[Probe], dtype: torch.dtype, arithmetic: str) -> Reference:
+def _rounded_reference(model: Any, probes: Sequence[Probe], precision: Precision, arithmetic: str) -> Reference:
     """Plain Hugging Face's, with numbers rounded where the kernels round them; the model is left as it is."""
-    before = round_parameters(model, dtype)
+    before = round_parameters(model, precision)
     try:
-        rounding = Rounding(model, dtype=dtype, arithmetic=arithmetic)
+        rounding = Rounding(model, precision, arithmetic=arithmetic)
         return ask(model, anatomy_of(model), probes, name="model", rounding=rounding)
     finally:
         for name, values in before.items():

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.audit import Reads, not_audited
+from rlhfspec.huggingface.casting import Precision
 from rlhfspec.huggingface.causal_lm import CausalLM
 from rlhfspec.huggingface.experts import PackedExperts, by_expert, gate, oriented
 from rlhfspec.huggingface.fuse import FusedModel, Loader, fuse, guard_forward, guard_rows, is_inside
@@ -34,20 +35,20 @@ _SWAPPED = (PackedExperts, PackedGatedMLP, PackedLinear, FusedRMSNorm, RowInvari
 class ExactModules:
     """The trained model's modules on kernels. `repack` after every change of the parameters."""
 
-    def __init__(self, parts: CausalLM, *, dtype: torch.dtype, arithmetic: str, max_context: int) -> None:
+    def __init__(self, parts: CausalLM, precision: Precision, *, arithmetic: str, max_context: int) -> None:
         self.parts = parts
         self.model = parts.model
-        self._dtype = dtype
+        self._precision = precision
         self._scaling = _lora_scaling(self.model)
-        fused = fuse(_plain_copy(self.model), dtype=dtype, arithmetic=arithmetic, max_context=max_context)
+        fused = fuse(_plain_copy(self.model), precision, arithmetic=arithmetic, max_context=max_context)
         self._swapped = dict(_swapped(fused))
         self._loaders = _loaders_of(fused, self._swapped)
         self.num_swapped = fused.swapped
-        self.guard = _ExactGuard(dtype=dtype, arithmetic=arithmetic)
-        self.guard.know(tensor for name, tensor in self.model.named_parameters() if not is_adapter(name))
+        self.guard = _ExactGuard(arithmetic=arithmetic)
+        self.guard.know((named for named in self.model.named_parameters() if not is_adapter(named[0])), precision)
         for name, kernel in self._swapped.items():
             module = self.model.get_submodule(name)
-            module.forward = _forward(module, kernel, dtype)
+            module.forward = _forward(module, kernel, precision.of(f"{name}.weight"))
 
     def guard_rows(self, run: Callable[[], object]) -> None:
         """Run what depends on the company of a row inside the guard, as the engine does; refuse what cannot be.
@@ -56,8 +57,9 @@ class ExactModules:
         """
         guarded = guard_rows(self.model, self.guard, self.parts, run, name="model")
         for path, module in self._left_over(run):
-            names = [name for name, p in module.named_parameters(recurse=False) if not self.guard.has_multiplied(p)]
-            module.forward = _rounded_forward(module, self._dtype, frozenset(names))
+            own = self._rounded_parameters(path, module)
+            names = frozenset(name for name, parameter in own if not self.guard.has_multiplied(parameter))
+            module.forward = _rounded_forward(module, self._precision.usual, names)
             if path in guarded:
                 guard_forward(module, self.guard)
 
@@ -73,7 +75,7 @@ class ExactModules:
 
     def _left_over(self, run: Callable[[], object]) -> Iterator[tuple[str, nn.Module]]:
         """Modules with parameters of their own that keep running as they are, where those are kept rounded."""
-        if self._dtype == torch.float32:
+        if self._precision.usual == torch.float32:
             return
         with torch.inference_mode(), Reads() as reads:
             run()
@@ -82,14 +84,20 @@ class ExactModules:
             inside = any(is_inside(path, swapped) for swapped in self._swapped)
             if inside or next(module.parameters(recurse=False), None) is None:
                 continue
-            own = module.named_parameters(recurse=False)
+            own = self._rounded_parameters(path, module)
             vectors = [name for name, parameter in own if parameter.ndim < 2 and reads.has_read(parameter)]
             if path not in called and vectors:
-                kept_as = str(self._dtype).removeprefix("torch.")
+                kept_as = str(self._precision.usual).removeprefix("torch.")
                 problem = f"{path}.{vectors[0]} is read by code outside of its module, so exactOnPolicy is not possible"
                 problem += f" with generation.dtype {kept_as}"
                 raise UnsupportedModel("model", type(module).__name__, problem)
             yield path, module
+
+    def _rounded_parameters(self, path: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """A module's own parameters that are not kept in float32."""
+        before = f"{path}." if path else ""
+        own = module.named_parameters(recurse=False)
+        return [(name, each) for name, each in own if self._precision.of(before + name) != torch.float32]
 
 
 class _ExactGuard(Guard):

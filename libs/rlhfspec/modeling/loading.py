@@ -19,13 +19,16 @@ from typing import Any
 import torch
 
 from rlhfspec import job
+from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.anatomy import examine
-from rlhfspec.huggingface.causal_lm import CausalLM, anatomy_of, within_positions
+from rlhfspec.huggingface.casting import Precision, cast, precision_of, round_parameters
+from rlhfspec.huggingface.causal_lm import CausalLM, within_positions
 from rlhfspec.huggingface.check import BITS_BY_COMPANY, ModelReport, keep_report
 from rlhfspec.huggingface.loading import load_model
-from rlhfspec.huggingface.probes import Probe, choose
-from rlhfspec.huggingface.reference import TOLERANCES, Answer, Rounding, ask
-from rlhfspec.modeling.packed import Packed, hidden_states, pack_sequences, use_packed_attention
+from rlhfspec.huggingface.reference import TOLERANCES, Answer, FollowedChoices, Reference, Rounding, ask
+from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
+from rlhfspec.modeling.packed import attend, hidden_states, use_packed_attention
+from rlhfspec.modeling.probed import answers, every_row, probes_of, random_keys
 
 _DEFAULT_CONTEXT = 1024
 
@@ -59,49 +62,45 @@ def load_causal_lm(
 def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_CONTEXT, name: str = "model") -> Any:
     """A causal LM in memory made ready for packed rows, in place; `check.report_of` says what was found.
 
-    max_context: tokens of its longest sequence.
+    What is proved is the model as it will run, in its dtype: against plain Hugging Face in float32 that has the same
+    weights. max_context: tokens of its longest sequence.
     """
     began = time.perf_counter()
     model.eval()
     max_context = within_positions(model, max_context)
     anatomy = examine(model, name=name, max_context=max_context)
-    probes = near_probes(model, max_context)
-    rounding = Rounding(model, dtype=torch.float32, arithmetic="fma")
-    reference = ask(model, anatomy, probes, name=name, rounding=rounding)
+    kept_as: torch.dtype = getattr(torch, dtype)
+    precision = precision_of(model, kept_as)
+    round_parameters(model, precision)
+    rounding = Rounding(model, Precision(torch.float32), arithmetic="fma", activations=kept_as)
+    reference = ask(model, anatomy, probes_of(model, max_context), name=name, rounding=rounding)
+    cast(model, precision)
     use_packed_attention(model)
-    difference = reference.check(_packed_answers(model, probes), TOLERANCES[torch.float32], who="the trainer's")
+    difference = reference.check(_packed_answers(model, reference), TOLERANCES[kept_as], who="the trainer's")
     report = ModelReport(
         model=type(model).__name__,
         path="packed",
         attentions=anatomy.kinds_of_attention,
         guarded=(),
-        probes=tuple(str(probe) for probe in probes),
+        probes=tuple(str(probe) for probe in reference.probes),
         difference=difference,
         noise=reference.noise,
         bits=BITS_BY_COMPANY,
         seconds=time.perf_counter() - began,
     )
     keep_report(model, report)
-    return model.to(getattr(torch, dtype)).requires_grad_(True)
-
-
-def near_probes(model: Any, max_context: int) -> list[Probe]:
-    """Only probes that start at position 0: the trainer has no KV cache."""
-    probes = choose(anatomy_of(model), model.config, max_context, model.get_input_embeddings().num_embeddings)
-    return [probe for probe in probes if not probe.past]
-
-
-def every_row(probes: list[Probe]) -> Packed:
-    """The probes in one packed row that keeps the output of every token (its last response token is never run)."""
-    return pack_sequences([probe.tokens[:1] for probe in probes], [(*probe.tokens[1:], 0) for probe in probes])
-
-
-def answers(logits: torch.Tensor, batch: Packed) -> list[Answer]:
-    """Of each sequence of a row that keeps every token's logits."""
-    return [Answer(rows, []) for rows in torch.split(logits, list(batch.lengths))]
+    return model.requires_grad_(True)
 
 
 @torch.no_grad()
-def _packed_answers(model: Any, probes: list[Probe]) -> list[Answer]:
-    parts, batch = CausalLM(model), every_row(probes)
-    return answers(parts.logits(hidden_states(parts.trunk, parts.anatomy.attentions, batch)), batch)
+def _packed_answers(model: Any, reference: Reference) -> list[Answer]:
+    parts, batch = CausalLM(model), every_row(reference.probes)
+    try:
+        with random_keys(model, reference.probes, attend), FollowedChoices(reference.choices):
+            return answers(parts.logits(hidden_states(parts.trunk, parts.anatomy.attentions, batch)), batch)
+    except FORWARD_ERRORS as error:
+        if isinstance(error, UnsupportedModel):
+            raise
+        kept_as = str(next(model.parameters()).dtype).removeprefix("torch.")
+        problem = f"fails on packed rows in {kept_as}: {first_line(error)}"
+        raise UnsupportedModel(reference.name, reference.kind, problem) from error

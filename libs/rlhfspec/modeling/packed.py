@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from rlhfspec.huggingface.attention import AttentionSpec, refuse_unknown
+from rlhfspec.huggingface.attention import AttentionSpec, refuse_unknown, visible
 from rlhfspec.huggingface.causal_lm import run_trunk
 
 ATTENTION_NAME = "rlhfspec_packed"
@@ -166,15 +166,3 @@ def explicit_attention(
         scores = torch.cat([scores, column], dim=3)
     weights = scores.softmax(dim=3)[..., : query.shape[2]]
     return weights.to(value.dtype) @ value
-
-
-def visible(size: int, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
-    """Which keys a query sees, from the beginning of a sequence: [size, size]."""
-    place = torch.arange(size, device=device)
-    distance = place[:, None] - place[None]
-    seen = distance >= 0
-    if spec.window is not None:
-        seen &= distance < spec.window
-    if spec.chunk is not None:
-        seen &= place[:, None] // spec.chunk == place[None] // spec.chunk
-    return seen

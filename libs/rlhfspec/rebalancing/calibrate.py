@@ -13,8 +13,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,8 +31,9 @@ _MOST = 8192  # of the newest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """One sample of a run. Seconds on any one clock."""
+    """A sample of a run, or the part of it that one generator made. Seconds on any one clock."""
 
+    sample: str
     generator: str
     prompt: str  # whose samples share a prefix
     step: int
@@ -137,6 +138,7 @@ def as_spans(scenario: Scenario, work: Workload) -> list[Ran]:
     rows = zip(work.prompts, work.lengths, work.prompt_tokens, outcome.ended, outcome.ended_on, strict=True)
     return [
         Ran(
+            sample=str(place),
             generator=str(where),
             prompt=str(prompt),
             step=1,
@@ -145,14 +147,14 @@ def as_spans(scenario: Scenario, work: Workload) -> list[Ran]:
             num_tokens=int(length),
             prompt_tokens=int(tokens),
         )
-        for prompt, length, tokens, ended, where in rows
+        for place, (prompt, length, tokens, ended, where) in enumerate(rows)
     ]
 
 
 def workload_of(samples: Sequence[Ran], *, num_generators: int, seed: int) -> Workload:
     """Prompts with all their samples, drawn from the run's, dealt in turn; as many as its last step had."""
     prompts: dict[tuple[int, str], list[Ran]] = {}
-    for sample in samples:
+    for sample in _whole(samples):
         if sample.num_tokens:
             prompts.setdefault((sample.step, sample.prompt), []).append(sample)
     groups = list(prompts.values())
@@ -169,6 +171,18 @@ def workload_of(samples: Sequence[Ran], *, num_generators: int, seed: int) -> Wo
         dealt=numbers % num_generators,
         limit=int(max(sample.num_tokens for group in groups for sample in group)),
     )
+
+
+def _whole(samples: Sequence[Ran]) -> Iterable[Ran]:
+    """As long as all its parts together."""
+    found: dict[str, Ran] = {}
+    for part in samples:
+        rest = found.get(part.sample)
+        num_tokens, prompt_tokens = (rest.num_tokens, rest.prompt_tokens) if rest else (0, 0)
+        found[part.sample] = replace(
+            part, num_tokens=num_tokens + part.num_tokens, prompt_tokens=prompt_tokens + part.prompt_tokens
+        )
+    return found.values()
 
 
 __all__ = ["Calibration", "Ran", "as_spans", "calibrate", "workload", "workload_of"]

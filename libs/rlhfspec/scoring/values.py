@@ -79,7 +79,7 @@ class ScoredCritic(nn.Module):
 
     def __init__(self, critic: Critic) -> None:
         super().__init__()
-        self.trunk = copy.deepcopy(critic.trunk).float()
+        self.trunk = copy.deepcopy(critic.trunk)
         self.score = _random_head(critic.score.in_features)
         self.config = self.trunk.config
         self.eval()

@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rlhfspec-"
 PROCESSES = "processes"  # in a run's folder
 UID = "uid"  # in that one: whose it is
-GUARDIANS_SECONDS = 10.0  # for those of a dead run to be done
+GUARDIANS_SECONDS = 90.0  # for those of a dead run to be done
 _PLACE, _LOCK = "place", ".lock"
 _LOOK_SECONDS = 0.02
 
@@ -72,9 +72,10 @@ class Scratch:
             self._lock = None
 
 
-def end_dead_runs() -> list[str]:
-    """Whose supervisor and guardians died together: their processes, keys and memory go. Their uids."""
-    return [path.name.removeprefix(PREFIX) for path in _scratch_folders() if _end_if_dead(path)]
+def end_dead_runs(forget: Callable[[Path], object] = lambda path: None) -> list[str]:
+    """Whose supervisor and guardians died together: their processes, keys and memory go. Their uids. `forget`: what a
+    run has elsewhere, by its folder in memory; all that is here goes whatever comes of that."""
+    return [path.name.removeprefix(PREFIX) for path in _scratch_folders() if _end_if_dead(path, forget)]
 
 
 def end_run_in(place: Path) -> None:
@@ -83,10 +84,14 @@ def end_run_in(place: Path) -> None:
     with suppress(OSError):
         uid = (place / UID).read_text()
         end_run(uid, [])
-        end = time.monotonic() + GUARDIANS_SECONDS
-        while guardians_of(uid) and time.monotonic() < end:
-            time.sleep(_LOOK_SECONDS)
+        _wait_for_guardians(uid)
     shutil.rmtree(place, ignore_errors=True)
+
+
+def _wait_for_guardians(uid: str) -> None:
+    end = time.monotonic() + GUARDIANS_SECONDS
+    while guardians_of(uid) and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
 
 
 def _parents() -> list[Path]:
@@ -107,14 +112,16 @@ def _scratch_folders() -> Iterator[Path]:
                 yield path
 
 
-def _end_if_dead(path: Path) -> bool:
+def _end_if_dead(path: Path, forget: Callable[[Path], object]) -> bool:
     try:
         lock = take_lock(path / _LOCK)
     except OSError:  # it lives
         return False
     try:
+        uid = path.name.removeprefix(PREFIX)
+        _wait_for_guardians(uid)
         place = Path((path / _PLACE).read_text())
-        end_run(path.name.removeprefix(PREFIX), [path])
+        end_run(uid, [path], first=lambda: (forget(path), True)[1])
         if place.name == PROCESSES:
             _remove_place(place)
     except OSError:  # its guardian was faster

@@ -29,7 +29,7 @@ from rlhfspec import loop
 from rlhfspec.errors import InvalidRequest, MalformedRecord
 from rlhfspec.records import Record, WorkerInfo
 from rlhfspec.service.logs import about
-from rlhfspec.tracing.base import How, Place, Watcher
+from rlhfspec.tracing.base import Delivered, How, Place, Progress, Watcher
 from rlhfspec.transport.base import Message, Receipt, Subscription, Transport
 from rlhfspec.transport.clock import Clock, SystemClock
 from rlhfspec.wire.codec import decode, encode
@@ -38,14 +38,13 @@ log = logging.getLogger("rlhfspec.service")
 R = TypeVar("R", bound=Record)
 LAST_DECLARED = WorkerInfo  # of all records; everybody may ask for it
 AT_ONCE = 512  # acknowledgements on their way together
+Tell = Callable[[How, Progress | None], None]
 
 
 class Held:
     """The right to end one delivery (`transport.base.Receipt`); until it is ended, its inbox keeps it in progress."""
 
-    def __init__(
-        self, receipt: Receipt, id: str, kept: dict[str, Receipt], tell: Callable[[How], None] | None = None
-    ) -> None:
+    def __init__(self, receipt: Receipt, id: str, kept: dict[str, Receipt], tell: Tell | None = None) -> None:
         self._receipt = receipt
         self._id = id
         self._kept = kept
@@ -71,18 +70,23 @@ class Held:
         await self._receipt.term(reason)
         self._ended("term")
 
-    def leave(self) -> None:
-        """Another worker ends it, who has the token; or nobody, and it is delivered again."""
+    def leave(self, progress: Progress | None) -> None:
+        """Another worker ends it, who has the token; or nobody, and it is delivered again. `progress`: what was made
+        of it; None: it never began here."""
         self._forget()
-        self._ended("moved")
+        self._ended("moved", progress)
 
     def _forget(self) -> None:
         if self._kept.get(self._id) is self._receipt:
             del self._kept[self._id]
 
-    def _ended(self, how: How) -> None:
+    def watched(self, tell: Tell | None) -> None:
+        """From now on who looks on is told how it ends."""
+        self._tell = tell
+
+    def _ended(self, how: How, progress: Progress | None = None) -> None:
         if self._tell is not None:
-            self._tell(how)
+            self._tell(how, progress)
 
 
 class Delivery(Generic[R]):
@@ -162,24 +166,31 @@ class Inbox(Generic[R]):
             await message.term(str(error))
             return None
         kept = self._kept if message.token else {}
-        held = Held(message, message.id, kept, self._watched(record, message.headers, bool(message.token)))
+        tell = self._watched(record, Delivered(message.headers, message.num_deliveries), bool(message.token))
+        held = Held(message, message.id, kept, tell)
         return Delivery(record, held, message.num_deliveries, message.headers)
 
     async def adopt(self, data: bytes, id: str, token: str, headers: Mapping[str, str]) -> Delivery[R]:
         """What was delivered to another worker of the stage, who goes on with it no more. Raises MalformedRecord where
-        it is no such record with this id, InvalidRequest where the token is none of such a delivery."""
+        it is no such record with this id, InvalidRequest where the token is none of such a delivery. Whether anything
+        comes of it is not known yet: who looks on is told when it has `arrived`."""
         record = self._bus.read(self._record_type, f"{self._bus.uid}/{id}", data)
         subject = self._bus.subject(self._record_type)
         receipt = await self._bus.transport.adopt(token, subject, self._place.stage)
         await receipt.in_progress()
-        held = Held(receipt, f"{self._bus.uid}/{record.id}", self._kept, self._watched(record, headers, True))
-        return Delivery(record, held, 1, headers)
+        held = Held(receipt, f"{self._bus.uid}/{record.id}", self._kept)
+        return Delivery(record, held, receipt.num_deliveries, headers)
 
-    def _watched(self, record: R, headers: Mapping[str, str], can_end: bool) -> Callable[[How], None] | None:
+    def arrived(self, delivery: Delivery[R], progress: Progress) -> None:
+        """What was adopted goes on here."""
+        delivered = Delivered(delivery.headers, delivery.num_deliveries, progress)
+        delivery.held.watched(self._watched(delivery.record, delivered, True))
+
+    def _watched(self, record: R, delivered: Delivered, can_end: bool) -> Tell | None:
         """Tells who looks on that it is taken; what tells that it was ended."""
         if self._watcher is None:
             return None
-        self._watcher.taken(self._place, record, headers)
+        self._watcher.taken(self._place, record, delivered)
         return partial(self._watcher.ended, self._place, self._record_type, record.id) if can_end else None
 
 

@@ -51,6 +51,10 @@ class Starter(Protocol):
 
     async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process: ...
 
+    async def begin(self) -> bool:
+        """Whether what it needs beside the workers had ended, and is started again."""
+        ...
+
 
 class Interpreters:
     """Each in an interpreter of its own. `launcher.Launcher` is the fast way, on Linux.
@@ -70,6 +74,9 @@ class Interpreters:
                 start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
                 pass_fds=() if self._lock is None else (self._lock,),
             )  # fmt: skip
+
+    async def begin(self) -> bool:
+        return False
 
 
 class Child:

@@ -5,13 +5,53 @@ transport = await connect(connections, "reward", name="reward-0", clock=clock)
 
 from __future__ import annotations
 
-from rlhfspec.servers.certificates import servers_tls
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhfspec.servers.certificates import LIFETIME, servers_tls
+from rlhfspec.servers.given import NATS, GivenServer, given_server
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.rights import inbox_of
 from rlhfspec.transport.clock import Clock
 from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.transport.nats_proof import NO_PROOF, Proof, proof_of
 
 MAX_PENDING = 8192  # messages; as of NatsTransport
+GIVEN_INBOX = "_INBOX"  # every client's: what users of a server may listen to in any case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How a role speaks with NATS. `inbox_prefix`: nobody else hears its answers, but on a given server, where all
+    roles are one user. `keep_seconds`: of what it declares; a server that outlives its runs forgets what one of them
+    left behind."""
+
+    proof: Proof
+    tls: ssl.SSLContext | None
+    inbox_prefix: str
+    keep_seconds: float = 0.0
+
+
+def access_of(folder: Path | None, role: str, uid: str) -> Access:
+    """By what lies in the run's credentials: the role's token (ROLE.creds), else what the user gave, else the role's
+    key (ROLE.seed), else nothing."""
+    if folder is None:
+        return Access(proof=NO_PROOF, tls=None, inbox_prefix=inbox_of(role, uid))
+    given = given_server(folder, NATS)
+    tls = servers_tls(folder, role) if given is None else given.tls()
+    creds = folder / f"{role}.creds"
+    if creds.exists():
+        return Access(proof=Proof(creds=creds), tls=tls, inbox_prefix=inbox_of(role, uid))
+    if given is not None:
+        return access_to(given)
+    return Access(proof=Proof(nkey_seed=folder / f"{role}.seed"), tls=tls, inbox_prefix=inbox_of(role, uid))
+
+
+def access_to(given: GivenServer) -> Access:
+    """As the user himself."""
+    proof = Proof(user=given.user, password=given.password) if given.key_file is None else proof_of(given.key_file)
+    return Access(proof=proof, tls=given.tls(), inbox_prefix=GIVEN_INBOX, keep_seconds=LIFETIME.total_seconds())
 
 
 async def connect(
@@ -23,18 +63,15 @@ async def connect(
     max_pending: int = MAX_PENDING,
     publish_timeout_seconds: float = 600.0,
 ) -> NatsTransport:
-    """A token where there is one (ROLE.creds), else an NKEY (ROLE.seed), else nothing."""
-    folder = connections.credentials
-    creds = folder / f"{role}.creds" if folder else None
-    has_creds = creds is not None and creds.exists()
+    access = access_of(connections.credentials, role, connections.uid)
     return await NatsTransport.connect(
         connections.nats_url,
         name=name,
-        inbox_prefix=inbox_of(role, connections.uid),
-        creds=creds if has_creds else None,
-        nkey_seed=folder / f"{role}.seed" if folder and not has_creds else None,
-        tls=servers_tls(folder, role) if folder else None,
+        inbox_prefix=access.inbox_prefix,
+        proof=access.proof,
+        tls=access.tls,
         clock=clock,
         max_pending=max_pending,
         publish_timeout_seconds=publish_timeout_seconds,
+        keep_seconds=access.keep_seconds,
     )

@@ -51,6 +51,7 @@ class Connections(BaseModel):
     worker_host: str | None = None
     folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"  # who holds its lock, and writes how it ended
     report_url: str | None = None  # to which `control` reports how the run goes
+    supervisor_address: str | None = None  # host:port of its /metrics, on one machine
 
     @model_validator(mode="after")
     def _has_a_place_for_weights(self) -> Self:

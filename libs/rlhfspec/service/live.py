@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhfspec.errors import InvalidRequest, ServerFailed
+from rlhfspec.errors import ServerFailed
 from rlhfspec.records import Load
-from rlhfspec.servers.certificates import SERVERS_AUTHORITY
 from rlhfspec.service.base import Service
 from rlhfspec.service.pace import BEAT_SECONDS, Beats
+from rlhfspec.service.redis_client import client_of, close, failures, words_of
 from rlhfspec.service.tasks import ended, to_the_end
 from rlhfspec.service.vitals import Vitals, WorkerState, WorkerVitals
 
@@ -48,7 +48,6 @@ DEADLINE_SECONDS = 0.2  # of one write
 READ_SECONDS = 2.0
 KEPT_SECONDS = 30.0  # of a worker that says nothing any more
 MOST_STEPS, MOST_SAMPLES, MOST_CHARACTERS = 100, 50, 200
-SCHEMES = ("unix", "redis", "rediss")
 
 log = logging.getLogger("rlhfspec.service")
 
@@ -119,12 +118,22 @@ class LiveState:
 
     def __init__(self, url: str, uid: str, *, role: str, credentials: Path | None = None) -> None:
         self.num_failures = 0  # writes that did not arrive, in all
+        self._num_connects = 0
         self._uid = uid
-        self._redis = _client(url, role, credentials, DEADLINE_SECONDS)
+        self._redis = client_of(url, role, credentials, DEADLINE_SECONDS, connected=self._connected)
         self._unsent: dict[str, bytes] = {}
         self._written: set[str] = set()
         self._news = asyncio.Event()
         self._is_away = False
+
+    @property
+    def num_reconnects(self) -> int:
+        """How often the connection was lost, or too slow, and there is another one."""
+        return max(self._num_connects - 1, 0)
+
+    async def _connected(self, connection: Any) -> None:
+        await connection.on_connect()
+        self._num_connects += 1
 
     def write(self, what: Snapshot | Window) -> None:
         """It replaces what was written before, sent or not."""
@@ -139,7 +148,7 @@ class LiveState:
             sending, self._unsent = self._unsent, {}
             try:
                 await self._send(sending)
-            except _failures() as error:
+            except failures() as error:
                 self._unsent = sending | self._unsent
                 self._failed(error)
                 await asyncio.sleep(BEAT_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
@@ -168,10 +177,10 @@ class LiveState:
     async def close(self) -> None:
         """Takes back what it wrote, if that can be done at once: who left is not shown any longer."""
         if self._written and not self._is_away:
-            with suppress(*_failures()):
+            with suppress(*failures()):
                 async with asyncio.timeout(DEADLINE_SECONDS):
                     await self._redis.delete(*self._written)
-        await _close(self._redis)
+        await close(self._redis)
 
 
 def _without_times(what: Snapshot | Window) -> Snapshot | Window:
@@ -234,14 +243,14 @@ class LiveView:
 
 async def read_live(url: str, uid: str, *, role: str, credentials: Path | None = None) -> LiveView:
     """All there is now; ServerFailed with the reason when Redis cannot be asked."""
-    redis = _client(url, role, credentials, READ_SECONDS)
+    redis = client_of(url, role, credentials, READ_SECONDS)
     try:
         async with asyncio.timeout(READ_SECONDS):
             return await _read(redis, uid)
-    except _failures() as error:
+    except failures() as error:
         raise ServerFailed("redis", words_of(error)) from None
     finally:
-        await _close(redis)
+        await close(redis)
 
 
 async def _read(redis: Redis, uid: str) -> LiveView:
@@ -269,78 +278,9 @@ def _parsed(adapter: TypeAdapter[Any], value: bytes | None) -> Any:
         return None
 
 
-# ---- Redis ----------------------------------------------------------------------------------------------------------
-
-
 def _worker_key(uid: str, worker: str) -> str:
     return f"rlhfspec:{uid}:worker:{worker}"
 
 
 def _window_key(uid: str) -> str:
     return f"rlhfspec:{uid}:window"
-
-
-def _client(url: str, role: str, credentials: Path | None, timeout_seconds: float) -> Redis:
-    """Without retries of its own: the next beat is one."""
-    from redis.asyncio import Redis
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
-
-    if url.partition("://")[0] not in SCHEMES:
-        raise InvalidRequest("redis_url", url, f"must begin with one of {', '.join(f'{each}://' for each in SCHEMES)}")
-    options: dict[str, Any] = {}
-    if credentials is not None:
-        options["password"] = _password(credentials)
-        if (credentials / SERVERS_AUTHORITY).exists():  # it serves many runs: a user a role, no certificate of ours
-            options["username"] = role
-        if url.startswith("rediss:"):
-            options |= _tls_options(credentials, role)
-    return Redis.from_url(
-        url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, protocol=2,
-        retry=Retry(NoBackoff(), 0), **options,
-    )  # fmt: skip
-
-
-async def _close(redis: Redis) -> None:
-    """To the end, whoever cancels meanwhile: a connection that is not closed here stays open as long as the process."""
-    await to_the_end(_try_to_close(redis))
-
-
-async def _try_to_close(redis: Redis) -> None:
-    with suppress(*_failures()):
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            await redis.aclose()
-
-
-def _tls_options(credentials: Path, role: str) -> dict[str, str]:
-    if (credentials / SERVERS_AUTHORITY).exists():
-        return {"ssl_ca_certs": str(credentials / SERVERS_AUTHORITY)}
-    return {
-        "ssl_ca_certs": str(credentials / "ca.pem"),
-        "ssl_certfile": str(credentials / f"{role}.pem"),
-        "ssl_keyfile": str(credentials / f"{role}.key"),
-    }
-
-
-def _password(credentials: Path) -> str:
-    path = credentials / "redis.password"
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise InvalidRequest("credentials", str(path), f"cannot be read: {error.strerror}") from None
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    from redis.exceptions import RedisError
-
-    return (RedisError, OSError, TimeoutError)
-
-
-def words_of(error: Exception) -> str:
-    """In one line, and never nothing.
-
-    >>> words_of(TimeoutError()), words_of(OSError("no\\n  route"))
-    ('no answer in time', 'no route')
-    """
-    text = " ".join(str(error).split())
-    return text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)

@@ -40,6 +40,8 @@ def main(stage: str) -> NoReturn:
     from rlhfspec.kernels.malloc import tune_malloc
 
     tune_malloc()  # before torch, and before any thread
+    if arguments.threads is not None:
+        compute_with(arguments.threads)
     code = _run(stage, arguments.worker, arguments.connections)
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -96,7 +98,18 @@ def _arguments(stage: str) -> argparse.Namespace:
     parser.add_argument(
         "--worker", type=_number, required=True, metavar="N", help="its number among the stage's workers, from 0"
     )
+    parser.add_argument(
+        "--threads", type=_number, metavar="N", help="of torch; where it is not given, OMP_NUM_THREADS or all cores"
+    )
     return parser.parse_args()
+
+
+def compute_with(num_threads: int) -> None:
+    """Now and in threads to come, also where torch was imported long ago, told otherwise."""
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    import torch
+
+    torch.set_num_threads(num_threads)
 
 
 def _number(text: str) -> int:

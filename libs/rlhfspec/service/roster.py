@@ -60,6 +60,10 @@ class _Member:
     info: WorkerInfo | None = None
     beat: Heartbeat | None = None
 
+    @property
+    def num_restarts(self) -> int:
+        return max(self.num_starts - 1, 0)
+
 
 class Roster:
     def __init__(self, clock: Clock) -> None:
@@ -106,6 +110,10 @@ class Roster:
     def info(self, stage: str, worker: int) -> WorkerInfo | None:
         member = self._members.get((stage, worker))
         return member.info if member else None
+
+    def num_restarts(self, stage: str, worker: int) -> int:
+        member = self._members.get((stage, worker))
+        return member.num_restarts if member else 0
 
     def infos(self) -> list[WorkerInfo]:
         return [member.info for member in self._members.values() if member.info is not None]
@@ -173,7 +181,7 @@ class Roster:
             what=what,
             since_seconds=since,
             busy_seconds=member.beat.busy_seconds if member.beat else 0.0,
-            num_restarts=max(member.num_starts - 1, 0),
+            num_restarts=member.num_restarts,
             by_hand=member.by_hand,
             waits_for=_who_could_end(member, members) if doing == "waiting" else (),
         )

@@ -15,7 +15,8 @@ from rlhfspec.servers.program import ServerProgram
 from rlhfspec.servers.room import refuse_full_disk
 from rlhfspec.service import exits
 from rlhfspec.service.base import Service
-from rlhfspec.service.launcher import Launcher
+from rlhfspec.service.child import Starter
+from rlhfspec.service.given_watch import GivenNatsWatch
 from rlhfspec.service.restarts import Restarts
 from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
@@ -31,30 +32,33 @@ class ServerWatch(Service):
     end of the run. It raises `ServerFailed` when one ends over and over, `StorageError` when the disk is full: NATS
     leaves unanswered what it cannot store, and is not to be helped by room that comes later.
 
-    `until`: nobody needs the servers any more. Who leaves still does, so being asked to stop is not enough."""
+    `until`: nobody needs the servers any more. Who leaves still does, so being asked to stop is not enough. `given`: of
+    a NATS that is not the run's."""
 
     def __init__(
         self,
         vitals: Vitals,
         servers: Sequence[ServerProgram],
         guardians: Guardians,
-        launchers: Sequence[Launcher],
+        starter: Starter,
         policy: FailurePolicy,
         say: Callable[[str], None],
         until: asyncio.Event,
+        given: GivenNatsWatch | None = None,
     ) -> None:
         super().__init__("servers", 0, vitals)
         self._until = until
         self._clock = vitals.clock
         self._servers = servers
         self._guardians = guardians
-        self._launchers = launchers
+        self._starter = starter
         self._policy = policy
         self._say = say
+        self._given = given
 
     async def run(self) -> None:
-        servers = (self._keep(server) for server in self._servers)
-        keeping = asyncio.create_task(together(*servers, self._keep_helpers(), self._keep_room()))
+        kept = [self._keep(server) for server in self._servers] + ([self._given.run()] if self._given else [])
+        keeping = asyncio.create_task(together(*kept, self._keep_helpers(), self._keep_room()))
         stopped = asyncio.create_task(self._until.wait())
         try:
             with self.vitals.waiting("the end of the run"):
@@ -85,9 +89,8 @@ class ServerWatch(Service):
             await asyncio.sleep(LOOK_SECONDS)
             if self._guardians.start():
                 self._say("a guardian of this run ended; it is started again")
-            for launcher in self._launchers:
-                if await launcher.begin():
-                    self._say("a launcher of this run ended; it is started again")
+            if await self._starter.begin():
+                self._say("the launcher of this run ended; it is started again")
 
     async def _keep_room(self) -> None:
         while self._servers:

@@ -89,7 +89,10 @@ class StageWorker:
                 host=self._host, http_port=connections.http_port, grpc_port=connections.grpc_port,
             )  # fmt: skip
             self._watched = watched
-            self._vitals.told = watched.meters.worked if watched.meters else None
+            assert watched.meters is not None
+            self._meters = watched.meters
+            self._meters.reconnects("nats", lambda: sum(each.num_reconnects for each in self._transports))
+            self._vitals.told = self._meters.worked
             try:
                 bus = await self._connect(self._stage, self._worker)
                 weights = WorkerWeights(connections, self._job, bus.of(self._stage, self._worker), health)
@@ -164,6 +167,7 @@ class StageWorker:
             live = LiveState(
                 connections.redis_url, connections.uid, role=self._stage, credentials=connections.credentials
             )
+            self._meters.reconnects("redis", lambda: live.num_reconnects)
             look = partial(_snapshot, service)
             beats.append(LiveBeats(live, self._vitals, look))
         return beats

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Role, Weights, WorkerInfo
+from rlhfspec.service.base import PULL_SECONDS
 from rlhfspec.service.bus import StageBus
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.context import kept_versions
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from rlhfspec.weights import StateDict, WeightStore
     from rlhfspec.weights.grpc import GrpcWeightStore
 
-PULL_SECONDS = 0.5
 READERS = ("generator", "critic")
 
 

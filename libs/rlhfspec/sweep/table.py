@@ -60,14 +60,19 @@ def _counts(kinds: Mapping[Kind, int]) -> str:
 
 
 def _right_rows(types: dict[str, list[Judged]]) -> Iterator[str]:
-    yield "| type | runs as | log-probs | variants right | variants refused or not made |\n|---|---|---:|---:|---|"
+    yield (
+        "| type | runs as | log-probs | bfloat16 | variants right | variants refused or not made |\n"
+        "|---|---|---:|---:|---:|---|"
+    )
     for name, (plain, *variants) in types.items():
-        report = plain.verdict.report
+        verdict = plain.verdict
+        report, band = verdict.report, verdict.in_bfloat16
         assert report is not None
         num_right = sum(each.verdict.kind == "right" for each in variants)
         others = ", ".join(f"`{each.case.variant}`" for each in variants if each.verdict.kind != "right")
-        texts = "; ".join(filter(None, (_cell(plain.verdict.detail), others)))
-        yield f"| {name} | {_PATHS[report.path]} | {plain.verdict.difference:.0e} | {num_right} | {texts} |"
+        texts = "; ".join(filter(None, (*map(_cell, verdict.limits), others)))
+        ratio = "" if band is None else f"{band.ratio:.2f}"
+        yield f"| {name} | {_PATHS[report.path]} | {verdict.difference:.0e} | {ratio} | {num_right} | {texts} |"
 
 
 def _other_rows(types: dict[str, list[Judged]]) -> Iterator[str]:

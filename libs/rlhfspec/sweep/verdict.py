@@ -8,10 +8,11 @@ has the law written a second time. A model is *right* when
 - the same sequences give the same bits one at a time and together, in chunks, with one thread and two, with trees of
   drafts, with the suffix drafter, preempted, and moved from engine to engine in the middle; in float32 and in bfloat16;
 - the trainer's forward finds the same log-probs to 1e-5, and the exact trainer the same bits, with gradients like
-  torch's; also under a low-rank update.
+  torch's; also under a low-rank update;
+- the trainer in bfloat16 is as near to float32 as Hugging Face in bfloat16, at every position of a long row.
 
 It is *refused* when loading it says why. Anything else is *wrong*. A large model may be judged in fewer ways: two
-samples, without gradients, low-rank update, drafting model and moves.
+samples, a shorter row, without gradients, low-rank update, drafting model and moves.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from rlhfspec.engine.core import Engine
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.attention import use_eager_experts
-from rlhfspec.huggingface.causal_lm import anatomy_of
+from rlhfspec.huggingface.casting import Precision, cast
+from rlhfspec.huggingface.causal_lm import anatomy_of, within_positions
 from rlhfspec.huggingface.check import ModelReport
 from rlhfspec.huggingface.trace import first_line
 from rlhfspec.modeling.exact import ExactForward
@@ -43,6 +46,7 @@ from rlhfspec.modeling.log_probs import TorchForward
 from rlhfspec.modeling.lora import add_lora, merged_state
 from rlhfspec.modeling.packed import Packed, pack_sequences
 from rlhfspec.scoring.log_probs import log_probs_reference
+from rlhfspec.sweep.by_position import MOST, Band, judge_positions
 from rlhfspec.sweep.ways import Samples, Wrong, check_same, moving, one_by_one, preempt, together
 from rlhfspec.tiny import perturbed
 
@@ -55,14 +59,24 @@ _TREE = Plan(drafter="model", depth=4, width=2, branch=2)
 _RANK = 2
 _BESIDE = 1e-3  # standard deviations of a weight matrix
 _COPIES = 4  # of a model, to see how large float32 rounding is in it
+_ROWS = 3  # are tried in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     kind: Kind
-    detail: str = ""  # why it is not right; or why it cannot be trained exactly on-policy
+    detail: str = ""  # why it is not right
     difference: float = 0.0  # the largest, of log-probs to the oracle's
     report: ModelReport | None = None  # what loading found, where it is right
+    not_exact: str = ""  # why it cannot be trained exactly on-policy
+    in_bfloat16: Band | None = None  # where the trainer is furthest from float32 beside Hugging Face
+    not_in_bfloat16: str = ""  # why it cannot be trained so
+
+    @property
+    def limits(self) -> list[str]:
+        """What a model that is right cannot do."""
+        parts = ("no exactOnPolicy", self.not_exact), ("no model.dtype bfloat16", self.not_in_bfloat16)
+        return [f"{what}: {why}" for what, why in parts if why]
 
 
 def judge(make: Callable[[], Any], *, thorough: bool = True, max_context: int = 128) -> Verdict:
@@ -84,6 +98,7 @@ def judge(make: Callable[[], Any], *, thorough: bool = True, max_context: int = 
 class _Judge:
     num_samples = len(PROMPT_LENGTHS)
     max_tokens = 16
+    long_row = 1024  # tokens, where the model has as many positions
 
     def __init__(self, make: Callable[[], Any], max_context: int) -> None:
         self.make = make
@@ -93,19 +108,24 @@ class _Judge:
     def verdict(self) -> Verdict:
         plain = self.engine()
         report = plain.reports["model"]
+        vocab_size = plain.state.target.runner.vocab_size
         self.requests = list(self._requests(plain.state.target.runner.num_token_ids))
         alone = one_by_one(plain, self.requests)
         del plain
         difference = self._check_oracle(alone)
         rounded = self.check_ways(alone)
         self._check_trainer(alone)
-        not_exact = ""
+        found: dict[str, Any] = {"difference": difference, "report": report}
         try:
             self.check_training(self._check_exact(alone, "float32"), alone)
             self._check_exact(rounded, "bfloat16")
         except UnsupportedModel as error:
-            not_exact = f"no exactOnPolicy: {error.value}: {error.problem}"
-        return Verdict("right", not_exact, difference, report)
+            found["not_exact"] = f"{error.value}: {error.problem}"
+        try:
+            found["in_bfloat16"] = self._check_positions(vocab_size)
+        except UnsupportedModel as error:
+            found["not_in_bfloat16"] = f"{error.value}: {error.problem}"
+        return Verdict("right", **found)
 
     def engine(self, *, draft: Any = None, **options: Any) -> Engine:
         usual: dict[str, Any] = {"max_sequences": 4, "profile": False, "num_threads": 1, "speculation": "off"}
@@ -172,10 +192,10 @@ class _Judge:
 
     # ---- the trainer ------------------------------------------------------------------------------------------------
 
-    def _prepared(self, dtype: str = "float32", *, seed: int = 0) -> Any:
+    def _prepared(self, *, seed: int = 0) -> Any:
         """seed: 0 as it is, others a little beside it."""
         model = perturbed(self.make(), _BESIDE, seed=seed) if seed else self.make()
-        return prepared(model, dtype=dtype, max_context=self.max_context)
+        return prepared(model, max_context=self.max_context)
 
     @torch.no_grad()
     def _check_trainer(self, samples: Samples) -> None:
@@ -183,6 +203,26 @@ class _Judge:
         difference = float((found - _generated(samples)).abs().max())
         if difference > TOLERANCE and not self._is_rounding(samples, found):
             raise Wrong(f"the trainer's log-probs differ by {difference:.1e}")
+
+    def _check_positions(self, vocab_size: int) -> Band:
+        """In bfloat16. One row may be unlucky: what is wrong is wrong with other tokens too."""
+        num_tokens = self._longest()
+        for seed in range(_ROWS):
+            bands = judge_positions(self.make, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
+            worst = max(bands, key=lambda band: band.ratio)
+            if worst.ratio <= MOST:
+                return worst
+        raise Wrong(f"the trainer's log-probs in bfloat16 are {worst}")
+
+    def _longest(self) -> int:
+        """Tokens of a row, so that RoPE turns by the same angles as in the other samples."""
+        model = self.make()
+        longest = within_positions(model, self.long_row)
+        try:
+            examine(model, name="model", max_context=longest)
+        except UnsupportedModel:
+            return min(longest, self.max_context)
+        return longest
 
     def _check_exact(self, samples: Samples, dtype: str) -> ExactForward:
         return self._same_exactly(self._exact(self._prepared(), dtype), samples, f"in {dtype}")
@@ -212,17 +252,18 @@ class _Judge:
     def _gradient_problem(self, exact: ExactForward, batch: Packed, *, seed: int) -> str:
         """They are torch's; where they are 1e-4 of the largest from them, float64 is the judge."""
 
-        def torchs(dtype: str) -> dict[str, torch.Tensor]:
-            model = self._prepared(dtype, seed=seed)
+        def torchs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+            model = self._prepared(seed=seed)
+            cast(model, Precision(dtype))
             use_eager_experts(model)  # grouped products know no float64
             return _gradients(TorchForward(model, 1.0), batch)
 
-        ours, theirs = _gradients(exact, batch), torchs("float32")
+        ours, theirs = _gradients(exact, batch), torchs(torch.float32)
         if ours.keys() != theirs.keys():
             return f"the exact trainer has gradients of others: {', '.join(sorted(ours.keys() ^ theirs.keys()))}"
         differences = {name: float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours}
         suspects = [name for name, difference in differences.items() if not difference <= GRADIENT_TOLERANCE]
-        truth = torchs("float64") if suspects else {}
+        truth = torchs(torch.float64) if suspects else {}
         for name in suspects:
             if not (ours[name] - truth[name]).abs().max() <= 10 * (theirs[name] - truth[name]).abs().max():
                 return f"the exact trainer's gradient of {name} differs by {differences[name]:.1e} of the largest"
@@ -250,6 +291,7 @@ class _QuickJudge(_Judge):
 
     num_samples = 2
     max_tokens = 8
+    long_row = 512
 
     def check_ways(self, alone: Samples) -> Samples:
         engine = self.engine(speculation="suffix", num_threads=2, prefill_chunk=11)

@@ -88,6 +88,14 @@ def number(value: float | None) -> str:
     return f"{value:.1e}" if not 1e-4 <= abs(value) < 1e9 else f"{value:#.3g}".rstrip(".")
 
 
+def size(num_bytes: float) -> str:
+    """
+    >>> size(800), size(26_112), size(1_234_567)
+    ('0.8 kB', '26.1 kB', '1.2 MB')
+    """
+    return f"{num_bytes / 1e3:.1f} kB" if num_bytes < 1e6 else f"{num_bytes / 1e6:.1f} MB"
+
+
 def estimates(kl: Mapping[str, float]) -> str:
     """
     >>> estimates({"k1": -0.00125, "k3": 0.0005})

@@ -23,6 +23,31 @@ class Place(NamedTuple):
     worker: int
 
 
+class Progress(NamedTuple):
+    """How far a sample is when it goes from one worker to another: made by all who had it so far."""
+
+    num_moves: int  # before this one
+    weights_versions: tuple[int, ...]  # of each token of its response
+    num_verifications: int
+    num_drafted: int
+    num_accepted: int
+    strategies: tuple[tuple[str, int], ...]  # as of a `Sample`
+    at: float  # Unix seconds: where it leaves, since when it stands still
+    seconds: float = 0.0  # of engines
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.weights_versions)
+
+
+class Delivered(NamedTuple):
+    """How a record came. `num`: 1 the first time. `progress`: with what it came from another worker of the stage."""
+
+    headers: Mapping[str, str]
+    num: int = 1
+    progress: Progress | None = None
+
+
 class Watcher(Protocol):
     def publishing(self, place: Place, record: Record) -> Mapping[str, str]:
         """Headers for a record that is about to leave."""
@@ -32,12 +57,12 @@ class Watcher(Protocol):
         """It is out; it began to leave then (Unix seconds). is_new False: it was there already."""
         ...
 
-    def taken(self, place: Place, record: Record, headers: Mapping[str, str]) -> None:
-        """A worker has pulled it."""
+    def taken(self, place: Place, record: Record, delivered: Delivered) -> None:
+        """A worker has pulled it, or has it from another one."""
         ...
 
-    def ended(self, place: Place, record_type: type, id: str, how: How) -> None:
-        """The worker is done with what it had taken; `id` is the record's."""
+    def ended(self, place: Place, record_type: type, id: str, how: How, progress: Progress | None = None) -> None:
+        """The worker is done with what it had taken; `id` is the record's. `progress`: with what it goes elsewhere."""
         ...
 
 
@@ -57,13 +82,13 @@ class Watchers:
         for watcher in self._watchers:
             watcher.published(place, record, began, is_new)
 
-    def taken(self, place: Place, record: Record, headers: Mapping[str, str]) -> None:
+    def taken(self, place: Place, record: Record, delivered: Delivered) -> None:
         for watcher in self._watchers:
-            watcher.taken(place, record, headers)
+            watcher.taken(place, record, delivered)
 
-    def ended(self, place: Place, record_type: type, id: str, how: How) -> None:
+    def ended(self, place: Place, record_type: type, id: str, how: How, progress: Progress | None = None) -> None:
         for watcher in self._watchers:
-            watcher.ended(place, record_type, id, how)
+            watcher.ended(place, record_type, id, how, progress)
 
 
 def sent_at(headers: Mapping[str, str]) -> float | None:

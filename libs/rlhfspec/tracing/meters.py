@@ -26,7 +26,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 from rlhfspec.records import Load, Moved, Record, Sample, StepReport, Weights
-from rlhfspec.tracing.base import SENT, How, Place, sent_at
+from rlhfspec.tracing.base import SENT, Delivered, How, Place, Progress, sent_at
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -82,6 +82,8 @@ class Meters:
         self._gauges: dict[tuple[str, Labels], float] = {}
         self._counts: dict[tuple[str, Labels], float] = defaultdict(float)
         self._pauses: dict[Labels, Times] = defaultdict(Times)
+        # What others count: told from the beginning, for in what begins at 1 Prometheus sees no rise.
+        self._elsewhere: dict[tuple[str, Labels], Callable[[], int]] = {}
 
     # --- what passes on the bus --------------------------------------------------------------------------------------
 
@@ -104,14 +106,15 @@ class Meters:
         elif isinstance(record, Weights):
             self._set("weights_version", record.version, place, role=record.role)
 
-    def taken(self, place: Place, record: Record, headers: Mapping[str, str]) -> None:
+    def taken(self, place: Place, record: Record, delivered: Delivered) -> None:
         records = self._records[place, type(record)]
         records.taken += 1
-        if (sent := sent_at(headers)) is not None:
+        if (sent := sent_at(delivered.headers)) is not None:
             records.sent[record.id] = sent
-            records.queue.add(self._now() - sent)
+            if delivered.progress is None:  # else it was at another worker, and in no queue
+                records.queue.add(self._now() - sent)
 
-    def ended(self, place: Place, record_type: type, id: str, how: How) -> None:
+    def ended(self, place: Place, record_type: type, id: str, how: How, progress: Progress | None = None) -> None:
         records = self._records[place, record_type]
         records.ended[how] += 1
         if (sent := records.sent.pop(id, None)) is not None and how == "ack":
@@ -123,13 +126,13 @@ class Meters:
         """For `Vitals.told`."""
         self._work[_labels(Place(stage, worker), work=kind_of_work(what))].add(seconds)
 
-    def restarted(self, stage: str, worker: int) -> None:
-        """A worker's process was started again."""
-        self._counts["restarts", _labels(Place(stage, worker))] += 1
+    def reconnects(self, server: str, count: Callable[[], int]) -> None:
+        """`count`: how often the connection to `nats` or `redis` was lost and came back."""
+        self._elsewhere["reconnects", (("server", server),)] = count
 
-    def reconnected(self, server: str) -> None:
-        """The connection to `nats` or `redis` was lost and is there again."""
-        self._counts["reconnects", (("server", server),)] += 1
+    def restarts(self, stage: str, worker: int, count: Callable[[], int]) -> None:
+        """`count`: how often a worker's process was started again."""
+        self._elsewhere["restarts", _labels(Place(stage, worker))] = count
 
     def _loaded(self, place: Place, load: Load) -> None:
         self._set("generator_tokens_per_second", load.tokens_per_second, place)
@@ -165,15 +168,16 @@ class Meters:
         records = [(place, kind.__name__.lower(), each) for (place, kind), each in list(self._records.items())]
         published: list[tuple[Labels, float]] = []
         taken: list[tuple[Labels, float]] = []
-        ended: list[tuple[Labels, float]] = []
+        ended: list[tuple[Labels, float | Times]] = []  # zeros too: the first dead letter is to be seen as a rise
         for place, kind, each in records:
             published.append((_labels(place, type=kind, there="false"), each.published))
             published.append((_labels(place, type=kind, there="true"), each.there))
             taken.append((_labels(place, type=kind), each.taken))
-            ended += [(_labels(place, type=kind, how=how), count) for how, count in each.ended.items()]
+            if each.taken or any(each.ended.values()):
+                ended += [(_labels(place, type=kind, how=how), count) for how, count in each.ended.items()]
         yield Metric("records_published", "Records published", "counter", _there(published))
         yield Metric("records_taken", "Records pulled", "counter", _there(taken))
-        yield Metric("records_ended", "Deliveries that were ended", "counter", _there(ended))
+        yield Metric("records_ended", "Deliveries that were ended", "counter", ended)
         for name, what in _TIMES_OF_RECORDS.items():
             times = [(_labels(place, type=kind), getattr(each, name)) for place, kind, each in records]
             yield Metric(f"{name}_seconds", what, "times", [(labels, of) for labels, of in times if any(of.counts)])
@@ -182,6 +186,7 @@ class Meters:
         yield Metric("move_pause_seconds", "Seconds for which a sample that moved stood still", "times", pauses)
         yield from _by_name(self._gauges, "gauge")
         yield from _by_name(self._counts, "counter")
+        yield from _by_name({key: count() for key, count in list(self._elsewhere.items())}, "counter")
 
 
 # Of a line of steps.jsonl: its field, and what of it.

@@ -41,8 +41,8 @@ class OtlpSpans:
         )
 
     def keep(self, span: Span) -> None:
-        if span.again:
-            return  # whoever did it first has told
+        if span.again or span.is_open:
+            return  # whoever did it first has told, or will when it is over
         if span.sent is not None:
             self._processor.on_end(self._readable(span, "queue", span.sent, span.began))
         self._processor.on_end(self._readable(span, span.name, span.began, span.ended))
@@ -62,12 +62,14 @@ class OtlpSpans:
 
     def _readable(self, span: Span, name: str, began: float, ended: float) -> ReadableSpan:
         is_wait = name == "queue"
-        id = span_id(span.trace, f"queue of {span.name}") if is_wait else span.id
+        id = span_id(span.trace, f"queue of {span.what}") if is_wait else span.id
         attributes: dict[str, Attribute] = {
             "rlhfspec.sample": span.sample,
             "rlhfspec.step": span.step,
             "rlhfspec.worker": span.worker,
         }
+        if span.name in ("generation", "move"):
+            attributes |= {"rlhfspec.delivery": span.delivery, "rlhfspec.stay": span.stay}
         if not is_wait:
             attributes |= {f"rlhfspec.{key}": value for key, value in span.attributes.items()}
         error = "" if is_wait else str(span.attributes.get("error", ""))

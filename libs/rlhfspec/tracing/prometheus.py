@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector
 
 from rlhfspec.tracing.meters import Metric, Times
 
+LOOPBACK = "127.0.0.1"
+
 
 def text_of(metrics: Iterable[Metric]) -> str:
-    registry = CollectorRegistry()
-    registry.register(_Collected(list(metrics)))
-    return generate_latest(registry).decode()
+    return generate_latest(_Asked(lambda: metrics)).decode()
 
 
-class _Collected(Collector):
-    def __init__(self, metrics: list[Metric]) -> None:
+@contextmanager
+def served(metrics: Callable[[], Iterable[Metric]]) -> Iterator[str]:
+    """Where `/metrics` is answered, at any port that is free: for a process that has no other server."""
+    server, thread = start_http_server(0, LOOPBACK, _Asked(metrics))
+    try:
+        yield f"{LOOPBACK}:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Asked(CollectorRegistry):
+    """Asks for all of them whenever it is asked."""
+
+    def __init__(self, metrics: Callable[[], Iterable[Metric]]) -> None:
+        super().__init__()
         self._metrics = metrics
 
     def collect(self) -> Iterator[Family]:
-        return map(_family, self._metrics)
+        return map(_family, self._metrics())
 
 
 def _family(metric: Metric) -> Family:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tracing.folder import TRACES, read_spans
+from rlhfspec.tracing.joining import joined
 from rlhfspec.tracing.spans import Span
 
 _LAST = ("training", "evaluation")
@@ -18,7 +19,8 @@ HOW_TO_GET_TRACES = "are written while a job runs, with observability.traces: tr
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """The spans of one sample, of one run, in the order in which they began, the step's end last; each name once."""
+    """The spans of one sample, of one run, in the order in which they began, the step's end last; what was done twice
+    once. `stays`, `moves`: as a sample goes from one generator to another, and where it is delivered anew."""
 
     sample: str
     spans: tuple[Span, ...]
@@ -36,8 +38,32 @@ class Life:
         """What is its own: after that it only waits for the others of its step."""
         return max((span.ended for span in self.spans if span.name not in _LAST), default=self.ended) - self.began
 
-    def span(self, name: str) -> Span | None:
-        return next((span for span in self.spans if span.name == name), None)
+    @property
+    def stays(self) -> tuple[Span, ...]:
+        return tuple(span for span in self.spans if span.name == "generation")
+
+    @property
+    def moves(self) -> tuple[Span, ...]:
+        return tuple(span for span in self.spans if span.name == "move")
+
+    @property
+    def queue_seconds(self) -> float:
+        """In which it waited to be taken, until it was scored."""
+        return sum(span.waited_seconds for span in self.spans if span.name not in _LAST)
+
+    @property
+    def is_generated(self) -> bool:
+        return any(span.name not in ("prompt", "generation", "move") for span in self.spans)
+
+    def is_in_vain(self, span: Span) -> bool:
+        """A stay of which nothing is left: its generator is gone or gave it back, and the prompt was delivered anew."""
+        return span.name == "generation" and span.delivery != self._delivery
+
+    @property
+    def _delivery(self) -> int:
+        """The one that the sample came of; while there is none, the latest."""
+        finished = (span for span in self.stays if "finish_reason" in span.attributes and not span.again)
+        return next(finished, self.stays[-1]).delivery
 
 
 def life_of(run: Path, sample: str) -> Life:
@@ -79,11 +105,12 @@ def is_evaluation(span: Span) -> bool:
 
 def _as_it_counted(spans: list[Span]) -> tuple[Span, ...]:
     last_run = max(spans, key=lambda span: span.ended).run
-    of_last = sorted((span for span in spans if span.run == last_run), key=lambda span: (span.again, span.ended))
+    of_last = [span for span in spans if span.run == last_run]
     first: dict[str, Span] = {}
-    for span in of_last:
-        first.setdefault(span.name, span)
-    return tuple(sorted(first.values(), key=lambda span: (span.name in _LAST, span.began, span.ended)))
+    for span in sorted(of_last, key=lambda span: (span.is_open, span.again, span.ended)):
+        first.setdefault(span.what, span)
+    counted = joined(list(first.values()))
+    return tuple(sorted(counted, key=lambda span: (span.name in _LAST, span.began, span.ended)))
 
 
 def _refuse_without_traces(run: Path) -> None:

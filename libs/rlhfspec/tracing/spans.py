@@ -29,12 +29,14 @@ Attribute = str | int | float | bool
 class Span:
     """Times are Unix seconds. `sent`: when the record that it began with was published; it waited from then to `began`.
 
-    `again`: what came of it was there already (it was done before, or by somebody else).
+    `again`: what came of it was there already (it was done before, or by somebody else). Of a generation, `delivery`
+    counts how often the prompt was delivered, and `stay` the generators that had it since; a move ends such a stay, or
+    interrupts it. `is_open`: a stay that lasted until then and was not over.
     """
 
     run: str  # its uid
     sample: str
-    name: str  # prompt, generation, a scoring stage, training, evaluation
+    name: str  # prompt, generation, move, a scoring stage, training, evaluation
     stage: str
     worker: int
     step: int
@@ -43,6 +45,9 @@ class Span:
     sent: float | None = None
     parent: str = ""  # another span's id, as a header told it; empty: the first
     again: bool = False
+    delivery: int = 1
+    stay: int = 1
+    is_open: bool = False
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
 
     @property
@@ -50,8 +55,15 @@ class Span:
         return trace_id(self.run, self.sample)
 
     @property
+    def what(self) -> str:
+        """Its name, and which of several."""
+        if self.name == "move":
+            return f"move {self.attributes.get('move')}"
+        return what_was_done(self.name, self.delivery, self.stay)
+
+    @property
     def id(self) -> str:
-        return span_id(self.trace, self.name)
+        return span_id(self.trace, self.what)
 
     @property
     def waited_seconds(self) -> float:
@@ -66,6 +78,9 @@ class Span:
         more = f',"sent":{self.sent:.6f}' if self.sent is not None else ""
         more += f',"parent":"{self.parent}"' if self.parent else ""
         more += ',"again":true' if self.again else ""
+        more += f',"delivery":{self.delivery}' if self.delivery != 1 else ""
+        more += f',"stay":{self.stay}' if self.stay != 1 else ""
+        more += ',"is_open":true' if self.is_open else ""
         more += f',"attributes":{_encoded(self.attributes)}' if self.attributes else ""
         return (
             f'{{"run":{_quoted(self.run)},"sample":{_quoted(self.sample)},"name":"{self.name}","stage":"{self.stage}",'
@@ -77,7 +92,7 @@ class Span:
         """Raises ValueError for what is none."""
         try:
             span = cls(**json.loads(line))
-            _ = span.seconds + span.waited_seconds + span.step  # they are numbers
+            _ = span.seconds + span.waited_seconds + span.step + span.delivery + span.stay  # they are numbers
         except TypeError as error:
             raise ValueError(f"no span: {error}") from error
         return span
@@ -91,8 +106,16 @@ def trace_id(uid: str, sample: str) -> str:
     return hashlib.blake2b(f"{uid}/{sample}".encode(), digest_size=16).hexdigest()
 
 
-def span_id(trace: str, name: str) -> str:
-    return hashlib.blake2b(f"{trace}/{name}".encode(), digest_size=8).hexdigest()
+def span_id(trace: str, what: str) -> str:
+    return hashlib.blake2b(f"{trace}/{what}".encode(), digest_size=8).hexdigest()
+
+
+def what_was_done(name: str, delivery: int, stay: int) -> str:
+    """
+    >>> what_was_done("generation", 1, 1), what_was_done("generation", 1, 2)
+    ('generation', 'generation 1.2')
+    """
+    return name if delivery == stay == 1 else f"{name} {delivery}.{stay}"
 
 
 def traceparent(trace: str, span: str) -> str:

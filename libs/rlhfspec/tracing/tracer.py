@@ -1,6 +1,9 @@
 """Makes a sample's spans out of what passes on the bus: prompt -> generation -> each score, and training.
 
-The prompt's span is the first; generation hangs on it, scores and training hang on the generation.
+The prompt's span is the first; generation hangs on it, scores and training hang on the generation. Of a sample that
+went on at other generators each had it for a stay of its own: every stay is a generation that hangs on the one before,
+and so does the move between them. A stay that lasts is told of while it does (`OPEN_SECONDS`), for its generator may be
+killed.
 
 Example:
     >>> spans: list[Span] = []
@@ -17,22 +20,30 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
-from rlhfspec.records import EvaluationReport, Prompt, Record, Sample, Score, StepReport, Weights
-from rlhfspec.tracing.base import SENT, How, Place, sent_at
-from rlhfspec.tracing.spans import TRACEPARENT, Attribute, Span, parse, span_id, trace_id, traceparent
+from rlhfspec.records import EvaluationReport, Load, Moved, Prompt, Record, Sample, Score, StepReport, Weights
+from rlhfspec.tracing.base import SENT, Delivered, How, Place, Progress, sent_at
+from rlhfspec.tracing.spans import TRACEPARENT, Attribute, Span, parse, span_id, trace_id, traceparent, what_was_done
+from rlhfspec.tracing.stays import made_at_the_last, made_before_it_left, of_a_move
 
+OPEN_SECONDS = 1.0  # what is over sooner is told of once
 _LEADS_ON = (Prompt, Sample)  # what is made of it goes on in the same trace
 
 
-class _Taken(NamedTuple):
-    """A record that this process has in hand: since when, and of which span it came."""
+@dataclass(slots=True)
+class _Taken:
+    """A record that this process has in hand: since when, and of which span it came. `progress`: with which it came
+    from another worker."""
 
     at: float
-    sent: float | None
-    parent: str
+    step: int
+    sent: float | None = None
+    parent: str = ""
+    delivery: int = 1
+    stay: int = 1
+    progress: Progress | None = None
+    is_told: bool = False
 
 
 @dataclass(slots=True)
@@ -61,24 +72,34 @@ class Tracer:
         self._keep = keep
         self._now = now
         self._taken: dict[tuple[Place, str], _Taken] = {}
+        self._left: dict[tuple[Place, str], Span] = {}  # the stay it left, until its source says how that went
         self._steps: dict[tuple[str, int], _Step] = {}  # by purpose
 
     def publishing(self, place: Place, record: Record) -> Mapping[str, str]:
         sent = f"{self._now():.6f}"
         if not isinstance(record, _LEADS_ON):
             return {SENT: sent}
-        trace = trace_id(self._uid, record.id)
-        return {SENT: sent, TRACEPARENT: traceparent(trace, span_id(trace, _name_of(record)))}
+        trace, what = trace_id(self._uid, record.id), "prompt"
+        if isinstance(record, Sample):
+            taken = self._taken.get((place, record.id))
+            what = what_was_done("generation", taken.delivery, taken.stay) if taken else "generation"
+        return {SENT: sent, TRACEPARENT: traceparent(trace, span_id(trace, what))}
 
     def published(self, place: Place, record: Record, began: float, is_new: bool) -> None:
         if isinstance(record, Prompt):
-            self._keep(self._span(place, record, None, began, is_new, {}))
+            self._keep(self._span("prompt", place, record.id, _Taken(began, record.step), {}, again=not is_new))
         elif isinstance(record, Sample):
-            taken = self._taken.get((place, record.id))
-            self._keep(self._span(place, record, taken, began, is_new, _of_a_generation(record)))
+            taken = self._taken.get((place, record.id)) or _Taken(began, record.step)
+            made = made_at_the_last(record, taken.progress)
+            self._keep(self._stay(place, record.id, taken, made, again=not is_new))
         elif isinstance(record, Score):
-            taken = self._taken.get((place, record.sample_id))
-            self._keep(self._span(place, record, taken, began, is_new, _of_a_score(record)))
+            taken = self._taken.get((place, record.sample_id)) or _Taken(began, record.step)
+            score = _of_a_score(record)
+            self._keep(self._span(record.stage, place, record.sample_id, taken, score, again=not is_new))
+        elif isinstance(record, Load):
+            self._tell_open(place)
+        elif isinstance(record, Moved):
+            self._moved(place, record, began)
         elif isinstance(record, Weights) and record.role == "policy":
             if (step := self._steps.get(("training", record.version))) is not None:
                 step.trained = self._now()
@@ -87,44 +108,101 @@ class Tracer:
         elif isinstance(record, EvaluationReport):
             self._end_step("evaluation", record)
 
-    def taken(self, place: Place, record: Record, headers: Mapping[str, str]) -> None:
+    def taken(self, place: Place, record: Record, delivered: Delivered) -> None:
         if isinstance(record, Score):
             self._scored(record)
         elif isinstance(record, _LEADS_ON):
-            context = parse(headers.get(TRACEPARENT, ""))
-            taken = _Taken(self._now(), sent_at(headers), context[1] if context else "")
+            taken = self._in_hand(record, delivered)
             if place.stage == "trainer" and isinstance(record, Sample):
                 self._arrived(place, record, taken)
             else:  # of what comes again while it is held, the first time counts
                 self._taken.setdefault((place, record.id), taken)
 
-    def ended(self, place: Place, record_type: type, id: str, how: How) -> None:
-        self._taken.pop((place, id), None)
+    def ended(self, place: Place, record_type: type, id: str, how: How, progress: Progress | None = None) -> None:
+        taken = self._taken.pop((place, id), None)
+        if taken is None or record_type is not Prompt:
+            return
+        if progress is not None:
+            stay = self._stay(place, id, taken, made_before_it_left(place, taken.progress, progress))
+            stay.ended = progress.at
+            self._left[place, id] = stay
+            self._keep(stay)
+        elif how == "nak":
+            self._keep(self._stay(place, id, taken, {"left": "handed back"}))
+
+    def _in_hand(self, record: Prompt | Sample, delivered: Delivered) -> _Taken:
+        context = parse(delivered.headers.get(TRACEPARENT, ""))
+        taken = _Taken(self._now(), record.step, parent=context[1] if context else "", delivery=delivered.num)
+        if delivered.progress is None:
+            taken.sent = sent_at(delivered.headers)
+        else:  # it was in no queue, and hangs on the stay before
+            taken.progress, taken.stay = delivered.progress, delivered.progress.num_moves + 2
+            before = what_was_done("generation", taken.delivery, taken.stay - 1)
+            taken.parent = span_id(trace_id(self._uid, record.id), before)
+        return taken
 
     def _span(
         self,
+        name: str,
         place: Place,
-        record: Prompt | Sample | Score,
-        taken: _Taken | None,
-        began: float,
-        is_new: bool,
+        sample: str,
+        taken: _Taken,
         attributes: Mapping[str, Attribute],
+        *,
+        again: bool = False,
     ) -> Span:
-        sample = _sample_of(record)
+        """From when it was taken until now."""
         return Span(
             run=self._uid,
-            parent=taken.parent if taken else "",
-            name=_name_of(record),
+            parent=taken.parent,
+            name=name,
             stage=place.stage,
             worker=place.worker,
             sample=sample,
-            step=record.step,
-            began=taken.at if taken else began,
+            step=taken.step,
+            began=taken.at,
             ended=self._now(),
-            sent=taken.sent if taken else None,
-            again=not is_new,
+            sent=taken.sent,
+            again=again,
             attributes=attributes,
         )
+
+    def _stay(
+        self,
+        place: Place,
+        sample: str,
+        taken: _Taken,
+        attributes: Mapping[str, Attribute],
+        *,
+        again: bool = False,
+    ) -> Span:
+        span = self._span("generation", place, sample, taken, attributes, again=again)
+        span.delivery, span.stay = taken.delivery, taken.stay
+        return span
+
+    def _tell_open(self, place: Place) -> None:
+        """A generator says now and then what it does: then it also tells of what it has had for long."""
+        now = self._now()
+        for (where, sample), taken in self._taken.items():
+            if where == place and not taken.is_told and now - taken.at >= OPEN_SECONDS:
+                taken.is_told = True
+                stay = self._stay(place, sample, taken, {"generator": f"{place.stage}-{place.worker}"})
+                stay.is_open = True
+                self._keep(stay)
+
+    def _moved(self, place: Place, moved: Moved, published: float) -> None:
+        """Told where it stood still for it: what was refused or given up before cost the sample nothing, and may be
+        advice to somebody who has given it away a moment ago."""
+        if moved.pause_seconds <= 0.0:
+            return
+        stay = self._left.pop((place, moved.sample_id), None)
+        began = stay.ended if stay else published - moved.pause_seconds
+        if stay is None and (taken := self._taken.get((place, moved.sample_id))) is not None:
+            stay = self._stay(place, moved.sample_id, taken, {})
+        if stay is not None:
+            span = replace(stay, name="move", parent=stay.id, sent=None, attributes=of_a_move(moved))
+            span.began, span.ended = began, began + moved.pause_seconds
+            self._keep(span)
 
     def _arrived(self, place: Place, sample: Sample, taken: _Taken) -> None:
         step = self._steps.setdefault((sample.purpose, sample.step), _Step())
@@ -163,32 +241,6 @@ class Tracer:
                     attributes={**attributes, "scored": round(arrived.scored, 6)},
                 )
             )
-
-
-def _sample_of(record: Prompt | Sample | Score) -> str:
-    return record.sample_id if isinstance(record, Score) else record.id
-
-
-def _name_of(record: Prompt | Sample | Score) -> str:
-    if isinstance(record, Score):
-        return record.stage
-    return "prompt" if isinstance(record, Prompt) else "generation"
-
-
-def _of_a_generation(sample: Sample) -> dict[str, Attribute]:
-    attributes: dict[str, Attribute] = {
-        "generator": sample.generator,
-        "tokens": len(sample.token_ids),
-        "strategies": ", ".join(f"{name} x {steps}" for name, steps in sample.strategies),
-        "engine_steps": sum(steps for _, steps in sample.strategies),
-        "verifications": sample.num_verifications,
-        "drafted": sample.num_drafted,
-        "accepted": sample.num_accepted,
-        "weights_versions": ", ".join(map(str, sorted(set(sample.weights_versions)))),
-        "finish_reason": sample.finish_reason,
-        "work_seconds": round(sample.seconds, 6),
-    }
-    return attributes | ({"error": sample.error} if sample.error else {})
 
 
 def _of_a_score(score: Score) -> dict[str, Attribute]:

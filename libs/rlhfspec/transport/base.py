@@ -55,6 +55,11 @@ class Receipt(Protocol):
         """Any process may end the delivery with it (`Transport.adopt`). Empty for state and signals."""
         ...
 
+    @property
+    def num_deliveries(self) -> int:
+        """1 the first time."""
+        ...
+
     async def ack(self) -> None:
         """Done: never delivered to this consumer again."""
         ...
@@ -83,10 +88,6 @@ class Message(Receipt, Protocol):
     def data(self) -> bytes: ...
     @property
     def headers(self) -> Mapping[str, str]: ...
-    @property
-    def num_deliveries(self) -> int:
-        """1 the first time."""
-        ...
 
 
 class SeenMessage:

@@ -17,7 +17,6 @@ import asyncio
 import json
 import ssl
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportFull, TransportUnavailable
 from rlhfspec.transport import dead_letters
@@ -25,7 +24,7 @@ from rlhfspec.transport.base import Consumer, Kind, Receipt, Subscription
 from rlhfspec.transport.clock import Clock, SystemClock
 from rlhfspec.transport.nats_connection import ANSWER_SECONDS, Connection, status_of
 from rlhfspec.transport.nats_deliveries import ID, Consuming, NatsReceipt, Token
-from rlhfspec.transport.nats_proof import Proof
+from rlhfspec.transport.nats_proof import NO_PROOF, Proof
 from rlhfspec.transport.nats_reading import PullReading, WatchReading
 from rlhfspec.transport.nats_streams import (
     Declared,
@@ -41,12 +40,16 @@ SHORTEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.01, 0.5
 
 
 class NatsTransport:
-    """`publish_timeout_seconds`: so long `publish` waits for room, and everything for a server that is away."""
+    """`publish_timeout_seconds`: so long `publish` waits for room, and everything for a server that is away.
+    `keep_seconds`: so long a message of what is declared here stays, though nobody may have read it; 0: for ever."""
 
-    def __init__(self, connection: Connection, *, max_pending: int, publish_timeout_seconds: float) -> None:
+    def __init__(
+        self, connection: Connection, *, max_pending: int, publish_timeout_seconds: float, keep_seconds: float = 0.0
+    ) -> None:
         self._connection = connection
         self._clock = connection.clock
         self._max_pending = max_pending
+        self._keep_seconds = keep_seconds
         self._publish_timeout_seconds = publish_timeout_seconds
         self._known: dict[str, Declared] = {}
         self._consuming: dict[tuple[str, str], Consuming] = {}
@@ -59,28 +62,31 @@ class NatsTransport:
         *,
         name: str,
         inbox_prefix: str = "_INBOX",
-        nkey_seed: Path | None = None,
-        creds: Path | None = None,
+        proof: Proof = NO_PROOF,
         tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
         max_pending: int = 8192,
         publish_timeout_seconds: float = 600.0,
+        keep_seconds: float = 0.0,
         connect_timeout_seconds: float = 5.0,
     ) -> NatsTransport:
-        """`name`: of this process, in what the server shows. It proves itself with an NKEY, or where the server is in
-        operator mode with `creds`: a file with a token and its seed, read again for every connection. Raises at once
-        when the server is not there or not fit."""
+        """`name`: of this process, in what the server shows. Raises at once when the server is not there or not fit."""
         connection = await Connection.open(
             url,
             name=name,
             inbox_prefix=inbox_prefix,
-            proof=Proof(nkey_seed=nkey_seed, creds=creds),
+            proof=proof,
             tls=tls,
             clock=clock or SystemClock(),
             patience_seconds=publish_timeout_seconds,
             connect_timeout_seconds=connect_timeout_seconds,
         )
-        return cls(connection, max_pending=max_pending, publish_timeout_seconds=publish_timeout_seconds)
+        return cls(
+            connection,
+            max_pending=max_pending,
+            publish_timeout_seconds=publish_timeout_seconds,
+            keep_seconds=keep_seconds,
+        )
 
     # --- subjects ------------------------------------------------------------------------------------------------
 
@@ -91,7 +97,7 @@ class NatsTransport:
         stream = stream_name(subject)
         there = await self._look(subject)
         if there is None:
-            config = stream_config(subject, wanted, self._max_pending)
+            config = stream_config(subject, wanted, self._max_pending, self._keep_seconds)
             _raise_error(subject, await self._connection.api(f"STREAM.CREATE.{stream}", config))
         elif there != wanted:
             raise InvalidRequest("subject", subject, f"was declared as {there.kind} for {dict(there.consumers)}")
@@ -123,6 +129,19 @@ class NatsTransport:
                 raise InvalidRequest("subject", subject, "was not declared")
             self._known[subject] = found
         return self._known[subject]
+
+    async def undeclare(self, subject: str, within_seconds: float) -> bool:
+        """All of it goes, with what is in it; for who opened the run, at its end. Whether it is gone."""
+        answer = await self._connection.ask(f"$JS.API.STREAM.DELETE.{stream_name(subject)}", seconds=within_seconds)
+        if answer is None or status_of(answer) == "503":
+            return False
+        error = json.loads(answer.data).get("error")
+        return error is None or error["code"] == 404
+
+    @property
+    def num_reconnects(self) -> int:
+        """How often the server was lost and is there again."""
+        return self._connection.num_reconnects
 
     async def answers(self, subject: str, within_seconds: float) -> bool:
         """Whether the server does, now: one question about a subject, not asked again."""

@@ -11,13 +11,11 @@ import asyncio
 import itertools
 import json
 import logging
-import os
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal
-from urllib.parse import urlparse
 
 import nats.errors
 from nats.aio.client import Client
@@ -26,11 +24,11 @@ from nats.aio.subscription import Subscription
 
 from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportClosed, TransportUnavailable
 from rlhfspec.transport.clock import Clock
+from rlhfspec.transport.nats_greeting import check_info, explained, read_info
 from rlhfspec.transport.nats_proof import Proof
 
 Arrived = Callable[[Msg], Awaitable[None]]
 Use = Literal["publish", "subscription"]  # of a subject, in the server's words
-OLDEST_SERVER = (2, 10, 26)  # before it, messages stay in a stream for ever after the server was killed
 ANSWER_SECONDS = 5.0  # then it is asked again; an answer that was lost with its connection is not waited for
 RETRY_SECONDS = 0.1
 LOOK_EVERY_SECONDS = 0.25
@@ -49,7 +47,7 @@ class Connection:
         self.disturbed: set[Callable[[], None]] = set()  # called when waiting any longer may be in vain
         self.is_closed = False
         self.num_reconnects = 0
-        self._nc = Client()
+        self._nc = _Client()
         self._connected = asyncio.Event()
         self._inbox = ""
         self._numbers = itertools.count()
@@ -75,7 +73,7 @@ class Connection:
         connection, opened = cls(url, clock, patience_seconds), False
         try:
             async with asyncio.timeout(connect_timeout_seconds):
-                _check_server(url, await _read_info(url), tls)
+                check_info(url, await read_info(url), tls)
                 await connection._open(name, inbox_prefix, proof, tls)
             opened = True
         except TimeoutError:
@@ -108,7 +106,7 @@ class Connection:
                 closed_cb=self._on_closed,
             )
         except (nats.errors.Error, OSError) as error:
-            raise _explained(self.url, error, proof) from error
+            raise explained(self.url, error, proof) from error
         self._nc.options.update(allow_reconnect=True, max_reconnect_attempts=-1)
         self._connected.set()
         self._inbox = self._nc.new_inbox()
@@ -215,6 +213,11 @@ class Connection:
     def is_connected(self) -> bool:
         return self._connected.is_set()
 
+    @property
+    def max_payload(self) -> int:
+        """Of the server, in bytes."""
+        return self._nc.max_payload
+
     def new_inbox(self) -> str:
         return self._nc.new_inbox()
 
@@ -298,62 +301,30 @@ def status_of(message: Msg) -> str:
     return "" if message.reply or not message.headers else message.headers.get("Status", "")
 
 
+class _Client(Client):
+    """Whoever answers in the server's place later, without TLS, is told nothing: nats-py takes TLS for what a server
+    may ask for, and would show a password to one that does not."""
+
+    def _connect_command(self) -> bytes:
+        socket = _socket_of(self)
+        assert socket is not None, "it is connected"
+        if self.options.get("tls") is not None and socket.get_extra_info("ssl_object") is None:
+            socket.abort()
+            raise nats.errors.Error("nats: the server speaks no TLS any more")
+        return super()._connect_command()
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        """What is unsent while the server is away is given up: nats-py would write it to a lost TLS connection, which
+        raises AttributeError."""
+        if not self.is_connected:
+            self._pending, self._pending_data_size = [], 0
+        await super()._close(status, do_cbs)
+
+
 def _socket_of(nc: Client) -> asyncio.WriteTransport | None:
-    """The one look behind the fence of nats-py."""
+    """What nats-py keeps behind its fence; so does `_Client`."""
     writer = getattr(nc._transport, "_io_writer", None)
     return None if writer is None else writer.transport
-
-
-async def _read_info(url: str) -> dict[str, Any]:
-    """What a server says of itself to everybody, before any credentials."""
-    place = urlparse(url)
-    try:
-        reader, writer = await asyncio.open_connection(place.hostname, place.port or 4222)
-    except OSError as error:
-        raise TransportUnavailable(url, f"no server there ({_reason(error)})") from error
-    try:
-        line = await reader.readline()
-        if not line:
-            raise ConnectionResetError
-        if not line.startswith(b"INFO "):
-            raise InvalidRequest("nats", url, "is no NATS server")
-        info: dict[str, Any] = json.loads(line.removeprefix(b"INFO "))
-        return info
-    except OSError as error:  # as of a server that is only just starting, behind something that is there already
-        raise TransportUnavailable(url, "whoever is there hangs up") from error
-    except ValueError as error:
-        raise InvalidRequest("nats", url, "is no NATS server") from error
-    finally:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
-
-
-def _reason(error: OSError) -> str:
-    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
-
-
-def _check_server(url: str, info: Mapping[str, Any], tls: ssl.SSLContext | None) -> None:
-    version = str(info.get("version", ""))
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if numbers < OLDEST_SERVER:
-        oldest = ".".join(map(str, OLDEST_SERVER))
-        raise InvalidRequest("nats", version, f"the server at {url} must be {oldest} or newer")
-    if not info.get("jetstream"):
-        raise InvalidRequest("nats", url, "the server must run with JetStream (nats-server -js)")
-    if tls is not None and not info.get("tls_required"):
-        raise InvalidRequest("nats", url, "the server must speak TLS, as this connection does")
-    if tls is None and info.get("tls_required"):
-        raise InvalidRequest("nats", url, "the server speaks TLS only: credentials with a CA are needed")
-
-
-def _explained(url: str, error: Exception, proof: Proof) -> Exception:
-    if "authorization violation" in str(error).lower():
-        return InvalidRequest("nats", url, f"the server refuses {proof}")
-    if isinstance(error, ssl.SSLError):
-        reason = getattr(error, "verify_message", "") or error.reason or str(error)
-        return InvalidRequest("nats", url, f"the server's certificate is not to be trusted: {reason}")
-    return TransportUnavailable(url, str(error).removeprefix("nats: ") or type(error).__name__)
 
 
 def quiet_about_tls() -> None:

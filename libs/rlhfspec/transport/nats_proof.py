@@ -1,14 +1,15 @@
-"""How a client proves to NATS who it is: by an NKEY that the server knows, or by a token that its account signed.
+"""How a client proves to NATS who it is: by an NKEY that the server knows, by a token that its account signed, or by
+what a person chose: a user with a password, or a token that is one word.
 
 Example:
-    >>> str(Proof()), str(Proof(nkey_seed=Path("reward.seed")))
-    ('a connection without credentials', 'the key in reward.seed')
+    >>> str(Proof()), str(Proof(nkey_seed=Path("reward.seed"))), str(Proof(user="rl", password="s3cret"))
+    ('a connection without credentials', 'the key in reward.seed', 'this user and password')
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,22 @@ _CREDS = re.compile(rb"BEGIN NATS USER JWT-+\s+\S+\s+-+END.*BEGIN USER NKEY SEED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Names of files; at most one of them. Neither: none is asked for."""
+    """Names of files, or `password`: of a user, or without one a token. At most one of the three; none: nothing is
+    asked for."""
 
     nkey_seed: Path | None = None
     creds: Path | None = None
+    user: str = ""
+    password: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         if self.creds is not None:
             return f"the token in {self.creds}"
-        return "a connection without credentials" if self.nkey_seed is None else f"the key in {self.nkey_seed}"
+        if self.nkey_seed is not None:
+            return f"the key in {self.nkey_seed}"
+        if self.password:
+            return "this user and password" if self.user else "this token"
+        return "a connection without credentials"
 
     def check(self) -> None:
         """Before the client reads them, who would not say which file it was."""
@@ -42,10 +50,20 @@ class Proof:
             _check_seed("nkey_seed", self.nkey_seed, _read("nkey_seed", self.nkey_seed).strip())
 
     def options(self) -> dict[str, Any]:
-        """Of nats-py, which reads the file again whenever it connects."""
+        """Of nats-py, which reads a file again whenever it connects."""
         if self.creds is not None:
             return {"user_credentials": str(self.creds)}
+        if self.password:
+            return {"user": self.user, "password": self.password} if self.user else {"token": self.password}
         return {"nkeys_seed": None if self.nkey_seed is None else str(self.nkey_seed)}
+
+
+NO_PROOF = Proof()
+
+
+def proof_of(path: Path) -> Proof:
+    """By a file of either kind: a token with its seed (.creds), or a seed alone."""
+    return Proof(creds=path) if b"BEGIN NATS USER JWT" in _read("creds", path) else Proof(nkey_seed=path)
 
 
 def _read(field: str, path: Path) -> bytes:

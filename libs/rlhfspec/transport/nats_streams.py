@@ -56,13 +56,15 @@ def latest_of(subject: str, word: str = "*") -> str:
     return f"latest.{subject}.{word}"
 
 
-def stream_config(subject: str, declared: Declared, max_pending: int) -> dict[str, Any]:
+def stream_config(subject: str, declared: Declared, max_pending: int, keep_seconds: float = 0.0) -> dict[str, Any]:
+    """`keep_seconds`: of every message, whoever has yet to read it; 0: for ever."""
     consumers = [asdict(consumer) for consumer in declared.consumers.values()]
     return {
         "name": stream_name(subject),
         "storage": "file",
         "num_replicas": 1,
         "max_msgs": max_pending,
+        "max_age": round(keep_seconds * SECOND),
         "duplicate_window": DUPLICATE_WINDOW_SECONDS * SECOND,
         "metadata": {_KIND: declared.kind, _CONSUMERS: json.dumps(consumers)},
         **_settings(subject, declared.kind),

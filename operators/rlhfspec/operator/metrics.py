@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Restarted(NamedTuple):
+    """A worker of a job, and how often its pod was made again since its run began."""
+
+    namespace: str
+    job: str
+    role: str
+    worker: int
+    restarts: int
 
 
 class Metrics:
@@ -46,11 +59,36 @@ class Metrics:
     def wrote(self, verb: str, kind: str) -> None:
         self._writes.labels(verb, kind).inc()
 
-    def show(self, *, queue: Callable[[], float], jobs: Callable[[], float], leader: Callable[[], float]) -> None:
+    def show(
+        self,
+        *,
+        queue: Callable[[], float],
+        jobs: Callable[[], float],
+        leader: Callable[[], float],
+        restarts: Callable[[], Iterable[Restarted]],
+    ) -> None:
         """Asked when they are read."""
         self._queue.set_function(queue)
         self._jobs.set_function(jobs)
         self._leader.set_function(leader)
+        self.registry.register(_Restarts(restarts))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _Restarts(Collector):
+    """With the names that the supervisor of one machine gives them (docs/tracing.md), and of whose job."""
+
+    def __init__(self, restarts: Callable[[], Iterable[Restarted]]) -> None:
+        self._restarts = restarts
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            "rlhfspec_restarts",
+            "Times that a worker was started again.",
+            labels=("namespace", "rlhfjob", "stage", "worker"),
+        )
+        for each in self._restarts():
+            family.add_metric((each.namespace, each.job, each.role, str(each.worker)), each.restarts)
+        yield family

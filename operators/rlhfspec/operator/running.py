@@ -13,7 +13,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,9 +25,10 @@ from rlhfspec.operator.access import Access
 from rlhfspec.operator.api import Api
 from rlhfspec.operator.broker import Dialling, Purge
 from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.draft import worker_name
 from rlhfspec.operator.lease import LOOK_SECONDS, Lease
 from rlhfspec.operator.looks import Looks
-from rlhfspec.operator.metrics import Metrics
+from rlhfspec.operator.metrics import Metrics, Restarted
 from rlhfspec.operator.observed import JobView, Observed, Said, Settings
 from rlhfspec.operator.plan import Plan
 from rlhfspec.operator.queue import Key, Looked, Queue
@@ -81,13 +82,7 @@ class Operator:
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT."""
-        waited = self._metrics.waited_seconds.observe
-        self._queue = Queue(self._look, asyncio.get_running_loop(), waited=waited)
-        self._metrics.show(
-            queue=lambda: len(self._queue),
-            jobs=lambda: len(self._cache.jobs()),
-            leader=lambda: float(self._lease.is_held),
-        )
+        self._begin()
         async with AsyncExitStack() as leaving:
             await leaving.enter_async_context(self._lease_api)
             await leaving.enter_async_context(self._api)
@@ -100,6 +95,17 @@ class Operator:
                 leaving.push_async_callback(_end, task)
             await self._until_done(lambda: self._watching.wait_until_served(self._api))
             await self._watching.run(self._access, stop)
+
+    def _begin(self) -> None:
+        """In the event loop."""
+        waited = self._metrics.waited_seconds.observe
+        self._queue = Queue(self._look, asyncio.get_running_loop(), waited=waited)
+        self._metrics.show(
+            queue=lambda: len(self._queue),
+            jobs=lambda: len(self._cache.jobs()),
+            leader=lambda: float(self._lease.is_held),
+            restarts=lambda: restarted(self._cache) if self._lease.is_held else (),
+        )
 
     async def _serve(self, leaving: AsyncExitStack) -> None:
         place, health = self._place, health_app(self._metrics, self._problem)
@@ -210,6 +216,17 @@ class Operator:
         self._cache.broker = said
         for key in self._cache.jobs():
             self._tell(key)
+
+
+def restarted(cache: Cache) -> Iterator[Restarted]:
+    """Of every worker that there is, also where it never was: else its first restart would be no rise."""
+    for namespace, name in cache.jobs():
+        job = cache.job((namespace, name))
+        restarts = job.status.get("restarts") or {} if job is not None else {}
+        counts = restarts.get("byWorker") or {}
+        for worker in sorted({*counts, *(worker_name(pod.key) for pod in cache.pods((namespace, name)))}):
+            role, _, number = worker.rpartition("-")
+            yield Restarted(namespace, name, role, int(number), counts.get(worker, 0))
 
 
 async def _end(task: asyncio.Task[None]) -> None:

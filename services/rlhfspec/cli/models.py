@@ -51,7 +51,7 @@ def check(
     """Judge models against plain Hugging Face: right in every bit (exit code 0), wrong (1), or refused (2).
 
     A type is judged by tiny random models of its class; with refused ones among them the exit code is still 0. All
-    types take about 75 minutes on 2 cores.
+    types take about 95 minutes on 2 cores.
     """
     from rlhfspec.tiny.classes import model_types
 
@@ -114,10 +114,17 @@ def _findings(verdict: Verdict, positions: int, *, thorough: bool) -> list[tuple
         ("runs as", one_call if report.path == "native" else "Hugging Face's own layers over our kernels"),
         *(("attention", each) for each in report.attentions),
         ("log-probs", f"at most {verdict.difference:.1e} from Hugging Face's in float32"),
-        ("exactOnPolicy", verdict.detail or "yes, in float32 and bfloat16"),
+        ("bfloat16", _in_bfloat16(verdict)),
+        ("exactOnPolicy", f"no: {verdict.not_exact}" if verdict.not_exact else "yes, in float32 and bfloat16"),
         ("at load", f"{len(report.probes)} probes up to position {positions}, {report.seconds:.2f} s"),
         ("judged", "in every way" if thorough else "without gradients, low-rank update, trees and moves: it is large"),
     ]
+
+
+def _in_bfloat16(verdict: Verdict) -> str:
+    """Of the trainer."""
+    band = verdict.in_bfloat16
+    return f"no: {verdict.not_in_bfloat16}" if band is None else f"log-probs at most {band}"
 
 
 # ---- types of transformers ------------------------------------------------------------------------------------------
@@ -144,5 +151,5 @@ def _line(judged: Judged) -> str:
     verdict, name = judged.verdict, " ".join(filter(None, (judged.case.model_type, judged.case.variant)))
     text = verdict.detail
     if verdict.report is not None:
-        text = f"{verdict.report.path:7} {verdict.difference:.0e} {text}"
+        text = f"{verdict.report.path:7} {verdict.difference:.0e} {'; '.join(verdict.limits)}"
     return f"{verdict.kind:9} {name:50} {text}".rstrip()

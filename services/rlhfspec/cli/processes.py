@@ -11,25 +11,28 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Awaitable
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Awaitable, Mapping
+from contextlib import AsyncExitStack, ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from rlhfspec import ranks
 from rlhfspec.awake_clock import AwakeClock
+from rlhfspec.cli.given_options import GivenServers
 from rlhfspec.cli.job_run import MOST_PENDING, JobRun, Models, Say
 from rlhfspec.errors import DataExhausted, StageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.job_file.memory import weights_bytes
 from rlhfspec.loop import workers_of
-from rlhfspec.records import DatasetInfo
+from rlhfspec.records import DatasetInfo, WorkerInfo
 from rlhfspec.servers.certificates import ServerTls, create_credentials
 from rlhfspec.servers.guardian import MARK, NOBODY_STARTS, Guardians, end_run
 from rlhfspec.servers.nats import NatsServer, User
 from rlhfspec.servers.program import ServerProgram, write_secret
 from rlhfspec.servers.redis import RedisServer
 from rlhfspec.servers.room import SERVERS_BYTES, place_of_weights, refuse_full_disk
-from rlhfspec.servers.scratch import Scratch
+from rlhfspec.servers.scratch import UID, Scratch
+from rlhfspec.service import forgetting
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.child import Child, Interpreters, Starter
@@ -38,6 +41,9 @@ from rlhfspec.service.connecting import connect
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.context import kept_versions
 from rlhfspec.service.dead_letters import DeadLetterWatch
+from rlhfspec.service.given_nats import check_nats, try_out
+from rlhfspec.service.given_redis import check_redis
+from rlhfspec.service.given_watch import GivenNatsWatch
 from rlhfspec.service.launcher import Launcher
 from rlhfspec.service.live import LiveBeats, LiveState
 from rlhfspec.service.rights import CONTROL, ROLES, rights_of
@@ -47,6 +53,8 @@ from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.view import View
 from rlhfspec.telemetry.watch import WatchService
+from rlhfspec.tracing.meters import Meters
+from rlhfspec.tracing.prometheus import served
 from rlhfspec.transport.nats import NatsTransport
 from rlhfspec.wire.codec import decode
 
@@ -67,31 +75,51 @@ async def _while_running(service: Service, work: Awaitable[None]) -> None:
 
 class ProcessRun(JobRun):
     def __init__(
-        self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
+        self,
+        written: RLHFJob,
+        job: RLHFJob,
+        base_folder: Path,
+        folder: RunFolder,
+        view: View,
+        *,
+        resume: bool,
+        given: GivenServers,
     ) -> None:
         super().__init__(written, job, base_folder, folder, view, resume=resume)
         self._uid = secrets.token_hex(4)
+        self._given = given
         self._vitals = Vitals(AwakeClock())
         self._place = folder.processes.absolute()
         self._children: list[Child] = []
-        self._launchers: dict[str, Launcher] = {}  # by how many threads torch is told to use
+        self._starter: Starter  # of its workers
         self._servers: list[ServerProgram] = []
         self._scratch = Scratch(self._uid, self._place)
-        self._guardians = Guardians(self._uid, remove=[self._place, *self._scratch.paths])
+        self._guardians = Guardians(
+            self._uid,
+            remove=[self._place, *self._scratch.paths],
+            first=forgetting.command_for(self._scratch.paths) if given else (),
+        )
         self._transport: NatsTransport
         self._processes: Children
         self._closing = AsyncExitStack()
+        self._meters = Meters()
         self._is_complete = False
         self._failure: StageError | None = None
 
     # --- before the first step -----------------------------------------------------------------------------------
 
     def build(self, say: Say) -> None:
+        if self._given:
+            say(f"looking at {self._given}")
+            self.runner.run(self._check_given())
+        before = self._uid_before()
         self._begin_folder({}, workers_of(self._job))  # the trainer's process writes in it as soon as it runs
         with ExitStack() as failing:
             failing.callback(self.leave_no_trace)
             try:
                 self._make_room(say)
+                if before:
+                    self.runner.run(self._forget(before))
                 self.runner.run(self._build(say))
             except StageError as error:  # some worked already, while others were still loading: the run has begun
                 self._failure = error
@@ -110,6 +138,9 @@ class ProcessRun(JobRun):
     async def _build(self, say: Say) -> None:
         say("starting the servers")
         connections = await self._start_servers()
+        if self._given.nats is not None:
+            await try_out(self._given.nats, connections)
+        self._closing.push_async_callback(self._forget, self._uid)
         assert connections.credentials is not None
         assert connections.redis_url is not None
         self._live = LiveState(connections.redis_url, self._uid, role=CONTROL, credentials=connections.credentials)
@@ -127,34 +158,41 @@ class ProcessRun(JobRun):
         )
         self._watch = WatchService(self._vitals, self._bus.of("view"), view=self._view)
         await self._watch.listen()
+        self._starter = self._make_starter()
         self._children = [self._child(stage, worker) for stage, count in workers.items() for worker in range(count)]
         self._processes = self._children_service(say)
         self._closing.push_async_callback(self._processes.end)
+        self._count()
         self._server_watch = ServerWatch(
             self._vitals,
             self._servers,
             self._guardians,
-            list(self._launchers.values()),
+            self._starter,
             self._job.spec.failure_policy,
             lambda line: self._processes.say(line),
             until=self._processes.gone,
+            given=self._given_watch(),
         )
         say(f"starting {len(self._children)} processes")
         await _while_running(self._server_watch, self._processes.start())
 
+    def _count(self) -> None:
+        """What only the supervisor knows, for /metrics."""
+        self._meters.reconnects("nats", lambda: self._transport.num_reconnects)
+        self._meters.reconnects("redis", lambda: self._live.num_reconnects)
+        for child in self._children:
+            count = partial(self._processes.roster.num_restarts, child.stage, child.worker)
+            self._meters.restarts(child.stage, child.worker, count)
+
     async def _start_servers(self) -> Connections:
-        name, credentials = self._job.metadata.name, self._place / "credentials"
+        credentials = self._credentials
         keys = create_credentials(credentials, ROLES)
-        users = {role: User.of(key, rights_of(role, name, self._uid)) for role, key in keys.items()}
-        tls = ServerTls.of(credentials, "nats")
-        nats = NatsServer(self._place / "nats", run=self._uid, users=users, tls=tls)
-        redis = RedisServer(
-            self._place / "redis",
-            run=self._uid,
-            socket_folder=self._scratch.path,
-            password_file=credentials / "redis.password",
-        )
-        self._servers = [nats, redis]
+        if self._given:
+            self._given.keep(credentials)
+            forgetting.note(credentials, self._job.metadata.name, self._uid)
+        nats = self._given.nats or self._own_nats(keys)
+        redis = self._given.redis or self._own_redis()
+        self._servers = [server for server in (nats, redis) if isinstance(server, ServerProgram)]
         for server in self._servers:
             server.log = self.folder.logs.absolute() / f"{server.name}.log"
             server.log.parent.mkdir(exist_ok=True)
@@ -171,9 +209,29 @@ class ProcessRun(JobRun):
             credentials=credentials,
             weights_folder=self._weights_folder,
             activity_folder=self._activity_folder,
+            supervisor_address=self._closing.enter_context(served(self._meters.metrics)),
         )
         write_secret(self._connections_file, connections.model_dump_json(indent=2).encode())
         return connections
+
+    @property
+    def _credentials(self) -> Path:
+        """Those of the user's own servers are in memory alone."""
+        return (self._scratch.path if self._given else self._place) / forgetting.CREDENTIALS
+
+    def _own_nats(self, keys: Mapping[str, str]) -> NatsServer:
+        name = self._job.metadata.name
+        users = {role: User.of(key, rights_of(role, name, self._uid)) for role, key in keys.items()}
+        tls = ServerTls.of(self._credentials, "nats")
+        return NatsServer(self._place / "nats", run=self._uid, users=users, tls=tls)
+
+    def _own_redis(self) -> RedisServer:
+        return RedisServer(
+            self._place / "redis",
+            run=self._uid,
+            socket_folder=self._scratch.path,
+            password_file=self._credentials / "redis.password",
+        )
 
     @property
     def _connections_file(self) -> Path:
@@ -185,35 +243,33 @@ class ProcessRun(JobRun):
 
     def _child(self, stage: str, worker: int) -> Child:
         arguments = ["-m", f"rlhfspec.{stage}", "--connections", str(self._connections_file), "--worker", str(worker)]
+        if (threads := self._threads_of(stage)) is not None:
+            arguments += ["--threads", str(threads)]
         num_ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
         if num_ranks > 1:
             arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *arguments]
         log = self.folder.logs.absolute() / f"{stage}-{worker}.jsonl"
         activity = self._activity_folder / f"{stage}-{worker}"
-        return Child(stage, worker, arguments, self._starter(self._threads_of(stage)), log, activity)
+        return Child(stage, worker, arguments, self._starter, log, activity)
 
-    def _starter(self, threads: dict[str, str]) -> Starter:
-        """One for each environment: how many threads torch uses is settled when it is imported."""
+    def _make_starter(self) -> Starter:
         inherited = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
-        environment = inherited | {MARK: self._uid} | threads
+        environment = inherited | {MARK: self._uid}
         if sys.platform != "linux":
             return Interpreters(environment, self.folder.lock)
-        key = environment.get("OMP_NUM_THREADS", "")
-        if key not in self._launchers:
-            log = self.folder.logs.absolute() / "launcher.log"
-            self._launchers[key] = launcher = Launcher(environment, log, self.folder.lock)
-            self._closing.push_async_callback(launcher.close)
-        return self._launchers[key]
+        launcher = Launcher(environment, self.folder.logs.absolute() / "launcher.log", self.folder.lock)
+        self._closing.push_async_callback(launcher.close)
+        return launcher
 
-    def _threads_of(self, stage: str) -> dict[str, str]:
+    def _threads_of(self, stage: str) -> int | None:
         """Several generators share the cores. All others compute with as many threads as in one process: the bits of
         the trainer's sums may depend on it."""
         num_generators = workers_of(self._job)["generator"]
         if stage != "generator" or num_generators == 1:
-            return {}
+            return None
         share = max(1, len(os.sched_getaffinity(0)) // num_generators)
         told = os.environ.get("OMP_NUM_THREADS", "")
-        return {"OMP_NUM_THREADS": str(min(share, int(told)) if told.isdecimal() else share)}
+        return min(share, int(told)) if told.isdecimal() else share
 
     def _children_service(self, say: Say) -> Children:
         return Children(
@@ -233,6 +289,36 @@ class ProcessRun(JobRun):
             models |= json.loads(info.models_json)
         self.folder.loaded(models)
         self._processes.say = self.say
+
+    # --- servers of the user's -----------------------------------------------------------------------------------
+
+    def _uid_before(self) -> str:
+        """Of a run in this folder that died with its machine: its credentials are lost, so nobody else can clean up."""
+        with suppress(OSError):
+            return (self._place / UID).read_text()
+        return ""
+
+    async def _check_given(self) -> None:
+        if self._given.nats is not None:
+            await check_nats(self._given.nats, self._job.spec.max_context)
+        if self._given.redis is not None:
+            await check_redis(self._given.redis, self._uid)
+
+    async def _forget(self, uid: str) -> None:
+        left = await forgetting.forget(self._given.nats, self._given.redis, self._job.metadata.name, uid)
+        if left:
+            self.say(left)
+
+    def _given_watch(self) -> GivenNatsWatch | None:
+        if self._given.nats is None:
+            return None
+        return GivenNatsWatch(
+            self._transport,
+            self._given.nats.url,
+            self._bus.subject(WorkerInfo),
+            self._vitals.clock,
+            lambda line: self._processes.say(line),
+        )
 
     # --- the run -------------------------------------------------------------------------------------------------
 

@@ -5,14 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlhfspec.cli.exit_codes import FAILED, STOPPED
+from rlhfspec.cli.given_options import (
+    GivenOptions,
+    GivenServers,
+    Nats,
+    NatsCredentials,
+    Redis,
+    RedisCredentials,
+    ServersCa,
+    ServersCertificate,
+    ServersKey,
+)
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.cli.signals import leave_at_once, on_signals
@@ -44,14 +57,37 @@ Processes = Annotated[
 ]
 
 
-def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False, processes: Processes = False) -> None:
+def run(
+    job: Job,
+    overrides: Set = None,
+    out: Out = None,
+    resume: Resume = False,
+    processes: Processes = False,
+    nats: Nats = None,
+    redis: Redis = None,
+    nats_credentials: NatsCredentials = None,
+    redis_credentials: RedisCredentials = None,
+    servers_ca: ServersCa = None,
+    servers_certificate: ServersCertificate = None,
+    servers_key: ServersKey = None,
+) -> None:
     """Train. Ctrl-C ends the step, writes a checkpoint and stops.
 
     Every stage runs in this process; with --processes each of their workers in its own, and those that fail are started
     again. Launched by torchrun, rank 0 runs the stages and all ranks share the training (docs/training.md).
     """
     console = wide_console()
+    given = GivenOptions(
+        nats=nats,
+        redis=redis,
+        nats_credentials=nats_credentials,
+        redis_credentials=redis_credentials,
+        ca=servers_ca,
+        certificate=servers_certificate,
+        key=servers_key,
+    )
     with exit_on_problems(), on_signals(lambda: leave_at_once("stopped")):  # the stages listen for themselves
+        servers = given.read(processes=processes)
         checked = read_job(job, overrides or [])
         check_made_here(checked, job)
         told = rank_told(os.environ)
@@ -64,9 +100,12 @@ def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False
         if aside is not None:
             console.print(f"{job}: {aside}", markup=False, highlight=False, soft_wrap=True)
         folder = out or Path("out") / checked.metadata.name
-        outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes), console)
+        outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes, given), servers, console)
     if outcome != "completed":
         raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
+
+
+OWN_SERVERS = GivenOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +117,7 @@ class _Command:
     out: Path
     resume: bool = False
     processes: bool = False
+    given: GivenOptions = OWN_SERVERS
 
     def to_go_on(self, more_steps: int | None) -> str:
         """To be pasted (secrets are left out). A run goes on with its own overrides; a completed one needs more steps.
@@ -92,14 +132,14 @@ class _Command:
             kept = [override for override in overrides if not override.startswith("training.steps=")]
             overrides = [*kept, f"training.steps={more_steps}"]
         sets = [word for override in overrides for word in ("--set", shown_override(override))]
-        way = ["--processes"] if self.processes else []
+        way = ["--processes", *self.given.words()] if self.processes else []
         return shlex.join(["rlhfspec", "run", *way, str(self.job), *sets, "--out", str(self.out), "--resume"])
 
 
-def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
+def _run(job: RLHFJob, command: _Command, servers: GivenServers, console: Console) -> RunOutcome:
     with ExitStack() as leaving:
         with StatusLine() as status:
-            run = _prepared(job, command, console, status)
+            run = _prepared(job, command, servers, console, status)
             leaving.callback(run.close)
             with on_signals(lambda: _leave_before_it_began(run)):
                 run.build(status)
@@ -114,15 +154,15 @@ def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
         return outcome
 
 
-def _prepared(job: RLHFJob, command: _Command, console: Console, status: StatusLine) -> JobRun:
+def _prepared(job: RLHFJob, command: _Command, servers: GivenServers, console: Console, status: StatusLine) -> JobRun:
     """With --processes nothing heavy is imported here: the stages' own processes do."""
-    kind = _process_run() if command.processes else _local_run(status)
+    kind = _process_run(servers) if command.processes else _local_run(status)
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
     from rlhfspec.servers.scratch import end_dead_runs
     from rlhfspec.telemetry.run_folder import RunFolder
     from rlhfspec.telemetry.view import View
 
-    for uid in end_dead_runs():
+    for uid in end_dead_runs(lambda memory: _forget(memory, status)):
         status(f"what was left of run {uid} is removed: its supervisor had died")
     folder, view = RunFolder(command.out), View(job, console)
     folder.check(job, resume=command.resume)
@@ -140,13 +180,21 @@ def _local_run(status: StatusLine) -> type[JobRun]:
     return LocalRun
 
 
-def _process_run() -> type[JobRun]:
+def _forget(memory: Path, status: StatusLine) -> None:
+    """What a dead run has on servers of its user's."""
+    from rlhfspec.service.forgetting import CREDENTIALS, forget_dead
+
+    if left := forget_dead(memory / CREDENTIALS):
+        status(left)
+
+
+def _process_run(servers: GivenServers) -> Callable[..., JobRun]:
     try:
         from rlhfspec.cli.processes import ProcessRun
     except ImportError as error:
         problem = f"needs {error.name}: pip install 'rlhfspec[processes]'"
         raise InvalidRequest("--processes", True, problem) from None
-    return ProcessRun
+    return partial(ProcessRun, given=servers)
 
 
 def _leave_before_it_began(run: JobRun) -> None:

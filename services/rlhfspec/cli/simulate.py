@@ -177,27 +177,31 @@ def _calibration(samples: list[Ran]) -> Calibration:
 
 
 def _samples(run: Path) -> list[Ran]:
-    """Generated samples of a run's training steps: when from its traces, of which prompt from its samples. Nothing in a
-    run's folder tells how many tokens a prompt has, so that its words count."""
+    """Generated samples of a run's training steps, each for every generator that made a part of it: when from its
+    traces, of which prompt from its samples. Nothing in a run's folder tells how many tokens a prompt has, so that its
+    words count; who goes on with a sample need not run its prompt."""
     from rlhfspec.rebalancing.calibrate import Ran
     from rlhfspec.telemetry.run_folder import RunFolder
     from rlhfspec.tracing.folder import read_spans
+    from rlhfspec.tracing.read import lives
 
     if not (run / "samples.jsonl").is_file():
         raise InvalidRequest("--calibrate", str(run), "is no run's folder: it has no samples.jsonl")
     words = {row["id"]: len(row["prompt"].split()) for row in RunFolder(run).samples()}
     return [
         Ran(
+            sample=life.sample,
             generator=str(span.attributes.get("generator", span.worker)),
-            prompt=span.sample.rpartition("/")[0],
+            prompt=life.sample.rpartition("/")[0],
             step=span.step,
             began=span.began,
             ended=span.ended,
             num_tokens=int(span.attributes.get("tokens", 0)),
-            prompt_tokens=words[span.sample],
+            prompt_tokens=words[life.sample] if span.stay == 1 else 0,
         )
-        for span in read_spans(run, containing='"generation"')
-        if span.name == "generation" and span.sample in words and not span.again
+        for life in lives(read_spans(run, containing='"generation"'))
+        for span in life.stays
+        if life.sample in words and not life.is_in_vain(span)
     ]
 
 

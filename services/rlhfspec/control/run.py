@@ -43,6 +43,8 @@ from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.watch import WatchService
+from rlhfspec.tracing.meters import Meters
+from rlhfspec.tracing.prometheus import text_of
 from rlhfspec.transport.nats import NatsTransport
 
 RETRY_SECONDS = 1.0
@@ -57,6 +59,9 @@ class Control:
     def __init__(self, connections: Connections, job: RLHFJob, token_file: Path, mirror: Mirror | None = None) -> None:
         self._connections, self._job, self._token_file = connections, job, token_file
         self._vitals = Vitals(AwakeClock())
+        self._transport: NatsTransport | None = None
+        self._meters = Meters()
+        self._meters.reconnects("nats", lambda: self._transport.num_reconnects if self._transport is not None else 0)
         self._folder = RunFolder(connections.folder)
         self._last_checkpoint = mirror.last_checkpoint if mirror else partial(last_checkpoint, self._folder)
         self._folder_seconds = STORE_SECONDS if mirror else FOLDER_SECONDS
@@ -77,7 +82,7 @@ class Control:
             self._recent.step(line)
         connections = self._connections
         with Health(
-            CONTROL, 0, self._vitals, connections.credentials,
+            CONTROL, 0, self._vitals, connections.credentials, metrics=lambda: text_of(self._meters.metrics()),
             host=os.environ.get(IN_A_POD) or LOOPBACK, http_port=connections.http_port, grpc_port=connections.grpc_port,
         ) as health:  # fmt: skip
             beating = asyncio.create_task(_beat(health))
@@ -102,6 +107,7 @@ class Control:
         if connections.redis_url is None:
             return []
         state = LiveState(connections.redis_url, connections.uid, role=CONTROL, credentials=connections.credentials)
+        self._meters.reconnects("redis", lambda: state.num_reconnects)
         return [LiveBeats(state, self._vitals, self._recent.now)]
 
     # --- with the broker -----------------------------------------------------------------------------------------
@@ -110,6 +116,7 @@ class Control:
         transport = await self._connected(service)
         if transport is None:
             return
+        self._transport = transport
         try:
             await self._look_on(service, health, transport)
         finally:

@@ -8,13 +8,12 @@ from typing import Any
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Sample, Weights
 from rlhfspec.scoring.values import ValueScorer
+from rlhfspec.service.base import PULL_SECONDS
 from rlhfspec.service.bus import Inbox, StageBus
 from rlhfspec.service.new_weights import NewWeights
 from rlhfspec.service.scoring import TokenScoringService
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.weights import WeightStore
-
-WEIGHTS_PULL_SECONDS = 0.5
 
 
 class CriticService(TokenScoringService):
@@ -41,7 +40,7 @@ class CriticService(TokenScoringService):
         while not self.stopping.is_set():
             late = self.weights_version < wanted
             with self.vitals.waiting(f"the critic's weights, version {wanted}"):
-                pulling = self._inbox.pull(max_records=1024, timeout_seconds=WEIGHTS_PULL_SECONDS if late else 0.0)
+                pulling = self._inbox.pull(max_records=1024, timeout_seconds=PULL_SECONDS if late else 0.0)
                 arrived = await self.unless_stopped(pulling)
             await self._take([delivery.record for delivery in arrived if delivery.record.role == "critic"])
             if not arrived and self.weights_version >= wanted:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.telemetry.moves import read_moves
 from rlhfspec.telemetry.text import visible
-from rlhfspec.telemetry.waterfall import notes, pieces
+from rlhfspec.telemetry.waterfall import by_whom, notes, pieces
 from rlhfspec.tracing.read import Life, life_of
 
 MOST_CHARACTERS = 20_000  # of a text that is shown whole
@@ -268,8 +268,8 @@ def life_content(life: Life) -> dict[str, Any]:
         "spans": [
             {
                 "name": span.name,
-                "by": f"{span.stage} {span.worker}",
-                "pieces": [(mark, start - life.began, end - life.began) for mark, start, end in pieces(span)],
+                "by": by_whom(span),
+                "pieces": [(mark, start - life.began, end - life.began) for mark, start, end in pieces(life, span)],
                 "notes": list(notes(life, span)),
                 "id": span.id,
             }

@@ -18,11 +18,10 @@ from rlhfspec import loop
 from rlhfspec.dashboard.source import Address
 from rlhfspec.errors import InvalidRequest, MalformedRecord
 from rlhfspec.records import Heartbeat, Load, Moved, Plan, Record, StepReport
-from rlhfspec.servers.certificates import servers_tls
-from rlhfspec.service.live import words_of
+from rlhfspec.service.connecting import access_of
+from rlhfspec.service.redis_client import words_of
 from rlhfspec.service.tasks import to_the_end
 from rlhfspec.transport.nats_connection import quiet_about_tls
-from rlhfspec.transport.nats_proof import Proof
 from rlhfspec.wire.codec import decode
 
 HEARD: tuple[type[Record], ...] = (Load, Moved, Plan, StepReport, Heartbeat)
@@ -94,14 +93,12 @@ class Hearing:
 
 
 def _credentials(address: Address) -> dict[str, Any]:
-    folder, role = address.credentials, address.role
-    if folder is None:
-        return {}
+    access = access_of(address.credentials, address.role, address.uid)
+    access.proof.check()
+    if access.tls is None:
+        return access.proof.options()
     quiet_about_tls()
-    creds, seed = folder / f"{role}.creds", folder / f"{role}.seed"
-    proof = Proof(creds=creds) if creds.exists() else Proof(nkey_seed=seed)
-    proof.check()
-    return {**proof.options(), "tls": servers_tls(folder, role)}
+    return {**access.proof.options(), "tls": access.tls}
 
 
 async def _closed(client: Client) -> None:

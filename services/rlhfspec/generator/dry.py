@@ -6,11 +6,9 @@ import asyncio
 import json
 
 from rlhfspec.records import Plan
-from rlhfspec.service.base import Service
+from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import StageBus
 from rlhfspec.service.guest import Guest
-
-PULL_SECONDS = 0.5
 
 
 class Dry:

@@ -13,11 +13,10 @@ from rlhfspec.errors import MalformedRecord
 from rlhfspec.migration.base import Peer
 from rlhfspec.migration.mover import Mover
 from rlhfspec.records import Move, Moved, WorkerInfo
-from rlhfspec.service.base import Service
+from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import Inbox, StageBus
 from rlhfspec.service.tasks import together
 
-PULL_SECONDS = 0.5
 LEAVE_SECONDS = 3.5  # for all that runs here to go on elsewhere
 AGAIN_SECONDS = 0.02  # then who had no place for it is asked again
 MOST_ADVICE = 32  # followed at once; the rest of a flood is lost, as advice may be
@@ -63,6 +62,7 @@ class Moving:
         self._moves: set[asyncio.Task[Moved]] = set()
         self._numbers = count()
         self._error: BaseException | None = None  # of a move: one that nobody foresaw ends this worker
+        self._failed = asyncio.Event()  # there is one
 
     async def run(self) -> None:
         async with await self._bus.subscribe(Move) as advice, await self._bus.subscribe(WorkerInfo) as infos:
@@ -88,7 +88,7 @@ class Moving:
             if self._error is not None:
                 raise self._error
             pulling = inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS)
-            for delivery in await self._generator.unless_stopped(pulling):
+            for delivery in await self._generator.unless_stopped(pulling, self._failed):
                 move = delivery.record
                 is_ours = move.source == self._bus.worker and move.destination in self._peers
                 if is_ours and len(self._moves) < MOST_ADVICE:
@@ -131,6 +131,8 @@ class Moving:
         self._moves.discard(task)
         if not task.cancelled():
             self._error = self._error or task.exception()
+            if self._error is not None:
+                self._failed.set()
 
     async def _move(self, move: Move, must_go: bool) -> Moved:
         moved = await self.mover.move(move, self._peers[move.destination], must_go=must_go)

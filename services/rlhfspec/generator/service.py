@@ -24,6 +24,7 @@ from rlhfspec.service.guest import Guest
 from rlhfspec.service.new_weights import NewWeights
 from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
+from rlhfspec.tracing.base import Progress
 from rlhfspec.weights import WeightStore
 from rlhfspec.wire.codec import encode
 
@@ -170,9 +171,13 @@ class GeneratorService(Service):
         self._shares[sample_id] = self._share_seconds - luggage.seconds
         self._meter.submitted(delivery.record.step)
 
-    def given(self, sample_id: str) -> None:
-        self._running.pop(sample_id).held.leave()
-        del self._shares[sample_id]
+    def arrived(self, sample_id: str, progress: Progress) -> None:
+        seconds = self._share_seconds - self._shares[sample_id]
+        self._prompts.arrived(self._running[sample_id], progress._replace(seconds=seconds))
+
+    def given(self, sample_id: str, progress: Progress | None) -> None:
+        held, seconds = self._running.pop(sample_id).held, self._share_seconds - self._shares.pop(sample_id)
+        held.leave(progress and progress._replace(seconds=seconds))
 
     forgotten = given  # nobody ends it: if need be it is delivered again
 
@@ -189,7 +194,7 @@ class GeneratorService(Service):
 
     async def _follow(self, inbox: Inbox[Weights]) -> None:
         while not self.stopping.is_set():
-            pulling = inbox.pull(max_records=1024, timeout_seconds=IDLE_SECONDS)
+            pulling = inbox.pull(max_records=1024, timeout_seconds=PULL_SECONDS)
             arrived = [delivery.record for delivery in await self.unless_stopped(pulling)]
             if policies := [record for record in arrived if record.role == "policy"]:
                 self._announced.extend(policies)

@@ -13,7 +13,7 @@ from rlhfspec.errors import StageFailed, StorageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import WorkerInfo
 from rlhfspec.service import exits
-from rlhfspec.service.base import Service
+from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import StageBus
 from rlhfspec.service.last_words import one_line
 from rlhfspec.service.mirror import Mirror
@@ -23,7 +23,6 @@ from rlhfspec.telemetry.manifest import RunOutcome
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.trainer.service import TrainerService
 
-PULL_SECONDS = 0.5
 log = logging.getLogger("rlhfspec.service")
 
 

@@ -38,6 +38,7 @@ from rlhfspec.migration.links.opening import make_landing, open_sending
 from rlhfspec.migration.mover import Mover
 from rlhfspec.migration.sendings import Links
 from rlhfspec.records import Load, Move
+from rlhfspec.tracing.base import Progress
 
 _IDLE_SECONDS = 0.25
 _RECENT_STEPS = 32
@@ -76,10 +77,13 @@ class Custody:
     async def taken(self, sample_id: str, prompt: bytes, token: str) -> None:
         self.held.add(sample_id)
 
-    def given(self, sample_id: str) -> None:
+    def arrived(self, sample_id: str, progress: Progress) -> None:
+        pass
+
+    def given(self, sample_id: str, progress: Progress | None) -> None:
         self.held.discard(sample_id)
 
-    def forgotten(self, sample_id: str) -> None:
+    def forgotten(self, sample_id: str, progress: Progress) -> None:
         raise AssertionError(f"{sample_id} is lost: nobody kills anybody here")
 
 

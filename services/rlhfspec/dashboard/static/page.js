@@ -347,7 +347,9 @@ function sampleParts(job, { id, owner, sample, trace, missing }) {
 }
 
 function waterfall(trace) {
-  const kinds = { "·": "queue", "█": "work", "░": "others" };
+  const kinds = { "·": "queue", "█": "work", "░": "others", "─": "still", "×": "vain" };
+  const seen = new Set(trace.spans.flatMap((span) => span.pieces.map((piece) => piece[0])));
+  const told = (mark, what) => [h("i", { class: `piece ${kinds[mark]}` }), what];
   const rows = trace.spans.map((span) => {
     const track = h("div", { class: "track" });
     for (const [mark, from, to] of span.pieces) {
@@ -363,7 +365,8 @@ function waterfall(trace) {
   return h("div", { class: "card scroll" }, h("table", { class: "waterfall" },
     h("caption", {}, `${duration(trace.seconds)} from its prompt to its training`),
     h("thead", {}, h("tr", {}, ...["", "by", "from", "for", ""].map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, ...rows)),
-    h("p", { class: "legend" }, h("i", { class: "piece queue" }), "waits to be taken", h("i", { class: "piece work" }), "in hand", h("i", { class: "piece others" }), "waits for scores and for the rest of its step"),
+    h("p", { class: "legend" }, ...told("·", "waits to be taken"), ...told("█", "in hand"), ...told("░", "waits for scores and for the rest of its step"),
+      ...(seen.has("─") ? told("─", "stands still while it moves") : []), ...(seen.has("×") ? told("×", "in vain: it was generated anew") : [])),
     h("p", { class: "quiet" }, `trace ${trace.trace}`));
 }
 

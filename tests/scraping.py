@@ -1,0 +1,94 @@
+"""Asks the processes of a run for their metrics, as Prometheus would: each is a target with its own labels."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from urllib.error import URLError
+
+from prometheus_client.parser import text_string_to_metric_families
+from promql import Labels
+
+from rlhfspec.loop import workers_of
+from rlhfspec.records import WorkerInfo
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.connecting import connect
+from rlhfspec.service.connections import Connections
+
+TARGET = {"namespace": "team", "rlhfjob": "letters"}  # what a PodMonitor adds to all of a job
+Scrape = dict[Labels, float]
+
+
+class Scraper:
+    """Of a run with processes; knows where they are from what they say on the bus."""
+
+    def __init__(self, connections: Path) -> None:
+        self._file = connections
+        self._targets: dict[str, str] = {}
+        self.scrapes: list[Scrape] = []
+
+    def look(self) -> dict[str, str]:
+        """Who is there now, and where."""
+        connections = Connections.read(self._file)
+        found = asyncio.run(_workers(connections))
+        assert connections.supervisor_address is not None
+        self._targets = found | {"supervisor": connections.supervisor_address}
+        return self._targets
+
+    def scrape(self) -> Scrape:
+        """And keeps what was told."""
+        self.scrapes.append(self.ask())
+        return self.scrapes[-1]
+
+    def ask(self) -> Scrape:
+        """All of them; who is gone or does not answer is left out, as Prometheus does."""
+        found: Scrape = {}
+        for name, address in self._targets.items():
+            with suppress(URLError, ConnectionError, TimeoutError):
+                with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+                    text = answer.read().decode()
+                found |= samples_of(text, TARGET | {"pod": name, "instance": address})
+        return found
+
+    def series(self) -> dict[Labels, list[float | None]]:
+        every = {labels for scrape in self.scrapes for labels in scrape}
+        return {labels: [scrape.get(labels) for scrape in self.scrapes] for labels in sorted(every)}
+
+
+def values_of(scrape: Scrape, name: str, **wanted: str) -> list[float]:
+    """Of all series with these labels."""
+    told = [(dict(labels), value) for labels, value in scrape.items()]
+    return [value for labels, value in told if {**wanted, "__name__": name}.items() <= labels.items()]
+
+
+def samples_of(text: str, target: Mapping[str, str]) -> Scrape:
+    """A label that the target itself has is the target's."""
+    return {
+        tuple(sorted({**sample.labels, **target, "__name__": sample.name}.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def names_of(scrapes: list[Scrape]) -> set[str]:
+    """Of what has a value; of a histogram both its own and those of its parts."""
+    names = {dict(labels)["__name__"] for scrape in scrapes for labels in scrape}
+    return names | {name.removesuffix("_bucket") for name in names if name.endswith("_bucket")}
+
+
+async def _workers(connections: Connections) -> dict[str, str]:
+    job = connections.job()
+    transport = await connect(connections, "view", name="scraper")
+    try:
+        workers = workers_of(job) | {"view": 1}
+        bus = Bus(transport, job.metadata.name, uid=connections.uid, workers=workers)
+        async with await bus.of("view").subscribe(WorkerInfo) as inbox:
+            infos: dict[str, str] = {}
+            while arrived := await inbox.pull(max_records=64, timeout_seconds=1.0):
+                infos |= {f"{each.record.stage}-{each.record.worker}": each.record.http_address for each in arrived}
+            return infos
+    finally:
+        await transport.close()

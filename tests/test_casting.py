@@ -1,0 +1,290 @@
+"""Models in bfloat16: what is rounded and what is not, wherever a model is loaded, and that the proof sees it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from rlhfspec import job
+from rlhfspec.checkpoint.export import export_hf
+from rlhfspec.engine import SamplingParams, runner
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.anatomy import examine
+from rlhfspec.huggingface.casting import Precision, cast, precision_of
+from rlhfspec.huggingface.check import report_of
+from rlhfspec.huggingface.fuse import fuse
+from rlhfspec.kernels.linear import PackedLinear
+from rlhfspec.modeling import loading
+from rlhfspec.modeling.critic import Critic, load_critic
+from rlhfspec.modeling.exact import ExactForward
+from rlhfspec.modeling.loading import load_policy, load_reference, prepared
+from rlhfspec.modeling.packed import pack_sequences
+from rlhfspec.scoring.log_probs import LogProbScorer
+from rlhfspec.scoring.values import ValueScorer
+from rlhfspec.tiny.classes import model_types, tiny_config, tiny_model
+from rlhfspec.weights import FileWeightStore
+
+BF16 = torch.bfloat16
+LONG = 4096
+# Routers, sinks and vectors of routers that stay in float32: by the class's list, and where it makes them.
+MIXED = {"beam": "gate.weight", "ernie4_5_moe": "moe_statics", "flint": "sinks", "hunyuan_v1_moe": "wg.weight"}
+AS_HUGGING_FACE = (
+    *MIXED, "apertus", "bert", "deepseek_v3", "diffllama", "gemma2", "gemma3n_text", "gemma4_text", "gpt2",
+    "gpt_neox", "gpt_oss", "llama", "llama4_text", "longcat_flash", "minimax_m2", "mixtral", "phi3", "qwen3_moe",
+)  # fmt: skip
+
+
+def loaded_by_hugging_face(model: Any) -> Any:
+    tied = set(model.all_tied_weights_keys)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in tied}
+    return type(model).from_pretrained(None, config=model.config, state_dict=weights, dtype=BF16)
+
+
+def buffers_of(model: nn.Module) -> dict[str, tuple[torch.dtype, Tensor]]:
+    return {name: (buffer.dtype, buffer.clone()) for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("model_type", AS_HUGGING_FACE)
+def test_parameters_are_what_hugging_face_makes_of_them(model_type: str) -> None:
+    model = tiny_model(tiny_config(model_type))
+    wanted = dict(loaded_by_hugging_face(model).named_parameters())
+    before = buffers_of(model)
+    cast(model, precision_of(model, BF16))
+    found = dict(model.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, parameter in found.items():
+        assert (name, parameter.dtype) == (name, wanted[name].dtype)
+        assert torch.equal(parameter, wanted[name]), name
+    kept = [name for name, parameter in found.items() if parameter.dtype == torch.float32]
+    assert any(MIXED[model_type] in name for name in kept) if model_type in MIXED else not kept
+    for name, (dtype, values) in before.items():
+        assert model.get_buffer(name).dtype == dtype, name
+        assert torch.equal(model.get_buffer(name), values), name
+
+
+def test_no_buffer_of_any_class_changes_its_type() -> None:
+    """Without values, so that all classes are looked at."""
+    num_float = 0
+    for model_type in model_types():
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)  # type: ignore[no-untyped-call]
+        except Exception:  # transformers' own, of any kind: the table in docs/models.md tells which
+            continue
+        before = {name: buffer.dtype for name, buffer in model.named_buffers()}
+        cast(model, precision_of(model, BF16))
+        assert {name: buffer.dtype for name, buffer in model.named_buffers()} == before, model_type
+        num_float += sum(dtype.is_floating_point for dtype in before.values())
+        assert any(parameter.dtype == BF16 for parameter in model.parameters()), model_type
+    assert num_float > 150
+
+
+# ---- the proof at load ----------------------------------------------------------------------------------------------
+
+
+def long_model(model_type: str = "llama", *, seed: int = 0) -> Any:
+    return tiny_model(tiny_config(model_type, max_position_embeddings=LONG), seed=seed)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    long_model().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def with_buffers(model: nn.Module, precision: Precision) -> None:
+    """What `Module.to(dtype)` does; where activations stay in float32, what is left of the buffers."""
+    cast(model, precision)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                rounded = buffer.to(BF16)
+                module._buffers[name] = rounded.float() if precision.usual == torch.float32 else rounded
+
+
+def load_engine(model: Any, *, dtype: str = "bfloat16", arithmetic: str = "auto", max_context: int = LONG) -> Any:
+    options: dict[str, Any] = {"speculation": "off", "profile": False, "num_threads": 1, "max_sequences": 1}
+    return make_engine(model, EngineConfig(dtype=dtype, arithmetic=arithmetic, max_context=max_context, **options))
+
+
+def load_engine_as_on_a_gpu(patch: pytest.MonkeyPatch) -> Any:
+    """It computes in bfloat16, by torch's own functions."""
+    patch.setattr(runner.ModelRunner, "activation_dtype", property(lambda self: self.config.dtype))
+    return load_engine(long_model(), arithmetic="torch")
+
+
+def saved_critic(folder: Path) -> str:
+    critic = Critic(prepared(long_model(seed=1), max_context=LONG))
+    critic.save(folder.parent / "critic")
+    return str(folder.parent / "critic")
+
+
+def block(folder: Path, **more: Any) -> job.Model:
+    return job.Model(path=str(folder), dtype="bfloat16", **more)
+
+
+# Everything that may keep a model in bfloat16.
+LOADS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
+    "trainer": lambda folder, _: load_policy(block(folder), max_context=LONG),
+    "trainer with a low-rank update": lambda folder, _: load_policy(
+        block(folder, lora=job.Lora(rank=2)), max_context=LONG
+    ),
+    "reference": lambda folder, _: load_reference(block(folder), max_context=LONG),
+    "critic": lambda folder, _: load_critic(block(folder), max_context=LONG),
+    "saved critic": lambda folder, _: load_critic(block(folder, critic=saved_critic(folder)), max_context=LONG),
+    "engine": lambda folder, _: load_engine(long_model()),
+    "engine as on a GPU": lambda folder, patch: load_engine_as_on_a_gpu(patch),
+}
+
+
+def test_a_saved_critic_is_proved_with_its_own_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proved = list[Tensor]()
+
+    def spy(model: Any, precision: Precision) -> None:
+        proved.append(model.get_input_embeddings().weight.clone())
+        cast(model, precision)
+
+    path = saved_critic(folder)
+    monkeypatch.setattr(loading, "cast", spy)
+    critic = load_critic(block(folder, critic=path), max_context=LONG)
+    assert torch.equal(proved[0], critic.trunk.embed_tokens.weight.float())
+    assert {parameter.dtype for parameter in critic.parameters()} == {BF16}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_rounded_buffers_are_refused_wherever_a_model_is_loaded(
+    load: Callable[[Path, pytest.MonkeyPatch], Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(folder, monkeypatch)
+    for place in (loading, runner):
+        monkeypatch.setattr(place, "cast", with_buffers)
+    with pytest.raises(
+        UnsupportedModel, match=r"logits differ from Hugging Face's by .*(4087 positions|position 4095);"
+    ):
+        load(folder, monkeypatch)
+
+
+class _Broken(nn.Module):
+    """Runs in float32 only, as code may that was never tried in another type."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("ones", torch.eye(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x @ self.ones)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_cannot_run_in_bfloat16_is_refused_by_name() -> None:
+    def model() -> Any:
+        made = tiny_model(tiny_config("llama"))
+        made.model.layers[1].mlp = _Broken(made.model.layers[1].mlp)
+        return made
+
+    prepared(model())
+    with pytest.raises(UnsupportedModel, match="fails on packed rows in bfloat16: expected m1 and m2 to have the same"):
+        prepared(model(), dtype="bfloat16")
+
+
+def test_what_was_found_is_of_the_model_that_runs() -> None:
+    report = report_of(prepared(long_model(), dtype="bfloat16", max_context=LONG))
+    assert report.probes[-1] == "32 tokens up to position 4095"
+    assert 1e-3 < report.difference < 4 * report.noise < 0.1
+    assert report_of(prepared(long_model(), max_context=LONG)).difference < 1e-5
+
+
+# ---- what stays in float32 ------------------------------------------------------------------------------------------
+
+
+def held(engine: Any, name: str) -> Tensor:
+    """A weight as the engine has it."""
+    path, _, leaf = name.rpartition(".")
+    module = engine.state.target.runner.fused.model.get_submodule(path)
+    return module.unpacked_weight() if isinstance(module, PackedLinear) else getattr(module, leaf)
+
+
+@pytest.mark.parametrize("model_type", MIXED)
+def test_the_engine_keeps_in_float32_what_hugging_face_does(model_type: str) -> None:
+    model, other = (tiny_model(tiny_config(model_type), seed=seed) for seed in (0, 1))
+    states = [{name: tensor.clone() for name, tensor in each.state_dict().items()} for each in (model, other)]
+    names = precision_of(model, BF16).in_float32
+    assert names
+    engine, fresh = (load_engine(each, max_context=128) for each in (model, other))
+    assert all(torch.equal(held(engine, name), states[0][name]) for name in names)
+    engine.load_weights(states[1], version=1)
+    assert all(torch.equal(held(engine, name), states[1][name]) for name in names)
+    prompt, params = [[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True)
+    one, two = (each.generate(prompt, params, seeds=[1])[0].log_probs for each in (engine, fresh))
+    assert one == two, "weights that come later are kept as the first ones"
+    guard = fresh.state.target.runner.fused.guard
+    assert model_type == "hunyuan_v1_moe" or {packed.dtype for packed in guard._packed.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("model_type", MIXED)
+def test_the_exact_trainer_has_the_engines_bits_of_them(model_type: str) -> None:
+    model = tiny_model(tiny_config(model_type))
+    scorer = LogProbScorer(copy.deepcopy(model), temperature=1.0, max_context=128, dtype="bfloat16")
+    exact = ExactForward(prepared(model, max_context=128), 1.0, max_context=128, dtype="bfloat16")
+    prompt, response = (5, 6, 7), tuple(range(3, 60))
+    assert exact(pack_sequences([prompt], [response])).log_probs.tolist() == scorer.log_probs(prompt, response)
+
+
+@pytest.mark.parametrize("model_type", MIXED)
+def test_trained_weights_reach_engine_and_export_as_they_are_kept(model_type: str, tmp_path: Path) -> None:
+    policy = prepared(tiny_model(tiny_config(model_type)), dtype="bfloat16", max_context=128)
+    store = FileWeightStore(tmp_path / "weights", keep=1)
+    state = store.get(store.put("mixed", "policy", 1, policy.state_dict()))
+    assert {tensor.dtype for tensor in state.values()} >= {BF16, torch.float32}
+    engine = load_engine(tiny_model(tiny_config(model_type), seed=1), max_context=128)
+    engine.load_weights(state, version=1)
+    in_float32 = precision_of(policy, BF16).in_float32
+    assert all(torch.equal(held(engine, name), policy.get_parameter(name)) for name in in_float32)
+    exported = export_hf(tmp_path / "export", state, policy.config)
+    again = AutoModelForCausalLM.from_pretrained(exported, dtype="auto").state_dict()
+    for name, parameter in policy.named_parameters():
+        assert (name, again[name].dtype) == (name, parameter.dtype)
+        assert torch.equal(again[name], parameter), name
+
+
+# ---- buffers --------------------------------------------------------------------------------------------------------
+
+BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
+
+
+def test_a_buffer_that_is_loaded_later_is_not_rounded() -> None:
+    model = tiny_model(tiny_config("deepseek_v3"))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = load_engine(model, max_context=128)
+    state[BIAS] += torch.linspace(0.1, 0.3, len(state[BIAS]))
+    engine.load_weights(state, version=1)
+    assert torch.equal(held(engine, BIAS), state[BIAS])
+
+
+def test_a_buffer_of_a_model_that_moved_gets_new_values() -> None:
+    """Moved to a device, parameters are the same tensors as before and buffers are others."""
+    model = tiny_model(tiny_config("deepseek_v3"))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    examine(model, name="model", max_context=128)
+    fused = fuse(model, Precision(torch.float32), arithmetic="torch", max_context=128)
+    fused.model.to(torch.float64)  # replaces buffers likewise
+    state[BIAS] += 0.25
+    fused.load(state)
+    assert torch.equal(fused.model.get_buffer(BIAS), state[BIAS].double())
+
+
+def test_the_critics_scorer_has_the_trainers_frequencies() -> None:
+    critic = Critic(prepared(long_model(), dtype="bfloat16", max_context=LONG))
+    inv_freq = long_model().model.rotary_emb.inv_freq
+    assert torch.equal(critic.trunk.rotary_emb.inv_freq, inv_freq)
+    scorer = ValueScorer(critic, max_context=LONG)
+    assert torch.equal(scorer._rows.runner.fused.model.trunk.rotary_emb.original.inv_freq, inv_freq)

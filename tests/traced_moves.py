@@ -1,0 +1,106 @@
+"""What the traces of a run must tell of samples that moved, compared with what the run itself wrote of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfspec.telemetry.moves import read_moves
+from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.tracing.folder import read_spans
+from rlhfspec.tracing.read import Life, lives
+from rlhfspec.tracing.spans import Span
+
+ROUNDED = 2e-6  # seconds: a span's times are written with six digits
+WENT_ON = ("kv", "tokens")
+
+
+def check_traces(run: Path) -> tuple[int, int]:
+    """How many moves there were, and the most of one sample."""
+    samples = {sample["id"]: sample for sample in RunFolder(run).samples()}
+    found = {life.sample: life for life in lives(read_spans(run)) if life.sample in samples}
+    assert found.keys() == samples.keys()
+    told: dict[str, list[dict[str, Any]]] = {sample: [] for sample in samples}
+    for line in _moved(run):
+        if line["sample_id"] in told:
+            told[line["sample_id"]].append(line)
+    prompt_tokens: dict[str, set[int]] = {}  # what of a sample is not its response
+    for sample, life in found.items():
+        lengths = check_a_life(life, told[sample], num_tokens=len(samples[sample]["tokens"]))
+        prompt_tokens.setdefault(samples[sample]["prompt"], set()).update(lengths)
+    assert all(len(lengths) <= 1 for lengths in prompt_tokens.values()), prompt_tokens
+    return sum(map(len, told.values())), max(map(len, told.values()))
+
+
+def _moved(run: Path) -> Iterator[dict[str, Any]]:
+    return (line for line, _ in read_moves(run) if line["kind"] == "moved" and line["how"] in WENT_ON)
+
+
+def check_a_life(life: Life, told: list[dict[str, Any]], *, num_tokens: int) -> set[int]:
+    """`told`: the lines of moves.jsonl by which it went on elsewhere. Returned: how many of the tokens that these count
+    were there before any was generated."""
+    stays = [span for span in life.spans if span.name == "generation"]
+    moves = [span for span in life.spans if span.name == "move" and span.attributes["how"] in WENT_ON]
+    by_id = {span.attributes["move"]: span for span in moves}
+    for line in told:
+        check_a_move(by_id[line["id"]], line)
+    assert len(by_id) == len(moves) == len(told), f"{life.sample}: {moves}, {told}"
+    ends = [(move.attributes["source"], move.attributes["destination"]) for move in moves]
+    assert ends == list(pairwise(stay.worker for stay in stays)), f"{life.sample} went {ends}"
+    assert sum(int(stay.attributes["tokens"]) for stay in stays) == num_tokens
+    assert [stay.attributes.get("tokens_before", 0) for stay in stays] == _sums(stays, "tokens")
+    for stay, how in zip(stays, ("", *(move.attributes["how"] for move in moves)), strict=True):
+        check_steps(stay, has_kv=how == "kv" and "tokens_before" in stay.attributes)
+    check_times(life, stays, moves)
+    had = {line["id"]: line["num_tokens"] for line in told}
+    return {
+        had[move.attributes["move"]] - after.attributes["tokens_before"]
+        for move, after in zip(moves, stays[1:], strict=True)
+    }
+
+
+def check_steps(stay: Span, *, has_kv: bool) -> None:
+    """Each is a step of this generator's engine, for a token and for what was accepted with it. What comes without its
+    KV is read first, and that gives a token too."""
+    made = {name: stay.attributes[name] for name in ("tokens", "engine_steps", "accepted", "verifications")}
+    parts = [part.rpartition(" x ") for part in str(stay.attributes["strategies"]).split(", ") if part]
+    is_read = made["tokens"] > 0 and not has_kv
+    assert sum(int(steps) for _, _, steps in parts) == made["engine_steps"] == made["verifications"] - is_read, made
+    assert made["verifications"] + made["accepted"] == made["tokens"], made
+
+
+def check_a_move(span: Span, line: dict[str, Any]) -> None:
+    said = {name: span.attributes[name] for name in ("source", "destination", "how", "bytes", "rounds")}
+    names = {"bytes": "num_bytes", "rounds": "num_rounds"}
+    assert said == {name: line[names.get(name, name)] for name in said}
+    assert span.attributes["pause_seconds"] == pytest.approx(line["pause_seconds"], abs=ROUNDED)
+
+
+def check_times(life: Life, stays: list[Span], moves: list[Span]) -> None:
+    """Nothing of its time until it was published is missing, and nothing is counted twice."""
+    [prompt] = [span for span in life.spans if span.name == "prompt"]
+    assert all(stay.sent is None for stay in stays[1:]), "only the first was in a queue"
+    parts = sorted([*stays, *moves], key=lambda span: (span.began, span.ended))
+    for before, after in pairwise(parts):
+        assert after.began == pytest.approx(before.ended, abs=ROUNDED), f"{life.sample}: {before} {after}"
+    began = stays[0].sent or prompt.began
+    accounted = stays[0].waited_seconds + sum(part.seconds for part in parts)
+    assert accounted == pytest.approx(stays[-1].ended - began, abs=ROUNDED * (len(parts) + 1))
+
+
+def _sums(stays: list[Span], name: str) -> list[int]:
+    """Of those before each."""
+    made = [int(stay.attributes[name]) for stay in stays]
+    return [sum(made[:place]) for place in range(len(made))]
+
+
+def told_by_trace(output: str) -> list[dict[str, Any]]:
+    """The spans that `rlhfspec trace --json` printed of one sample."""
+    [life] = json.loads(output)
+    spans: list[dict[str, Any]] = life["spans"]
+    return spans
