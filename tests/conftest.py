@@ -44,8 +44,8 @@ def job_file(tmp_path: Path, models: Path) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a megabyte."""
-    with mounted(tmp_path / "disk", "1m") as disk:
+    """A file system of two megabytes."""
+    with mounted(tmp_path / "disk", "2m") as disk:
         yield disk
 
 

@@ -14,11 +14,14 @@ import pytest
 import yaml
 
 from rlhfspec.folder_lock import take_lock
+from rlhfspec.object_store import ObjectStore
 from rlhfspec.prepare.folder import prepare
 from rlhfspec.service import exits
 from rlhfspec.service.connections import Connections
 from rlhfspec.telemetry.metrics import example_step
 from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.tiny.paths import model_folder
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 
 class Place:
@@ -178,6 +181,30 @@ def test_models_and_data_of_this_house_are_made_in_the_cache_of_the_storage(
         place.prepare()
 
 
+@pytest.mark.usefixtures("object_credentials")
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
+def test_a_model_that_a_job_before_had_made_is_fetched_unless_it_was_not_sent_to_the_end(
+    place: Place, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr("rlhfspec.tiny.models.ensure_recipe", lambda recipe, report: made.append(recipe.name))
+    monkeypatch.setenv("RLHFSPEC_CACHE", str(place.storage / "cache"))
+    folder = model_folder("tiny:sums")
+    assert folder is not None
+    folder.mkdir(parents=True)
+    hugging_face_tokenizer().save_pretrained(folder)
+    shutil.copy(models / "policy" / "config.json", folder)
+    files = sorted(folder.iterdir())
+    uri = f"s3://bucket/{tmp_path.name}"
+    ObjectStore(uri, place.storage).push(files if whole else files[:-1])
+    shutil.rmtree(folder)
+    place.connections = place.connections.model_copy(update={"storage_uri": uri})
+    place.job["spec"]["model"]["path"] = "tiny:sums"
+    place.prepare()
+    assert made == ([] if whole else ["sums"])
+    assert folder.exists() == whole
+
+
 def test_a_full_volume_is_named_and_is_no_fault_of_the_job(small_disk: Path, tmp_path: Path, job_file: Path) -> None:
     place = Place(small_disk, tmp_path / "config", job_file)
     for name in ("data.jsonl", "rewards.py"):
@@ -187,4 +214,4 @@ def test_a_full_volume_is_named_and_is_no_fault_of_the_job(small_disk: Path, tmp
     assert place.run() == exits.ERROR
     assert place.said() == f"storage full: {small_disk}: cannot be written: No space left on device"
     fill.unlink()
-    assert place.run() == exits.DONE
+    assert place.run() == exits.DONE, place.said()

@@ -175,9 +175,9 @@ def test_who_goes_on_in_a_run_folder_waits_for_the_guardians_of_the_run_before(m
 
 def test_a_full_disk_is_named_before_anything_is_written_to_it(small_disk: Path, tmp_path: Path) -> None:
     refuse_full_disk(small_disk, 512 << 10, "the run's servers")
-    (small_disk / "filler").write_bytes(bytes(900 << 10))
+    (small_disk / "filler").write_bytes(bytes(1900 << 10))
     with pytest.raises(
-        StorageError, match=rf"{small_disk}: disk full: the run's servers need 0.5 MB, and 0.1 MB are free"
+        StorageError, match=rf"{small_disk}: disk full: the run's servers need 0.5 MB, and 0.2 MB are free"
     ):
         refuse_full_disk(small_disk, 512 << 10, "the run's servers")
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
@@ -189,14 +189,14 @@ def test_weights_that_do_not_fit_into_memory_go_to_the_disk(small_disk: Path, tm
     memory = small_disk / "rlhfspec-e7"
     memory.mkdir()
     assert place_of_weights(memory, tmp_path, 1 << 19) == (memory, "")
-    folder, told = place_of_weights(memory, tmp_path, 2 << 20)
+    folder, told = place_of_weights(memory, tmp_path, 4 << 20)
     assert folder == tmp_path / "weights"
-    assert told == (f"{small_disk} has 1.0 MB free, and the job's weights need 2.1 MB: they go through {tmp_path}")
+    assert told == (f"{small_disk} has 2.1 MB free, and the job's weights need 4.2 MB: they go through {tmp_path}")
     with pytest.raises(
-        StorageError, match=rf"{small_disk}: disk full: the job's weights need 2.1 MB, and 1.0 MB are free"
+        StorageError, match=rf"{small_disk}: disk full: the job's weights need 4.2 MB, and 2.1 MB are free"
     ):
-        place_of_weights(memory, small_disk, 2 << 20)
+        place_of_weights(memory, small_disk, 4 << 20)
 
 
 def test_free_room_is_what_this_user_may_take(small_disk: Path) -> None:
-    assert 1_000_000 < room.free_bytes(small_disk) <= 1 << 20
+    assert 2_000_000 < room.free_bytes(small_disk) <= 2 << 20

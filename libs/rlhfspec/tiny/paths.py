@@ -40,6 +40,12 @@ def resolve(path: str, report: Callable[[str], None] = print) -> str:
     return str(_data(name) if name in DATA else _model(name, report))
 
 
+def model_folder(path: str) -> Path | None:
+    """Where the model of this name lies, made or not; None: it names no model."""
+    recipe = RECIPES.get(path.removeprefix(PREFIX)) if path.startswith(PREFIX) else None
+    return None if recipe is None else cache_folder() / recipe.folder_name
+
+
 def _model(name: str, report: Callable[[str], None]) -> Path:
     folder = cache_folder() / RECIPES[name].folder_name
     if not folder.exists():

@@ -17,8 +17,9 @@ from rlhfspec.folder_lock import take_lock
 from rlhfspec.job import RLHFJob
 from rlhfspec.job_file import read_job
 from rlhfspec.loop import workers_of
+from rlhfspec.object_store import ObjectStore
 from rlhfspec.prepare.checks import check_as_run_does, check_made_here, checked_rows
-from rlhfspec.prepare.tiny_paths import with_tiny_paths
+from rlhfspec.prepare.tiny_paths import fetch_made, with_tiny_paths
 from rlhfspec.servers.program import write_secret
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.mirror import mirrored
@@ -51,18 +52,20 @@ def prepare(connections: Connections, source: Path) -> Prepared:
     mirror = mirrored(connections, PREPARE, 0)
     if mirror is not None:
         mirror.fetch_inputs(source)
-    prepared = _prepare(connections, source)
+    prepared = _prepare(connections, source, None if mirror is None else mirror.store)
     if mirror is not None:
         mirror.send_inputs(connections.job_file)
         mirror.send()
     return prepared
 
 
-def _prepare(connections: Connections, source: Path) -> Prepared:
+def _prepare(connections: Connections, source: Path, store: ObjectStore | None) -> Prepared:
     base = connections.base_folder
     with _needs_room(base):
         written = read_job(source, base=base, runs_here=False)
         check_made_here(written, source)
+        if store is not None:
+            fetch_made(written, store)
         job = with_tiny_paths(written, log.info)
         rows = checked_rows(job)
         columns = None if rows is None else columns_of_rows(rows, job.spec.dataset, range(len(rows)))

@@ -7,6 +7,21 @@ from collections.abc import Callable
 from rlhfspec.job import RLHFJob
 from rlhfspec.job_file.files import MODEL_FIELDS
 from rlhfspec.job_file.paths import MADE_HERE
+from rlhfspec.object_store import ObjectStore
+
+LAST_SENT = "tokenizer_config.json"  # of a model that was made; a store that has it has the others
+
+
+def fetch_made(job: RLHFJob, store: ObjectStore) -> None:
+    """The models that a job before this one had made, so that they need not be made again."""
+    from rlhfspec.tiny.paths import model_folder
+
+    for path in filter(None, (getattr(job.spec.model, name) for name in MODEL_FIELDS)):
+        folder = model_folder(path)
+        if folder is not None and folder.is_relative_to(store.base):
+            sizes = store.sizes(store.path_of(folder))
+            if store.path_of(folder / LAST_SENT) in sizes:
+                store.fetch(sizes)
 
 
 def with_tiny_paths(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
