@@ -24,6 +24,7 @@ from rlhfspec.huggingface.causal_lm import Anatomy
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.probes import Probe, choose
 from rlhfspec.huggingface.reference import Answer, Reference
+from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.modeling.critic import load_critic
 from rlhfspec.modeling.loading import load_policy, load_reference
 from rlhfspec.sweep.verdict import judge
@@ -112,11 +113,12 @@ def test_a_far_probe_is_cheap() -> None:
     assert report.seconds < 20
 
 
-@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 1e-7, 1e-5), ("bfloat16", 1e-4, 0.02)])
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.02)])
 @pytest.mark.parametrize("num_layers", [1, 24])
-def test_noise_is_what_rounding_does_and_the_engine_is_no_further(
-    dtype: str, least: float, most: float, num_layers: int
-) -> None:
+def test_noise_is_what_rounding_does_and_the_engine_is_no_further(dtype: str, most: float, num_layers: int) -> None:
+    """Of bfloat16 more only where the processor has products that round what they read."""
+    rounds_rows = dtype == "bfloat16" and arithmetic_for(torch.bfloat16) in ("amx", "dpbf16")
+    least = 1e-4 if rounds_rows else 1e-7
     report = engine_of(tiny_model(tiny_config("llama", num_hidden_layers=num_layers)), dtype=dtype).reports["model"]
     assert least < report.noise < most
     assert report.difference < 4 * report.noise

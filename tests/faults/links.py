@@ -1,8 +1,9 @@
-"""A way for KV between generators that may be cut, slow, or broken off: what `sitecustomize` here leads through."""
+"""A way for KV between generators: cut, slow, broken off, or changing bits. `sitecustomize` here leads through it."""
 
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
 from contextlib import suppress
@@ -19,7 +20,9 @@ class LinkProxy(Proxy):
     def __init__(self) -> None:
         super().__init__("", 0)
         self.bytes_a_second = float("inf")
+        self.corrupts = False
         self.num_connections = 0
+        self.num_corrupted = 0  # pieces
 
     @property
     def environment(self) -> dict[str, str]:
@@ -43,5 +46,11 @@ class LinkProxy(Proxy):
         self.num_connections += 1
         return socket.create_connection((host, int(port)))
 
-    def _before(self, piece: bytes) -> None:
+    def _passed(self, piece: bytes) -> bytes:
         time.sleep(min(len(piece) / self.bytes_a_second, 5.0))
+        if not self.corrupts:
+            return piece
+        self.num_corrupted += 1
+        changed = bytearray(piece)
+        changed[random.randrange(len(piece))] ^= 1 << random.randrange(8)
+        return bytes(changed)

@@ -2,7 +2,7 @@
 
 Half of the kills strike the source or the destination of a move that was advised a moment before; the rest anybody
 else. Generators are held in mid-move, one is asked to leave, and where the KV goes over TCP that way is cut for a
-while, slow, or broken off.
+while, slow, broken off, or changes bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LONG = (
 # Of those struck by a kill, by weight; beside the kills, of every ten faults one hold and, over TCP, one of the link.
 KILLED = {"source": 30, "destination": 30, "generator": 8, "rebalancer-0": 12, SUPERVISOR: 1, "nats": 5, "redis": 2,
           "guardian": 2, "launcher": 2, "trainer-0": 3, "reward-0": 2, "prompts-0": 1}  # fmt: skip
-LINK_FAULTS: tuple[Kind, ...] = ("cut", "slow", "break")
+LINK_FAULTS: tuple[Kind, ...] = ("cut", "slow", "break", "corrupt")
 MOST_IN_A_WAVE = 6
 
 
@@ -143,6 +143,9 @@ class MovingRun(FaultyRun):
             case "slow":
                 self._proxy.bytes_a_second = SLOW_BYTES_A_SECOND
                 self._link_heals_at = time.monotonic() + fault.seconds
+            case "corrupt":
+                self._proxy.corrupts = True
+                self._link_heals_at = time.monotonic() + fault.seconds
             case _:
                 self._proxy.break_off()
         self._tell(fault, f"{self._proxy.num_connections} connections so far")
@@ -152,6 +155,7 @@ class MovingRun(FaultyRun):
         if now >= self._link_heals_at:
             self._link_heals_at = float("inf")
             self._proxy.bytes_a_second = float("inf")
+            self._proxy.corrupts = False
             self._proxy.heal()
 
 
@@ -183,6 +187,8 @@ def _trial(folder: Path, seed: int, faults: Sequence[Fault], say: Callable[[str]
             run.until(lambda: run.num_steps > steps + 1, "it goes on")
             run.interrupt()
     say(f"  {run.num_steps} steps; moves by {link_of(seed)}: {dict(adviser.outcomes)} of {adviser.num_advised} advised")
+    if link_of(seed) == "tcp":
+        say(f"  {proxy.num_connections} connections, {proxy.num_corrupted} pieces with a bit changed")
     say(f"  faults in a move: {dict(_told(run, adviser))}")
     if adviser.outcomes["kv"] < LEAST_MOVES:
         raise Disturbed(f"moves: {adviser.outcomes}; the last: {adviser.moved[-3:]}")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["kill", "hold", "leave", "cut", "slow", "break"]
+Kind = Literal["kill", "hold", "leave", "cut", "slow", "break", "corrupt"]
 HELPERS = ("nats", "redis", "guardian", "launcher")
 SUPERVISOR = "supervisor"
 # Of a run with two workers of most stages; the supervisor's death is the dearest, for everybody starts anew.

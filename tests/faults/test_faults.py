@@ -36,7 +36,7 @@ def test_a_generator_joins_is_cut_off_comes_back_and_leaves(tmp_path: Path) -> N
 
 @pytest.mark.timeout(600)
 def test_a_run_under_twenty_kills_in_mid_move_is_the_run_without_them(tmp_path: Path) -> None:
-    """`make faults` does three hundred, over shared memory and over TCP with a way that is cut, slow or broken off."""
+    """`make faults` does three hundred, over shared memory and over TCP where bits change too."""
     run = moving.trial(tmp_path, 1, 20, print, held_seconds=2.0)
     assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 20
     assert len(run.in_a_move) >= 4
