@@ -99,7 +99,7 @@ def test_help_says_what_the_exit_codes_mean() -> None:
 
 
 def test_ctrl_c_ends_it_and_its_processes() -> None:
-    command = [sys.executable, "-m", "rlhfspec.cli.main", "models", "check", "all", "--workers", "2"]
+    command = [sys.executable, "-m", "rlhfspec.cli.start", "models", "check", "all", "--workers", "2"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in the background it would be ignored

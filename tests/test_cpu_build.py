@@ -217,28 +217,28 @@ def test_bf16_is_rounded_as_torch_rounds_it(isa: str) -> None:
 
 
 ARENAS = """
-import ctypes, sys, threading
+import atexit, ctypes, sys, threading
 from rlhfspec.cli.start import main
 
-sys.argv = ["rlhfspec", "--version"]
-try:
-    main()
-except SystemExit:
-    pass
-assert not {"torch", "numpy"} & {*sys.modules}
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-together = threading.Barrier(8)
-
-def allocate():
+def allocate(together):
     together.wait()
     for _ in range(50):
         libc.malloc(5000)
 
-threads = [threading.Thread(target=allocate) for _ in range(8)]
-[thread.start() for thread in threads], [thread.join() for thread in threads]
-libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
-libc.fflush(None)
+@atexit.register
+def count():
+    global libc
+    assert not {"torch", "numpy"} & {*sys.modules}
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    together = threading.Barrier(8)
+    threads = [threading.Thread(target=allocate, args=(together,)) for _ in range(8)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+    libc.fflush(None)
+
+sys.argv = ["rlhfspec", "--version"]
+main()
 """
 
 

@@ -468,7 +468,7 @@ def test_whatever_stands_there_is_a_job_or_a_problem(folder: Path, changes: list
 def test_in_a_process_of_its_own(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "job.yaml"
     file.write_bytes(content)
-    command = [sys.executable, "-m", "rlhfspec.cli.main", "validate", str(file)]
+    command = [sys.executable, "-m", "rlhfspec.cli.start", "validate", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""

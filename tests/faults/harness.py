@@ -33,7 +33,7 @@ class FaultyRun:
     """`overrides`: as of `rlhfspec run --set`. `say`: told of every fault."""
 
     def __init__(self, job: Path, out: Path, overrides: Sequence[str], say: Callable[[str], None]) -> None:
-        self._command = [sys.executable, "-m", "rlhfspec.cli.main", "run", "--processes", str(job), "--out", str(out)]
+        self._command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "--processes", str(job), "--out", str(out)]
         self._command += [word for override in overrides for word in ("--set", override)]
         self.out = out
         self._say = say

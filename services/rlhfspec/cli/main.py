@@ -44,7 +44,3 @@ def main(
     ] = False,
 ) -> None:
     """Every command explains itself with --help."""
-
-
-if __name__ == "__main__":
-    app()

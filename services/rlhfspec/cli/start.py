@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -22,14 +23,20 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(STOPPED)
     except SystemExit as ended:
-        if ended.code and any(thread.daemon and thread.is_alive() for thread in threading.enumerate()):
-            _leave(ended.code if isinstance(ended.code, int) else 1)
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        if not others and not isinstance(ended.code, str):
+            atexit._run_exitfuncs()
+            _leave(code)
+        if code and any(thread.daemon for thread in others):
+            _leave(code)
         raise
 
 
 def _leave(code: int) -> NoReturn:
     """A computation that was left behind cannot be ended, and unwinding the interpreter under it aborts the process
-    with a code of its own. What there was to write has been written."""
+    with a code of its own; and where there is none, unwinding torch takes a second or two. What there was to write has
+    been written."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
