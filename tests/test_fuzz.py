@@ -1,6 +1,6 @@
 """Bytes that nobody made in good faith: a decoder answers with a record or with its own error, and nothing else.
 
-Each decoder is fed valid bytes that were damaged (flipped, cut, doubled, spliced) for its share of FUZZ_SECONDS, 60 if
+Each decoder is fed valid bytes that were damaged (flipped, cut, doubled, spliced) for its share of FUZZ_SECONDS, 30 if
 it is not set. A failure prints the seed and the bytes; FUZZ_SEED draws the same ones again.
 """
 
@@ -25,7 +25,7 @@ from rlhfspec.records import Record
 from rlhfspec.transport import dead_letters
 from rlhfspec.wire.codec import decode, encode
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
 SEED = int(os.environ.get("FUZZ_SEED", str(time.time_ns())))
 
 

@@ -286,12 +286,14 @@ def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(
     with asyncio.Runner() as runner:
         runner.run(place.server.start())
         try:
+            gc.freeze()  # what other tests left is not looked at each time
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", ResourceWarning)
                 for moment in range(60):
                     asyncio.run(cancelled(place, moment))
                     gc.collect()
         finally:
+            gc.unfreeze()
             runner.run(place.server.stop())
     assert [str(each.message) for each in caught] == []
 

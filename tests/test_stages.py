@@ -421,9 +421,9 @@ def test_two_hundred_steps_leave_nothing_behind(staleness: int) -> None:
         await stages.transport.close()
 
     asyncio.run(main())
-    for thread in [t for t in threading.enumerate() if "/" in t.name]:
+    for thread in {*threading.enumerate()} - threads:
         thread.join(10.0)
-    assert set(threading.enumerate()) <= threads  # those of other tests may end meanwhile
+    assert {*threading.enumerate()} <= threads  # those of other tests may end meanwhile
 
 
 def test_a_reward_that_fails_ends_the_loop_with_its_name() -> None:
