@@ -94,6 +94,9 @@ class Jobs(Part):
         "", description="an OpenTelemetry collector, for jobs that name none; see networkPolicy.egress.all"
     )
     coscheduler: str = Field("scheduler-plugins-scheduler", min_length=1, description="its schedulerName")
+    max_workers: int = Field(
+        1000, ge=1, le=50_000, description="pods of one job, all roles together; one that asks for more is refused"
+    )
 
 
 class ExternalNats(Part):

@@ -143,7 +143,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"dataset.path": "https://me:pw@host/d.jsonl"}, "spec.dataset.path", "is a URL: download it"),
     ({"rewards.sources": [HTTP | {"headers": {"key": 3}}]}, f"spec.{SOURCE}.headers.key", "must be text"),
     ({"training.promptsPerStep": 10**8}, "spec.training.promptsPerStep", "800,000,000 samples are in flight at once"),
-    ({"roles.generator": {"workers": 10**6}}, "spec.roles.generator.workers", "each has a model of its own"),
+    ({"roles.generator": {"workers": 10**4}}, "spec.roles.generator.workers", "each has a model of its own"),
     ({f"{SOURCE}.function": "wants:anser"}, f"spec.{SOURCE}.function", "did you mean answer?"),
     ({f"{SOURCE}.function": "raising:f"}, f"spec.{SOURCE}.function", "importing 'raising' raised OSError: no disk"),
     ({"rewards.sources": [JUDGE | {"path": "./short"}]}, f"spec.{SOURCE}.path", "LlamaForCausalLM is no sequence-"),

@@ -6,18 +6,18 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import yaml
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from api_servers import serving
 
-from rlhfspec.operator.access import Access
-from rlhfspec.operator.api import Answer, Api
+from rlhfspec.operator.api import Answer
 
 POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "rl", "name": "sums-prepare-0"}}
 NO_WEBHOOK = 'Internal error occurred: failed calling webhook "no.example": connect: connection refused'
 
+WRONG_TYPE = "failed to create typed patch object (rl/sums-prepare-0; /v1, Kind=Pod): .spec: expected string, got list"
 
-def answers_of(answers: list[tuple[int, str]], folder: Path, patch: pytest.MonkeyPatch) -> tuple[Answer, int]:
+
+def answers_of(answers: list[tuple[int, str]], folder: Path) -> tuple[Answer, int]:
     """To one apply; and how many of the answers it took."""
     left = list(answers)
 
@@ -26,17 +26,8 @@ def answers_of(answers: list[tuple[int, str]], folder: Path, patch: pytest.Monke
         return web.json_response({"kind": "Status", "message": message}, status=code)
 
     async def ask() -> Answer:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", say)
-        async with TestServer(app) as server:
-            cluster = {"name": "a", "cluster": {"server": f"http://127.0.0.1:{server.port}"}}
-            context = {"name": "a", "context": {"cluster": "a", "user": "a"}}
-            user = {"name": "a", "user": {}}
-            config = {"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "a"}
-            (folder / "config").write_text(yaml.safe_dump(config))
-            patch.setenv("KUBECONFIG", str(folder / "config"))
-            async with Api(Access()) as api:
-                return await api.apply(POD)
+        async with serving(say, folder) as api:
+            return await api.apply(POD)
 
     return asyncio.run(ask()), len(answers) - len(left)
 
@@ -47,14 +38,13 @@ def answers_of(answers: list[tuple[int, str]], folder: Path, patch: pytest.Monke
         ((403, "exceeded quota: few"), True),
         ((422, "not on fridays"), True),
         ((500, NO_WEBHOOK), True),
+        ((500, WRONG_TYPE), True),
         ((500, "etcdserver: request timed out"), False),
         ((503, "apiserver is shutting down"), False),
         ((429, "too many requests"), False),
     ],
 )
-def test_a_refusal_is_an_answer_and_trouble_passes(
-    first: tuple[int, str], is_answer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer, num_asked = answers_of([first, (200, "")], tmp_path, monkeypatch)
+def test_a_refusal_is_an_answer_and_trouble_passes(first: tuple[int, str], is_answer: bool, tmp_path: Path) -> None:
+    answer, num_asked = answers_of([first, (200, "")], tmp_path)
     assert (answer.is_refused, num_asked) == ((True, 1) if is_answer else (False, 2))
     assert answer.message == (first[1] if is_answer else "")

@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.operator.queue import GATHER_SECONDS, LONGEST_BACKOFF_SECONDS, REST_SECONDS, Key, Looked, Queue
+from rlhfspec.operator.queue import (
+    GATHER_SECONDS,
+    LONGEST_BACKOFF_SECONDS,
+    PATIENT_SECONDS,
+    REST_SECONDS,
+    Key,
+    Looked,
+    Queue,
+)
 
 
 class FakeTimers:
@@ -155,6 +163,30 @@ def test_a_busy_job_does_not_keep_the_others_waiting() -> None:
         return look.seen
 
     assert asyncio.run(seen()) == [A, B, C, A]
+
+
+def test_a_look_that_hangs_holds_up_no_other_job() -> None:
+    """As one that waits for a slow webhook; and it ends with its worker."""
+
+    async def seen() -> list[Key]:
+        look = Looking()
+        hangs = asyncio.Event()
+
+        async def looking(key: Key) -> Looked:
+            looked = await look(key)
+            if key == A:
+                await hangs.wait()
+            return looked
+
+        async with working(looking, workers=1) as (queue, timers):
+            for key in (A, B, C, A):
+                queue.tell(key)
+                await timers.advance(GATHER_SECONDS)
+            await asyncio.sleep(2 * PATIENT_SECONDS)
+            await timers.advance(1.0)
+        return look.seen
+
+    assert asyncio.run(seen()) == [A, B, C]
 
 
 @pytest.mark.parametrize("answer", [Looked(0.0, did="the same"), Looked(failed=True), Looked(0.0, failed=True)])

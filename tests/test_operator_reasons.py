@@ -15,7 +15,7 @@ from rlhfspec.cluster.report import Trouble
 from rlhfspec.operator.observed import Refusal, Said
 from rlhfspec.operator.phases import PHASES
 from rlhfspec.operator.plan import Plan
-from rlhfspec.operator.reasons import CAUSES, FAILED_ONLY
+from rlhfspec.operator.reasons import CAUSES, OTHERS
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.views import job_view, pod_view
 
@@ -310,14 +310,14 @@ def rows_of(page: str) -> list[tuple[str, ...]]:
 def test_the_page_shows_the_table() -> None:
     rows = rows_of(PAGE.read_text())
     causes = [(f"`{cause.reason}`", cause.means, cause.todo) for cause in CAUSES]
-    failed = [(f"`{reason}`", means, todo) for reason, (means, todo) in FAILED_ONLY.items()]
+    others = [(f"`{reason}`", means, todo) for reason, (means, todo) in OTHERS.items()]
     assert [row for row in rows if row in causes] == causes, "in this order, word for word"
-    assert [row for row in rows if row in failed] == failed
+    assert [row for row in rows if row in others] == others
     phases = [(f"`{phase}`", when) for phase, when in PHASES.items()]
     assert [row for row in rows if row in phases] == phases
 
 
 def test_every_reason_is_tried_here_or_in_the_life_of_a_job() -> None:
-    texts = [Path(__file__).read_text(), Path(__file__).with_name("test_operator_reconcile.py").read_text()]
-    tried = set(re.findall(r'"([A-Z][A-Za-z]+)"', " ".join(texts)))
-    assert {cause.reason for cause in CAUSES} | set(FAILED_ONLY) <= tried
+    files = [Path(__file__).with_name(f"test_operator_{name}.py") for name in ("reasons", "reconcile", "hostile")]
+    tried = set(re.findall(r'"([A-Z][A-Za-z]+)"', " ".join(file.read_text() for file in files)))
+    assert {cause.reason for cause in CAUSES} | set(OTHERS) <= tried

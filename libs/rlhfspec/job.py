@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from rlhfspec.job_block import Block, Fraction, Positive, Rate, Seconds
+from rlhfspec.job_block import Block, Count, Fraction, Natural, Positive, Rate, Seconds, WholeSeconds
 from rlhfspec.job_cluster import DeletionPolicy, PodOptions, Replicas, Restart, Rule, Scheduling, Storage
 
 API_VERSION = "rlhfspec.io/v1alpha1"
@@ -112,7 +112,7 @@ class Algorithm(Block):
     )
     dynamic_sampling: bool = Field(False, description="Groups whose rewards are all equal are replaced (DAPO).")
     max_demands: Positive = Field(4, description="Rounds of replacement a step before it goes on with what it has.")
-    overlong_buffer: int = Field(0, ge=0, description="Tokens before maxTokens in which a penalty grows (DAPO).")
+    overlong_buffer: Natural = Field(0, description="Tokens before maxTokens in which a penalty grows (DAPO).")
     overlong_penalty: Rate = Field(1.0, description="The penalty at maxTokens.")
 
     @model_validator(mode="before")
@@ -154,7 +154,7 @@ class Generation(Block):
     temperature: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = Field(
         1.0, description="Of sampling, and of the log-probs that are trained. Below 0.01 nothing is left to chance."
     )
-    top_k: int = Field(0, ge=0, description="0: every token. A mask makes sampler and trainer disagree.")
+    top_k: Natural = Field(0, description="0: every token. A mask makes sampler and trainer disagree.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="1: every token.")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [], description="Strings that end a response, beside the model's own end."
@@ -177,7 +177,7 @@ class FunctionReward(Block):
 class ModelReward(Block):
     type: Literal["model"]
     path: str = Field(min_length=1, description="A Hugging Face sequence-classification model; one output, or label.")
-    label: int | None = Field(None, ge=0, description="Which output counts; null: the model has one.")
+    label: Natural | None = Field(None, description="Which output counts; null: the model has one.")
     chat_template: bool = Field(
         False, description="true: one exchange in the model's chat template; false: prompt followed by response."
     )
@@ -196,7 +196,7 @@ class _Common(Block):
     weight: Annotated[float, Field(allow_inf_nan=False)] = Field(1.0, description="Factor in the combination.")
     concurrency: Positive = Field(4, description="Calls at a time.")
     timeout_seconds: Seconds = Field(60.0, description="Of one call.")
-    retries: int = Field(2, ge=0, description="After a failed call, with growing delays.")
+    retries: Natural = Field(2, description="After a failed call, with growing delays.")
     on_error: Literal["fail", "drop"] = Field(
         "fail", description="When retries are used up: end the job, or leave the sample out and say so."
     )
@@ -232,7 +232,7 @@ class Optimizer(Block):
 
 class Schedule(Block):
     name: str = Field("constant", description="constant, linear, cosine, or a class of torch.optim.lr_scheduler.")
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the rate grows from 0.")
+    warmup_steps: Natural = Field(0, description="Optimizer steps over which the rate grows from 0.")
     arguments: dict[str, Any] = Field({}, description="Passed on to a torch schedule.")
 
 
@@ -251,11 +251,11 @@ class Training(Block):
     exact_on_policy: bool = Field(
         False, description="The trainer's forward runs on the engine's kernels: log-probs equal bit for bit (CPU)."
     )
-    max_staleness: int = Field(0, ge=0, description="Versions a sample may lag; 0: synchronous, reproducible.")
+    max_staleness: Natural = Field(0, description="Versions a sample may lag; 0: synchronous, reproducible.")
 
 
 class Work(Block):
-    workers: Positive = Field(1, description="How many compete for the work.")
+    workers: Count = Field(1, description="How many compete for the work.")
     deadline_seconds: Seconds = Field(600.0, description="One piece of work may take so long before the run ends.")
 
 
@@ -264,7 +264,9 @@ class Workers(PodOptions, Work):
 
 
 class Trainer(Workers):
-    ranks: Positive = Field(1, description="Processes on one machine that share the training, by torchrun.")
+    ranks: Annotated[int, Field(ge=1, le=64)] = Field(
+        1, description="Processes on one machine that share the training, by torchrun."
+    )
 
 
 class GeneratorWorkers(Workers):
@@ -273,9 +275,8 @@ class GeneratorWorkers(Workers):
         description="In a cluster, how many may run; between the two the rebalancer's advice decides, from `workers` "
         "on. null: always `workers`.",
     )
-    prefetch: int = Field(
+    prefetch: Natural = Field(
         4,
-        ge=0,
         description="Prompts a worker holds beyond what its engine can run, so that a free row never waits for one. "
         "What is held cannot go to another worker that has room: few is better.",
     )
@@ -301,8 +302,8 @@ class Roles(Block):
 class FailurePolicy(Block):
     """With `--processes` a worker that fails is started again. In one process, the first failure ends the run."""
 
-    max_restarts: int = Field(
-        5, ge=0, description="Counted failures of one worker since the last trained step; one more ends the run."
+    max_restarts: Natural = Field(
+        5, description="Counted failures of one worker since the last trained step; one more ends the run."
     )
     counted: list[Literal["error", "temporary", "killed"]] = Field(
         ["error", "temporary"],
@@ -338,7 +339,7 @@ class Observability(Block):
     view: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live in a terminal, else lines.")
     tensorboard: bool = Field(False, description="Write event files into the run folder.")
     wandb: Wandb | None = Field(None, description="Also report there.")
-    sample_texts: int = Field(4, ge=0, description="Responses that the summary shows, of the beginning and the end.")
+    sample_texts: Natural = Field(4, description="Responses that the summary shows, of the beginning and the end.")
     traces: bool = Field(True, description="Write where each sample's time went into the run folder.")
     otlp_endpoint: str | None = Field(
         None, pattern=r"^https?://\S+$", description="Also send traces and metrics to this OpenTelemetry collector."
@@ -366,10 +367,10 @@ class Spec(Block):
     suspend: bool = Field(
         False, description="true: end after a checkpoint and free everything; false again: go on from there."
     )
-    active_deadline_seconds: Positive | None = Field(
+    active_deadline_seconds: WholeSeconds | None = Field(
         None, description="The job fails when it has run so long, suspended time left out; null: no limit."
     )
-    pre_running_deadline_seconds: Positive | None = Field(
+    pre_running_deadline_seconds: WholeSeconds | None = Field(
         None, description="It fails when not every pod is ready after so long, such as for want of nodes; null: never."
     )
     deletion_policy: DeletionPolicy = DeletionPolicy()

@@ -14,10 +14,16 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-Positive = Annotated[int, Field(ge=1)]
+MOST = (1 << 31) - 1
+MOST_WORKERS = 10_000  # of a stage; a cluster's operator allows fewer by default (`jobs.maxWorkers` of its chart)
+MOST_SECONDS = 10 * 366 * 86_400
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+WholeSeconds = Annotated[int, Field(ge=1, le=MOST_SECONDS)]
 
 
 class Block(BaseModel):

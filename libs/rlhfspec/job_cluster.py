@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhfspec.job_block import Block, Positive
+from rlhfspec.job_block import Block, Count
 
 # Every role that has a pod: `cluster.names.ROLES`, as what a field may say.
 Role = Literal[
@@ -46,8 +46,8 @@ class PodOptions(Block):
 class Replicas(Block):
     """How many generators run is then decided while the job does."""
 
-    min: Positive = Field(1, description="The fewest generators that are left running.")
-    max: Positive = Field(description="The most that are started, however far behind generation is.")
+    min: Count = Field(1, description="The fewest generators that are left running.")
+    max: Count = Field(description="The most that are started, however far behind generation is.")
 
 
 class DeletionPolicy(Block):

@@ -19,6 +19,7 @@ shared_memory: {{ .sharedMemory }}
 gpu_resource: {{ .gpuResource | quote }}
 otlp_endpoint: {{ .otlpEndpoint | quote }}
 coscheduler: {{ .coscheduler | quote }}
+max_workers: {{ int .maxWorkers }}
 {{- end }}
 nats_url: {{ include "rlhfspec.natsUrl" . }}
 redis_url: {{ include "rlhfspec.redisUrl" . }}

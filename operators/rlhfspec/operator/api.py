@@ -31,7 +31,10 @@ WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server
 DEADLINE_SECONDS = 30.0
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PAGE = 250  # objects of one page of a list
-CONNECTIONS = 16
+CONNECTIONS = 64
+OF_ONE_JOB = 4  # of them: a webhook that hangs has those of its jobs, and no more
+# Said with code 500, of what the same request would only hear again.
+_FINAL = ("failed calling webhook", "failed to create typed patch object")
 _PLURALS = {
     "ConfigMap": "configmaps",
     "Event": "events",
@@ -62,8 +65,9 @@ class Answer:
 
     @property
     def may_pass(self) -> bool:
-        """In a moment, as far as the API server knows. A webhook that it cannot ask must be mended: a refusal."""
-        return self.code == 429 or (self.code >= 500 and "failed calling webhook" not in self.message)
+        """In a moment, as far as the API server knows. A webhook that it cannot ask must be mended, and so must a pod
+        with a list where a text should be: refusals."""
+        return self.code == 429 or (self.code >= 500 and not any(said in self.message for said in _FINAL))
 
     @property
     def message(self) -> str:
@@ -234,8 +238,14 @@ class Api:
 
 
 async def in_parallel(calls: list[Awaitable[Answer]]) -> list[Answer]:
-    """All of them are awaited, then the first that raised raises."""
-    done = await asyncio.gather(*calls, return_exceptions=True)
+    """A few at a time. All of them are awaited, then the first that raised raises."""
+    room = asyncio.Semaphore(OF_ONE_JOB)
+
+    async def one(call: Awaitable[Answer]) -> Answer:
+        async with room:
+            return await call
+
+    done = await asyncio.gather(*map(one, calls), return_exceptions=True)
     for each in done:
         if isinstance(each, BaseException):
             raise each

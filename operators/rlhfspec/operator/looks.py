@@ -20,8 +20,9 @@ from rlhfspec.operator.observed import JobView, Observed, Refusal, Settings
 from rlhfspec.operator.plan import Delete, Event, Plan
 from rlhfspec.operator.queue import Key, Looked
 from rlhfspec.operator.reconcile import reconcile
-from rlhfspec.operator.status import is_worth_writing
+from rlhfspec.operator.status import is_worth_writing, undecided
 
+UNDECIDED_SECONDS = 60.0  # before a job that cannot be decided is tried again
 LOG = logging.getLogger(__name__)
 Purge = Callable[[str, str], Awaitable[bool]]  # a job's name, a run's uid: whether its streams are gone
 
@@ -52,7 +53,12 @@ class Looks:
         if job is None:
             return Looked(gone=True)
         now = datetime.now(UTC)
-        plan = self._decide(job, self._cache.observed(key), self._settings, now)
+        try:
+            plan = self._decide(job, self._cache.observed(key), self._settings, now)
+        except Exception as error:  # what the API server took, and nobody here foresaw
+            LOG.exception("%s cannot be decided", "/".join(key))
+            status, events = undecided(job, error, now)
+            plan = Plan(status=status, events=tuple(events), requeue_seconds=UNDECIDED_SECONDS)
         try:
             learned = await self._carry_out(key, job, plan, now)
         except Conflict:

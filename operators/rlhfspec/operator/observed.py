@@ -144,3 +144,4 @@ class Settings:
     shared_memory: str = "1Gi"
     gpu_resource: str = "nvidia.com/gpu"
     coscheduler: str = "scheduler-plugins-scheduler"
+    max_workers: int = 1000  # of a job

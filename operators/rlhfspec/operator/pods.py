@@ -3,7 +3,7 @@ worker in the same run."""
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +14,7 @@ from rlhfspec.operator import gang
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.merge import merged
 from rlhfspec.operator.observed import Worker
+from rlhfspec.operator.quantity import amount
 from rlhfspec.operator.wanted import restart_id_of
 
 CONTAINER = "worker"
@@ -148,10 +149,9 @@ def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any
     >>> _threads({"limits": {"cpu": "3500m"}}, 1), _threads({"limits": {"cpu": 8}}, 2), _threads({}, 1)
     ([{'name': 'OMP_NUM_THREADS', 'value': '3'}], [{'name': 'OMP_NUM_THREADS', 'value': '4'}], [])
     """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?)(m?)", str(resources.get("limits", {}).get("cpu", "")))
-    if found is None:  # no limit, or one that the API server will refuse
+    cores = amount(resources.get("limits", {}).get("cpu"))
+    if not cores:
         return []
-    cores = float(found[1]) / (1000 if found[2] else 1)
     return [{"name": "OMP_NUM_THREADS", "value": str(max(int(cores / processes), 1))}]
 
 
@@ -223,4 +223,4 @@ def num_gpus(draft: Draft, role: str) -> int:
     """That one pod of the role asks for."""
     options: PodOptions = getattr(draft.spec.roles, role)
     limits = (options.resources or draft.settings.resources.get(role) or {}).get("limits", {})
-    return int(limits.get(draft.settings.gpu_resource, 0))
+    return math.ceil(amount(limits.get(draft.settings.gpu_resource)))

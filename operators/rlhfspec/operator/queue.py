@@ -16,6 +16,7 @@ from typing import Protocol
 
 Key = tuple[str, str]  # namespace, name
 GATHER_SECONDS = 0.05  # what happens together is looked at together
+PATIENT_SECONDS = 0.25  # a worker waits so long for a look; one that hangs on a slow webhook goes on beside the others
 REST_SECONDS = 0.5  # after a look that found nothing to do: as when a job's pods become ready, one after the other
 LOG = logging.getLogger(__name__)
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
@@ -91,24 +92,27 @@ class Queue:
 
     async def work(self) -> None:
         """One worker: looks, until it is cancelled. Several may run."""
-        while True:
-            while not self._ready:
-                self._arrived.clear()
-                await self._arrived.wait()
-            key = self._ready.popleft()
-            entry = self._entries.get(key)
-            if entry is None:
-                continue
-            assert entry.due is not None
-            self._waited(self._timers.time() - entry.due)
-            entry.is_looked_at, entry.is_told, entry.due = True, False, None
-            looked = Looked(failed=True)
-            try:
-                looked = await self._look(key)
-            except Exception:  # one job's trouble is not another's
-                LOG.exception("the look at %s failed", "/".join(key))
-            finally:
-                self._looked(key, entry, looked)
+        async with asyncio.TaskGroup() as looks:
+            while True:
+                while not self._ready:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                key = self._ready.popleft()
+                entry = self._entries[key]
+                assert entry.due is not None
+                self._waited(self._timers.time() - entry.due)
+                entry.is_looked_at, entry.is_told, entry.due = True, False, None
+                look = looks.create_task(self._one_look(key, entry))
+                await asyncio.wait({look}, timeout=PATIENT_SECONDS)
+
+    async def _one_look(self, key: Key, entry: _Entry) -> None:
+        looked = Looked(failed=True)
+        try:
+            looked = await self._look(key)
+        except Exception:  # one job's trouble is not another's
+            LOG.exception("the look at %s failed", "/".join(key))
+        finally:
+            self._looked(key, entry, looked)
 
     def _looked(self, key: Key, entry: _Entry, looked: Looked) -> None:
         entry.is_looked_at = False

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rlhfspec.cluster import names
+from rlhfspec.job import RLHFJob
+from rlhfspec.loop import workers_of
 from rlhfspec.operator.draft import FRESH_SECONDS, Draft, worker_name
 from rlhfspec.operator.failures import is_about_storage_away
 from rlhfspec.operator.memory import WorkerMemory
@@ -70,7 +72,20 @@ def config_problem(draft: Draft) -> str:
             "spec.storage.claim: name a PersistentVolumeClaim of this namespace, or an object store as "
             "spec.storage.uri: the operator has no claim by default"
         )
-    return ""
+    return _too_many(job.job, draft.settings.max_workers)
+
+
+def _too_many(job: RLHFJob, allowed: int) -> str:
+    replicas = job.spec.roles.generator.replicas
+    counts = {names.CONTROL: 1} | workers_of(job)
+    counts["generator"] = max(counts["generator"], replicas.max if replicas else 1)
+    role = max(counts, key=lambda role: counts[role])
+    if sum(counts.values()) <= allowed:
+        return ""
+    return (
+        f"spec.roles.{role}.workers: {counts[role]}, so {sum(counts.values())} pods in all; the operator allows a job "
+        f"{allowed} (jobs.maxWorkers of its chart)"
+    )
 
 
 def all_ready(draft: Draft) -> bool:
@@ -386,12 +401,16 @@ CAUSES = (
     ),
 )
 
-# Of jobs that failed, beside the causes above.
-FAILED_ONLY = {
+# Beside the causes above: of jobs that failed, and of one that the operator itself stumbles over.
+OTHERS = {
     "DeadlineExceeded": (
         "activeDeadlineSeconds or preRunningDeadlineSeconds is over.",
         "Raise it, or find out what took so long.",
     ),
     "FailurePolicy": ("A worker ended with an exit code for which a rule says FailJob.", "Read its log."),
     "WorkerFailed": ("A worker ended with an error that would only happen again (exit code 78).", "Read its log."),
+    "OperatorError": (
+        "The operator cannot digest the job, which did not fail: it is tried again each minute.",
+        "Please report the message and the job; changing the field that it names may help.",
+    ),
 }

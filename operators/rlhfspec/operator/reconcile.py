@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 
 from rlhfspec.cluster import names
 from rlhfspec.operator import runs, status
-from rlhfspec.operator.draft import Draft, worker_name
+from rlhfspec.operator.draft import MOST_AT_ONCE, Draft, worker_name
 from rlhfspec.operator.failures import count_in, forget_after_progress, is_complete
 from rlhfspec.operator.memory import Memory
 from rlhfspec.operator.objects import mounted_by, objects_for
@@ -138,7 +138,9 @@ def _over(draft: Draft) -> None:
 def _keep_workers(draft: Draft) -> None:
     wanted = wanted_workers(draft)
     due = [key for key in wanted if _is_to_be_made(draft, key)]
-    draft.apply += objects_for(draft, due)
+    if len(due) > MOST_AT_ONCE:
+        draft.look_again_in(0.0)
+    draft.apply += objects_for(draft, due[:MOST_AT_ONCE])
     if roles := roles_that_lack_ours(draft):
         draft.apply += mounted_by(draft, roles)
     if draft.memory.prepared:

@@ -45,6 +45,7 @@ class OperatorFile(Part):
     shared_memory: str = Field("1Gi", description="Of /dev/shm in every pod.")
     gpu_resource: str = "nvidia.com/gpu"
     coscheduler: str = "scheduler-plugins-scheduler"
+    max_workers: int = Field(1000, ge=1, description="Pods of one job; one that asks for more is refused.")
 
     @model_validator(mode="before")
     @classmethod
@@ -95,4 +96,5 @@ class OperatorFile(Part):
             shared_memory=self.shared_memory,
             gpu_resource=self.gpu_resource,
             coscheduler=self.coscheduler,
+            max_workers=self.max_workers,
         )

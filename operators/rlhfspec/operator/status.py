@@ -11,7 +11,7 @@ from rlhfspec.cluster import names
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.memory import Memory
 from rlhfspec.operator.objects import run_folder
-from rlhfspec.operator.observed import Said
+from rlhfspec.operator.observed import JobView, Said
 from rlhfspec.operator.phases import phase_of
 from rlhfspec.operator.plan import Event
 from rlhfspec.operator.pods import num_gpus
@@ -48,6 +48,18 @@ def render(draft: Draft) -> tuple[dict[str, Any], list[Event]]:
     new |= {name: text_of(time) for name, time in times.items() if time is not None}
     new = tidy(new)
     return new, list(_events(old, new))
+
+
+def undecided(job: JobView, error: Exception, now: datetime) -> tuple[dict[str, Any], list[Event]]:
+    """Of a job that the operator cannot digest: as it was, and what is wrong."""
+    said = Said("OperatorError", f"{type(error).__name__}: {error}"[:900])
+    before = {condition["type"]: condition for condition in job.status.get("conditions") or ()}
+    healthy = _condition(job, now, "Healthy", False, said, before.get("Healthy"))
+    new = {
+        "phase": "Pending", **job.status, "observedGeneration": job.generation, "reason": said.reason,
+        "message": said.message, "conditions": list((before | {"Healthy": healthy}).values()),
+    }  # fmt: skip
+    return new, list(_events(job.status, new))
 
 
 def is_worth_writing(
@@ -132,10 +144,15 @@ def _conditions(draft: Draft, phase: str, found: Said | None) -> list[dict[str, 
         "Healthy": (found is None, found or Said("AsExpected")),
     }
     before = {condition["type"]: condition for condition in draft.job.status.get("conditions") or ()}
-    return [_condition(draft, type_, is_true, said, before.get(type_)) for type_, (is_true, said) in now.items()]
+    return [
+        _condition(draft.job, draft.now, type_, is_true, said, before.get(type_))
+        for type_, (is_true, said) in now.items()
+    ]
 
 
-def _condition(draft: Draft, type_: str, is_true: bool, said: Said, before: Mapping[str, Any] | None) -> dict[str, Any]:
+def _condition(
+    job: JobView, now: datetime, type_: str, is_true: bool, said: Said, before: Mapping[str, Any] | None
+) -> dict[str, Any]:
     status = "True" if is_true else "False"
     since = before["lastTransitionTime"] if before is not None and before["status"] == status else None
     return {
@@ -143,8 +160,8 @@ def _condition(draft: Draft, type_: str, is_true: bool, said: Said, before: Mapp
         "status": status,
         "reason": said.reason,
         "message": said.message,
-        "lastTransitionTime": since or text_of(draft.now.replace(microsecond=0)),
-        "observedGeneration": draft.job.generation,
+        "lastTransitionTime": since or text_of(now.replace(microsecond=0)),
+        "observedGeneration": job.generation,
     }
 
 

@@ -61,9 +61,11 @@ def read(manifest: Mapping[str, Any]) -> tuple[RLHFJob | None, tuple[Problem, ..
     """With the checks of a job file, but those that look at files: they are not here."""
     try:
         job = RLHFJob.model_validate(manifest)
+        problems = tuple(finding.as_problem({}) for finding in check(job))
     except ValidationError as error:
         return None, tuple(explain(error, manifest, {})[0])
-    problems = tuple(finding.as_problem({}) for finding in check(job))
+    except Exception as error:  # nobody's manifest ends a watch
+        return None, (Problem(field="spec", problem=f"{type(error).__name__}: {error}"[:900]),)
     return (None if problems else job), problems
 
 

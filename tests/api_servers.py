@@ -1,0 +1,33 @@
+"""A server that answers the operator as a test says, and an Api that asks it. What real ones answer is e2e's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from aiohttp.typedefs import Handler
+
+from rlhfspec.operator.access import Access
+from rlhfspec.operator.api import Api
+
+
+@asynccontextmanager
+async def serving(answer: Handler, folder: Path) -> AsyncIterator[Api]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        cluster = {"name": "a", "cluster": {"server": f"http://127.0.0.1:{server.port}"}}
+        context = {"name": "a", "context": {"cluster": "a", "user": "a"}}
+        user = {"name": "a", "user": {}}
+        config = {"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "a"}
+        (folder / "config").write_text(yaml.safe_dump(config))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KUBECONFIG", str(folder / "config"))
+            access = Access()
+        async with Api(access) as api:
+            yield api

@@ -1,0 +1,127 @@
+"""No job stops the operator: not by its numbers, nor by what nobody foresaw."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accepted_jobs import manifests
+from aiohttp import web
+from api_servers import serving
+from hypothesis import HealthCheck, given, settings
+from operator_world import SETTINGS, World, job_body
+
+from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.draft import MOST_AT_ONCE
+from rlhfspec.operator.looks import Looks
+from rlhfspec.operator.reconcile import reconcile
+from rlhfspec.operator.views import job_view
+
+NUM_JOBS = int(os.environ.get("RLHFSPEC_HOSTILE_JOBS", "500"))  # 10,000 take a minute
+
+
+def grown(workers: int, **changes: Any) -> World:
+    return World(job_body(roles={"generator": {"workers": workers}}, **changes))
+
+
+def test_a_job_of_many_pods_is_made_and_taken_down_some_at_a_time() -> None:
+    world = grown(7 * MOST_AT_ONCE + 3)
+    world.settle()
+    world.end_pod("sums-prepare-0", 0, "prepared")
+    while not (plan := world.look()).is_quiet:
+        assert sum(thing["kind"] == "Pod" for thing in plan.apply) <= MOST_AT_ONCE
+        assert plan.requeue_seconds is not None
+    assert len([name for name in world.pods if "generator" in name]) == 7 * MOST_AT_ONCE + 3
+    world.run_all()
+    world.look()
+    world.delete_job()
+    while not world.is_gone:
+        assert len((plan := world.look()).delete) <= MOST_AT_ONCE
+        assert plan.delete or world.is_gone or not world.pods
+        world.end_those_asked()
+
+
+@pytest.mark.parametrize("replicas", [None, {"min": 1, "max": 998}])
+def test_a_job_of_more_pods_than_the_operator_allows_is_refused(replicas: Any) -> None:
+    roles = {"generator": {"workers": 1, "replicas": replicas} if replicas else {"workers": 998}}
+    world = World(job_body(roles=roles))
+    world.settle()
+    assert world.phase == "Failed"
+    many = "998, so 1003 pods in all; the operator allows a job 1000 (jobs.maxWorkers of its chart)"
+    assert world.healthy() == ("False", "BadConfig", f"spec.roles.generator.workers: {many}")
+    assert not world.pods
+
+
+def test_a_job_scaled_beyond_it_goes_on_as_it_was_and_says_so() -> None:
+    world = grown(2)
+    world.to_running()
+    world.edit(roles={"generator": {"workers": 2000}})
+    world.settle()
+    assert world.phase == "Running"
+    assert world.healthy()[1] == "BadConfig"
+    assert len([name for name in world.pods if "generator" in name]) == 2
+
+
+@pytest.mark.parametrize("said", ["1k", "1.0", "1e0", "2", 3])
+def test_gpus_are_counted_in_every_notation(said: Any) -> None:
+    world = World(job_body(roles={"generator": {"resources": {"limits": {"nvidia.com/gpu": said}}}}))
+    world.settle()
+    world.end_pod("sums-prepare-0", 0, "prepared")
+    world.settle()
+    assert world.status["gpus"] == {"1k": 1000, "1.0": 1, "1e0": 1, "2": 2, 3: 3}[said]
+
+
+@settings(max_examples=NUM_JOBS, suppress_health_check=list(HealthCheck))
+@given(manifests())
+def test_every_job_that_an_api_server_takes_has_a_status(manifest: dict[str, Any]) -> None:
+    body = job_body() | {"spec": manifest["spec"]}
+    world = World(body)
+    job = job_view(body)
+    plan = reconcile(job, world.observed(), SETTINGS, world.now)
+    status = plan.status
+    for _ in range(3):
+        if "phase" not in status or status["phase"] == "Failed":
+            break
+        body["status"] = status | {"memory": status.get("memory", {}) | {"prepared": True}}
+        plan = reconcile(job_view(body), world.observed(), SETTINGS, world.now)
+        json.dumps(plan.apply)
+        status = plan.status
+    assert {"Healthy", "Failed"} <= {condition["type"] for condition in json.loads(json.dumps(status))["conditions"]}
+
+
+def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path) -> None:
+    """Whatever goes wrong in the deciding is that job's own trouble, and stands in its status."""
+    asked: list[tuple[str, str, Any]] = []
+
+    async def take(request: web.Request) -> web.Response:
+        asked.append((request.method, request.path, await request.json()))
+        return web.json_response(job_body())
+
+    def broken(*_: Any) -> Any:
+        raise OverflowError("Python int too large to convert to C int")
+
+    async def purge(job: str, run: str) -> bool:
+        return True
+
+    async def look() -> Any:
+        cache = Cache()
+        cache.put_job(job_body())
+        async with serving(take, tmp_path) as api:
+            return await Looks(cache, api, SETTINGS, purge, decide=broken).look(("rl", "sums"))
+
+    looked = asyncio.run(look())
+    assert looked.requeue_seconds == pytest.approx(60.0)
+    (_, path, patch), *events = asked
+    event = next(event for _, _, event in events if event["type"] == "Warning")
+    assert path.endswith("/rlhfjobs/sums/status")
+    status = next(each["value"] for each in patch if each["path"] == "/status")
+    said = "OverflowError: Python int too large to convert to C int"
+    assert (status["phase"], status["reason"], status["message"]) == ("Pending", "OperatorError", said)
+    assert [(c["type"], c["status"], c["reason"]) for c in status["conditions"]] == [
+        ("Healthy", "False", "OperatorError")
+    ]
+    assert (event["reason"], event["message"]) == ("OperatorError", said)
