@@ -43,10 +43,11 @@ class Scraper:
         self.scrapes.append(self.ask())
         return self.scrapes[-1]
 
-    def ask(self) -> Scrape:
-        """All of them; who is gone or does not answer is left out, as Prometheus does."""
+    def ask(self, *only: str) -> Scrape:
+        """These, or all; who is gone or does not answer is left out, as Prometheus does."""
         found: Scrape = {}
-        for name, address in self._targets.items():
+        for name in only or self._targets:
+            address = self._targets[name]
             with suppress(URLError, ConnectionError, TimeoutError):
                 with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
                     text = answer.read().decode()

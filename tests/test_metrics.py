@@ -6,9 +6,9 @@ from __future__ import annotations
 import doctest
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,24 @@ from scraping import TARGET, Scrape, Scraper, names_of, values_of
 from test_processes import PATIENCE_SECONDS, Started, eventually
 
 from rlhfspec.tracing.folder import read_spans
-from rlhfspec.tracing.read import lives
+from rlhfspec.tracing.read import Life, lives
+from rlhfspec.tracing.spans import Span
+from rlhfspec.tracing.tracer import OPEN_SECONDS
 
 pytestmark = pytest.mark.timeout(400)  # one run for all
 ALERTS = CHART / "files" / "alerts.yaml"
 BROKER_AWAY = "RLHFBrokerAway"
 LOSSES = 6
-# The reward waits after the first step, until the test has seen all that it came for.
+# The reward waits in each step until the test lets it go on.
 HELD = """
 import pathlib, time
 
 beside = pathlib.Path(__file__).parent
-steps, go_on = beside / "run" / "steps.jsonl", beside / "go-on"
+steps = beside / "run" / "steps.jsonl"
 
 def letters(completion):
-    while steps.exists() and steps.stat().st_size and not go_on.exists():
+    trained = steps.read_text().count("\\n") if steps.exists() else 0
+    while not (beside / f"go-on-{trained}").exists():
         time.sleep(0.05)
     return sum(character.isascii() and character.isalpha() for character in completion) / 8
 """
@@ -66,6 +69,7 @@ class Watched:
     and after Redis was lost too."""
 
     folder: Path
+    killed: int  # the generator that was
     scrapes: Sequence[Scrape]
     series: Series
 
@@ -91,25 +95,46 @@ def watch(run: Started, job_file: Path) -> Watched:
     connections = run.folder / "processes" / "connections.json"
     scraper = Scraper(connections)
     with Adviser(connections, seed=1, every_seconds=0.2):
-        kill_a_generator_that_is_at_work(run, scraper)
+        killed = kill_a_generator_that_is_at_work(run, scraper, go_on=job_file.parent / "go-on-0")
         run.until("step 1/")
         lose_the_servers(run, scraper)
-        (job_file.parent / "go-on").touch()
+        (job_file.parent / "go-on-1").touch()
         code, output = run.ended()
     assert code == 0, output
-    return Watched(run.folder, scraper.scrapes, scraper.series())
+    return Watched(run.folder, killed, scraper.scrapes, scraper.series())
 
 
-def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper) -> None:
-    """Once it has said in its traces what it has."""
-    before, pid = scraper.look()["generator-1"], run.pid_of("generator", 1)
-    restarts = partial(values_of, name="rlhfspec_restarts_total", stage="generator", worker="1")
-    assert restarts(scraper.ask()) == [0.0], "said before the first one"
-    trace = run.folder / "traces" / "generator-1.jsonl"
-    eventually(lambda: trace.exists() and '"is_open":true' in trace.read_text(), "it has had samples for a while")
-    os.kill(pid, signal.SIGKILL)
-    eventually(lambda: scraper.look()["generator-1"] != before, "there is another one")
-    assert restarts(scraper.ask()) == [1.0]
+def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path) -> int:
+    """While it has what it said in its traces: which. All are stopped again and again, so that stays last long enough
+    to be told of on a machine however quick."""
+    before, pids = scraper.look(), {worker: run.pid_of("generator", worker) for worker in (0, 1)}
+    assert set(values_of(scraper.ask(), "rlhfspec_restarts_total", stage="generator")) == {0.0}, "said before the first"
+
+    def one_has_what_it_told() -> list[int]:
+        """Else all go on: what was told of may be finished, or at the other, by now."""
+        for pid in pids.values():
+            os.kill(pid, signal.SIGSTOP)
+        go_on.touch()
+        lasts = [last_of(life) for life in lives(read_spans(run.folder)) if life.stays]
+        if has := [last.worker for last in lasts if last.is_open]:
+            return has
+        time.sleep(OPEN_SECONDS)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGCONT)
+        return []
+
+    worker, *_ = eventually(one_has_what_it_told, "one has had samples for a while")
+    os.kill(pids[1 - worker], signal.SIGCONT)
+    os.kill(pids[worker], signal.SIGKILL)
+    name = f"generator-{worker}"
+    eventually(lambda: scraper.look()[name] != before[name], "there is another one")
+    assert values_of(scraper.ask(), "rlhfspec_restarts_total", stage="generator", worker=str(worker)) == [1.0]
+    return int(worker)
+
+
+def last_of(life: Life) -> Span:
+    """Where the sample was last, of its first delivery."""
+    return max((*life.stays, *life.moves), key=lambda span: (span.delivery == 1, span.began))
 
 
 def lose_the_servers(run: Started, scraper: Scraper) -> None:
@@ -174,10 +199,10 @@ def test_prometheus_thinks_so_too(watched: Watched, losses: int, firing: list[di
 def test_what_a_killed_generator_had_was_in_vain_and_its_samples_traces_say_so(watched: Watched) -> None:
     """It had told of some, and had got others only a moment before."""
     lost = [life for life in lives(read_spans(watched.folder)) if any(map(life.is_in_vain, life.stays))]
-    lasts = [max((*life.stays, *life.moves), key=lambda span: (span.delivery == 1, span.began)) for life in lost]
+    lasts = [last_of(life) for life in lost]
     assert any(last.is_open for last in lasts)
     for life, last in zip(lost, lasts, strict=True):
-        assert (last.worker if last.is_open else last.attributes["destination"]) == 1
+        assert (last.worker if last.is_open else last.attributes["destination"]) == watched.killed
         first = next(stay for stay in life.stays if not life.is_in_vain(stay))
         assert first.delivery == 2
         assert first.sent == last.ended <= first.began, "what it was in vain for was no queue"

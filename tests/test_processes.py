@@ -80,11 +80,13 @@ class Started:
         return curve_of(self.job_file, self.out)
 
 
-def eventually(condition: Callable[[], Any], what: str) -> None:
+def eventually(condition: Callable[[], Any], what: str) -> Any:
+    """What it found."""
     end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.02)
+    return found
 
 
 @pytest.fixture

@@ -55,7 +55,8 @@ def trace(*arguments: str) -> str:
 def test_a_sample_that_moves_has_a_span_for_each_stay_and_each_move(
     job_file: Path, moved_at_random: None, speculation: str
 ) -> None:
-    train(job_file, "run", *TWO, *LONG, f"generation.speculation.mode={speculation}")
+    steps = "training.steps=8"  # a quick machine has few moves a step
+    train(job_file, "run", *TWO, *LONG, steps, f"generation.speculation.mode={speculation}")
     run = job_file.parent / "run"
     num_moves, most = check_traces(run)
     print(f"{num_moves} moves, at most {most} of one sample")
