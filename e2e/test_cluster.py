@@ -47,9 +47,7 @@ def test_a_restricted_pod_runs_torch_our_kernels_and_finds_names(cluster: Cluste
 
 @pytest.mark.ci
 def test_the_slim_image_has_what_the_operator_needs_and_no_torch(cluster: Cluster) -> None:
-    code = (
-        "import importlib.util, kopf, nats, redis.asyncio, rlhfspec.operator; print(importlib.util.find_spec('torch'))"
-    )
+    code = "import importlib.util, nats, redis.asyncio, rlhfspec.operator; print(importlib.util.find_spec('torch'))"
     cluster.apply(pod("slim", "python", "-c", code, image="localhost/rlhfspec:slim"))
     assert ends(cluster, "slim").splitlines()[-1] == "None"
 

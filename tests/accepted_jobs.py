@@ -13,7 +13,7 @@ from rlhfspec.job_file.schema import structural_schema
 
 FIELDS = {path: node for path, node in _fields(structural_schema()["properties"]["spec"], "") if "." in path}
 AMOUNTS = ["0", "1", "1k", "1.0", "1e0", "1e99", "100m", "2Gi", "7E", "3.5", "0.5"]
-ODD = st.sampled_from([None, True, -1, 0, 1 << 62, 1e300, "", "x", "0", "\x1b[2J", "ü" * 100, [], {}])
+ODD = st.sampled_from([None, True, -1, 0, 1 << 62, 1e300, "", "x", "0", "\x1b[2J", "worker", "tmp", "ü" * 100, [], {}])
 NAMES = [
     "name", "env", "value", "containers", "volumes", "tolerations", "resources", "limits", "nvidia.com/gpu",
     "securityContext", "terminationGracePeriodSeconds", "restartPolicy", "serviceAccountName",
@@ -67,7 +67,7 @@ def _items(node: dict[str, Any]) -> st.SearchStrategy[Any]:
 def _text(node: dict[str, Any]) -> st.SearchStrategy[str]:
     if "pattern" in node:
         return st.from_regex(node["pattern"], fullmatch=True).filter(lambda text: len(text) <= node["maxLength"])
-    return st.text(min_size=node.get("minLength", 0), max_size=40)
+    return st.sampled_from(["worker", "tmp"]) | st.text(min_size=node.get("minLength", 0), max_size=40)
 
 
 def _number(node: dict[str, Any]) -> st.SearchStrategy[Any]:

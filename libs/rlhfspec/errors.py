@@ -18,6 +18,7 @@
     ├── TransportFull                 no room to publish for too long; names who has yet to read
     ├── TransportUnavailable          the server between the processes does not answer; it may again
     ├── ClusterUnavailable            the API server does not answer, or not so that anything could be done about it
+    │   └── ClusterRefused            it answered: no
     ├── LeadershipLost                this replica of the operator does not act any more: it must not write
     ├── LinkError                     bytes of a moving sequence did not get to the other engine; which, and why
     ├── MessageTooLarge               more bytes than the server between the processes takes
@@ -262,6 +263,10 @@ class ClusterUnavailable(RLHFSpecError):
         self.asked = asked
         self.problem = problem
         super().__init__(f"the API server, asked for {asked}: {problem}")
+
+
+class ClusterRefused(ClusterUnavailable):
+    """Asking again soon brings the same answer: what was asked for is forbidden, or not there."""
 
 
 class LeadershipLost(RLHFSpecError):

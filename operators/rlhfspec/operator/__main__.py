@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ from rlhfspec.service.exits import PERMANENT
 def main() -> int:
     asked = _parser().parse_args()
     with logs.configure(job="", run="", stage="operator", worker=0, stream=sys.stdout):
-        logging.getLogger("kopf").setLevel(logging.ERROR)  # it warns of what we do on purpose
         try:
             asyncio.run(_operator(asked).run())
         except InvalidRequest as error:

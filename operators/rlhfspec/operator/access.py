@@ -1,21 +1,16 @@
 """How to reach the API server: as the pod's service account, or as KUBECONFIG says.
 
-kopf watches with it (`login`), `api.Api` writes with it. The token of a service account is read again as it is renewed.
+The token of a service account is read again as it is renewed.
 """
 
 from __future__ import annotations
 
 import os
 import ssl
-from datetime import UTC, datetime, timedelta
-from typing import Any
 
-import kopf
 from kubernetes import client, config
 
 from rlhfspec.errors import InvalidRequest
-
-TOKEN_SECONDS = 300.0  # a token is renewed by the kubelet long before it is worth nothing
 
 
 class Access:
@@ -44,18 +39,3 @@ class Access:
         if asked.cert_file:
             context.load_cert_chain(asked.cert_file, asked.key_file)
         return context
-
-    def login(self, **_: Any) -> kopf.ConnectionInfo:
-        """For kopf, which asks again when this one expires."""
-        scheme, _space, token = self.headers().get("Authorization", "").rpartition(" ")
-        asked = self._configuration
-        return kopf.ConnectionInfo(
-            server=self.server,
-            ca_path=asked.ssl_ca_cert,
-            insecure=not asked.verify_ssl,
-            scheme=scheme or None,
-            token=token or None,
-            certificate_path=asked.cert_file,
-            private_key_path=asked.key_file,
-            expiration=datetime.now(UTC) + timedelta(seconds=TOKEN_SECONDS) if token else None,
-        )

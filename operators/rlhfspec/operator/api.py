@@ -19,7 +19,7 @@ from typing import Any, Self
 import aiohttp
 
 from rlhfspec.cluster import names
-from rlhfspec.errors import ClusterUnavailable, LeadershipLost
+from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
 from rlhfspec.operator.access import Access
 
 Json = dict[str, Any]
@@ -31,6 +31,7 @@ WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server
 DEADLINE_SECONDS = 30.0
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PAGE = 250  # objects of one page of a list
+WATCH_SECONDS = 60  # a connection that says nothing for longer is broken
 CONNECTIONS = 64
 OF_ONE_JOB = 4  # of them: a webhook that hangs has those of its jobs, and no more
 # Said with code 500, of what the same request would only hear again.
@@ -87,7 +88,8 @@ def path_of(version: str, kind: str, namespace: str | None = None, name: str = "
 
 
 class Api:
-    """`count`: told verb and kind of every write that the server took. `agent`: who it is, in an audit log."""
+    """`count`: told verb and kind of every write that the server took. `agent`: who it is, in an audit log.
+    `connections`: at a time; 0: as many as it takes."""
 
     def __init__(
         self,
@@ -96,17 +98,19 @@ class Api:
         may_write: Callable[[], bool] = lambda: True,
         count: Callable[[str, str], None] = lambda verb, kind: None,
         agent: str = names.FIELD_MANAGER,
+        connections: int = CONNECTIONS,
         draw: random.Random | None = None,
     ) -> None:
         self._access = access
         self._may_write = may_write
         self._count = count
         self._agent = agent
+        self._connections = connections
         self._draw = draw or random.Random()
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(ssl=self._access.tls(), limit=CONNECTIONS)
+        connector = aiohttp.TCPConnector(ssl=self._access.tls(), limit=self._connections)
         headers = {"User-Agent": self._agent}
         self._session = aiohttp.ClientSession(self._access.server, connector=connector, headers=headers)
         return self
@@ -171,17 +175,49 @@ class Api:
     async def list(
         self, version: str, kind: str, namespace: str | None, *, labels: str = "", fields: str = ""
     ) -> AsyncIterator[Json]:
-        """Page by page, so that never all of them are held as they came."""
+        async for page in self.pages(version, kind, namespace, labels=labels, fields=fields):
+            for item in page["items"]:
+                yield item
+
+    async def pages(
+        self, version: str, kind: str, namespace: str | None, *, labels: str = "", fields: str = ""
+    ) -> AsyncIterator[Json]:
+        """Of a list, so that never all of it is held as it came. Raises ClusterRefused, ClusterUnavailable."""
         query = {"limit": str(PAGE), "labelSelector": labels, "fieldSelector": fields}
         while True:
             answer = await self._ask("GET", path_of(version, kind, namespace), query=query)
             if answer.is_refused:
-                raise ClusterUnavailable(f"list of {kind}", answer.message)
-            for item in answer.body["items"]:
-                yield {"apiVersion": version, "kind": kind, **item}
+                raise ClusterRefused(f"list of {kind}", answer.message)
+            items = [{"apiVersion": version, "kind": kind, **item} for item in answer.body["items"]]
+            yield answer.body | {"items": items}
             if not (token := answer.body["metadata"].get("continue")):
                 return
             query["continue"] = token
+
+    async def watch(
+        self, version: str, kind: str, namespace: str | None, since: str, *, labels: str = "", fields: str = ""
+    ) -> AsyncIterator[tuple[str, Json]]:
+        """ADDED, MODIFIED, DELETED, and BOOKMARK (of an object nothing but its resourceVersion), until the API server
+        ends it, as it does after WATCH_SECONDS. Raises ClusterUnavailable, also when `since` is too long ago."""
+        query = {
+            "watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_SECONDS), "labelSelector": labels, "fieldSelector": fields,
+        }  # fmt: skip
+        timeout = aiohttp.ClientTimeout(total=None, connect=ATTEMPT_SECONDS, sock_read=WATCH_SECONDS + ATTEMPT_SECONDS)
+        asked, path = f"watch of {kind}", path_of(version, kind, namespace)
+        try:
+            async with self._session.get(
+                path, params=_said(query), headers=self._access.headers(), timeout=timeout
+            ) as response:
+                if response.status >= 400:
+                    raise ClusterRefused(asked, _answer(response.status, await response.read()).message)
+                async for line in _lines(response.content):
+                    change = json.loads(line)
+                    if change["type"] == "ERROR":
+                        raise ClusterUnavailable(asked, Answer(0, change["object"]).message)
+                    yield change["type"], change["object"]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ClusterUnavailable(asked, f"{type(error).__name__}: {error}") from None
 
     async def review_token(self, token: str, audience: str) -> Json:
         """The status of a TokenReview."""
@@ -225,16 +261,30 @@ class Api:
     ) -> Answer:  # fmt: skip
         data = None if body is None else json.dumps(body).encode()
         headers = self._access.headers() | ({"Content-Type": content} if data is not None else {})
-        asked = {key: value for key, value in query.items() if value}
         timeout = aiohttp.ClientTimeout(total=seconds, connect=ATTEMPT_SECONDS)
-        asking = self._session.request(method, path, data=data, params=asked, headers=headers, timeout=timeout)
+        asking = self._session.request(method, path, data=data, params=_said(query), headers=headers, timeout=timeout)
         async with asking as response:
-            text = await response.read()
-            try:
-                answer = json.loads(text)
-            except ValueError:  # a proxy's page
-                answer = {"message": text.decode(errors="replace")[:200]}
-            return Answer(response.status, answer)
+            return _answer(response.status, await response.read())
+
+
+def _said(query: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in query.items() if value}
+
+
+def _answer(code: int, text: bytes) -> Answer:
+    try:
+        return Answer(code, json.loads(text))
+    except ValueError:  # a proxy's page
+        return Answer(code, {"message": text.decode(errors="replace")[:200]})
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Of any length: an object may have more than a megabyte."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line
 
 
 async def in_parallel(calls: list[Awaitable[Answer]]) -> list[Answer]:

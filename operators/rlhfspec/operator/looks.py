@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.errors import ClusterUnavailable, LeadershipLost
+from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
 from rlhfspec.operator.api import JOB_VERSION, Answer, Api, in_parallel
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.events import Events
@@ -65,6 +65,8 @@ class Looks:
             return Looked(failed=True)  # the watch tells what somebody else wrote
         except (ClusterUnavailable, LeadershipLost) as error:
             LOG.warning("%s: %s", "/".join(key), error)
+            if isinstance(error, ClusterRefused):  # such a status: it has another that says so
+                await self._write_status(key, job, undecided(job, error, now)[0], now)
             return Looked(failed=True)
         return Looked(0.0 if learned else plan.requeue_seconds, None if plan.is_quiet else _deeds(plan))
 
@@ -103,7 +105,7 @@ class Looks:
         if answer.code in (404, 409):
             raise Conflict
         if answer.is_refused:
-            raise ClusterUnavailable(f"write of {'/'.join(key)}", answer.message)
+            raise ClusterRefused(f"write of {'/'.join(key)}", answer.message)
         self._cache.put_job(answer.body)
         return self._cache.job(key) or job
 

@@ -38,10 +38,9 @@ def _merged_lists(base: Sequence[Any], change: Sequence[Any], key: str) -> list[
     if not all(isinstance(item, Mapping) for item in (*base, *change)):
         return list(change)
     result = list(base)
-    places = {item[key]: index for index, item in enumerate(base) if key in item}
     for item in change:
-        if item.get(key) in places:
-            index = places[item[key]]
+        index = next((i for i, each in enumerate(base) if key in item and each.get(key) == item[key]), None)
+        if index is not None:
             result[index] = merged(result[index], item)
         elif item not in result:
             result.append(item)

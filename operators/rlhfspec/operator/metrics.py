@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -66,12 +66,14 @@ class Metrics:
         jobs: Callable[[], float],
         leader: Callable[[], float],
         restarts: Callable[[], Iterable[Restarted]],
+        unwatched: Callable[[], Mapping[str, str]],
     ) -> None:
         """Asked when they are read."""
         self._queue.set_function(queue)
         self._jobs.set_function(jobs)
         self._leader.set_function(leader)
         self.registry.register(_Restarts(restarts))
+        self.registry.register(_Unwatched(unwatched))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -91,4 +93,19 @@ class _Restarts(Collector):
         )
         for each in self._restarts():
             family.add_metric((each.namespace, each.job, each.role, str(each.worker)), each.restarts)
+        yield family
+
+
+class _Unwatched(Collector):
+    def __init__(self, problems: Callable[[], Mapping[str, str]]) -> None:
+        self._problems = problems
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "rlhfspec_operator_namespace_unwatched",
+            "1: jobs of this namespace (empty: of all) cannot be watched; the log says why.",
+            labels=("job_namespace",),
+        )
+        for namespace, problem in self._problems().items():
+            family.add_metric((namespace,), float(bool(problem)))
         yield family

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhfspec.cluster import names
+from rlhfspec.job_block import MOST
 from rlhfspec.job_cluster import PodOptions
 from rlhfspec.loop import BY_NAME
 from rlhfspec.operator import gang
@@ -223,4 +224,4 @@ def num_gpus(draft: Draft, role: str) -> int:
     """That one pod of the role asks for."""
     options: PodOptions = getattr(draft.spec.roles, role)
     limits = (options.resources or draft.settings.resources.get(role) or {}).get("limits", {})
-    return math.ceil(amount(limits.get(draft.settings.gpu_resource)))
+    return min(math.ceil(amount(limits.get(draft.settings.gpu_resource))), MOST)  # 1e99 fits no status

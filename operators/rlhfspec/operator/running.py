@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,8 +41,6 @@ from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.service.tasks import ended
 
 WORKERS = 4  # looks at a time; with 8, 200 jobs began no sooner, and the p99 of a look was 2.5 s instead of 1
-RESYNC_SECONDS = 600.0  # between two lists of everything, at most
-GATHER_SECONDS = 1.0  # after a watch began anew, for the others that do
 RETRY_SECONDS = 1.0
 LOG = logging.getLogger(__name__)
 
@@ -71,6 +70,7 @@ class Operator:
         self._lease = Lease(self._lease_api, told.namespace, f"{told.release}-operator", identity)
         self._api = Api(self._access, may_write=lambda: self._lease.is_held, count=self._metrics.wrote, agent=agent)
         self._looks = Looks(self._cache, self._api, settings, purge, decide=self._decide)
+        self._watch_api = Api(self._access, agent=agent, connections=0)
         self._watching = Watching(self._cache, told.namespaces, self._tell)
         self._reports = Reports(
             self._cache, self._api.review_token, self._tell, is_acting=lambda: self._lease.is_held and self._is_in_sync
@@ -86,15 +86,17 @@ class Operator:
         async with AsyncExitStack() as leaving:
             await leaving.enter_async_context(self._lease_api)
             await leaving.enter_async_context(self._api)
+            await leaving.enter_async_context(self._watch_api)
             await self._serve(leaving)
             leaving.push_async_callback(self._lease.release)
             stop = asyncio.Event()
-            for work in (self._lease.run(), self._lead()):
+            for asked in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(asked, stop.set)
+            for work in (self._lease.run(), self._lead(), self._watching.run(self._watch_api)):
                 task = asyncio.create_task(work)
                 task.add_done_callback(lambda _: stop.set())
                 leaving.push_async_callback(_end, task)
-            await self._until_done(lambda: self._watching.wait_until_served(self._api))
-            await self._watching.run(self._access, stop)
+            await stop.wait()
 
     def _begin(self) -> None:
         """In the event loop."""
@@ -104,6 +106,7 @@ class Operator:
             queue=lambda: len(self._queue),
             jobs=lambda: len(self._cache.jobs()),
             leader=lambda: float(self._lease.is_held),
+            unwatched=self._watching.problems,
             restarts=lambda: restarted(self._cache) if self._lease.is_held else (),
         )
 
@@ -139,10 +142,9 @@ class Operator:
     async def _act(self) -> None:
         self._is_in_sync = False
         await self._until_done(self._label_leader)
-        await self._until_done(self._resync)
+        await self._until_done(lambda: self._watching.resync(self._api))
         self._is_in_sync, self._cache.listening_since = True, datetime.now(UTC)
-        works = [*(self._queue.work() for _ in range(WORKERS)), self._keep_in_sync()]
-        works.append(self._dialling.run(lambda: bool(self._cache.jobs())))
+        works = [*(self._queue.work() for _ in range(WORKERS)), self._dialling.run(lambda: bool(self._cache.jobs()))]
         async with asyncio.TaskGroup() as group:
             for work in works:
                 group.create_task(work)
@@ -154,18 +156,6 @@ class Operator:
             except (ClusterUnavailable, LeadershipLost) as error:
                 LOG.warning("%s", error)
                 await asyncio.sleep(RETRY_SECONDS)
-
-    async def _resync(self) -> None:
-        self._watching.began_anew.clear()
-        await self._watching.resync(self._api)
-
-    async def _keep_in_sync(self) -> None:
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RESYNC_SECONDS):
-                    await self._watching.began_anew.wait()
-            await asyncio.sleep(GATHER_SECONDS)
-            await self._until_done(self._resync)
 
     async def _label_leader(self) -> None:
         """On our pod, and on no other of the release."""

@@ -1,28 +1,41 @@
-"""kopf watches jobs, their pods and the warnings about these, and tells the cache; nothing else of kopf is used.
+"""Watches jobs, their pods and the warnings about these, and tells the cache.
 
-Only `on.event` handlers: kopf then keeps no annotations and no finalizers of its own. What goes while a watch is broken
-is never told, so whoever begins to act lists everything first (`resync`), and again when a watch had to begin anew.
+Each kind in each namespace is watched by itself: listed, then watched from there. Where that fails, be it that the API
+server is away, or that a namespace is gone and our rights with it, that is said once, in the metrics too, and it is
+listed anew after a while, longer each time. No other namespace hears of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import kopf
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from rlhfspec.cluster import names
-from rlhfspec.operator.access import Access
-from rlhfspec.operator.api import JOB_VERSION, PAGE, Api
+from rlhfspec.errors import ClusterRefused, ClusterUnavailable
+from rlhfspec.operator.api import JOB_VERSION, Api
 from rlhfspec.operator.cache import WARNINGS, Cache, Json, Kind
 from rlhfspec.operator.queue import Key
 
 PODS = f"{names.MANAGED_BY}={names.FIELD_MANAGER}"
-REQUEST_SECONDS = 30.0
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 Put = Callable[[Json], Key | None]
 LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """`cached`: what the cache holds of it one by one, so that what is missing in a list is gone."""
+
+    version: str
+    kind: str
+    put: Put
+    remove: Put
+    cached: Kind | None = None
+    labels: str = ""
+    fields: str = ""
 
 
 class Watching:
@@ -30,85 +43,90 @@ class Watching:
 
     def __init__(self, cache: Cache, namespaces: Sequence[str], tell: Callable[[Key], None]) -> None:
         self._cache = cache
-        self._namespaces = tuple(namespaces)
         self._tell = tell
-        self.began_anew = asyncio.Event()  # a watch had to list again: what went meanwhile was never told
-
-    async def run(self, access: Access, stop: asyncio.Event) -> None:
-        """Until `stop` is set, or SIGTERM comes."""
-        await kopf.operator(
-            registry=self._registry(access),
-            settings=_settings(),
-            namespaces=self._namespaces,
-            clusterwide=not self._namespaces,
-            standalone=True,
-            stop_flag=stop,
+        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._sources = (
+            Source(JOB_VERSION, names.KIND, cache.put_job, cache.remove_job, "job"),
+            Source("v1", "Pod", cache.put_pod, cache.remove_pod, "pod", labels=PODS),
+            Source("v1", "Event", cache.put_warning, lambda event: None, fields=WARNINGS),
         )
+        self._problems: dict[tuple[str | None, str], str] = {}  # by namespace and kind
 
-    async def wait_until_served(self, api: Api) -> None:
-        """Raises ClusterUnavailable until there are RLHFJobs: kopf asks only once what there is."""
-        async for _ in api.list(JOB_VERSION, names.KIND, (self._namespaces or (None,))[0]):
-            return
-
-    def _registry(self, access: Access) -> kopf.OperatorRegistry:
-        registry = kopf.OperatorRegistry()
-        kopf.on.login(registry=registry)(access.login)
-        self._watch(registry, (names.GROUP, names.VERSION, names.PLURAL), self._cache.put_job, self._cache.remove_job)
-        self._watch(registry, ("", "v1", "pods"), self._cache.put_pod, self._cache.remove_pod)
-        self._watch(registry, ("", "v1", "events"), self._cache.put_warning, lambda event: None)
-        return registry
-
-    def _watch(self, registry: kopf.OperatorRegistry, resource: tuple[str, str, str], put: Put, remove: Put) -> None:
-        async def told(event: Any, **_: Any) -> None:
-            key = remove(event["object"]) if event["type"] == "DELETED" else put(event["object"])
-            if event["type"] is None:
-                self.began_anew.set()
-            if key is not None:
-                self._tell(key)
-
-        kopf.on.event(*resource, id=resource[2], registry=registry)(told)
+    async def run(self, api: Api) -> None:
+        """Until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for namespace, source in self._places():
+                group.create_task(self._keep(api, source, namespace))
 
     async def resync(self, api: Api) -> None:
-        """Everything as the API server has it now. Raises ClusterUnavailable."""
-        for namespace in self._namespaces or (None,):
-            await self._list(api, "job", JOB_VERSION, names.KIND, namespace, "")
-            await self._list(api, "pod", "v1", "Pod", namespace, PODS)
-            async for event in api.list("v1", "Event", namespace, fields=WARNINGS):
-                self._cache.put_warning(event)
+        """Everything that we may see as the API server has it now. Raises ClusterUnavailable when it is away."""
+        for namespace, source in self._places():
+            try:
+                await self._list(api, source, namespace)
+            except ClusterRefused as refused:
+                self._is(namespace, source, refused)
         for key in self._cache.jobs():
             self._tell(key)
 
-    async def _list(self, api: Api, kind: Kind, version: str, name: str, namespace: str | None, labels: str) -> None:
-        put = self._cache.put_job if kind == "job" else self._cache.put_pod
-        before, found = self._cache.uids(kind, namespace), []
-        async for thing in api.list(version, name, namespace, labels=labels):
-            put(thing)
-            found.append(thing["metadata"]["uid"])
-        for key in self._cache.listed(kind, before, found):
+    def problems(self) -> dict[str, str]:
+        """By namespace, every one that is watched: why it is not; empty: it is. "": all of the cluster."""
+        return {namespace or "": self._problem_of(namespace) for namespace in self._namespaces}
+
+    def _problem_of(self, namespace: str | None) -> str:
+        found = (self._problems.get((namespace, source.kind)) for source in self._sources)
+        return next((problem for problem in found if problem), "")
+
+    def _places(self) -> Iterator[tuple[str | None, Source]]:
+        return ((namespace, source) for namespace in self._namespaces for source in self._sources)
+
+    async def _keep(self, api: Api, source: Source, namespace: str | None) -> None:
+        wait = FIRST_WAIT_SECONDS
+        while True:
+            try:
+                since = await self._list(api, source, namespace)
+                wait = FIRST_WAIT_SECONDS
+                while True:
+                    since = await self._watch(api, source, namespace, since)
+            except ClusterUnavailable as error:
+                self._is(namespace, source, error)
+            await asyncio.sleep(wait * random.uniform(0.5, 1.0))
+            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+
+    async def _list(self, api: Api, source: Source, namespace: str | None) -> str:
+        """The resourceVersion to watch from."""
+        before = self._cache.uids(source.cached, namespace) if source.cached else set()
+        found, since = [], ""
+        async for page in api.pages(source.version, source.kind, namespace, labels=source.labels, fields=source.fields):
+            for thing in page["items"]:
+                self._take(source.put, thing)
+                found.append(thing["metadata"]["uid"])
+            since = page["metadata"]["resourceVersion"]
+        for key in self._cache.listed(source.cached, before, found) if source.cached else ():
+            self._tell(key)
+        self._is(namespace, source, None)
+        return since
+
+    async def _watch(self, api: Api, source: Source, namespace: str | None, since: str) -> str:
+        async for change, thing in api.watch(
+            source.version, source.kind, namespace, since, labels=source.labels, fields=source.fields
+        ):
+            since = thing["metadata"]["resourceVersion"]
+            if change != "BOOKMARK":
+                self._take(source.remove if change == "DELETED" else source.put, thing)
+        return since
+
+    def _take(self, put: Put, thing: Json) -> None:
+        try:
+            key = put(thing)
+        except Exception:  # one object that nobody foresaw is no reason to watch no other
+            LOG.exception("%s cannot be read", thing.get("metadata", {}).get("name"))
+            return
+        if key is not None:
             self._tell(key)
 
-
-class _NoDiffs(kopf.DiffBaseStorage):
-    """kopf copies every object that it is told of several times over, to compare it with how a handler saw it last.
-    We have no such handlers, and this was most of the operator's time."""
-
-    def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
-        return kopf.BodyEssence()
-
-    def fetch(self, *, body: kopf.Body) -> None:
-        return None
-
-    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
-        """Nowhere."""
-
-
-def _settings() -> kopf.OperatorSettings:
-    settings = kopf.OperatorSettings()
-    settings.persistence.diffbase_storage = _NoDiffs()
-    settings.posting.enabled = False
-    settings.scanning.disabled = True  # needs no right to list CRDs or namespaces
-    settings.networking.request_timeout = REQUEST_SECONDS
-    settings.watching.chunk_size = PAGE
-    settings.watching.label_selectors["", "v1", "pods"] = PODS
-    settings.watching.field_selectors["", "v1", "events"] = WARNINGS
-    return settings
+    def _is(self, namespace: str | None, source: Source, problem: ClusterUnavailable | None) -> None:
+        before, now = self._problems.get((namespace, source.kind), ""), str(problem or "")
+        self._problems[namespace, source.kind] = now
+        if now != before:
+            where = f"{source.kind}s of {namespace or 'the cluster'}"
+            LOG.warning("%s are not watched: %s", where, now) if now else LOG.info("%s are watched again", where)

@@ -1,0 +1,164 @@
+"""Each namespace is watched by itself: what goes wrong in one is nobody else's business."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from api_servers import serving
+from operator_world import job_body
+
+from rlhfspec.operator import watching
+from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.watching import Watching
+
+KEY, OTHER = ("rl", "sums"), ("team", "sums")
+
+
+class Cluster:
+    """Jobs of two namespaces, watched and listed; a namespace may be forbidden, and its watches cut."""
+
+    def __init__(self) -> None:
+        self.version = 10
+        self.jobs = {KEY: job_body(), OTHER: self.changed(job_body(), namespace="team", uid="other")}
+        self.forbidden: set[str] = set()
+        self.asked: Counter[tuple[str, str]] = Counter()
+        self._watches: list[tuple[str, asyncio.Queue[Any]]] = []
+
+    def changed(self, body: dict[str, Any], **metadata: str) -> dict[str, Any]:
+        self.version += 1
+        body = copy.deepcopy(body)
+        body["metadata"] |= {"resourceVersion": str(self.version), **metadata}
+        return body
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        _, _, _, namespace, kind = request.path.rsplit("/", 4)
+        is_watch = "watch" in request.query
+        self.asked[namespace, "watch" if is_watch else "list"] += kind == "rlhfjobs"
+        if namespace in self.forbidden:
+            return web.json_response({"message": f"forbidden in {namespace}"}, status=403)
+        if is_watch:
+            return await self._watch(request, namespace if kind == "rlhfjobs" else "")
+        items = [job for key, job in self.jobs.items() if key[0] == namespace] if kind == "rlhfjobs" else []
+        return web.json_response({"items": items, "metadata": {"resourceVersion": str(self.version)}})
+
+    async def _watch(self, request: web.Request, namespace: str) -> web.StreamResponse:
+        response, changes = web.StreamResponse(), asyncio.Queue[Any]()
+        await response.prepare(request)
+        self._watches.append((namespace, changes))
+        while (change := await changes.get()) is not None:
+            await response.write(json.dumps(change).encode() + b"\n")
+        return response
+
+    def tell(self, namespace: str, change: Any) -> None:
+        for name, changes in self._watches:
+            if name == namespace:
+                changes.put_nowait(change)
+
+    def end_watches(self) -> None:
+        for _, changes in self._watches:
+            changes.put_nowait(None)
+        self._watches.clear()
+
+
+@asynccontextmanager
+async def watched(cluster: Cluster, folder: Path) -> AsyncIterator[tuple[Watching, Cache, Callable[..., Any]]]:
+    cache, told = Cache(), list[Any]()
+    found = Watching(cache, ["rl", "team"], told.append)
+
+    async def until(holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10.0):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+    async with serving(cluster.answer, folder) as api:
+        task = asyncio.create_task(found.run(api))
+        try:
+            yield found, cache, until
+        finally:
+            assert not task.done(), "whatever happened, it watches"
+            task.cancel()
+            cluster.end_watches()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "FIRST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(watching, "LONGEST_WAIT_SECONDS", 0.1)
+
+
+def test_a_namespace_that_may_not_be_seen_is_nobody_elses_business(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        cluster.forbidden.add("team")
+        with caplog.at_level(logging.INFO):
+            async with watched(cluster, tmp_path) as (found, cache, until):
+                await until(lambda: cluster.asked["team", "list"] >= 3)
+                assert cache.jobs() == [KEY]
+                assert found.problems()["rl"] == ""
+                assert found.problems()["team"].endswith("forbidden in team")
+                cluster.tell("rl", {"type": "MODIFIED", "object": cluster.changed(cluster.jobs[KEY], generation=2)})
+                await until(lambda: cache.job(KEY).generation == 2)
+                cluster.forbidden.clear()
+                await until(lambda: OTHER in cache.jobs())
+                await until(lambda: found.problems() == {"rl": "", "team": ""})
+        said = [record.message for record in caplog.records if "RLHFJobs of team" in record.message]
+        assert len(said) == 2, "once that it is not, once that it is again"
+
+    asyncio.run(main())
+
+
+def test_what_went_while_a_watch_was_broken_is_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        async with watched(cluster, tmp_path) as (_, cache, until):
+            await until(lambda: cluster.asked["rl", "watch"] == 1 and cluster.asked["team", "watch"] == 1)
+            job = cluster.jobs.pop(KEY)
+            cluster.tell("rl", {"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}})
+            await until(lambda: cache.jobs() == [OTHER])
+            assert cluster.asked["team", "list"] == 1
+            cluster.tell("team", {"type": "DELETED", "object": cluster.changed(cluster.jobs[OTHER])})
+            await until(lambda: cache.jobs() == [])
+            assert job["metadata"]["uid"]
+
+    asyncio.run(main())
+
+
+def test_a_watch_that_the_server_ends_goes_on_where_it_was_without_a_list(tmp_path: Path) -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        async with watched(cluster, tmp_path) as (_, cache, until):
+            await until(lambda: cluster.asked["rl", "watch"] == 1)
+            cluster.end_watches()
+            await until(lambda: cluster.asked["rl", "watch"] == 2)
+            cluster.tell("rl", {"type": "MODIFIED", "object": cluster.changed(cluster.jobs[KEY], generation=3)})
+            await until(lambda: cache.job(KEY).generation == 3)
+            assert cluster.asked["rl", "list"] == 1
+
+    asyncio.run(main())
+
+
+def test_an_object_of_a_megabyte_and_one_that_makes_no_sense(tmp_path: Path) -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        async with watched(cluster, tmp_path) as (_, cache, until):
+            await until(lambda: cluster.asked["rl", "watch"] == 1)
+            cluster.tell("rl", {"type": "MODIFIED", "object": {"metadata": {"resourceVersion": "11", "name": "?"}}})
+            large = cluster.changed(cluster.jobs[KEY], generation=4)
+            large["metadata"]["annotations"] = {"large": "x" * 1_200_000}
+            cluster.tell("rl", {"type": "MODIFIED", "object": large})
+            await until(lambda: cache.job(KEY).generation == 4)
+
+    asyncio.run(main())
