@@ -70,12 +70,13 @@ def pss_bytes(pid: int) -> int:
     return 0
 
 
-def cpu_seconds(pids: list[int]) -> float:
-    ticks = 0
+def cpu_by_name(pids: list[int]) -> dict[str, float]:
+    """Seconds."""
+    by_name: dict[str, float] = defaultdict(float)
     for pid in pids:
         with suppress(OSError):
-            ticks += sum(map(int, _stat(pid)[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+            by_name[name_of(pid)] += sum(map(int, _stat(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+    return by_name
 
 
 def memory_by_name(pids: list[int]) -> dict[str, int]:
@@ -90,14 +91,14 @@ class Watched:
 
     def __init__(self, command: list[str], held: Path, idle: float) -> None:
         self.samples: list[dict[str, int]] = []  # bytes by name
-        self.idle_share: float | None = None
+        self.idle_shares: dict[str, float] = {}  # of a core, by name
         self.idle_memory: dict[str, int] = {}
         began = time.monotonic()
         told = {"FOOTPRINT_HELD": str(held), "FOOTPRINT_IDLE": str(idle), "PYTHONPATH": str(held.parent)}
         process = subprocess.Popen(command, env=os.environ | told, stdout=subprocess.DEVNULL)
         for pids in self._looks(process):
             self.samples.append(memory_by_name(pids))
-            if idle and held.exists() and self.idle_share is None:
+            if idle and held.exists() and not self.idle_shares:
                 self._watch_idle(pids, idle)
         self.seconds = time.monotonic() - began
         self.code = process.returncode
@@ -109,9 +110,10 @@ class Watched:
 
     def _watch_idle(self, pids: list[int], idle: float) -> None:
         time.sleep(SETTLE_SECONDS)
-        before, began = cpu_seconds(pids), time.monotonic()
+        before, began = cpu_by_name(pids), time.monotonic()
         time.sleep(max(idle - 2 * SETTLE_SECONDS, 1.0))
-        self.idle_share = (cpu_seconds(pids) - before) / (time.monotonic() - began)
+        after, seconds = cpu_by_name(pids), time.monotonic() - began
+        self.idle_shares = {name: (after[name] - spent) / seconds for name, spent in before.items()}
         self.idle_memory = memory_by_name(pids)
 
     @property
@@ -144,9 +146,11 @@ def main() -> None:
         print(f"{way}: exit code {run.code}, {run.seconds:.1f} s, memory (PSS) at most "
               f"{sum(run.peak.values()) / 1e6:.0f} MB, median {run.median_bytes / 1e6:.0f} MB")  # fmt: skip
         for name, size in sorted((run.idle_memory or run.peak).items(), key=lambda each: -each[1]):
-            print(f"    {size / 1e6:7.1f} MB  {name}")
-        if run.idle_share is not None:
-            print(f"    {sum(run.idle_memory.values()) / 1e6:.0f} MB and {100 * run.idle_share:.1f}% of a core "
+            idle = f"  {100 * run.idle_shares.get(name, 0.0):4.1f}%" if run.idle_shares else ""
+            print(f"    {size / 1e6:7.1f} MB{idle}  {name}")
+        if run.idle_shares:
+            share = 100 * sum(run.idle_shares.values())
+            print(f"    {sum(run.idle_memory.values()) / 1e6:.0f} MB and {share:.1f}% of a core "
                   "while all wait", flush=True)  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -65,3 +66,14 @@ def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.wait_for(beat, 60.0)
 
     asyncio.run(waits())
+
+
+def test_work_that_goes_on_is_no_news() -> None:
+    """Its time grows, and nothing else does."""
+    vitals = Vitals()
+    with vitals.worker("reward", 0).working("scoring", deadline_seconds=60.0):
+        before = vitals.snapshot()[0]
+        time.sleep(0.01)
+        after = vitals.snapshot()[0]
+    assert after.busy_seconds > before.busy_seconds
+    assert after.without_times() == before.without_times()

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +42,7 @@ from rlhfspec.service.vitals import Vitals
 
 LOOPBACK = "127.0.0.1"
 BEAT_SECONDS = 10.0  # without a beat for so long the event loop hangs
-LOOK_SECONDS = 0.25  # so often those who watch the health service are told of a change
+LOOK_SECONDS = 1.0  # so often those who watch the health service are told of a change
 CLOSE_SECONDS = 1.0  # for calls that are being answered
 NUM_THREADS = 16  # each streams to one peer at a time
 HTTP_TIMEOUT_SECONDS = 5.0  # for a client to say what it wants
@@ -155,6 +156,7 @@ class _GrpcHealth(HealthServicer):  # type: ignore[misc]
 
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
+    timeout = LOOK_SECONDS
 
     def __init__(self, place: tuple[str, int], health: Health, metrics: Metrics, tell: Callable[[], None]) -> None:
         self.health = health
@@ -162,19 +164,24 @@ class _Http(ThreadingHTTPServer):
         self._tell = tell
         self.address_family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
         super().__init__(place, _Answer)
-        self._thread = threading.Thread(target=self.serve_forever, args=(LOOK_SECONDS,), name="http", daemon=True)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        self.shutdown()
+        self._is_closing = True
+        host, port = self.server_address[:2]
+        with suppress(OSError), socket.create_connection((str(host), port), LOOK_SECONDS):
+            """Nothing is asked: it only ends the wait for a request."""
         self._thread.join()
         self.server_close()
 
-    def service_actions(self) -> None:
-        """Called by `serve_forever` after every request, and every LOOK_SECONDS."""
-        self._tell()
+    def _serve(self) -> None:
+        while not self._is_closing:
+            self.handle_request()
+            self._tell()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away or sent nonsense is no trouble of ours."""

@@ -43,7 +43,7 @@ class WorkerState:
 
     def without_times(self) -> WorkerState:
         """What is another one only when something happened."""
-        return replace(self, since_seconds=0.0, overdue_seconds=0.0)
+        return replace(self, since_seconds=0.0, overdue_seconds=0.0, busy_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ Arrived = Callable[[Msg], Awaitable[None]]
 Use = Literal["publish", "subscription"]  # of a subject, in the server's words
 ANSWER_SECONDS = 5.0  # then it is asked again; an answer that was lost with its connection is not waited for
 RETRY_SECONDS = 0.1
-LOOK_EVERY_SECONDS = 0.25
 HUNG_SECONDS = 0.5
 OUTBOX_BYTES = 64 << 20  # what is sent while the server is away
 _REFUSED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
@@ -53,7 +52,6 @@ class Connection:
         self._numbers = itertools.count()
         self._answers: dict[str, tuple[str, asyncio.Future[Msg | None]]] = {}  # by number; None: lost
         self._refused: set[tuple[Use, str]] = set()  # of which subjects, in small letters
-        self._watching: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
@@ -110,13 +108,10 @@ class Connection:
         self._nc.options.update(allow_reconnect=True, max_reconnect_attempts=-1)
         self._connected.set()
         self._inbox = self._nc.new_inbox()
-        self._watching = asyncio.create_task(self._watch())
         await self.listen(f"{self._inbox}.*", self._on_answer)
 
     async def _give_up(self) -> None:
         """nats-py would wait for a goodbye, which after a failed handshake never comes."""
-        if self._watching is not None:
-            self._watching.cancel()
         if (socket := _socket_of(self._nc)) is not None:
             socket.abort()
         if self._nc.is_connected:
@@ -266,25 +261,8 @@ class Connection:
         for call in list(self.disturbed):
             call()
 
-    async def _watch(self) -> None:
-        """nats-py waits for a dead socket to close before it connects anew: up to 15 minutes, where bytes are unsent
-        (nats.py #671). Such a socket is given up."""
-        socket, since = _socket_of(self._nc), None
-        while True:
-            await asyncio.sleep(LOOK_EVERY_SECONDS)
-            now = self.clock.now()
-            if not self._nc.is_reconnecting:
-                socket, since = _socket_of(self._nc), None
-            elif since is None:
-                since = now
-            elif now - since >= HUNG_SECONDS and socket is not None:
-                socket.abort()
-                socket = None  # what comes after it is another socket
-
     async def close(self) -> None:
         """Even if it is cancelled on the way, no socket stays open."""
-        if self._watching is not None:
-            self._watching.cancel()
         try:
             if self._connected.is_set() and not self.is_closed:
                 with suppress(nats.errors.Error):
@@ -312,6 +290,18 @@ class _Client(Client):
             socket.abort()
             raise nats.errors.Error("nats: the server speaks no TLS any more")
         return super()._connect_command()
+
+    async def _process_op_err(self, e: Exception) -> None:
+        """nats-py waits for a dead socket to close before it connects anew: up to 15 minutes, where bytes are unsent
+        (nats.py #671). Such a socket is given up."""
+        socket = _socket_of(self)
+        await super()._process_op_err(e)
+        if self.is_reconnecting and socket is not None:
+            asyncio.get_running_loop().call_later(HUNG_SECONDS, self._give_up, socket)
+
+    def _give_up(self, socket: asyncio.WriteTransport) -> None:
+        if _socket_of(self) is socket:  # else it is connected anew by now
+            socket.abort()
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         """What is unsent while the server is away is given up: nats-py would write it to a lost TLS connection, which
