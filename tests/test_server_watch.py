@@ -11,7 +11,7 @@ import pytest
 
 from rlhfspec.errors import StorageError
 from rlhfspec.job import FailurePolicy
-from rlhfspec.servers.guardian import Guardians
+from rlhfspec.servers.guardian import NUM_GUARDIANS, Guardians
 from rlhfspec.servers.nats import NatsServer
 from rlhfspec.service import server_watch
 from rlhfspec.service.child import Interpreters
@@ -83,6 +83,7 @@ def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> None:
 
     async def main() -> None:
         server, guardians, gone = NatsServer(tmp_path / "nats", run="r1"), Guardians("r1"), asyncio.Event()
+        guardians.start()
         await server.start()
         said: list[str] = []
         watch = ServerWatch(Vitals(), [server], guardians, Interpreters({}), FailurePolicy(), said.append, gone)
@@ -100,5 +101,33 @@ def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> None:
         finally:
             guardians.release()
             await server.stop()
+
+    asyncio.run(main())
+
+
+def test_guardians_are_there_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the next look: who dies meanwhile would leave everything behind."""
+    monkeypatch.setattr(server_watch, "LOOK_SECONDS", 1e6)
+
+    async def main() -> None:
+        guardians, said = Guardians("r1"), list[str]()
+        guardians.start()
+        policy, gone = FailurePolicy(), asyncio.Event()
+        watch = ServerWatch(Vitals(), [], guardians, Interpreters({}), policy, said.append, gone)
+        watching = asyncio.create_task(watch.run())
+        try:
+            for num_killed in (1, NUM_GUARDIANS):
+                first = guardians.pids
+                await asyncio.sleep(0.05)
+                for pid in first[:num_killed]:
+                    os.kill(pid, signal.SIGKILL)
+                while len(set(guardians.pids) - set(first)) < num_killed:
+                    assert not watching.done()
+                    await asyncio.sleep(0.01)
+            assert set(said) == {"a guardian of this run ended; it is started again"}
+        finally:
+            gone.set()
+            await watching
+            guardians.release()
 
     asyncio.run(main())

@@ -4,13 +4,14 @@ after us, and whoever starts processes for us."""
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from rlhfspec.errors import ServerFailed, StorageError
 from rlhfspec.job import FailurePolicy
-from rlhfspec.servers.guardian import Guardians
+from rlhfspec.servers.guardian import NUM_GUARDIANS, Guardians
 from rlhfspec.servers.program import ServerProgram
 from rlhfspec.servers.room import refuse_full_disk
 from rlhfspec.service import exits
@@ -22,6 +23,7 @@ from rlhfspec.service.tasks import together
 from rlhfspec.service.vitals import Vitals
 
 LOOK_SECONDS = 1.0
+AGAIN_SECONDS = 0.1  # between two starts of a guardian, should they end over and over
 ROOM_BYTES = 64 << 10  # less is nothing
 ROOM_SECONDS = 5.0  # so long who finds the disk full may say where it met that; then the servers do
 STEADY_SECONDS = 10.0  # who ran for so long did not end over and over
@@ -58,7 +60,7 @@ class ServerWatch(Service):
 
     async def run(self) -> None:
         kept = [self._keep(server) for server in self._servers] + ([self._given.run()] if self._given else [])
-        keeping = asyncio.create_task(together(*kept, self._keep_helpers(), self._keep_room()))
+        keeping = asyncio.create_task(together(*kept, self._keep_guardians(), self._keep_starter(), self._keep_room()))
         stopped = asyncio.create_task(self._until.wait())
         try:
             with self.vitals.waiting("the end of the run"):
@@ -84,11 +86,18 @@ class ServerWatch(Service):
             await asyncio.sleep(0.0 if restarts.num_failures == 1 else delay)
             await server.start()
 
-    async def _keep_helpers(self) -> None:
+    async def _keep_guardians(self) -> None:
+        """At once: until there is one again, nobody would clean up after us."""
+        while True:
+            if len(pids := self._guardians.pids) == NUM_GUARDIANS:
+                await _end_of_one(pids)
+            self._guardians.start()
+            self._say("a guardian of this run ended; it is started again")
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _keep_starter(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if self._guardians.start():
-                self._say("a guardian of this run ended; it is started again")
             if await self._starter.begin():
                 self._say("the launcher of this run ended; it is started again")
 
@@ -104,3 +113,14 @@ class ServerWatch(Service):
     def _look_for_room(self) -> None:
         for server in self._servers:
             refuse_full_disk(server.folder, ROOM_BYTES, f"{server.name}'s data")
+
+
+async def _end_of_one(pids: Sequence[int]) -> None:
+    """Of our own processes, which nobody else waits for."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    with ExitStack() as leaving:
+        for pid in pids:
+            leaving.callback(os.close, process := os.pidfd_open(pid))
+            loop.add_reader(process, ended.set)
+            leaving.callback(loop.remove_reader, process)
+        await ended.wait()
