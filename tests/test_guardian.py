@@ -184,6 +184,20 @@ def test_only_the_processes_of_this_run_are_ended(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["target"], "a link is removed, not what it leads to"
 
 
+@pytest.mark.parametrize(("whose", "is_left"), [("r1", False), ("r2", True), (None, False)])
+def test_a_folder_that_another_run_has_made_by_now_is_left_alone(
+    whose: str | None, is_left: bool, tmp_path: Path
+) -> None:
+    """As when the supervisor was killed while it started this guardian, and somebody went on with the run at once."""
+    place = tmp_path / "processes"
+    place.mkdir()
+    (place / "nats").write_text("data")
+    if whose is not None:
+        (place / guardian.UID).write_text(whose)
+    guardian.end_run("r1", [place], quiet_seconds=0.0)
+    assert place.exists() == is_left
+
+
 @pytest.mark.parametrize("exit_code", [0, 1])
 def test_what_is_to_be_done_first_is_done_while_all_is_there_and_where_it_fails_all_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int

@@ -14,9 +14,9 @@ import pytest
 from rlhfspec.errors import StorageError
 from rlhfspec.folder_lock import take_lock
 from rlhfspec.servers import room, scratch
-from rlhfspec.servers.guardian import MARK, guardians_of
+from rlhfspec.servers.guardian import MARK, UID, guardians_of
 from rlhfspec.servers.room import place_of_weights, refuse_full_disk
-from rlhfspec.servers.scratch import UID, Scratch, end_dead_runs, end_run_in
+from rlhfspec.servers.scratch import Scratch, end_dead_runs, end_run_in
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +77,24 @@ def test_a_dead_runs_processes_memory_and_keys_go(memory: Path, place: Path, wor
     assert not folder.exists()
     assert not place.exists()
     assert end_dead_runs() == []
+
+
+def test_its_place_has_its_uid_from_the_first_moment(
+    memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a guardian of a run before, that comes late, leaves it alone."""
+    seen: list[bool] = []
+    write = Path.write_text
+
+    def wrote(path: Path, text: str) -> int:
+        seen.append(place.exists())
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", wrote)
+    Scratch("r1", place).make()
+    assert seen[0] is False
+    assert (place / UID).read_text() == "r1"
+    assert sorted(path.name for path in place.parent.iterdir()) == [place.name]
 
 
 def test_a_run_that_lives_is_left_alone(memory: Path, place: Path) -> None:

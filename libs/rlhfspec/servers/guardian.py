@@ -27,6 +27,7 @@ from pathlib import Path
 
 MARK = "RLHFSPEC_RUN"  # names the run in the environment of all its processes
 GUARDS = "RLHFSPEC_GUARDS"  # names it in a guardian's, too
+UID = "uid"  # the file in a run's folder that says whose it is
 RELEASED = b"released\n"
 # A child that is being started shows its mark a moment later only; on a busy machine, some moments later.
 QUIET_SECONDS = 1.0
@@ -59,7 +60,7 @@ def end_run(
     first: Callable[[], bool] = lambda: True,
 ) -> None:
     """Kills the processes of this run, guardians excepted, until none has been seen for a while; does what is to be
-    done `first`, and, where that could be done, removes the paths."""
+    done `first`, and, where that could be done, removes the paths, but for a folder that another run made since."""
     now = begin = quiet_since = time.monotonic()
     while now - quiet_since < quiet_seconds and now - begin < GIVE_UP_SECONDS:
         if kill(processes_of(uid)):
@@ -67,11 +68,19 @@ def end_run(
         time.sleep(_LOOK_SECONDS)
         now = time.monotonic()
     for path in remove if first() else ():
+        if _is_anothers(path, uid):
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with suppress(OSError):
                 path.unlink()
+
+
+def _is_anothers(path: Path, uid: str) -> bool:
+    with suppress(OSError):
+        return (path / UID).read_text() != uid
+    return False
 
 
 def run_unmarked(command: Sequence[str]) -> bool:

@@ -19,25 +19,26 @@ from pathlib import Path
 
 from rlhfspec.errors import StorageError
 from rlhfspec.folder_lock import take_lock
-from rlhfspec.servers.guardian import end_run, guardians_of
+from rlhfspec.servers.guardian import UID, end_run, guardians_of
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rlhfspec-"
 PROCESSES = "processes"  # in a run's folder
-UID = "uid"  # in that one: whose it is
 GUARDIANS_SECONDS = 90.0  # for those of a dead run to be done
 _PLACE, _LOCK = "place", ".lock"
 _LOOK_SECONDS = 0.02
 
 
 class Scratch:
-    """`place`: RUN/processes of this run. `path`: where it was made; `paths`: where it may be."""
+    """`place`: RUN/processes of this run; `beginning`: so it is called at first. `path`: where the folder in memory was
+    made; `paths`: where it may be."""
 
     def __init__(self, uid: str, place: Path) -> None:
         self._uid = uid
         self._path: Path | None = None  # until it is made there is nothing that may be removed
         self.paths = [parent / f"{PREFIX}{uid}" for parent in _parents()]
         self._place = place.absolute()
+        self.beginning = self._place.with_name(f".{PROCESSES}-{uid}")
         self._lock: int | None = None
 
     @property
@@ -46,9 +47,11 @@ class Scratch:
         return self._path
 
     def make(self) -> None:
-        """Both."""
-        self._place.mkdir(mode=0o700)
-        (self._place / UID).write_text(self._uid)
+        """Both. The one is never there without its uid: a guardian of a run that was killed as it began would remove
+        it."""
+        self.beginning.mkdir(mode=0o700)
+        (self.beginning / UID).write_text(self._uid)
+        self.beginning.rename(self._place)
         problems = []
         for path in self.paths:
             try:

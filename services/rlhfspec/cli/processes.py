@@ -26,12 +26,12 @@ from rlhfspec.job_file.memory import weights_bytes
 from rlhfspec.loop import workers_of
 from rlhfspec.records import DatasetInfo, WorkerInfo
 from rlhfspec.servers.certificates import ServerTls, create_credentials
-from rlhfspec.servers.guardian import MARK, NOBODY_STARTS, Guardians, end_run
+from rlhfspec.servers.guardian import MARK, NOBODY_STARTS, UID, Guardians, end_run
 from rlhfspec.servers.nats import NatsServer, User
 from rlhfspec.servers.program import ServerProgram, write_secret
 from rlhfspec.servers.redis import RedisServer
 from rlhfspec.servers.room import SERVERS_BYTES, place_of_weights, refuse_full_disk
-from rlhfspec.servers.scratch import UID, Scratch
+from rlhfspec.servers.scratch import Scratch
 from rlhfspec.service import forgetting
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
@@ -96,7 +96,7 @@ class ProcessRun(JobRun):
         self._scratch = Scratch(self._uid, self._place)
         self._guardians = Guardians(
             self._uid,
-            remove=[self._place, *self._scratch.paths],
+            remove=[self._place, self._scratch.beginning, *self._scratch.paths],
             first=forgetting.command_for(self._scratch.paths) if given else (),
         )
         self._transport: NatsTransport
