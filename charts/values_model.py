@@ -95,7 +95,7 @@ class Jobs(Part):
     )
     coscheduler: str = Field("scheduler-plugins-scheduler", min_length=1, description="its schedulerName")
     max_workers: int = Field(
-        1000, ge=1, le=50_000, description="pods of one job, all roles together; one that asks for more is refused"
+        1000, ge=1, le=5000, description="pods of one job, all roles together; one that asks for more is refused"
     )
 
 

@@ -17,6 +17,7 @@ from kubernetes.client.exceptions import ApiException
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.crd import custom_resource_definition
+from rlhfspec.cluster.crd_rules import OF_PODS
 from rlhfspec.job import RLHFJob
 from rlhfspec.job_file.yaml_text import parts_of
 
@@ -218,6 +219,17 @@ def test_a_field_may_not_go_once_started(jobs: Jobs, started: dict[str, Any]) ->
 @pytest.mark.parametrize("path", MUTABLE)
 def test_changed_while_it_runs(jobs: Jobs, started: dict[str, Any], path: str) -> None:
     jobs.replace(with_edit(started, path, MUTABLE[path]))
+    jobs.replace(with_edit(started, "suspend", False))
+
+
+def test_what_pods_are_like_is_changed_while_the_job_is_suspended(jobs: Jobs, started: dict[str, Any]) -> None:
+    for path in (path for path in FIXED if path.split(".")[2:3] and path.split(".")[2] in OF_PODS):
+        changed = with_edit(with_edit(started, "suspend", True), path, FIXED[path])
+        jobs.replace(changed)
+        jobs.replace(with_edit(changed, "suspend", False))
+        with pytest.raises(ApiException, match="unless it is suspended"):
+            jobs.replace(with_edit(started, "suspend", False))
+        jobs.replace(with_edit(started, "suspend", True))
     jobs.replace(with_edit(started, "suspend", False))
 
 

@@ -69,5 +69,6 @@ def test_no_pod_holds_another_roles_secret(job: Job) -> None:
     for each in job.pods():
         role = each["metadata"]["labels"][names.ROLE]
         secrets = {v["secret"]["secretName"] for v in each["spec"]["volumes"] if "secret" in v}
-        assert secrets == {names.secret_name(job.name, role)}
+        uid = each["metadata"]["ownerReferences"][0]["uid"]
+        assert secrets == {names.secret_name(job.name, role, uid)}
     job.delete()

@@ -87,7 +87,8 @@ def leaders(world: World) -> list[str]:
 def test_a_job_goes_from_prepare_to_succeeded(world: World, operator: Operator) -> None:
     world.apply("life", "sums")
     world.wait_for_pods("life", {"sums-prepare-0"})
-    config = world.core.read_namespaced_config_map(names.config_name("sums"), "life").data
+    uid = world.job("life", "sums")["metadata"]["uid"]
+    config = world.core.read_namespaced_config_map(names.config_name("sums", uid), "life").data
     assert json.loads(config["job.json"])["metadata"]["name"] == "sums"
     assert names.FINALIZER in world.job("life", "sums")["metadata"]["finalizers"]
     world.ends("life", "sums-prepare-0")
@@ -105,7 +106,7 @@ def test_a_job_goes_from_prepare_to_succeeded(world: World, operator: Operator) 
         lambda: all(pod.status.phase in ("Succeeded", "Failed") for pod in world.pods("life").values()),
         "whatever ran is gone",
     )
-    secret = world.core.read_namespaced_secret("sums-reward", "life").data
+    secret = world.core.read_namespaced_secret(names.secret_name("sums", "reward", uid), "life").data
     assert sorted(secret) == ["ca.pem", "redis.password", "reward.creds", "reward.key", "reward.pem", "servers-ca.pem"]
     assert leaders(world) == ["rl-operator-a"]
 

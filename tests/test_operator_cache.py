@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from operator_world import job_body, spec_of
 
 from rlhfspec.cluster import names
 from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.times import text_of
 
 KEY = ("team", "sums")
 
@@ -25,6 +28,7 @@ def pod(uid: str = "p1", version: int = 1, phase: str = "Pending", worker: int =
         "resourceVersion": str(version),
         "creationTimestamp": "2026-01-01T00:00:00Z",
         "labels": names.labels_of("sums", "reward", worker),
+        "ownerReferences": [{"kind": "RLHFJob", "name": "sums", "uid": "j1", "controller": True}],
     }
     return {"metadata": metadata, "status": {"phase": phase}}
 
@@ -33,12 +37,18 @@ def warning(name: str, message: str, uid: str = "p1") -> dict[str, Any]:
     return {"metadata": {"name": name}, "involvedObject": {"uid": uid}, "reason": "Failed", "message": message}
 
 
+def cache_of_a_job(**clock: Any) -> Cache:
+    cache = Cache(**clock)
+    cache.put_job(job())
+    return cache
+
+
 def phases(cache: Cache) -> list[tuple[str, str]]:
     return [(pod.uid, pod.phase) for pod in cache.pods(KEY)]
 
 
 def test_nothing_goes_back_in_time() -> None:
-    cache = Cache()
+    cache = cache_of_a_job()
     assert cache.put_pod(pod(version=5, phase="Running")) == KEY
     assert cache.put_pod(pod(version=4, phase="Pending")) is None
     assert phases(cache) == [("p1", "Running")]
@@ -66,7 +76,7 @@ def test_what_the_user_wrote_is_read_again_only_when_it_changed() -> None:
 
 
 def test_a_pod_that_was_seen_to_go_does_not_come_back() -> None:
-    cache = Cache()
+    cache = cache_of_a_job()
     cache.put_pod(pod(version=5))
     assert cache.remove_pod(pod(version=7)) == KEY
     assert cache.put_pod(pod(version=6)) is None
@@ -76,7 +86,7 @@ def test_a_pod_that_was_seen_to_go_does_not_come_back() -> None:
 
 
 def test_another_pod_of_the_name_takes_its_place_and_none_of_its_warnings() -> None:
-    cache = Cache()
+    cache = cache_of_a_job()
     cache.put_pod(pod())
     assert cache.put_warning(warning("e1", "no such image")) == KEY
     cache.put_pod(pod("p2", version=2))
@@ -87,7 +97,7 @@ def test_another_pod_of_the_name_takes_its_place_and_none_of_its_warnings() -> N
 
 
 def test_a_warning_that_is_told_again_is_one_warning() -> None:
-    cache = Cache()
+    cache = cache_of_a_job()
     cache.put_pod(pod())
     for message in ("try 1", "try 2", "try 2"):
         cache.put_warning(warning("e1", message))
@@ -95,7 +105,7 @@ def test_a_warning_that_is_told_again_is_one_warning() -> None:
 
 
 def test_a_list_removes_what_went_unseen_but_not_what_came_meanwhile() -> None:
-    cache = Cache()
+    cache = cache_of_a_job()
     for number in range(3):
         cache.put_pod(pod(f"p{number}", worker=number))
     before = cache.uids("pod", "team")
@@ -115,8 +125,47 @@ def test_a_job_made_anew_begins_with_nothing() -> None:
     assert cache.job(KEY) is not None
 
 
-def test_pods_of_others_are_nothing_to_us() -> None:
-    cache, other = Cache(), pod()
-    other["metadata"]["labels"][names.MANAGED_BY] = "somebody"
-    assert cache.put_pod(other) is None
+@pytest.mark.parametrize(
+    "owners",
+    [
+        [],
+        [{"kind": "RLHFJob", "uid": "j0", "controller": True}],
+        [{"kind": "RLHFJob", "uid": "j1"}],
+        [{"kind": "Job", "uid": "j1", "controller": True}],
+    ],
+)
+def test_pods_of_others_are_nothing_to_us(owners: list[dict[str, Any]]) -> None:
+    """Whatever their labels: somebody's own, or of an older job of the name. Nobody reports as such a pod either."""
+    cache, other = cache_of_a_job(), pod()
+    other["metadata"]["ownerReferences"] = owners
+    cache.put_pod(other)
     assert phases(cache) == []
+    unlabelled = pod("p2")
+    unlabelled["metadata"]["labels"][names.MANAGED_BY] = "somebody"
+    assert cache.put_pod(unlabelled) is None
+    assert phases(cache) == []
+
+
+@pytest.mark.parametrize("skew", [-3600, 0, 46, 3600])
+def test_a_pods_grace_is_counted_by_our_own_clock(skew: float) -> None:
+    """However wrong the API server's is; a second mark with a shorter grace counts from the first."""
+    now = 100.0
+    cache = cache_of_a_job(now=lambda: now)
+
+    def marked(grace: float, version: int) -> dict[str, Any]:
+        body = pod(version=version)
+        at = datetime.now(UTC) + timedelta(seconds=skew + grace)
+        body["metadata"] |= {"deletionTimestamp": text_of(at), "deletionGracePeriodSeconds": grace}
+        return body
+
+    def left() -> float:
+        [found] = cache.pods(KEY)
+        assert found.gone_by is not None
+        return (found.gone_by - datetime.now(UTC)).total_seconds()
+
+    cache.put_pod(marked(30, 2))
+    assert left() == pytest.approx(30, abs=1)
+    now += 20.0
+    assert left() == pytest.approx(10, abs=1)
+    cache.put_pod(marked(5, 3))
+    assert left() == pytest.approx(-15, abs=1)

@@ -57,7 +57,7 @@ def test_a_pod_is_what_restricted_namespaces_admit(role: str) -> None:
 def test_a_pod_mounts_its_own_credentials_and_no_others(role: str) -> None:
     pod = pod_of(role)
     secrets = [volume["secret"]["secretName"] for volume in pod["spec"]["volumes"] if "secret" in volume]
-    assert secrets == [f"sums-{role}"]
+    assert secrets == [f"sums-{role}-6f1c-42"]
     mounts = {mount["mountPath"]: mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
     assert {"/etc/rlhfspec", "/etc/rlhfspec-credentials", "/storage", "/tmp", "/dev/shm"} <= set(mounts)
     assert ("/var/run/secrets/rlhfspec" in mounts) == (role == "control"), "only control has a token"
@@ -77,7 +77,7 @@ def test_everything_belongs_to_the_job() -> None:
 
 
 def test_the_config_map_says_how_to_reach_the_others() -> None:
-    data = objects_of()["ConfigMap", "sums-connections"]["data"]
+    data = objects_of()["ConfigMap", "sums-connections-6f1c-42"]["data"]
     connections = json.loads(data["connections.json"])
     assert connections["folder"] == "/storage/runs/sums-6f1c-42"
     assert connections["job_file"] == "/storage/runs/sums-6f1c-42/processes/job.json"
@@ -90,18 +90,22 @@ def test_the_config_map_says_how_to_reach_the_others() -> None:
 
 def test_every_field_of_the_connections_is_one_of_theirs() -> None:
     """Strict: a field that is not known there would keep every process from starting."""
-    data = objects_of()["ConfigMap", "sums-connections"]["data"]
+    data = objects_of()["ConfigMap", "sums-connections-6f1c-42"]["data"]
     assert Connections.model_validate_json(data["connections.json"]).folder_is_kept_by == "trainer"
 
 
 def test_a_run_folder_of_the_job_s_own_choice_lies_in_the_claim() -> None:
-    data = objects_of(storage={"runFolder": "mine/first", "claim": "c"})["ConfigMap", "sums-connections"]["data"]
+    data = objects_of(storage={"runFolder": "mine/first", "claim": "c"})["ConfigMap", "sums-connections-6f1c-42"][
+        "data"
+    ]
     assert json.loads(data["connections.json"])["folder"] == "/storage/mine/first"
 
 
 def test_pods_of_a_job_in_an_object_store_have_a_folder_and_the_credentials_of_its_secret() -> None:
     objects = objects_of(storage={"uri": "s3://bucket/team", "secret": "keys", "runFolder": "mine/first"})
-    connections = Connections.model_validate_json(objects["ConfigMap", "sums-connections"]["data"]["connections.json"])
+    connections = Connections.model_validate_json(
+        objects["ConfigMap", "sums-connections-6f1c-42"]["data"]["connections.json"]
+    )
     assert connections.storage_uri == "s3://bucket/team"
     assert str(connections.folder) == "/storage/mine/first"
     for name in ("sums-prompts-0", "sums-trainer-0"):
@@ -111,13 +115,13 @@ def test_pods_of_a_job_in_an_object_store_have_a_folder_and_the_credentials_of_i
         assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
         probe = container["startupProbe"]
         assert probe["periodSeconds"] * probe["failureThreshold"] == 4 * 3600, "models are fetched first"
-    claimed = objects_of()["ConfigMap", "sums-connections"]["data"]["connections.json"]
+    claimed = objects_of()["ConfigMap", "sums-connections-6f1c-42"]["data"]["connections.json"]
     assert "storage_uri" not in claimed, "pods of an earlier version know no such field"
     assert "envFrom" not in objects_of()["Pod", "sums-trainer-0"]["spec"]["containers"][0]
 
 
 def test_secrets_hold_what_the_settings_give_and_are_the_same_each_time() -> None:
-    secret = objects_of()["Secret", "sums-reward"]
+    secret = objects_of()["Secret", "sums-reward-6f1c-42"]
     run = names.run_uid("6f1c-42", 1)
     assert base64.b64decode(secret["data"]["reward.key"]).decode() == f"sums 6f1c-42 {run} reward 2026"
     assert objects_of() == objects_of()
@@ -273,8 +277,8 @@ def test_what_somebody_removed_is_made_again() -> None:
         "phase": "Pending",
         "containerStatuses": [
             {"name": "worker", "state": {"waiting": {"reason": "CreateContainerConfigError",
-                                                     "message": 'secret "sums-reward" not found'}}}
+                                                     "message": 'secret "sums-reward-6f1c-42" not found'}}}
         ],
     }  # fmt: skip
     world.settle(most=2)
-    assert set(world.objects) == {("ConfigMap", "sums-connections"), ("Secret", "sums-reward")}
+    assert set(world.objects) == {("ConfigMap", "sums-connections-6f1c-42"), ("Secret", "sums-reward-6f1c-42")}

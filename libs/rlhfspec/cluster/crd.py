@@ -107,7 +107,7 @@ def _status() -> dict[str, Any]:
             "run": _block({"number": _COUNT, "uid": _TEXT, "folder": _TEXT, "restartId": _TEXT}),
             "roles": _map_of(_block(dict.fromkeys(("wanted", "ready", "failed"), _COUNT)), at_most=16),
             "progress": _block(progress),
-            "restarts": _block({"total": _COUNT, "counted": _COUNT, "byWorker": _map_of(_COUNT, at_most=1024)}),
+            "restarts": _block({"total": _COUNT, "counted": _COUNT, "byWorker": _map_of(_COUNT, at_most=5120)}),
             "generators": _COUNT,
             "selector": _TEXT,
             "gpus": _COUNT,

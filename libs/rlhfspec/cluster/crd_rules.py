@@ -27,6 +27,8 @@ MUTABLE = (
     "suspend", "restart", "deletionPolicy", "activeDeadlineSeconds", "preRunningDeadlineSeconds",
     "roles.generator.workers", "roles.generator.replicas",
 )  # fmt: skip
+# Of a role's pods: may change while the job is suspended, for the pods that are made when it goes on.
+OF_PODS = ("resources", "image", "podTemplate")
 _HAS_STARTED = "has(oldSelf.status) && has(oldSelf.status.startTime)"
 # Rules at every field of these; of other blocks, at theirs.
 _DEEPER = ("roles",)
@@ -363,6 +365,9 @@ def _immutable(spec: dict[str, Any]) -> list[dict[str, Any]]:
             chosen = json.dumps(default)
             same = f"({has} ? self.spec.{path} : {chosen}) == ({had} ? oldSelf.spec.{path} : {chosen})"
         message = "cannot be changed once the job has started; make another job, or change it back"
+        if path.startswith("roles.") and path.rpartition(".")[2] in OF_PODS:
+            same = f"has(self.spec.suspend) && self.spec.suspend || {same}"
+            message = "cannot be changed once the job has started, unless it is suspended: set spec.suspend too"
         rules.append(_rule(f"!({_HAS_STARTED}) || ({same})", message, f".spec.{path}"))
     return rules
 

@@ -4,8 +4,8 @@ A *role* is whatever has a pod of a job: every stage, `prepare`, which makes the
 anything else starts, and `control`, which opens the run on the bus, looks on, and reports to the operator.
 
 Example:
-    >>> pod_name("sums", "generator", 2), secret_name("sums", "generator"), run_uid("6f1c-42", 1)
-    ('sums-generator-2', 'sums-generator', 'c0e43711')
+    >>> pod_name("sums", "generator", 2), secret_name("sums", "generator", "6f1c-42"), run_uid("6f1c-42", 1)
+    ('sums-generator-2', 'sums-generator-6f1c-42', 'c0e43711')
     >>> labels_of("sums", "generator", 2)["rlhfspec.io/role"]
     'generator'
 """
@@ -51,14 +51,14 @@ def pod_name(job: str, role: str, worker: int) -> str:
     return f"{job}-{role}-{worker}"
 
 
-def config_name(job: str) -> str:
-    """Of its ConfigMap."""
-    return f"{job}-connections"
+def config_name(job: str, job_uid: str) -> str:
+    """Of its ConfigMap. With the job's uid it is nobody's already: what is there would be written over."""
+    return f"{job}-connections-{job_uid[:8]}"
 
 
-def secret_name(job: str, role: str) -> str:
+def secret_name(job: str, role: str, job_uid: str) -> str:
     """Of the Secret that only this role's pods mount."""
-    return f"{job}-{role}"
+    return f"{job}-{role}-{job_uid[:8]}"
 
 
 def labels_of(job: str, role: str, worker: int) -> dict[str, str]:

@@ -7,10 +7,11 @@ while the API server was away.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from rlhfspec.cluster import names
@@ -30,6 +31,7 @@ WARNINGS = "type=Warning,involvedObject.kind=Pod"  # field selector of the event
 class _Pod:
     view: PodView
     version: int
+    marked: float | None = None  # when we first saw that it is being deleted
     warnings: deque[tuple[str, Said]] = field(default_factory=lambda: deque(maxlen=MOST_WARNINGS))  # name of the event
 
 
@@ -45,7 +47,8 @@ class _Job:
 
 
 class Cache:
-    def __init__(self) -> None:
+    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self.broker: Said | None = None
         self.listening_since: datetime | None = None  # to reports
         self._jobs: dict[Key, _Job] = {}
@@ -94,6 +97,9 @@ class Cache:
             self._pod_by_uid[view.uid] = (key, name)
         else:
             held.view, held.version = view, version
+        if view.is_deleting:
+            held = self._pods[key][name]
+            held.marked = self._now() if held.marked is None else held.marked
         return key
 
     def remove_pod(self, pod: Json) -> Key | None:
@@ -199,8 +205,20 @@ class Cache:
         )
 
     def pods(self, key: Key) -> list[PodView]:
+        """Of this very job: others have its labels at most, or belong to an older one of its name."""
+        job = self._jobs.get(key)
         held = sorted(self._pods.get(key, {}).items())
-        return [replace(pod.view, warnings=tuple(said for _, said in pod.warnings)) for _, pod in held]
+        return [
+            replace(pod.view, gone_by=self._gone_by(pod), warnings=tuple(said for _, said in pod.warnings))
+            for _, pod in held
+            if job is not None and pod.view.owner == job.view.uid
+        ]
+
+    def _gone_by(self, pod: _Pod) -> datetime | None:
+        """By our own clock, from when we saw that it goes: the API server's may be wrong by minutes."""
+        if pod.marked is None:
+            return None
+        return datetime.now(UTC) + timedelta(seconds=pod.view.grace_seconds - (self._now() - pod.marked))
 
 
 def _job_of(metadata: Json) -> Key | None:

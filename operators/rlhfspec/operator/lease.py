@@ -8,7 +8,8 @@
 Nobody compares clocks of two machines. Since ACT_SECONDS < LEASE_SECONDS, and a holder counts from before its write
 and the others from after they saw it, the holder has stopped before another may begin; a holder that was paused (a
 stopped process, a machine that slept) finds its time over before its next write. `resourceVersion` lets only one take
-the Lease. On SIGTERM the holder stops acting, then gives the Lease back, and another takes it within LOOK_SECONDS.
+the Lease, and a holder that finds it written by somebody else, or gone, stops at once. On SIGTERM the holder stops
+acting, then gives the Lease back, and another takes it within LOOK_SECONDS.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ ACT_SECONDS = 8.0
 LOG = logging.getLogger(__name__)
 
 
+def seconds_awake_or_asleep() -> float:
+    """`time.monotonic` stands still while a machine sleeps, and others go on."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Lease:
     def __init__(
         self,
@@ -37,7 +43,7 @@ class Lease:
         name: str,
         identity: str,
         *,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = seconds_awake_or_asleep,
     ) -> None:
         self._api = api
         self._namespace = namespace
@@ -98,7 +104,10 @@ class Lease:
         taken = await self._api.lease(method, self._namespace, self._name, self._written(last))
         if not taken.is_refused:
             self._ours, self._acts_until = taken.body, began + ACT_SECONDS
-        elif taken.code != 409:  # another was faster
+            return
+        if taken.code in (404, 409):  # somebody took it away, or another was faster
+            self._acts_until = float("-inf")
+        else:
             LOG.warning("the Lease %s cannot be written: %s", self._name, taken.message)
 
     def _is_free(self, answer: Answer) -> bool:

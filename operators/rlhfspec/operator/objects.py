@@ -69,7 +69,7 @@ def config_map(draft: Draft) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(draft) | {"name": names.config_name(draft.job.name)},
+        "metadata": _metadata(draft) | {"name": names.config_name(draft.job.name, draft.job.uid)},
         "data": {name: json.dumps(value, indent=2, sort_keys=True) for name, value in data.items()},
     }
 
@@ -77,7 +77,7 @@ def config_map(draft: Draft) -> dict[str, Any]:
 def secret(draft: Draft, role: str) -> dict[str, Any]:
     job = draft.job
     data = draft.settings.credentials(job.name, job.uid, draft.run_uid, role, job.created)
-    metadata = _metadata(draft) | {"name": names.secret_name(job.name, role)}
+    metadata = _metadata(draft) | {"name": names.secret_name(job.name, role, job.uid)}
     metadata["labels"] = metadata["labels"] | {names.ROLE: role}
     return {
         "apiVersion": "v1",

@@ -65,6 +65,7 @@ class PodView:
     role: str
     worker: int
     run: str  # its uid
+    owner: str = ""  # uid of the job that it belongs to, as its metadata says
     restart_id: str = ""
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"
     ready: bool = False
@@ -72,6 +73,7 @@ class PodView:
     node: str | None = None
     created: datetime
     gone_by: datetime | None = None  # it is being deleted, and its grace ends then
+    grace_seconds: float = 0.0  # with which it is
     why: Said | None = None  # of the pod as a whole: Evicted, NodeLost, UnexpectedAdmissionError ...
     unscheduled: Said | None = None  # what the scheduler says of a pod that it found no node for
     waiting: Said | None = None  # why its container does not run: ImagePullBackOff, CreateContainerConfigError ...

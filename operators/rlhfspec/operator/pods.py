@@ -183,10 +183,10 @@ def _probes(start_seconds: int) -> dict[str, Any]:
 
 
 def _volumes(draft: Draft, role: str) -> list[dict[str, Any]]:
-    job = draft.job.name
+    job, uid = draft.job.name, draft.job.uid
     volumes: list[dict[str, Any]] = [
-        {"name": "config", "configMap": {"name": names.config_name(job), "defaultMode": 0o444}},
-        {"name": "credentials", "secret": {"secretName": names.secret_name(job, role), "defaultMode": 0o440}},
+        {"name": "config", "configMap": {"name": names.config_name(job, uid), "defaultMode": 0o444}},
+        {"name": "credentials", "secret": {"secretName": names.secret_name(job, role, uid), "defaultMode": 0o440}},
         {"name": "storage", **_storage(draft)},
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": draft.settings.shared_memory}},

@@ -156,9 +156,9 @@ def _mount_warnings(pod: PodView) -> Iterator[str]:
 
 def roles_that_lack_ours(draft: Draft) -> list[str]:
     """Whose pods cannot start because somebody removed what the operator made."""
-    config, roles = names.config_name(draft.job.name), list[str]()
+    config, roles = names.config_name(draft.job.name, draft.job.uid), list[str]()
     for pod in _pods(draft):
-        ours = {f'"{config}" not found', f'"{names.secret_name(draft.job.name, pod.role)}" not found'}
+        ours = {f'"{config}" not found', f'"{names.secret_name(draft.job.name, pod.role, draft.job.uid)}" not found'}
         if any(name in message for message in _missing(pod) for name in ours):
             roles.append(pod.role)
     return list(dict.fromkeys(roles))
@@ -298,7 +298,7 @@ CAUSES = (
     Cause(
         "MissingSecret",
         "A pod cannot start: a Secret or ConfigMap that it mounts or reads is not there.",
-        "Create it. Those of the operator itself (NAME-ROLE, NAME-connections) are made again by it.",
+        "Create it. Those of the operator itself (NAME-ROLE-UID, NAME-connections-UID) are made again by it.",
         _missing_secret,
     ),
     Cause(
@@ -354,7 +354,8 @@ CAUSES = (
     Cause(
         "OOMKilled",
         "A worker took more memory than its limit.",
-        "Raise roles.ROLE.resources.limits.memory, or lower generation.kvCacheTokens or tokensPerMicroBatch.",
+        "Suspend the job, raise roles.ROLE.resources.limits.memory, resume it; or make one with a lower "
+        "generation.kvCacheTokens or tokensPerMicroBatch.",
         _out_of_memory,
     ),
     Cause(

@@ -45,7 +45,7 @@ class OperatorFile(Part):
     shared_memory: str = Field("1Gi", description="Of /dev/shm in every pod.")
     gpu_resource: str = "nvidia.com/gpu"
     coscheduler: str = "scheduler-plugins-scheduler"
-    max_workers: int = Field(1000, ge=1, description="Pods of one job; one that asks for more is refused.")
+    max_workers: int = Field(1000, ge=1, le=5000, description="Pods of one job; one that asks for more is refused.")
 
     @model_validator(mode="before")
     @classmethod

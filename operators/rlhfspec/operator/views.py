@@ -80,16 +80,23 @@ def pod_view(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = ()) -
     state = _state(status)
     return PodView(
         name=metadata["name"], uid=metadata["uid"], role=labels[names.ROLE], worker=int(labels[names.WORKER]),
-        run=labels.get(names.RUN, ""), restart_id=(metadata.get("annotations") or {}).get(names.RESTART_ID, ""),
+        run=labels.get(names.RUN, ""), owner=_owner(metadata),
+        restart_id=(metadata.get("annotations") or {}).get(names.RESTART_ID, ""),
         phase=status.get("phase", "Pending"), ready=ready.get("status") == "True",
         ready_changed=maybe_time_of(ready.get("lastTransitionTime")), node=spec.get("nodeName"),
         created=time_of(metadata["creationTimestamp"]), gone_by=maybe_time_of(metadata.get("deletionTimestamp")),
+        grace_seconds=metadata.get("deletionGracePeriodSeconds") or 0.0,
         why=_said(status) if status.get("reason") else None,
         unscheduled=_unless(conditions.get("PodScheduled"), "True"), waiting=_maybe_said(state.get("waiting")),
         terminated=_terminated(state.get("terminated")),
         has_sandbox=conditions.get("PodReadyToStartContainers", {}).get("status") == "True",
         disruption=_unless(conditions.get("DisruptionTarget"), "False"), warnings=_warnings(events),
     )  # fmt: skip
+
+
+def _owner(metadata: Mapping[str, Any]) -> str:
+    owners = metadata.get("ownerReferences") or ()
+    return next((owner["uid"] for owner in owners if owner.get("controller") and owner["kind"] == names.KIND), "")
 
 
 def _state(status: Mapping[str, Any]) -> Mapping[str, Any]:
