@@ -119,7 +119,7 @@ def test_a_wrong_reward_function_is_found_before_anything_starts(place: Place, f
 
 def test_what_other_pods_have_is_not_asked_of_this_one(place: Place) -> None:
     place.job["spec"]["rewards"]["sources"][0] = {"type": "http", "url": "${JUDGE}", "headers": {"key": "${KEY}"}}
-    place.job["spec"]["roles"] = {"generator": {"workers": 1_000_000}}
+    place.job["spec"]["roles"] = {"generator": {"workers": 10_000}}
     assert place.prepare().endswith("begins")
 
 

@@ -208,7 +208,7 @@ def test_a_supervisor_that_dies_together_with_its_guardians_is_cleaned_up_after_
     uid, weights = run.connections["uid"], Path(run.connections["weights_folder"])
     guardians = named(uid, "guardian")
     assert len(guardians) == 2
-    for pid in (*guardians, run.process.pid):
+    for pid in (run.process.pid, *guardians):  # else there would be others at once
         os.kill(pid, signal.SIGKILL)
     eventually(lambda: not of_run(uid), "neither stage nor server goes on without a supervisor")
     assert weights.exists()
