@@ -29,6 +29,7 @@ class Scraper:
         self._file = connections
         self._targets: dict[str, str] = {}
         self.scrapes: list[Scrape] = []
+        self.first: Scrape = {}  # what a process that is gone since had to say; not in the series
 
     def look(self) -> dict[str, str]:
         """Who is there now, and where."""

@@ -101,14 +101,15 @@ def watch(run: Started, job_file: Path) -> Watched:
         (job_file.parent / "go-on-1").touch()
         code, output = run.ended()
     assert code == 0, output
-    return Watched(run.folder, killed, scraper.scrapes, scraper.series())
+    return Watched(run.folder, killed, [scraper.first, *scraper.scrapes], scraper.series())
 
 
 def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path) -> int:
     """While it has what it said in its traces: which. All are stopped again and again, so that stays last long enough
     to be told of on a machine however quick."""
     before, pids = scraper.look(), {worker: run.pid_of("generator", worker) for worker in (0, 1)}
-    assert set(values_of(scraper.ask(), "rlhfspec_restarts_total", stage="generator")) == {0.0}, "said before the first"
+    scraper.first = scraper.ask()  # with the moves of the first step
+    assert set(values_of(scraper.first, "rlhfspec_restarts_total", stage="generator")) == {0.0}, "said before the first"
 
     def one_has_what_it_told() -> list[int]:
         """Else all go on: what was told of may be finished, or at the other, by now."""
