@@ -108,7 +108,7 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
     """While it has what it said in its traces: which. All are stopped again and again, so that stays last long enough
     to be told of on a machine however quick."""
     before, pids = scraper.look(), {worker: run.pid_of("generator", worker) for worker in (0, 1)}
-    scraper.first = scraper.ask()  # with the moves of the first step
+    scraper.first = scraper.ask()
     assert set(values_of(scraper.first, "rlhfspec_restarts_total", stage="generator")) == {0.0}, "said before the first"
 
     def one_has_what_it_told() -> list[int]:
@@ -117,11 +117,13 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
             os.kill(pid, signal.SIGSTOP)
         go_on.touch()
         lasts = [last_of(life) for life in lives(read_spans(run.folder)) if life.stays]
-        if has := [last.worker for last in lasts if last.is_open]:
+        has = [last.worker for last in lasts if last.is_open]
+        if has and values_of(scraper.first, "rlhfspec_move_bytes_total"):
             return has
         time.sleep(OPEN_SECONDS)
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
+        scraper.first = scraper.ask()  # once there were moves
         return []
 
     worker, *_ = eventually(one_has_what_it_told, "one has had samples for a while")
