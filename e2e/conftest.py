@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from cluster import Cluster, why_no_nodes
+from cluster import Cluster, ControlPlane, why_no_nodes
 from cluster.kind import KindCluster
 from installed import Installed
+from operators import define
+from shared_servers import SharedServers
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,3 +53,17 @@ def installed(cluster: Cluster) -> Installed:
     with_chart = Installed(cluster)
     with_chart.install()
     return with_chart
+
+
+@pytest.fixture(scope="module")
+def kubernetes() -> Iterator[ControlPlane]:
+    """Without nodes, and it knows RLHFJobs: for operators that are processes of this machine."""
+    with ControlPlane() as plane:
+        define(plane)
+        yield plane
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[SharedServers]:
+    with tempfile.TemporaryDirectory() as folder, SharedServers(Path(folder)) as servers:
+        yield servers

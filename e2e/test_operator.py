@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import ssl
-import tempfile
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -23,7 +22,6 @@ from operators import (
     USER,
     Operator,
     World,
-    define,
     grant,
     replica_pod,
     stages_of,
@@ -44,24 +42,11 @@ NAMESPACES = ("life", "again", "wrong", "quota", "policy", "gone", "reports", "t
 
 
 @pytest.fixture(scope="module")
-def kubernetes() -> Iterator[ControlPlane]:
-    with ControlPlane() as plane:
-        define(plane)
-        yield plane
-
-
-@pytest.fixture(scope="module")
 def world(kubernetes: ControlPlane) -> World:
     world = World(kubernetes)
     for name in (RELEASE_NAMESPACE, *NAMESPACES):
         world.namespace(name)
     return world
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[SharedServers]:
-    with tempfile.TemporaryDirectory() as folder, SharedServers(Path(folder)) as servers:
-        yield servers
 
 
 @pytest.fixture(scope="module")

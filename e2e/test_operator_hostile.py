@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from cluster import ControlPlane
 from kubernetes import client
-from operators import RELEASE_NAMESPACE, Operator, World, define, grant, stopped_at_the_end, until
+from operators import RELEASE_NAMESPACE, Operator, World, grant, stopped_at_the_end, until
 from shared_servers import SharedServers
 
 from rlhfspec.cluster import names
@@ -19,19 +18,6 @@ from rlhfspec.cluster import names
 pytestmark = pytest.mark.ci
 SAYS_SECONDS = 10.0  # so soon a job says what is wrong with it
 UNWATCHED = 'rlhfspec_operator_namespace_unwatched{{job_namespace="{}"}}'
-
-
-@pytest.fixture(scope="module")
-def kubernetes() -> Iterator[ControlPlane]:
-    with ControlPlane() as plane:
-        define(plane)
-        yield plane
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[SharedServers]:
-    with tempfile.TemporaryDirectory() as folder, SharedServers(Path(folder)) as servers:
-        yield servers
 
 
 @pytest.fixture(scope="module")

@@ -21,13 +21,17 @@ async def serving(answer: Handler, folder: Path) -> AsyncIterator[Api]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     async with TestServer(app) as server:
-        cluster = {"name": "a", "cluster": {"server": f"http://127.0.0.1:{server.port}"}}
-        context = {"name": "a", "context": {"cluster": "a", "user": "a"}}
-        user = {"name": "a", "user": {}}
-        config = {"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "a"}
-        (folder / "config").write_text(yaml.safe_dump(config))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("KUBECONFIG", str(folder / "config"))
+            patch.setenv("KUBECONFIG", str(kubeconfig(server, folder)))
             access = Access()
         async with Api(access) as api:
             yield api
+
+
+def kubeconfig(server: TestServer, folder: Path) -> Path:
+    cluster = {"name": "a", "cluster": {"server": f"http://127.0.0.1:{server.port}"}}
+    context = {"name": "a", "context": {"cluster": "a", "user": "a"}}
+    user = {"name": "a", "user": {}}
+    config = {"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "a"}
+    (folder / "config").write_text(yaml.safe_dump(config))
+    return folder / "config"

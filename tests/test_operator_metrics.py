@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
+from api_servers import kubeconfig
 from operator_world import SETTINGS, job_body
 from promql import family, named_anywhere
 from scraping import Scrape, names_of, samples_of, values_of
@@ -110,12 +110,7 @@ async def acting(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Watch
         return True
 
     async with TestServer(app) as server, ClientSession() as session:
-        cluster = {"name": "a", "cluster": {"server": f"http://127.0.0.1:{server.port}"}}
-        context = {"name": "a", "context": {"cluster": "a", "user": "a"}}
-        users = [{"name": "a", "user": {}}]
-        config = {"clusters": [cluster], "contexts": [context], "users": users, "current-context": "a"}
-        (folder / "config").write_text(yaml.safe_dump(config))
-        patch.setenv("KUBECONFIG", str(folder / "config"))
+        patch.setenv("KUBECONFIG", str(kubeconfig(server, folder)))
         operator = Operator(OperatorFile.model_validate(TOLD), SETTINGS, purge, Place(None))
         operator._begin()
         async with operator._api, TestServer(health_app(operator._metrics, operator._problem)) as health:
