@@ -33,13 +33,13 @@ def test_a_job_of_many_pods_is_made_and_taken_down_some_at_a_time() -> None:
     world.settle()
     world.end_pod("sums-prepare-0", 0, "prepared")
     while not (plan := world.look()).is_quiet:
-        assert sum(thing["kind"] == "Pod" for thing in plan.apply) <= MOST_AT_ONCE
+        assert sum(thing["kind"] == "Pod" for thing in plan.create) <= MOST_AT_ONCE
         assert plan.requeue_seconds is not None
     assert len([name for name in world.pods if "generator" in name]) == 7 * MOST_AT_ONCE + 3
     world.run_all()
     world.look()
     world.delete_job()
-    while not world.is_gone:
+    while world.pods:
         assert len((plan := world.look()).delete) <= MOST_AT_ONCE
         assert plan.delete or world.is_gone or not world.pods
         world.end_those_asked()
@@ -88,7 +88,7 @@ def test_every_job_that_an_api_server_takes_has_a_status(manifest: dict[str, Any
             break
         body["status"] = status | {"memory": status.get("memory", {}) | {"prepared": True}}
         plan = reconcile(job_view(body), world.observed(), SETTINGS, world.now)
-        json.dumps(plan.apply)
+        json.dumps(plan.create)
         status = plan.status
     assert {"Healthy", "Failed"} <= {condition["type"] for condition in json.loads(json.dumps(status))["conditions"]}
 
@@ -104,14 +104,11 @@ def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path
     def broken(*_: Any) -> Any:
         raise OverflowError("Python int too large to convert to C int")
 
-    async def purge(job: str, run: str) -> bool:
-        return True
-
     async def look() -> Any:
         cache = Cache()
         cache.put_job(job_body())
         async with serving(take, tmp_path) as api:
-            return await Looks(cache, api, SETTINGS, purge, decide=broken).look(("rl", "sums"))
+            return await Looks(cache, api, SETTINGS, decide=broken).look(("rl", "sums"))
 
     looked = asyncio.run(look())
     assert looked.requeue_seconds == pytest.approx(60.0)

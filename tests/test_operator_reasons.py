@@ -158,7 +158,7 @@ def test_what_the_api_server_refuses(message: str, reason: str) -> None:
     world.to_starting()
     assert world.healthy()[:2] == ("False", reason)
     assert message in world.healthy()[2]
-    assert world.plan().apply == (), "tried so lately"
+    assert world.plan().create == (), "tried so lately"
     assert world.plan().requeue_seconds == 5.0
     world.refuse = {}
     world.pass_time(5)

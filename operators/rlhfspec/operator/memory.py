@@ -73,8 +73,6 @@ class Memory:
     counted: int = 0  # of them, by the failure policy
     step: int = 0  # the last one trained of which we heard
     workers: dict[str, WorkerMemory] = field(default_factory=dict)
-    purge: tuple[str, ...] = ()  # uids of runs that are over, and whose streams may still be there
-    purge_since: datetime | None = None
     started: datetime | None = None
     completed: datetime | None = None
     outcome: Outcome | None = None  # it stands in the conditions
@@ -89,8 +87,8 @@ class Memory:
         for name in _TIMES:
             kept[name] = maybe_time_of(kept.get(name))
         kept["workers"] = {name: WorkerMemory.of(worker) for name, worker in (kept.get("workers") or {}).items()}
-        kept["purge"] = tuple(kept.get("purge") or ())
-        return cls(**kept, outcome=_outcome_of(status))
+        known = {name: value for name, value in kept.items() if name in cls.__slots__}  # another version's has more
+        return cls(**known, outcome=_outcome_of(status))
 
     def as_status(self) -> dict[str, Any]:
         """The status's `memory`."""
@@ -98,11 +96,10 @@ class Memory:
         kept |= {name: _text(kept[name]) for name in _TIMES}
         kept["active_before"] = round(self.active_before, 3)
         kept["workers"] = {name: worker.as_status() for name, worker in sorted(self.workers.items())}
-        kept["purge"] = list(self.purge)
         return _without_empty(kept)
 
 
-_TIMES = ("opened", "running_since", "purge_since", "started", "completed")
+_TIMES = ("opened", "running_since", "started", "completed")
 
 
 def _outcome_of(status: Mapping[str, Any]) -> Outcome | None:
