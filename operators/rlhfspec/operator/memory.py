@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
+from rlhfspec.job_block import MOST_WORKERS
 from rlhfspec.operator.times import maybe_time_of, text_of
 
 RunState = Literal["open", "closing", "closed"]
@@ -86,6 +87,7 @@ class Memory:
         kept = dict(status.get("memory") or {})
         for name in _TIMES:
             kept[name] = maybe_time_of(kept.get(name))
+        kept["generators"] = min(kept.get("generators", 0), MOST_WORKERS)  # whoever may write a status could say any
         kept["workers"] = {name: WorkerMemory.of(worker) for name, worker in (kept.get("workers") or {}).items()}
         known = {name: value for name, value in kept.items() if name in cls.__slots__}  # another version's has more
         return cls(**known, outcome=_outcome_of(status))
@@ -95,6 +97,7 @@ class Memory:
         kept = {name: getattr(self, name) for name in self.__slots__ if name != "outcome"}
         kept |= {name: _text(kept[name]) for name in _TIMES}
         kept["active_before"] = round(self.active_before, 3)
+        kept["generators"] = min(kept.get("generators", 0), MOST_WORKERS)  # whoever may write a status could say any
         kept["workers"] = {name: worker.as_status() for name, worker in sorted(self.workers.items())}
         return _without_empty(kept)
 

@@ -24,6 +24,15 @@ Worker = tuple[str, int]  # role, number
 Credentials = Callable[[str, str, str, str, datetime], Mapping[str, bytes]]
 
 
+def worker_of(name: str) -> Worker:
+    """
+    >>> worker_of("generator-2"), worker_of("nonsense")
+    (('generator', 2), ('', 0))
+    """
+    role, _, number = name.rpartition("-")
+    return (role, int(number)) if number.isdecimal() else ("", 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
     namespace: str

@@ -30,7 +30,7 @@ from rlhfspec.operator.draft import worker_name
 from rlhfspec.operator.lease import LOOK_SECONDS, Lease
 from rlhfspec.operator.looks import Looks
 from rlhfspec.operator.metrics import Metrics, Restarted
-from rlhfspec.operator.observed import JobView, Observed, Said, Settings
+from rlhfspec.operator.observed import JobView, Observed, Said, Settings, worker_of
 from rlhfspec.operator.plan import Plan
 from rlhfspec.operator.queue import Key, Looked, Queue
 from rlhfspec.operator.reconcile import reconcile
@@ -214,9 +214,9 @@ def restarted(cache: Cache) -> Iterator[Restarted]:
         job = cache.job((namespace, name))
         restarts = job.status.get("restarts") or {} if job is not None else {}
         counts = restarts.get("byWorker") or {}
-        for worker in sorted({*counts, *(worker_name(pod.key) for pod in cache.pods((namespace, name)))}):
-            role, _, number = worker.rpartition("-")
-            yield Restarted(namespace, name, role, int(number), counts.get(worker, 0))
+        for role, number in sorted({*map(worker_of, counts), *(pod.key for pod in cache.pods((namespace, name)))}):
+            if role in names.ROLES:  # whoever may write a status can write anything there
+                yield Restarted(namespace, name, role, number, counts.get(worker_name((role, number)), 0))
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -20,7 +20,7 @@ from rlhfspec.errors import Problem
 from rlhfspec.job import API_VERSION, RLHFJob
 from rlhfspec.job_file.checks import check
 from rlhfspec.job_file.problems import explain
-from rlhfspec.operator.observed import JobView, PodView, Said, Terminated, Worker
+from rlhfspec.operator.observed import JobView, PodView, Said, Terminated, Worker, worker_of
 from rlhfspec.operator.tidy import tidy
 from rlhfspec.operator.times import maybe_time_of, time_of
 
@@ -109,9 +109,8 @@ def _worker_of(pod: str, job: str) -> Worker | None:
     >>> _worker_of("sums-generator-2", "sums"), _worker_of("sums-shell", "sums"), _worker_of("other-reward-0", "sums")
     (('generator', 2), None, None)
     """
-    role, _, worker = pod.removeprefix(f"{job}-").rpartition("-")
-    known = role in names.ROLES and worker.isdecimal() and pod == names.pod_name(job, role, int(worker))
-    return (role, int(worker)) if known else None
+    worker = worker_of(pod.removeprefix(f"{job}-"))
+    return worker if worker[0] in names.ROLES and pod == names.pod_name(job, *worker) else None
 
 
 def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
