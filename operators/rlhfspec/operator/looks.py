@@ -86,16 +86,12 @@ class Looks:
     async def _write_status(self, key: Key, job: JobView, status: dict[str, Any], now: datetime) -> None:
         if status != job.status:
             answer = await self._api.write_status(job.namespace, job.name, job.uid, job.resource_version, status)
-            self._job_after(key, job, answer)
+            if answer.code in (404, 409):
+                raise Conflict
+            if answer.is_refused:
+                raise ClusterRefused(f"write of {'/'.join(key)}", answer.message)
+            self._cache.put_job(answer.body)
             self._cache.wrote_status(key, now)
-
-    def _job_after(self, key: Key, job: JobView, answer: Answer) -> JobView:
-        if answer.code in (404, 409):
-            raise Conflict
-        if answer.is_refused:
-            raise ClusterRefused(f"write of {'/'.join(key)}", answer.message)
-        self._cache.put_job(answer.body)
-        return self._cache.job(key) or job
 
     async def _say(self, job: JobView, event: Event) -> None:
         answer = await self._events.say(job, event)

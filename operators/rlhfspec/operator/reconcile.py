@@ -152,6 +152,8 @@ def _forget_in_time(draft: Draft) -> None:
 def _keep_workers(draft: Draft) -> None:
     wanted = wanted_workers(draft)
     due = [key for key in wanted if _is_to_be_made(draft, key)]
+    if any(draft.is_refused(each.kind, each.name) for each in draft.observed.refusals if each.kind != "Pod"):
+        due = []  # what pods mount
     if len(due) > MOST_AT_ONCE:
         draft.look_again_in(0.0)
     draft.create += objects_for(draft, due[:MOST_AT_ONCE])
