@@ -13,7 +13,7 @@ from rlhfspec.dashboard.api_server import ApiServer
 from rlhfspec.dashboard.kept import Kept
 from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Place, Pod
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.service.credentials import DASHBOARD
+from rlhfspec.service.redis_users import DASHBOARD
 
 LIST_SECONDS = 2.0
 SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run has somebody to listen to
