@@ -94,6 +94,7 @@ class Job:
         self.run_folder = self.storage / "run"
         self._folder, self.servers = folder, servers
         self.operator = Operator(servers)
+        servers.open_run(UID)
         self.token = folder / "token"
         self.token.write_text("first\n")
         self.job: dict[str, Any] = yaml.safe_load(job_file.read_text())

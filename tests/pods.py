@@ -99,6 +99,7 @@ class Job:
 
     def _connections(self, role: str, content: dict[str, Any], others: dict[str, Any]) -> Connections:
         name = content["metadata"]["name"]
+        self.servers.open_run(self.uid)
         told: dict[str, Any] = {
             "uid": self.uid, "job_file": self.folder / "processes" / "job.json",
             "base_folder": self.job_file.parent, "folder": self.folder, "nats_url": self.servers.nats_url,

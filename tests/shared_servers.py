@@ -13,8 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import redis
 from nats_servers import BINARY
 
+from rlhfspec.service import redis_users
 from rlhfspec.service.credentials import Keys, credentials_of, install_secrets, new_keys
 
 CREATED = datetime(2026, 7, 1, 12, 0, tzinfo=UTC)
@@ -62,6 +64,17 @@ class SharedServers:
         """Again, at the same port; it has forgotten everything."""
         assert REDIS is not None
         self._redis = self._program([REDIS, str(self.folder / "redis" / "redis.conf")], self._redis_port)
+
+    def open_run(self, run: str, *, namespace: str = "rl") -> None:
+        """Makes its users in Redis, as the operator does."""
+        if self.redis_url is None:
+            return
+        master, known = self.keys.master, redis_users.ClusterRun(namespace, run)
+        login = {"username": redis_users.OPERATOR, "password": redis_users.password_of(master, redis_users.OPERATOR)}
+        with redis.Redis.from_url(self.redis_url, ssl_ca_data=self.keys.ca_pem.decode(), protocol=2, **login) as client:
+            for role in redis_users.WRITERS:
+                rules = redis_users.rules_of(master, known, role)
+                client.execute_command("ACL SETUSER", redis_users.user_of(master, known, role), *rules)
 
     def credentials(
         self, role: str, *, job: str = "sums", job_uid: str = "6f1c", run: str = "3f2a", namespace: str = "rl"
