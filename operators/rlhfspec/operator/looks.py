@@ -20,7 +20,7 @@ from rlhfspec.operator.observed import JobView, Observed, Refusal, Settings
 from rlhfspec.operator.plan import Delete, Event, Plan
 from rlhfspec.operator.queue import Key, Looked
 from rlhfspec.operator.reconcile import reconcile
-from rlhfspec.operator.status import is_worth_writing, undecided
+from rlhfspec.operator.status import seconds_to_write, undecided
 
 UNDECIDED_SECONDS = 60.0  # before a job that cannot be decided is tried again
 LOG = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Looks:
             status, events = undecided(job, error, now)
             plan = Plan(status=status, events=tuple(events), requeue_seconds=UNDECIDED_SECONDS)
         try:
-            learned = await self._carry_out(key, job, plan, now)
+            again_seconds = await self._carry_out(key, job, plan, now)
         except Conflict:
             return Looked(failed=True)  # the watch tells what somebody else wrote
         except (ClusterUnavailable, LeadershipLost) as error:
@@ -68,15 +68,18 @@ class Looks:
             if isinstance(error, ClusterRefused):  # such a status: it has another that says so
                 await self._write_status(key, job, undecided(job, error, now)[0], now)
             return Looked(failed=True)
-        return Looked(0.0 if learned else plan.requeue_seconds, None if plan.is_quiet else _deeds(plan))
+        soonest = min((each for each in (plan.requeue_seconds, again_seconds) if each is not None), default=None)
+        return Looked(soonest, None if plan.is_quiet else _deeds(plan))
 
-    async def _carry_out(self, key: Key, job: JobView, plan: Plan, now: datetime) -> bool:
-        """In the order that `plan` asks for. Whether anything came of it that no watch will tell: look again."""
+    async def _carry_out(self, key: Key, job: JobView, plan: Plan, now: datetime) -> float | None:
+        """In the order that `plan` asks for. When to look again, where no watch will tell: at once if something came
+        of it, or when a status that was put off is to be written."""
         if plan.add_finalizer:
             job = await self._set_finalizers(key, job, (*job.finalizers, names.FINALIZER))
-        last = self._cache.status_written(key)
-        if not plan.is_quiet or is_worth_writing(job.status, plan.status, last, now):
+        put_off = seconds_to_write(job.status, plan.status, self._cache.status_written(key), now)
+        if not plan.is_quiet or put_off == 0.0:
             await self._write_status(key, job, plan.status, now)
+            put_off = None
         for event in plan.events:
             await self._say(job, event)
         await in_parallel([self._delete(key, each) for each in plan.delete])
@@ -88,7 +91,7 @@ class Looks:
         if plan.remove_finalizer and (current := self._cache.job(key)) is not None:
             left = tuple(each for each in current.finalizers if each != names.FINALIZER)
             await self._set_finalizers(key, current, left)
-        return learned
+        return 0.0 if learned else put_off
 
     async def _set_finalizers(self, key: Key, job: JobView, finalizers: tuple[str, ...]) -> JobView:
         metadata = {"uid": job.uid, "resourceVersion": job.resource_version, "finalizers": list(finalizers)}
