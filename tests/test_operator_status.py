@@ -29,14 +29,11 @@ def test_of_steps_faster_than_once_a_second_the_last_is_written_and_none_is_lost
         metadata = body["metadata"] | {"resourceVersion": str(100 + len(written))}
         return web.json_response(body | {"metadata": metadata, "status": written[-1]})
 
-    async def purge(job: str, run: str) -> bool:
-        return True
-
     async def main() -> list[Looked]:
         cache = Cache()
         cache.put_job(job_body())
         async with serving(take, tmp_path) as api:
-            looks = Looks(cache, api, SETTINGS, purge, decide=lambda *_: Plan(status=dict(wanted)))
+            looks = Looks(cache, api, SETTINGS, decide=lambda *_: Plan(status=dict(wanted)))
 
             async def look(phase: str, step: int) -> Looked:
                 wanted.update(phase=phase, progress={"step": step}, memory={"step": step})

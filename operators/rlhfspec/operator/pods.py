@@ -18,7 +18,6 @@ from rlhfspec.operator.observed import Worker
 from rlhfspec.operator.quantity import amount
 from rlhfspec.operator.wanted import restart_id_of
 
-CONTAINER = "worker"
 USER = 65532  # the images' own; any other works as well
 SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences
 GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 150
@@ -90,7 +89,7 @@ def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]
     role = key[0]
     resources = options.resources or draft.settings.resources.get(role) or {}
     container: dict[str, Any] = {
-        "name": CONTAINER,
+        "name": names.CONTAINER,
         "image": image_of(draft, role, options),
         "imagePullPolicy": draft.settings.images.pull_policy,
         "command": command(draft, key),
