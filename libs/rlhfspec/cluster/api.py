@@ -171,7 +171,7 @@ class Api:
     async def create(self, thing: Json, *, dry_run: bool = False) -> Answer:
         """A field that no such thing has is refused. `dry_run`: the API server says what it would say, no more."""
         path = path_of(thing["apiVersion"], thing["kind"], thing["metadata"].get("namespace"))
-        query = {"fieldManager": names.FIELD_MANAGER, "fieldValidation": "Strict"}
+        query = {"fieldValidation": "Strict"}
         query |= {"dryRun": "All"} if dry_run else {}
         return await self._write("POST", "try" if dry_run else "create", thing["kind"], path, thing, query)
 
