@@ -19,6 +19,7 @@ from rlhfspec.dashboard.cluster import ClusterSource, Servers, last_words_of, po
 from rlhfspec.dashboard.laptop import LaptopSource
 from rlhfspec.dashboard.readers import Event, Events
 from rlhfspec.dashboard.server import MOST_STREAMS_OF_ONE
+from rlhfspec.dashboard.serving import serve
 from rlhfspec.dashboard.source import JobDetail, JobHead, JobKey, RunFolder
 
 JOB = "/api/jobs/laptop/run"
@@ -83,6 +84,23 @@ def test_one_visitor_never_takes_the_streams_of_another(tmp_path: Path) -> None:
                     await asyncio.sleep(0.01)
             assert again.status == 200
             again.close()
+
+    run(check)
+
+
+def test_who_loads_a_page_again_and_again_is_let_in(tmp_path: Path) -> None:
+    """As the command serves it: who has gone takes no place, though nothing happens that could be told to them."""
+
+    async def check() -> None:
+        dashboard = server_module.Dashboard(LaptopSource([write_run(tmp_path / "run")]), People(a=("jobs",)))
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(serve(dashboard, "127.0.0.1", 0, ready=port.set_result))
+        url = f"http://127.0.0.1:{await port}/api/events"
+        for _ in range(3 * MOST_STREAMS_OF_ONE):
+            async with visiting("a") as session, Stream(session, url) as stream:
+                await stream.next("jobs")
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
     run(check)
 
