@@ -127,7 +127,9 @@ class ExternalRedis(Part):
     url: Annotated[str, StringConstraints(pattern=r"^(rediss://[^\s/@]+)?$")] = Field(
         "", description="of your own Redis, when `redis.enabled` is false: `rediss://host:6379`"
     )
-    existing_secret: NameOrNone = Field("", description="in the release's namespace: `ca.pem`")
+    existing_secret: NameOrNone = Field(
+        "", description="in the release's namespace: `ca.pem`, and of the operator's user there `username`, `password`"
+    )
     cidrs: list[Cidr] = Field(["0.0.0.0/0"], description="where it is, for the NetworkPolicies")
 
 

@@ -14,6 +14,7 @@ from helm import CHART, MONITORING, ROOT, named, needs_helm, of_kind, pods, rend
 
 from rlhfspec.cluster import names
 from rlhfspec.loop import STAGES
+from rlhfspec.operator.release import AUTHORITIES, NATS_ACCOUNT, REDIS_LOGIN
 from rlhfspec.operator.settings import OperatorFile
 
 sys.path.insert(0, str(ROOT / "charts"))
@@ -237,6 +238,8 @@ def test_external_servers_leave_out_the_bundled_ones() -> None:
     [keys] = [volume for volume in operator["volumes"] if volume["name"] == "keys"]
     sources = [source["secret"]["name"] for source in keys["projected"]["sources"]]
     assert sources == ["rlhfspec-keys", "my-nats", "my-redis"]
+    files = {item["path"] for source in keys["projected"]["sources"] for item in source["secret"].get("items", ())}
+    assert files == {NATS_ACCOUNT, *AUTHORITIES, *REDIS_LOGIN}, "as the operator looks for them"
 
 
 # --- wrong values -----------------------------------------------------------------------------------------------------

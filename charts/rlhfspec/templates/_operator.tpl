@@ -40,6 +40,9 @@ projected:
     {{- if not .Values.redis.enabled }}
     - secret:
         name: {{ .Values.redis.external.existingSecret }}
-        items: [{key: ca.pem, path: redis.ca.pem}]
+        items:
+          - {key: ca.pem, path: redis.ca.pem}
+          - {key: username, path: redis.username}
+          - {key: password, path: redis.password}
     {{- end }}
 {{- end }}

@@ -20,8 +20,8 @@ from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob
 
 Worker = tuple[str, int]  # role, number
-# (job's name, job's uid, run's uid, role, when the job was made) -> the data of the role's Secret
-Credentials = Callable[[str, str, str, str, datetime], Mapping[str, bytes]]
+# (namespace, job's name, job's uid, run's uid, role, when the job was made) -> the data of the role's Secret
+Credentials = Callable[[str, str, str, str, str, datetime], Mapping[str, bytes]]
 
 
 def worker_of(name: str) -> Worker:
@@ -164,3 +164,4 @@ class Settings:
     gpu_resource: str = "nvidia.com/gpu"
     coscheduler: str = "scheduler-plugins-scheduler"
     max_workers: int = 1000  # of a job
+    install: str = ""  # stands in what its runs leave on servers (`service.redis_users.install_of`)

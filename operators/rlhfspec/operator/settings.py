@@ -75,7 +75,7 @@ class OperatorFile(Part):
         """Empty: all of the cluster."""
         return () if self.scope == "cluster" else self.job_namespaces or (self.namespace,)
 
-    def settings(self, credentials: Credentials) -> Settings:
+    def settings(self, credentials: Credentials, install: str) -> Settings:
         """As `reconcile` has them."""
         images = Images(
             slim=self.images.slim,
@@ -97,4 +97,5 @@ class OperatorFile(Part):
             gpu_resource=self.gpu_resource,
             coscheduler=self.coscheduler,
             max_workers=self.max_workers,
+            install=install,
         )
