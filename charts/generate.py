@@ -26,7 +26,7 @@ from edges import as_file, edges
 from grafana import DASHBOARDS, dashboard
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from values_model import Resources, Values
+from values_model import Pod, Resources, Values
 
 from rlhfspec.cluster import names
 from rlhfspec.operator import rbac
@@ -69,7 +69,7 @@ def values_text() -> str:
 
 
 def _lines(values: BaseModel, indent: str = "") -> Iterator[str]:
-    for name, field in type(values).model_fields.items():
+    for name, field in _own_first(type(values)).items():
         value, key = getattr(values, name), field.alias or name
         if key == "global":
             continue
@@ -82,6 +82,13 @@ def _lines(values: BaseModel, indent: str = "") -> Iterator[str]:
             yield from (indent + line for line in yaml.safe_dump({key: _plain(value)}, sort_keys=False).splitlines())
         if not indent:
             yield ""
+
+
+def _own_first(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """What components have in common comes after what they are."""
+    common = Pod.model_fields if issubclass(model, Pod) else {}
+    own = {name: field for name, field in model.model_fields.items() if name not in common}
+    return own | {name: model.model_fields[name] for name in common}
 
 
 def _plain(value: Any) -> Any:
@@ -104,7 +111,11 @@ def _made(text: dict[str, Any]) -> str:
 
 
 def _rows(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """What components have in common is told once."""
+    common = Pod.model_fields if issubclass(model, Pod) and model is not Pod else {}
     for name, field in model.model_fields.items():
+        if name in common:
+            continue
         key = f"{path}{field.alias or name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and _is_deep(key):
             yield from _rows(field.annotation, f"{key}.")
@@ -113,8 +124,8 @@ def _rows(model: type[BaseModel], path: str = "") -> Iterator[str]:
 
 
 def _is_deep(key: str) -> bool:
-    """Images and resources are one row each."""
-    return not re.fullmatch(r"images\.\w+|.*\.resources", key)
+    """Images, resources and priorities are one row each."""
+    return not re.fullmatch(r"images\.\w+|.*\.resources|jobs\.priorityClasses", key)
 
 
 def _default(field: FieldInfo) -> str:
@@ -123,7 +134,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def values_table() -> str:
-    return "\n".join(["| value | default | what |", "|---|---|---|", *_rows(Values)])
+    return "\n".join(["| value | default | what |", "|---|---|---|", *_rows(Values), *_rows(Pod, "COMPONENT.")])
 
 
 def edges_table() -> str:

@@ -26,10 +26,12 @@ ONE_THREAD = {"spec": {"containers": [{"name": "worker", "env": [{"name": "OMP_N
 COMPUTING = ("prepare", "generator", "reward", "reference", "critic", "trainer")
 VALUES: dict[str, Any] = {
     "images": {
-        "slim": {"repository": "localhost/rlhfspec", "tag": "slim"},
-        "cpu": {"repository": "localhost/rlhfspec", "tag": "cpu"},
-        "nats": {"repository": "localhost/nats", "tag": "2.12"},
-        "redis": {"repository": "localhost/redis", "tag": "7"},
+        "registry": "localhost",
+        "serverRegistry": "localhost",
+        "slim": {"repository": "rlhfspec", "tag": "slim"},
+        "cpu": {"repository": "rlhfspec", "tag": "cpu"},
+        "nats": {"repository": "nats", "tag": "2.12"},
+        "redis": {"repository": "redis", "tag": "7"},
         "pullPolicy": "Never",
     },
     # Two cores run two nodes here: what is asked for must not keep a pod from being scheduled.
