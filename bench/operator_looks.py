@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from rlhfspec.cluster import names
-from rlhfspec.operator.api import Answer, path_of
+from rlhfspec.cluster.api import Answer, path_of
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.looks import Looks
 from rlhfspec.operator.observed import Images, Settings

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from cluster import ControlPlane
 
+from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.api import Answer, Api
 from rlhfspec.errors import LeadershipLost
-from rlhfspec.operator.access import Access
-from rlhfspec.operator.api import Answer, Api
 from rlhfspec.operator.lease import LEASE_SECONDS, LOOK_SECONDS, RENEW_SECONDS, Lease
 
 pytestmark = pytest.mark.ci

@@ -12,8 +12,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from aiohttp.typedefs import Handler
 
-from rlhfspec.operator.access import Access
-from rlhfspec.operator.api import Api
+from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.api import Api
 
 
 @asynccontextmanager

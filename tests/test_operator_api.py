@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from api_servers import serving
 
-from rlhfspec.operator.api import Answer
+from rlhfspec.cluster.api import Answer
 
 POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "rl", "name": "sums-prepare-0"}}
 NO_WEBHOOK = 'Internal error occurred: failed calling webhook "no.example": connect: connection refused'

@@ -1,1 +1,1 @@
-"""What operator, pods, plugin, dashboard and chart agree upon; no process of a cluster lives here."""
+"""What operator, pods, plugin, dashboard and chart agree upon, and how they ask the API server."""

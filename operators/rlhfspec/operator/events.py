@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from rlhfspec.cluster import names
-from rlhfspec.operator.api import JOB_VERSION, Answer, Api
+from rlhfspec.cluster.api import JOB_VERSION, Answer, Api
 from rlhfspec.operator.observed import JobView
 from rlhfspec.operator.plan import Event
 

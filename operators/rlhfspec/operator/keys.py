@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from rlhfspec.cluster import names
+from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest
-from rlhfspec.operator.access import Access
-from rlhfspec.operator.api import Api
 from rlhfspec.service.credentials import Keys, install_secrets, new_keys
 from rlhfspec.service.exits import PERMANENT, TEMPORARY
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from rlhfspec.operator.api import Answer, Api
+from rlhfspec.cluster.api import Answer, Api
 
 LEASE_SECONDS, RENEW_SECONDS, LOOK_SECONDS = 10.0, 3.0, 1.0
 ACT_SECONDS = 8.0

@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import Any
 
 from rlhfspec.cluster import names
+from rlhfspec.cluster.api import JOB_VERSION, Answer, Api, in_parallel
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
-from rlhfspec.operator.api import JOB_VERSION, Answer, Api, in_parallel
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.events import Events
 from rlhfspec.operator.observed import JobView, Observed, Refusal, Settings

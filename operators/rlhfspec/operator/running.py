@@ -21,9 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rlhfspec.cluster import names
+from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, LeadershipLost
-from rlhfspec.operator.access import Access
-from rlhfspec.operator.api import Api
 from rlhfspec.operator.broker import Dialling, Purge
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.draft import worker_name

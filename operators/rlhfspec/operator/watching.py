@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlhfspec.cluster import names
+from rlhfspec.cluster.api import JOB_VERSION, Api
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable
-from rlhfspec.operator.api import JOB_VERSION, Api
 from rlhfspec.operator.cache import WARNINGS, Cache, Json, Kind
 from rlhfspec.operator.queue import Key
 

@@ -1,4 +1,4 @@
-"""What the operator says to the API server: few verbs, each with a deadline. A refusal is an answer, not an exception.
+"""What is said to the API server: few verbs, each with a deadline. A refusal is an answer, not an exception.
 
 What passes (too many requests, a server that is away or in trouble) is tried again until the deadline; what the server
 says no to (a quota, a webhook, an invalid object) comes back as it was said. Every try of a write asks `may_write`
@@ -19,8 +19,8 @@ from typing import Any, Self
 import aiohttp
 
 from rlhfspec.cluster import names
+from rlhfspec.cluster.access import Access
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
-from rlhfspec.operator.access import Access
 
 Json = dict[str, Any]
 Body = Json | list[Json]
