@@ -17,7 +17,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,16 +171,13 @@ def files() -> dict[Path, str]:
 
 
 def rbac_file() -> dict[str, Any]:
-    """Secrets stand alone: they are granted in the job namespaces only, even where all else is granted everywhere."""
-    jobs = [replace(rule, resources=tuple(set(rule.resources) - {"secrets"})) for rule in rbac.JOBS]
-    secrets = [replace(rule, resources=("secrets",)) for rule in rbac.JOBS if "secrets" in rule.resources]
     gang = {"volcano": "scheduling.volcano.sh", "coscheduling": "scheduling.x-k8s.io"}
     return {
         "install": rbac.as_rules(rbac.INSTALL),
         "release": rbac.as_rules(rbac.RELEASE),
         "reviews": rbac.as_rules(rbac.CLUSTER),
-        "jobs": rbac.as_rules(tuple(rule for rule in jobs if rule.resources)),
-        "secrets": rbac.as_rules(tuple(secrets)),
+        "jobs": rbac.as_rules(rbac.JOBS),
+        "spaces": rbac.as_rules(rbac.SPACES),
         "gang": {name: rbac.as_rules(tuple(r for r in rbac.GANG if r.group == group)) for name, group in gang.items()},
         "users": USERS,
         "dashboard": {"jobs": DASHBOARD_JOBS, "reviews": DASHBOARD_REVIEWS},

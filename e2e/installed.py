@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cluster import Cluster
+from cluster import Cluster, ControlPlane
 
 from rlhfspec.telemetry.metrics import curve
 
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "charts" / "rlhfspec"
 NAMESPACE, RELEASE = "rlhf", "rlhfspec"
+IMAGES_OF_NOBODY = ("--set", "images.registry=registry.example/ml")  # where no node runs them
 IMAGES = ("slim", "cpu", "nats", "redis")
 # The laptop's sums and a pod's are the same bits when both compute with as many threads.
 ONE_THREAD = {"spec": {"containers": [{"name": "worker", "env": [{"name": "OMP_NUM_THREADS", "value": "1"}]}]}}
@@ -172,6 +173,15 @@ class Job:
             name = pod["metadata"]["name"]
             parts.append(f"--- {name}\n" + run("logs", "-n", NAMESPACE, name, "--tail=5", check=False)[-2000:])
         return "\n".join(parts)
+
+
+def kubeconfig_of_account(kubernetes: ControlPlane, namespace: str, account: str) -> Path:
+    token = kubernetes.kubectl("create", "token", account, "-n", namespace).strip()
+    config = yaml.safe_load(kubernetes.kubeconfig.read_text())
+    config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
+    path = kubernetes.folder / f"{namespace}-{account}.kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    return path
 
 
 def copy_made(folder: Path) -> None:

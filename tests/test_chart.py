@@ -28,7 +28,7 @@ EXTERNAL = {
     "nats": {"enabled": False, "external": {"url": "tls://nats.example:4333", "existingSecret": "my-nats"}},
     "redis": {"enabled": False, "external": {"url": "rediss://redis.example", "existingSecret": "my-redis"}},
 }
-CLUSTER = {"operator": {"scope": "cluster", "jobNamespaces": ["team-b", "team-a"]}}
+CLUSTER = {"operator": {"scope": "cluster"}}
 
 
 # --- what is taken from the code --------------------------------------------------------------------------------------
@@ -136,8 +136,10 @@ def test_nobody_may_touch_secrets_of_the_whole_cluster_and_only_the_install_hook
     values: dict[str, Any],
 ) -> None:
     objects = rendered(values)
+    everywhere = {binding["roleRef"]["name"] for binding in of_kind(objects, "ClusterRoleBinding")}
     for role in of_kind(objects, "ClusterRole"):
-        assert not any("secrets" in rule["resources"] for rule in role["rules"]), role["metadata"]["name"]
+        if any("secrets" in rule["resources"] for rule in role["rules"]):
+            assert role["metadata"]["name"] not in everywhere
     readers = {
         role["metadata"]["name"]
         for role in of_kind(objects, "Role")
@@ -162,6 +164,31 @@ def test_a_namespaced_operator_has_rights_in_the_job_namespaces_alone() -> None:
     reviews = [rule for name in bound for rule in named(objects, "ClusterRole", name)["rules"]]
     assert {resource for rule in reviews for resource in rule["resources"]} == {"tokenreviews", "subjectaccessreviews"}
     assert {verb for rule in reviews for verb in rule["verbs"]} == {"create"}
+
+
+@needs_helm
+def test_with_a_label_the_operator_makes_what_the_chart_makes_for_named_namespaces() -> None:
+    """And has no right on pods or Secrets but by the binding that it makes itself."""
+    kinds = ("ServiceAccount", "PersistentVolumeClaim", "NetworkPolicy")
+    team = rendered({"operator": {"jobNamespaces": ["team"]}})
+    wanted = {(each["kind"], each["metadata"]["name"]): each.get("spec") for each in of_kind(team, *kinds)
+              if each["metadata"].get("namespace") == "team"}  # fmt: skip
+    objects = rendered(CLUSTER)
+    kit = json.loads(named(objects, "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])["namespace_kit"]
+    made = {(each["kind"], each["metadata"]["name"]): each.get("spec") for each in of_kind(kit, *kinds)}
+    assert made.keys() == wanted.keys()
+    assert made == wanted
+    assert not [each for each in kit if "namespace" in each["metadata"]]
+    [binding] = of_kind(kit, "RoleBinding")
+    granted = named(objects, "ClusterRole", binding["roleRef"]["name"])["rules"]
+    assert granted == named(team, "Role", "rlhfspec-jobs")["rules"]
+    everywhere = named(objects, "ClusterRole", "ml-rlhfspec-operator")["rules"]
+    assert not {"pods", "secrets", "configmaps", names.PLURAL} & {
+        one for rule in everywhere for one in rule["resources"]
+    }
+    [bind] = [rule for rule in everywhere if "bind" in rule["verbs"]]
+    assert bind["resourceNames"] == [binding["roleRef"]["name"]]
+    assert all(rule.get("resourceNames") for rule in everywhere if "patch" in rule["verbs"])
 
 
 @needs_helm
@@ -415,6 +442,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"operator": {"replicas": 0}}, "/operator/replicas"),
     ({"operator": {"replicas": 2.5}}, "/operator/replicas"),
     ({"operator": {"scope": "everywhere"}}, "/operator/scope"),
+    ({"operator": {"scope": "cluster", "jobNamespaces": ["team"]}}, "operator.jobNamespaces"),
+    ({"operator": {"namespaceLabel": "jobs"}}, "/operator/namespaceLabel"),
     ({"operator": {"jobNamespaces": "team"}}, "/operator/jobNamespaces"),
     ({"operator": {"jobNamespaces": ["Team"]}}, "/operator/jobNamespaces/0"),
     ({"operator": {"resources": {"cpu": "1"}}}, "cpu"),

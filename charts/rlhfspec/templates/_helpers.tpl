@@ -6,6 +6,11 @@
 {{- else }}{{ printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}{{ end }}
 {{- end }}
 
+{{- /* Of what belongs to no namespace. */}}
+{{- define "rlhfspec.wideName" -}}
+{{ .Release.Namespace }}-{{ include "rlhfspec.fullname" . }}
+{{- end }}
+
 {{- define "rlhfspec.name" -}}
 {{ .Values.nameOverride | default .Chart.Name }}
 {{- end }}
@@ -44,9 +49,14 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 {{- end }}
 
-{{- /* As a list without duplicates; sorted, so that renderings are the same. */}}
+{{- /* As a list without duplicates; sorted, so that renderings are the same. With scope cluster a label says it: none. */}}
 {{- define "rlhfspec.jobNamespaces" -}}
+{{- if eq .Values.operator.scope "cluster" -}}
+{{- if .Values.operator.jobNamespaces }}{{ fail "operator.jobNamespaces: with scope cluster a label says where jobs run, see operator.namespaceLabel; remove it" }}{{ end -}}
+[]
+{{- else -}}
 {{ .Values.operator.jobNamespaces | default (list .Release.Namespace) | uniq | sortAlpha | toJson }}
+{{- end }}
 {{- end }}
 
 {{- define "rlhfspec.claim" -}}

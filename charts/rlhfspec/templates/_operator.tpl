@@ -6,6 +6,10 @@ namespace: {{ .Release.Namespace }}
 release: {{ $full }}
 scope: {{ eq .Values.operator.scope "cluster" | ternary "cluster" "namespaced" }}
 job_namespaces: {{ include "rlhfspec.jobNamespaces" . }}
+{{- if eq .Values.operator.scope "cluster" }}
+namespace_label: {{ .Values.operator.namespaceLabel | quote }}
+namespace_kit: {{ include "rlhfspec.namespaceKit" . }}
+{{- end }}
 images:
   {{- range $kind := list "slim" "cpu" "cuda" }}
   {{ $kind }}: {{ include "rlhfspec.image" (list $ $kind) }}

@@ -33,6 +33,8 @@ class OperatorFile(Part):
     release: str = Field(description="Prefix of the names of everything of the release, such as of its Lease.")
     namespace: str = Field(description="Of the release.")
     scope: Literal["cluster", "namespaced"] = "namespaced"
+    namespace_label: str = Field("rlhfspec.io/jobs=enabled", description="Where jobs are looked for in scope cluster.")
+    namespace_kit: tuple[dict[str, Any], ...] = Field((), description="Objects that are made in each such namespace.")
     job_namespaces: tuple[str, ...] = Field((), description="Where jobs are looked for; none: the release's own.")
     images: ImageNames
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
@@ -76,7 +78,7 @@ class OperatorFile(Part):
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """Empty: all of the cluster."""
+        """Empty: those with the label."""
         return () if self.scope == "cluster" else self.job_namespaces or (self.namespace,)
 
     def settings(self, credentials: Credentials) -> Settings:

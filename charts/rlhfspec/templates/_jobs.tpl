@@ -1,0 +1,57 @@
+{{- /* What every job namespace has, for the pods of its jobs: (dict "root" . "namespace" "team"). */}}
+{{- define "rlhfspec.inJobNamespace" }}
+{{- $names := .root.Files.Get "files/names.yaml" | fromYaml }}
+{{- $keep := dict "helm.sh/resource-policy" "keep" }}
+---
+{{ include "rlhfspec.serviceAccount" (dict "root" .root "name" $names.serviceAccount "namespace" .namespace "annotations" (merge $keep .root.Values.jobs.serviceAccount.annotations)) }}
+{{- $here := . }}
+{{- with .root.Values.storage }}
+{{- if and .create.enabled (not .claim) }}
+---
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  name: {{ include "rlhfspec.claim" $here.root }}
+  {{- with $here.namespace }}
+  namespace: {{ . }}
+  {{- end }}
+  labels: {{- include "rlhfspec.labels" $here.root | nindent 4 }}
+  annotations: {helm.sh/resource-policy: keep}
+spec:
+  accessModes: {{- toYaml .create.accessModes | nindent 4 }}
+  {{- with .create.storageClass }}
+  storageClassName: {{ . }}
+  {{- end }}
+  resources:
+    requests: {storage: {{ .create.size }}}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* Of the operator in job namespaces. With scope cluster each has a binding to one ClusterRole. */}}
+{{- define "rlhfspec.jobsBinding" }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata:
+  name: {{ include "rlhfspec.fullname" . }}-jobs
+  labels: {{- include "rlhfspec.labels" . | nindent 4 }}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: {{ include "rlhfspec.wideName" . }}-jobs}
+subjects:
+  - {kind: ServiceAccount, name: {{ include "rlhfspec.fullname" . }}-operator, namespace: {{ .Release.Namespace }}}
+{{- end }}
+
+{{- /* With scope cluster: the same, as a list of objects without a namespace, for the operator to make. */}}
+{{- define "rlhfspec.namespaceKit" -}}
+{{- $names := .Files.Get "files/names.yaml" | fromYaml }}
+{{- $here := dict "root" . "namespace" "" }}
+{{- $policies := .Values.networkPolicy.enabled | ternary (include "rlhfspec.jobPolicies" $here) "" }}
+{{- $kit := list }}
+{{- range $text := list (include "rlhfspec.inJobNamespace" $here) $policies (include "rlhfspec.jobsBinding" .) | join "\n" | splitList "\n---\n" }}
+{{- with $text | fromYaml }}
+{{- $labels := mergeOverwrite .metadata.labels (dict $names.managedBy $names.fieldManager) }}
+{{- $kit = append $kit . }}
+{{- end }}
+{{- end }}
+{{- toJson $kit }}
+{{- end }}
