@@ -43,6 +43,9 @@ class Server:
         self.num_writes = 0
         self._versions = count(1)
 
+    async def create(self, thing: Json, *, dry_run: bool = False) -> Answer:
+        return await self.apply(thing)
+
     async def apply(self, thing: Json) -> Answer:
         metadata = thing["metadata"]
         path = path_of(thing["apiVersion"], thing["kind"], metadata["namespace"], metadata["name"])
@@ -83,7 +86,7 @@ class Bench:
     def __init__(self, num_jobs: int, num_generators: int) -> None:
         self.server, self.cache = Server(), Cache()
         server: Any = self.server
-        self.looks = Looks(self.cache, server, settings(), purge=purged)
+        self.looks = Looks(self.cache, server, settings())
         self.keys: list[Key] = [(NAMESPACE, f"job-{number}") for number in range(num_jobs)]
         for _, name in self.keys:
             body = yaml.safe_load(EXAMPLE.read_text())
@@ -139,10 +142,6 @@ def settings() -> Settings:
         report_url="https://rl-operator.rlhf.svc:8443",
         default_claim="shared",
     )
-
-
-async def purged(job: str, run: str) -> bool:
-    return True
 
 
 def job_path(name: str) -> str:

@@ -228,7 +228,7 @@ MAY: list[tuple[str, str, str, str, bool, bool]] = [
     (OPERATOR, "patch", "rlhfjobs.rlhfspec.io/status", "may-jobs", True, True),
     (OPERATOR, "watch", "rlhfjobs.rlhfspec.io", "may-jobs", True, True),
     (OPERATOR, "watch", "rlhfjobs.rlhfspec.io", "default", False, False),
-    (OPERATOR, "delete", "rlhfjobs.rlhfspec.io", "may-jobs", False, False),
+    (OPERATOR, "delete", "rlhfjobs.rlhfspec.io", "may-jobs", True, True),
     (OPERATOR, "create", "pods", "may-jobs", True, True),
     (OPERATOR, "create", "pods", "default", False, False),
     (OPERATOR, "list", "namespaces", "", False, True),

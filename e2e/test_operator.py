@@ -38,7 +38,7 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 
 pytestmark = pytest.mark.ci
-NAMESPACES = ("life", "again", "wrong", "quota", "policy", "gone", "reports", "two", "asleep")
+NAMESPACES = ("life", "again", "wrong", "quota", "policy", "gone", "reports", "two", "asleep", "owners")
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,12 @@ def leaders(world: World) -> list[str]:
 
 
 def test_a_job_goes_from_prepare_to_succeeded(world: World, operator: Operator) -> None:
-    world.apply("life", "sums")
+    world.apply("life", "sums", {"ttlSecondsAfterFinished": 5})
     world.wait_for_pods("life", {"sums-prepare-0"})
     uid = world.job("life", "sums")["metadata"]["uid"]
     config = world.core.read_namespaced_config_map(names.config_name("sums", uid), "life").data
     assert json.loads(config["job.json"])["metadata"]["name"] == "sums"
-    assert names.FINALIZER in world.job("life", "sums")["metadata"]["finalizers"]
+    assert "finalizers" not in world.job("life", "sums")["metadata"], "nothing of ours holds a job that is deleted"
     world.ends("life", "sums-prepare-0")
     world.wait_for_phase("life", "sums", "Starting")
     running = stages_of(world, "life", "sums")
@@ -94,6 +94,30 @@ def test_a_job_goes_from_prepare_to_succeeded(world: World, operator: Operator) 
     secret = world.core.read_namespaced_secret(names.secret_name("sums", "reward", uid), "life").data
     assert sorted(secret) == ["ca.pem", "redis.password", "reward.creds", "reward.key", "reward.pem", "servers-ca.pem"]
     assert leaders(world) == ["rl-operator-a"]
+    until(lambda: world.job("life", "sums") is None, "it is deleted when its time is over")
+    world.wait_for_pods("life", set())
+
+
+def test_what_has_a_name_of_the_jobs_is_its_own_or_left_alone(world: World, operator: Operator) -> None:
+    """A pod of somebody's is in the way until it is removed; one of ours whose labels were taken away is ours."""
+    own = {"containers": [{"name": "mine", "image": "mine"}], "serviceAccountName": names.SERVICE_ACCOUNT}
+    labels = names.labels_of("sums", "prepare", 0)
+    world.core.create_namespaced_pod("owners", {"metadata": {"name": "sums-prepare-0", "labels": labels}, "spec": own})
+    mine = world.pods("owners")["sums-prepare-0"].metadata.uid
+    world.apply("owners", "sums")
+    said = world.wait_for_reason("owners", "sums", "BadConfig")["message"]
+    assert said == "Pod sums-prepare-0 is there already, and is not of this job: remove it"
+    assert world.pods("owners")["sums-prepare-0"].metadata.uid == mine
+    world.core.delete_namespaced_pod("sums-prepare-0", "owners", grace_period_seconds=0)
+    until(lambda: "sums-prepare-0" in world.pods("owners"), "the job goes on")
+    patch = {"metadata": {"labels": {names.MANAGED_BY: "somebody", names.RUN: "x"}}}
+    world.core.patch_namespaced_pod("sums-prepare-0", "owners", patch)
+    until(
+        lambda: world.pods("owners")["sums-prepare-0"].metadata.labels[names.MANAGED_BY] == names.FIELD_MANAGER,
+        "its labels are as they were",
+    )
+    world.ends("owners", "sums-prepare-0")
+    world.wait_for_phase("owners", "sums", "Starting")
 
 
 def test_a_worker_that_is_started_again_is_counted_where_prometheus_asks(world: World, operator: Operator) -> None:
@@ -341,8 +365,9 @@ def made_twice(kubernetes: ControlPlane, namespace: str) -> set[tuple[str, str]]
     made = Counter(
         (what["resource"], what["name"])
         for entry in kubernetes.audit()
-        if entry["verb"] == "patch"
-        and entry["responseStatus"]["code"] == 201  # an apply of what was not there
+        if entry["verb"] == "create"
+        and entry["responseStatus"]["code"] == 201
+        and "dryRun" not in entry["requestURI"]
         and (what := entry["objectRef"]).get("namespace") == namespace
     )
     assert ("pods", "sums-trainer-0") in made

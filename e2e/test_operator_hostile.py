@@ -74,7 +74,8 @@ def test_what_no_pod_can_be_made_of_has_a_word(world: World, operator: Operator)
         silent = {name for name in silent if not world.status("hostile", name).get("message")}
         time.sleep(0.1)
     assert not silent, f"these say nothing: {silent}"
-    assert {name: world.status("hostile", name)["reason"] for name in TAKEN} == dict.fromkeys(TAKEN, "PodRefused")
+    assert all("spec.roles.prepare" in world.status("hostile", name)["message"] for name in TAKEN)
+    assert {name: world.status("hostile", name)["reason"] for name in TAKEN} == dict.fromkeys(TAKEN, "BadConfig")
 
 
 def test_gpus_in_any_notation(world: World, operator: Operator) -> None:

@@ -1,18 +1,23 @@
-"""What the operator makes of jobs, before a real API server: admitted where pod security is *restricted*, applied again
+"""What the operator makes of jobs, before a real API server: admitted where pod security is *restricted*, made again
 without a change; and a status that reads back as it was written."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from cluster import ControlPlane
-from operator_world import World, job_body
+from operator_world import SETTINGS, World, job_body
 
 from rlhfspec.cluster import names
+from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.api import Answer, Api
 from rlhfspec.cluster.crd import custom_resource_definition
+from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.looks import Looks
 from rlhfspec.operator.views import job_view, pod_view
 
 pytestmark = pytest.mark.ci
@@ -57,14 +62,20 @@ def cluster() -> Iterator[ControlPlane]:
 
 
 def things_of(**spec: Any) -> list[dict[str, Any]]:
-    """All that is ever applied for the job, but the pod groups of schedulers that are not here."""
+    """All that is ever created for the job, but the pod groups of schedulers that are not here."""
     world = World(job_body(**spec))
-    things = list(world.plan().apply)
-    world.settle()
+    things = made_by(world)
     world.run_all()
     world.end_pod("sums-prepare-0", 0)
-    things += world.plan().apply
+    things += made_by(world)
     return [thing for thing in things if thing["kind"] != "PodGroup"]
+
+
+def made_by(world: World) -> list[dict[str, Any]]:
+    things: list[dict[str, Any]] = []
+    while not (plan := world.look()).is_quiet:
+        things += plan.create
+    return things
 
 
 @pytest.mark.parametrize("name", sorted(JOBS))
@@ -76,16 +87,30 @@ def test_pods_are_admitted_as_restricted(cluster: ControlPlane, name: str) -> No
     assert said.count("serverside-applied") == len(things)
 
 
-def test_what_is_applied_again_does_not_change(cluster: ControlPlane) -> None:
+def test_what_is_there_already_is_taken_up_without_a_change(
+    cluster: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by another replica, that does not know of it yet."""
+
     def versions() -> dict[str, str]:
         items = cluster.get("pods,configmaps,secrets", "-n", "rl", "-l", f"{names.JOB}=sums")["items"]
         return {item["kind"] + item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in items}
 
+    async def make(things: list[dict[str, Any]]) -> list[Answer]:
+        async with Api(Access()) as api:
+            looks = Looks(Cache(), api, SETTINGS)
+            return [await looks._make(thing) for thing in things]
+
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
     things = things_of()
-    cluster.apply(*things)
+    assert {answer.code for answer in asyncio.run(make(things))} == {200, 201}
     before = versions()
-    assert len(before) == len(things) - 1, "the ConfigMap is applied with each"
-    cluster.apply(*things)
+    assert len(before) == len(things) - 1, "the ConfigMap is made with each"
+    assert {answer.code for answer in asyncio.run(make(things))} == {200}
+    assert versions() == before
+    for thing in things:
+        thing["metadata"]["ownerReferences"][0]["uid"] = "of-another"
+    assert {answer.code for answer in asyncio.run(make(things))} == {409}
     assert versions() == before
     views = [pod_view(pod) for pod in cluster.get("pods", "-n", "rl")["items"]]
     assert {view.role for view in views if view} == {"prepare", "control", "prompts", "generator", "reward", "trainer"}

@@ -15,7 +15,7 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob
-from rlhfspec.operator.observed import Images, JobView, Observed, PodView, Refusal, Said, Settings
+from rlhfspec.operator.observed import Images, JobView, Observed, PodView, Refusal, Said, Settings, Trial
 from rlhfspec.operator.plan import Delete, Event, Plan
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.times import maybe_time_of, text_of, time_of
@@ -57,7 +57,7 @@ def job_body(**changes: Any) -> dict[str, Any]:
         "kind": "RLHFJob",
         "metadata": {
             "name": "sums", "namespace": "rl", "uid": "6f1c-42", "generation": 1, "resourceVersion": "1",
-            "creationTimestamp": text_of(START), "finalizers": [],
+            "creationTimestamp": text_of(START),
         },
         "spec": spec_of(**changes),
         "status": {},
@@ -74,8 +74,8 @@ def view_of(body: dict[str, Any]) -> JobView:
     return JobView(
         namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"], generation=metadata["generation"],
         resource_version=metadata["resourceVersion"], created=time_of(metadata["creationTimestamp"]),
-        deleting_since=maybe_time_of(metadata.get("deletionTimestamp")), finalizers=tuple(metadata["finalizers"]),
-        manifest=manifest_of(body), status=body["status"], job=job, problems=problems,
+        deleting_since=maybe_time_of(metadata.get("deletionTimestamp")), manifest=manifest_of(body),
+        status=body["status"], job=job, problems=problems,
     )  # fmt: skip
 
 
@@ -95,8 +95,9 @@ class World:
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     refuse: dict[str, str] = field(default_factory=dict)  # role: what the API server says of its pods
     lost_nodes: set[str] = field(default_factory=set)
-    nats_is_up: bool = True
-    purged: set[str] = field(default_factory=set)
+    words: dict[str, str] = field(default_factory=dict)  # role: what no pod of it can be made of
+    trial: Trial | None = None
+    num_trials: int = 0
     events: list[Event] = field(default_factory=list)
     deletes: list[Delete] = field(default_factory=list)
     made: list[str] = field(default_factory=list)  # names of pods, in order
@@ -110,8 +111,8 @@ class World:
         views = [pod_view(pod) for pod in (self.pods if pods is None else pods).values()]
         return Observed(
             pods=tuple(view for view in views if view is not None), report=self.report, report_at=self.report_at,
-            refusals=tuple(self.refusals.values()), purged=frozenset(self.purged), broker=self.broker,
-            listening_since=self.listening_since,
+            refusals=tuple(self.refusals.values()), broker=self.broker, listening_since=self.listening_since,
+            trial=self.trial,
         )  # fmt: skip
 
     def plan(self) -> Plan:
@@ -128,27 +129,18 @@ class World:
         def works() -> bool:
             return rng is None or rng.random() > 0.2
 
-        metadata = self.body["metadata"]
-        if (
-            plan.add_finalizer
-            and names.FINALIZER not in metadata["finalizers"]
-            and not metadata.get("deletionTimestamp")
-        ):
-            metadata["finalizers"] = [*metadata["finalizers"], names.FINALIZER]
         self.body["status"] = json.loads(json.dumps(plan.status))
         self.events += plan.events
+        if plan.trial and works():
+            roles = [pod["metadata"]["labels"][names.ROLE] for pod in plan.trial]
+            problem = next((self.words[role] for role in roles if role in self.words), "")
+            self.trial, self.num_trials = Trial(self.body["metadata"]["generation"], problem), self.num_trials + 1
         for delete in plan.delete:
             if works():
                 self.ask_to_end(delete)
-        for manifest in plan.apply:
+        for manifest in plan.create:
             if works():
                 self.accept(manifest)
-        for run in plan.purge:
-            if self.nats_is_up and works():
-                self.purged.add(run)
-        if plan.remove_finalizer:
-            metadata["finalizers"] = []
-            self.is_gone = True
 
     def settle(self, most: int = 60) -> Plan:
         """Looks until there is nothing more to do at this moment."""
@@ -181,6 +173,10 @@ class World:
         self.made.append(name)
 
     def ask_to_end(self, delete: Delete) -> None:
+        if delete.kind == "RLHFJob":
+            assert delete.uid == self.body["metadata"]["uid"]
+            self.is_gone = True
+            return
         pod = self.pods.get(delete.name)
         if pod is None or pod["metadata"]["uid"] != delete.uid:
             return
@@ -198,6 +194,7 @@ class World:
         self.body["metadata"]["generation"] += 1
 
     def delete_job(self) -> None:
+        """Something holds it, such as a finalizer of somebody's."""
         self.body["metadata"].setdefault("deletionTimestamp", text_of(self.now))
 
     # --- the nodes ---

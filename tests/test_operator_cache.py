@@ -10,6 +10,7 @@ from operator_world import job_body, spec_of
 
 from rlhfspec.cluster import names
 from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.observed import Refusal, Trial
 from rlhfspec.operator.times import text_of
 
 KEY = ("team", "sums")
@@ -117,10 +118,10 @@ def test_a_list_removes_what_went_unseen_but_not_what_came_meanwhile() -> None:
 def test_a_job_made_anew_begins_with_nothing() -> None:
     cache = Cache()
     cache.put_job(job())
-    cache.purged(KEY, "run")
-    assert cache.observed(KEY).purged == {"run"}
+    cache.tried(KEY, Trial(1, "no"))
+    assert cache.observed(KEY).trial == Trial(1, "no")
     cache.put_job(job("j2", version=2))
-    assert cache.observed(KEY).purged == frozenset()
+    assert cache.observed(KEY).trial is None
     assert cache.remove_job(job()) is None
     assert cache.job(KEY) is not None
 
@@ -129,9 +130,9 @@ def test_a_job_made_anew_begins_with_nothing() -> None:
     "owners",
     [
         [],
-        [{"kind": "RLHFJob", "uid": "j0", "controller": True}],
-        [{"kind": "RLHFJob", "uid": "j1"}],
-        [{"kind": "Job", "uid": "j1", "controller": True}],
+        [{"kind": "RLHFJob", "name": "sums", "uid": "j0", "controller": True}],
+        [{"kind": "RLHFJob", "name": "sums", "uid": "j1"}],
+        [{"kind": "Job", "name": "sums", "uid": "j1", "controller": True}],
     ],
 )
 def test_pods_of_others_are_nothing_to_us(owners: list[dict[str, Any]]) -> None:
@@ -139,10 +140,6 @@ def test_pods_of_others_are_nothing_to_us(owners: list[dict[str, Any]]) -> None:
     cache, other = cache_of_a_job(), pod()
     other["metadata"]["ownerReferences"] = owners
     cache.put_pod(other)
-    assert phases(cache) == []
-    unlabelled = pod("p2")
-    unlabelled["metadata"]["labels"][names.MANAGED_BY] = "somebody"
-    assert cache.put_pod(unlabelled) is None
     assert phases(cache) == []
 
 
@@ -169,3 +166,46 @@ def test_a_pods_grace_is_counted_by_our_own_clock(skew: float) -> None:
     assert left() == pytest.approx(10, abs=1)
     cache.put_pod(marked(5, 3))
     assert left() == pytest.approx(-15, abs=1)
+
+
+def test_whose_a_pod_is_and_which_worker_say_its_owner_and_its_name() -> None:
+    """Labels anybody may write who may write pods."""
+    cache, relabelled = cache_of_a_job(), pod(version=2)
+    relabelled["metadata"]["labels"] = {names.ROLE: "trainer", names.WORKER: "7", names.JOB: "other"}
+    cache.put_pod(relabelled)
+    assert [found.key for found in cache.pods(KEY)] == [("reward", 0)]
+    shell = pod("p2")
+    shell["metadata"]["name"] = "sums-shell"
+    assert cache.put_pod(shell) is None
+
+
+def test_a_pod_whose_owner_somebody_took_away_is_nobodys() -> None:
+    cache = cache_of_a_job()
+    cache.put_pod(pod())
+    stray = pod(version=2)
+    stray["metadata"]["ownerReferences"] = []
+    assert cache.put_pod(stray) == KEY
+    assert phases(cache) == []
+
+
+def test_a_pod_that_left_the_watch_for_its_labels_comes_back_with_them() -> None:
+    """The API server says of both the same: deleted."""
+    cache = cache_of_a_job()
+    cache.put_pod(pod(version=5))
+    cache.remove_pod(pod(version=6))
+    assert cache.put_pod(pod(version=6)) is None
+    assert cache.put_pod(pod(version=7)) == KEY
+    assert phases(cache) == [("p1", "Pending")]
+
+
+def test_what_was_in_the_way_and_is_gone_is_forgotten() -> None:
+    cache, older = cache_of_a_job(), pod()
+    older["metadata"]["ownerReferences"][0]["uid"] = "j0"
+    older["metadata"] |= {"deletionTimestamp": "2026-01-01T00:01:00Z"}
+    cache.put_pod(older)
+    name = older["metadata"]["name"]
+    assert cache.is_leaving(KEY, name)
+    cache.refused(KEY, Refusal("Pod", name, "Leaving", "", datetime.now(UTC)))
+    cache.remove_pod(older)
+    assert cache.observed(KEY).refusals == ()
+    assert not cache.is_leaving(KEY, name)

@@ -19,6 +19,7 @@ from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.draft import MOST_AT_ONCE
 from rlhfspec.operator.looks import Looks
 from rlhfspec.operator.reconcile import reconcile
+from rlhfspec.operator.running import restarted
 from rlhfspec.operator.views import job_view
 
 NUM_JOBS = int(os.environ.get("RLHFSPEC_HOSTILE_JOBS", "500"))  # 10,000 take a minute
@@ -33,13 +34,13 @@ def test_a_job_of_many_pods_is_made_and_taken_down_some_at_a_time() -> None:
     world.settle()
     world.end_pod("sums-prepare-0", 0, "prepared")
     while not (plan := world.look()).is_quiet:
-        assert sum(thing["kind"] == "Pod" for thing in plan.apply) <= MOST_AT_ONCE
+        assert sum(thing["kind"] == "Pod" for thing in plan.create) <= MOST_AT_ONCE
         assert plan.requeue_seconds is not None
     assert len([name for name in world.pods if "generator" in name]) == 7 * MOST_AT_ONCE + 3
     world.run_all()
     world.look()
     world.delete_job()
-    while not world.is_gone:
+    while world.pods:
         assert len((plan := world.look()).delete) <= MOST_AT_ONCE
         assert plan.delete or world.is_gone or not world.pods
         world.end_those_asked()
@@ -88,7 +89,7 @@ def test_every_job_that_an_api_server_takes_has_a_status(manifest: dict[str, Any
             break
         body["status"] = status | {"memory": status.get("memory", {}) | {"prepared": True}}
         plan = reconcile(job_view(body), world.observed(), SETTINGS, world.now)
-        json.dumps(plan.apply)
+        json.dumps(plan.create)
         status = plan.status
     assert {"Healthy", "Failed"} <= {condition["type"] for condition in json.loads(json.dumps(status))["conditions"]}
 
@@ -104,14 +105,11 @@ def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path
     def broken(*_: Any) -> Any:
         raise OverflowError("Python int too large to convert to C int")
 
-    async def purge(job: str, run: str) -> bool:
-        return True
-
     async def look() -> Any:
         cache = Cache()
         cache.put_job(job_body())
         async with serving(take, tmp_path) as api:
-            return await Looks(cache, api, SETTINGS, purge, decide=broken).look(("rl", "sums"))
+            return await Looks(cache, api, SETTINGS, decide=broken).look(("rl", "sums"))
 
     looked = asyncio.run(look())
     assert looked.requeue_seconds == pytest.approx(60.0)
@@ -125,3 +123,32 @@ def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path
         ("Healthy", "False", "OperatorError")
     ]
     assert (event["reason"], event["message"]) == ("OperatorError", said)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"generators": 10**12},
+        {"number": 10**12, "state": "open", "prepared": True, "generators": 10**12, "opened": "2026-01-01T00:00:00Z"},
+        {"no_such": "field", "purge": ["3a9d33b1"]},
+    ],
+)
+def test_whatever_somebody_wrote_into_a_status_is_digested(memory: dict[str, Any]) -> None:
+    """Some may write it; a job that is wrong besides has its pods counted and no others."""
+    for changes in ({}, {"no_such": "field"}):
+        body = job_body(**changes) | {"status": {"memory": memory}}
+        status = reconcile(job_view(body), World(body).observed(), SETTINGS, World().now).status
+        assert len(json.dumps(status)) < 10_000
+
+
+@pytest.mark.parametrize("memory", [{"number": "x"}, {"workers": [1]}, {"opened": 7}, [1], "x"])
+def test_a_status_of_wrong_types_is_that_jobs_trouble_alone(memory: Any) -> None:
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        reconcile(job_view(job_body() | {"status": {"memory": memory}}), World().observed(), SETTINGS, World().now)
+
+
+def test_restarts_of_workers_that_cannot_be_are_not_told() -> None:
+    cache = Cache()
+    counts = {"trainer-0": 2, "nonsense": 1, "x-1": 3, "-": 4, "reward-": 5}
+    cache.put_job(job_body() | {"status": {"restarts": {"byWorker": counts}}})
+    assert [tuple(told) for told in restarted(cache)] == [("rl", "sums", "trainer", 0, 2)]

@@ -106,12 +106,9 @@ async def acting(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Watch
     app.router.add_route("*", "/{path:.*}", taking.take)
     patch.setattr(Lease, "is_held", property(lambda lease: True))
 
-    async def purge(job: str, run: str) -> bool:
-        return True
-
     async with TestServer(app) as server, ClientSession() as session:
         patch.setenv("KUBECONFIG", str(kubeconfig(server, folder)))
-        operator = Operator(OperatorFile.model_validate(TOLD), SETTINGS, purge, Place(None))
+        operator = Operator(OperatorFile.model_validate(TOLD), SETTINGS, Place(None))
         operator._begin()
         async with operator._api, TestServer(health_app(operator._metrics, operator._problem)) as health:
             working = asyncio.create_task(operator._queue.work())
@@ -136,7 +133,7 @@ def test_what_it_does_is_counted_and_every_name_that_is_said_anywhere_is_served(
             )
             assert values_of(first, "rlhfspec_operator_leader") == [1.0]
             assert values_of(first, "rlhfspec_operator_jobs") == [1.0]
-            assert values_of(first, "rlhfspec_operator_api_writes_total", verb="apply", kind="Pod") == [1.0]
+            assert values_of(first, "rlhfspec_operator_api_writes_total", verb="create", kind="Pod") == [1.0]
             whose = {"namespace": "rl", "rlhfjob": "sums", "stage": "prepare", "worker": "0"}
             assert values_of(first, "rlhfspec_restarts_total", **whose) == [0.0], "said before the first one"
 

@@ -320,10 +320,10 @@ def test_pod_groups_come_before_their_pods(gang: str, version: str) -> None:
     world.run_all()
     world.end_pod("sums-prepare-0", 0)
     plan = world.plan()
-    kinds = [thing["kind"] for thing in plan.apply]
+    kinds = [thing["kind"] for thing in plan.create]
     assert kinds.index("PodGroup") < kinds.index("Pod")
-    (group,) = (thing for thing in plan.apply if thing["kind"] == "PodGroup")
-    pods = [thing for thing in plan.apply if thing["kind"] == "Pod"]
+    (group,) = (thing for thing in plan.create if thing["kind"] == "PodGroup")
+    pods = [thing for thing in plan.create if thing["kind"] == "Pod"]
     assert (group["apiVersion"], group["spec"]["minMember"]) == (version, len(pods))
     for pod in pods:
         marks = pod["metadata"]["labels"] | pod["metadata"]["annotations"]
@@ -347,7 +347,7 @@ def test_what_somebody_removed_is_made_again() -> None:
     world.to_starting()
     world.objects.clear()
     view = world.plan()
-    assert view.apply == (), "nothing says that it is missing"
+    assert view.create == (), "nothing says that it is missing"
     world.pods["sums-reward-0"]["spec"]["nodeName"] = "node1"
     world.pods["sums-reward-0"]["status"] = {
         "phase": "Pending",

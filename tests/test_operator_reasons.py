@@ -158,7 +158,7 @@ def test_what_the_api_server_refuses(message: str, reason: str) -> None:
     world.to_starting()
     assert world.healthy()[:2] == ("False", reason)
     assert message in world.healthy()[2]
-    assert world.plan().apply == (), "tried so lately"
+    assert world.plan().create == (), "tried so lately"
     assert world.plan().requeue_seconds == 5.0
     world.refuse = {}
     world.pass_time(5)
@@ -321,3 +321,27 @@ def test_every_reason_is_tried_here_or_in_the_life_of_a_job() -> None:
     files = [Path(__file__).with_name(f"test_operator_{name}.py") for name in ("reasons", "reconcile", "hostile")]
     tried = set(re.findall(r'"([A-Z][A-Za-z]+)"', " ".join(file.read_text() for file in files)))
     assert {cause.reason for cause in CAUSES} | set(OTHERS) <= tried
+
+
+def test_what_is_in_the_way_is_named_and_tried_again_soon() -> None:
+    """A Secret of somebody's: no watch tells when it goes."""
+    world = World()
+    world.settle()
+    secret = "sums-prepare-6f1c-42"
+    world.pods.clear()
+    world.refusals["Secret", secret] = Refusal("Secret", secret, "AlreadyExists", "already exists", world.now)
+    plan = world.look()
+    said = f"Secret {secret} is there already, and is not of this job: remove it"
+    assert world.healthy()[1:] == ("BadConfig", said)
+    assert (plan.create, plan.requeue_seconds) == ((), pytest.approx(5.0))
+    world.pass_time(5)
+    assert [thing["kind"] for thing in world.plan().create] == ["ConfigMap", "Secret", "Pod"]
+
+
+def test_a_pod_of_an_older_job_that_still_ends_is_waited_for() -> None:
+    world = World()
+    world.settle()
+    world.pods.clear()
+    world.refusals["Pod", "sums-prepare-0"] = Refusal("Pod", "sums-prepare-0", "Leaving", "already exists", world.now)
+    world.settle()
+    assert world.healthy()[1:] == ("PodsNotReady", "sums-prepare-0 of an older job of this name is still ending")

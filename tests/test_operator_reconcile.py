@@ -39,7 +39,6 @@ def is_quiet(plan: Plan) -> bool:
 def test_a_job_from_nothing_to_its_last_step() -> None:
     world = World()
     world.settle()
-    assert world.body["metadata"]["finalizers"] == ["rlhfspec.io/operator"]
     assert (world.phase, list(world.pods)) == ("Pending", ["sums-prepare-0"])
     world.run_all()
     world.settle()
@@ -56,22 +55,14 @@ def test_a_job_from_nothing_to_its_last_step() -> None:
     world.end_those_asked()
     world.settle()
     assert (world.phase, sorted(world.pods)) == ("Succeeded", ["sums-prepare-0", "sums-trainer-0"])
-    assert world.purged == {world.run_uid}
     assert is_quiet(world.plan())
     assert world.plan().requeue_seconds is None, "an ended job costs nothing"
     assert [event.reason for event in world.events] == ["Pending", "Preparing", "Starting", "Running", "Succeeded"]
 
 
 def test_pods_are_made_after_what_they_mount() -> None:
-    kinds = [manifest["kind"] for manifest in World().plan().apply]
+    kinds = [manifest["kind"] for manifest in World().plan().create]
     assert kinds == ["ConfigMap", "Secret", "Pod"]
-
-
-def test_the_first_plan_asks_for_the_finalizer_and_the_last_gives_it_back() -> None:
-    world = World()
-    assert world.plan().add_finalizer
-    world.settle()
-    assert not world.plan().add_finalizer
 
 
 @pytest.mark.parametrize(("outcome", "left"), [("keep", ["sums-prepare-0", "sums-trainer-0"]), ("delete", [])])
@@ -299,7 +290,7 @@ def test_suspend_asks_the_trainer_first_and_resume_opens_the_next_run() -> None:
     world.settle()
     world.end_those_asked()
     world.settle()
-    assert (world.phase, world.pods, world.purged) == ("Suspended", {}, {first})
+    assert (world.phase, world.pods) == ("Suspended", {})
     assert is_quiet(world.plan())
     world.edit(suspend=False)
     world.to_starting()
@@ -420,35 +411,35 @@ def test_suspended_time_is_not_active_time() -> None:
 # --- deletion ------------------------------------------------------------------------------------------------------
 
 
-def test_a_deleted_job_ends_its_trainer_then_all_then_its_streams() -> None:
+def test_a_job_that_is_held_while_it_goes_ends_its_trainer_then_all_and_makes_nothing() -> None:
     world = running()
     world.delete_job()
     world.settle()
     assert (world.phase, names_of(world.deletes)) == ("Terminating", ["trainer-0"])
     world.end_those_asked()
     world.settle()
-    assert len(world.deletes) > 1
-    assert not world.is_gone
     world.end_those_asked()
     world.settle()
-    assert world.is_gone
-    assert world.purged == {world.run_uid}
+    assert (world.phase, world.pods) == ("Terminating", {})
+    assert is_quiet(world.plan())
+    assert world.plan().requeue_seconds is None
 
 
-def test_nats_that_is_away_does_not_hold_a_deleted_job() -> None:
-    world = running()
-    world.nats_is_up = False
-    world.delete_job()
-    for _ in range(3):
+@pytest.mark.parametrize("end", ["completed: step 10", "boom"])
+def test_a_job_is_deleted_so_long_after_its_end_as_it_says(end: str) -> None:
+    world = running(ttlSecondsAfterFinished=60)
+    world.end_pod("sums-trainer-0", 78 if end == "boom" else 0, end)
+    for _ in range(2):
         world.settle()
         world.end_those_asked()
+    world.settle()
+    assert world.plan().requeue_seconds == pytest.approx(60.0)
     world.pass_time(59)
     world.settle()
     assert not world.is_gone
-    world.pass_time(2)
-    world.settle()
+    world.pass_time(1)
+    world.look()
     assert world.is_gone
-    assert world.events[-1].reason == "StreamsLeft"
 
 
 # --- generators ----------------------------------------------------------------------------------------------------

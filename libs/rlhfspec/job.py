@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from rlhfspec.job_block import Block, Count, Fraction, Natural, Positive, Rate, Seconds, WholeSeconds
+from rlhfspec.job_block import MOST_SECONDS, Block, Count, Fraction, Natural, Positive, Rate, Seconds, WholeSeconds
 from rlhfspec.job_cluster import DeletionPolicy, PodOptions, PodTemplate, Replicas, Restart, Rule, Scheduling, Storage
 
 API_VERSION = "rlhfspec.io/v1alpha1"
@@ -374,6 +374,9 @@ class Spec(Block):
         None, description="It fails when not every pod is ready after so long, such as for want of nodes; null: never."
     )
     deletion_policy: DeletionPolicy = DeletionPolicy()
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=MOST_SECONDS)] | None = Field(
+        None, description="So long after its end the job is deleted with its pods; the run folder stays. null: never."
+    )
     scheduling: Scheduling = Scheduling()
     pod_template: PodTemplate = Field(
         {}, description="Merged into every pod of the job, before the podTemplate of its role: one toleration for all."

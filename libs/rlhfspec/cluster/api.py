@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -68,6 +68,17 @@ class Answer:
     @property
     def is_missing(self) -> bool:
         return self.code == 404
+
+    @property
+    def is_taken(self) -> bool:
+        """Of what was to be created: something has its name."""
+        return self.code == 409 and self.body.get("reason") == "AlreadyExists"
+
+    @property
+    def is_of_another(self) -> bool:
+        """Of what was to be taken up: it has another owner, or none. The API server does not say which test failed;
+        of an object that would be invalid it names kind and fields."""
+        return self.code == 422 and not self.body.get("details")
 
     @property
     def may_pass(self) -> bool:
@@ -159,9 +170,24 @@ class Api:
             body["gracePeriodSeconds"] = grace_seconds
         return await self._write("DELETE", "delete", kind, path_of(version, kind, namespace, name), body)
 
-    async def create(self, thing: Json) -> Answer:
+    async def create(self, thing: Json, *, dry_run: bool = False) -> Answer:
+        """A field that no such thing has is refused. `dry_run`: the API server says what it would say, no more."""
         path = path_of(thing["apiVersion"], thing["kind"], thing["metadata"].get("namespace"))
-        return await self._write("POST", "create", thing["kind"], path, thing)
+        query = {"fieldManager": names.FIELD_MANAGER, "fieldValidation": "Strict"}
+        query |= {"dryRun": "All"} if dry_run else {}
+        return await self._write("POST", "try" if dry_run else "create", thing["kind"], path, thing, query)
+
+    async def take_up(self, thing: Json, fields: Iterable[str]) -> Answer:
+        """What is there under its name is given these fields, if it has the same first owner; nothing is read."""
+        metadata = thing["metadata"]
+        path = path_of(thing["apiVersion"], thing["kind"], metadata.get("namespace"), metadata["name"])
+        patch = [
+            {"op": "test", "path": "/metadata/ownerReferences/0/uid", "value": metadata["ownerReferences"][0]["uid"]}
+        ]
+        patch += [{"op": "add", "path": "/metadata/labels", "value": metadata["labels"]}]
+        patch += [{"op": "add", "path": f"/{field}", "value": thing[field]} for field in fields]
+        query = {"fieldManager": names.FIELD_MANAGER}
+        return await self._write("PATCH", "patch", thing["kind"], path, patch, query, PATCH)
 
     async def _write(
         self, method: str, verb: str, kind: str, path: str, body: Body,

@@ -25,7 +25,7 @@ from rlhfspec.job_file.schema import in_cel
 # May change while a job runs; of a block, the parts that are not named here may not.
 MUTABLE = (
     "suspend", "restart", "deletionPolicy", "activeDeadlineSeconds", "preRunningDeadlineSeconds",
-    "roles.generator.workers", "roles.generator.replicas",
+    "ttlSecondsAfterFinished", "roles.generator.workers", "roles.generator.replicas",
 )  # fmt: skip
 # Of the job's pods, or a role's: may change while the job is suspended, for the pods that are made when it goes on.
 OF_PODS = ("resources", "image", "podTemplate")

@@ -23,7 +23,6 @@ ROLES = (PREPARE, CONTROL, *(stage.name for stage in STAGES))
 # The stages that import torch, and so need the large image.
 TORCH_ROLES = (PREPARE, "generator", "reward", "reference", "critic", "trainer")
 
-FINALIZER = f"{GROUP}/operator"
 FIELD_MANAGER = "rlhfspec-operator"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 NAME = "app.kubernetes.io/name"
@@ -32,6 +31,7 @@ JOB, ROLE, WORKER, RUN = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/worker", f"{
 RESTART_ID = f"{GROUP}/restart-id"  # annotation of a pod: the restart.id it was started under
 LEADER = f"{GROUP}/leader"  # label of the operator's pod that acts; the Service selects it
 
+CONTAINER = "worker"  # of a pod of a job: the one that computes
 SERVICE_ACCOUNT = "rlhfspec-job"  # of every pod of a job; only control's pod gets a token of it
 AUDIENCE = "rlhfspec-operator"  # of that token
 CONFIG = PurePosixPath("/etc/rlhfspec")  # the job's ConfigMap: connections.json and job.json, as the API server has it

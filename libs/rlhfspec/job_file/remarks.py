@@ -20,8 +20,8 @@ from typing import Any
 from rlhfspec.job import RLHFJob
 
 _OF_A_CLUSTER = (
-    "suspend", "activeDeadlineSeconds", "preRunningDeadlineSeconds", "deletionPolicy", "scheduling", "podTemplate",
-    "storage", "restart", "failurePolicy.rules",
+    "suspend", "activeDeadlineSeconds", "preRunningDeadlineSeconds", "deletionPolicy",
+    "ttlSecondsAfterFinished", "scheduling", "podTemplate", "storage", "restart", "failurePolicy.rules",
 )  # fmt: skip
 _OF_A_ROLE = ("resources", "image", "podTemplate", "replicas")  # the same, of a role in a cluster
 

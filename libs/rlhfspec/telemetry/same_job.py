@@ -31,6 +31,7 @@ MAY_DIFFER = (
     "spec.activeDeadlineSeconds",
     "spec.preRunningDeadlineSeconds",
     "spec.deletionPolicy",
+    "spec.ttlSecondsAfterFinished",
     "spec.scheduling",
     "spec.storage",
     "spec.restart",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhfspec.cluster import names
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.operator.release import credentials_by, keys_of, purge_of
+from rlhfspec.operator.release import credentials_by, keys_of
 from rlhfspec.operator.running import Operator, Place
 from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.service import logs
@@ -33,7 +33,7 @@ def _operator(asked: argparse.Namespace) -> Operator:
     keys = keys_of(asked.keys)
     pod = os.environ.get("RLHFSPEC_POD") or None
     place = Place(pod, asked.host, asked.http_port, asked.report_port, asked.tls)
-    return Operator(told, told.settings(credentials_by(keys)), purge_of(told.nats_url, keys), place)
+    return Operator(told, told.settings(credentials_by(keys)), place)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
-from rlhfspec.operator.observed import JobView, Observed, PodView, Refusal, Said
+from rlhfspec.operator.observed import JobView, Observed, PodView, Refusal, Said, Trial
 from rlhfspec.operator.queue import Key
-from rlhfspec.operator.views import job_view, pod_view
+from rlhfspec.operator.views import job_view, owner_of, pod_view
 
 Json = dict[str, Any]
 Kind = Literal["job", "pod"]
@@ -42,7 +41,7 @@ class _Job:
     report: Report | None = None
     report_at: datetime | None = None
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
-    purged: set[str] = field(default_factory=set)
+    trial: Trial | None = None
     status_written: datetime | None = None
 
 
@@ -54,7 +53,7 @@ class Cache:
         self._jobs: dict[Key, _Job] = {}
         self._pods: dict[Key, dict[str, _Pod]] = {}
         self._pod_by_uid: dict[str, tuple[Key, str]] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._gone: OrderedDict[str, int] = OrderedDict()  # uid: the resourceVersion that it went with
 
     # --- what the watches say: each returns the job that it concerns -------------------------------------------------
 
@@ -62,7 +61,7 @@ class Cache:
         metadata = job["metadata"]
         key, version = (metadata["namespace"], metadata["name"]), int(metadata["resourceVersion"])
         held = self._jobs.get(key)
-        if metadata["uid"] in self._gone or (held is not None and held.version >= version):
+        if self._is_gone(metadata) or (held is not None and held.version >= version):
             return None
         view = job_view(job, held.view if held is not None else None)
         if held is None or held.view.uid != view.uid:
@@ -74,7 +73,7 @@ class Cache:
     def remove_job(self, job: Json) -> Key | None:
         metadata = job["metadata"]
         key = (metadata["namespace"], metadata["name"])
-        self._forget(metadata["uid"])
+        self._forget(metadata["uid"], int(metadata["resourceVersion"]))
         if (held := self._jobs.get(key)) is not None and held.view.uid == metadata["uid"]:
             del self._jobs[key]
             return key
@@ -82,8 +81,11 @@ class Cache:
 
     def put_pod(self, pod: Json) -> Key | None:
         metadata = pod["metadata"]
-        if (key := _job_of(metadata)) is None or metadata["uid"] in self._gone:
+        if self._is_gone(metadata):
             return None
+        if (owner := owner_of(metadata)) is None:  # if it was a job's, somebody took that away
+            return self.remove_pod(pod) if metadata["uid"] in self._pod_by_uid else None
+        key = (metadata["namespace"], owner["name"])
         name, version = metadata["name"], int(metadata["resourceVersion"])
         held = self._pods.get(key, {}).get(name)
         if held is not None and held.version >= version:
@@ -103,13 +105,18 @@ class Cache:
         return key
 
     def remove_pod(self, pod: Json) -> Key | None:
-        return self._remove_pod(pod["metadata"]["uid"])
+        """Also one whose labels somebody took away: it is not watched any more, but may come back."""
+        return self._remove_pod(pod["metadata"]["uid"], int(pod["metadata"].get("resourceVersion", 0)))
 
-    def _remove_pod(self, uid: str) -> Key | None:
-        self._forget(uid)
-        if (found := self._pod_by_uid.pop(uid, None)) is None:
+    def _remove_pod(self, uid: str, version: int = 0) -> Key | None:
+        found = self._pod_by_uid.pop(uid, None)
+        held = self._pods[found[0]][found[1]].version if found is not None else 0
+        self._forget(uid, max(version, held))
+        if found is None:
             return None
         key, name = found
+        if (job := self._jobs.get(key)) is not None:
+            job.refusals.pop(("Pod", name), None)  # if it was in the way, it is no more
         del self._pods[key][name]
         if not self._pods[key]:
             del self._pods[key]
@@ -130,8 +137,11 @@ class Cache:
         warnings.append((name, said))
         return key
 
-    def _forget(self, uid: str) -> None:
-        self._gone[uid] = None
+    def _is_gone(self, metadata: Json) -> bool:
+        return self._gone.get(metadata["uid"], -1) >= int(metadata["resourceVersion"])
+
+    def _forget(self, uid: str, version: int) -> None:
+        self._gone[uid] = version
         if len(self._gone) > MOST_GONE:
             self._gone.popitem(last=False)
 
@@ -150,7 +160,8 @@ class Cache:
             return [key for uid in gone if (key := self._remove_pod(uid)) is not None]
         keys = [key for key, job in self._jobs.items() if job.view.uid in gone]
         for key in keys:
-            self._forget(self._jobs.pop(key).view.uid)
+            job = self._jobs.pop(key)
+            self._forget(job.view.uid, job.version)
         return keys
 
     def leave(self, namespace: str) -> None:
@@ -178,9 +189,14 @@ class Cache:
         job = self._jobs.get(key)
         return job is not None and job.refusals.pop((kind, name), None) is not None
 
-    def purged(self, key: Key, run: str) -> None:
+    def tried(self, key: Key, trial: Trial) -> None:
         if (job := self._jobs.get(key)) is not None:
-            job.purged.add(run)
+            job.trial = trial
+
+    def is_leaving(self, key: Key, pod: str) -> bool:
+        """Whoever's it is, it is being deleted."""
+        held = self._pods.get(key, {}).get(pod)
+        return held is not None and held.view.is_deleting
 
     def wrote_status(self, key: Key, now: datetime) -> None:
         if (job := self._jobs.get(key)) is not None:
@@ -206,12 +222,12 @@ class Cache:
             report_at=job.report_at,
             listening_since=self.listening_since,
             refusals=tuple(job.refusals.values()),
+            trial=job.trial,
             broker=self.broker,
-            purged=frozenset(job.purged),
         )
 
     def pods(self, key: Key) -> list[PodView]:
-        """Of this very job: others have its labels at most, or belong to an older one of its name."""
+        """Of this very job, and not of an older one of its name."""
         job = self._jobs.get(key)
         held = sorted(self._pods.get(key, {}).items())
         return [
@@ -225,10 +241,3 @@ class Cache:
         if pod.marked is None:
             return None
         return datetime.now(UTC) + timedelta(seconds=pod.view.grace_seconds - (self._now() - pod.marked))
-
-
-def _job_of(metadata: Json) -> Key | None:
-    labels = metadata.get("labels", {})
-    if labels.get(names.MANAGED_BY) != names.FIELD_MANAGER or names.JOB not in labels or names.ROLE not in labels:
-        return None
-    return metadata["namespace"], labels[names.JOB]

@@ -12,7 +12,7 @@ from rlhfspec.cluster.report import Report
 from rlhfspec.job import Spec
 from rlhfspec.operator.memory import Memory, Outcome, WorkerMemory
 from rlhfspec.operator.observed import JobView, Observed, PodView, Settings, Worker
-from rlhfspec.operator.plan import Delete, Event
+from rlhfspec.operator.plan import Delete
 
 LOST_SECONDS = 15.0  # past the end of its grace: a kubelet that answers would have removed the pod
 FRESH_SECONDS = 60.0  # so long a report is believed; control says something every 20 s
@@ -29,9 +29,9 @@ class Draft:
     settings: Settings
     now: datetime
     memory: Memory
-    apply: list[dict[str, Any]] = field(default_factory=list)
+    trial: list[dict[str, Any]] = field(default_factory=list)
+    create: list[dict[str, Any]] = field(default_factory=list)
     delete: list[Delete] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
     requeue: float | None = None
     wanted: dict[tuple[int, bool], list[Worker]] = field(default_factory=dict)  # what `wanted_workers` found
 
@@ -39,6 +39,12 @@ class Draft:
     def spec(self) -> Spec:
         assert self.job.job is not None
         return self.job.job.spec
+
+    @property
+    def never_ran(self) -> bool:
+        """It failed before it began, by what its manifest says."""
+        outcome = self.memory.outcome
+        return self.memory.number == 0 and outcome is not None and outcome.reason == "BadConfig"
 
     @property
     def run_uid(self) -> str:

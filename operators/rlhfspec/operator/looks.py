@@ -5,8 +5,9 @@ What was done is known at once, not only when the watches tell it: the answer to
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
@@ -14,17 +15,18 @@ from typing import Any
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import JOB_VERSION, Answer, Api, in_parallel
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
+from rlhfspec.operator import trial
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.events import Events
-from rlhfspec.operator.observed import JobView, Observed, Refusal, Settings
+from rlhfspec.operator.observed import JobView, Observed, Refusal, Settings, Trial
 from rlhfspec.operator.plan import Delete, Event, Plan
 from rlhfspec.operator.queue import Key, Looked
+from rlhfspec.operator.reasons import LEAVING
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.status import is_worth_writing, undecided
 
 UNDECIDED_SECONDS = 60.0  # before a job that cannot be decided is tried again
 LOG = logging.getLogger(__name__)
-Purge = Callable[[str, str], Awaitable[bool]]  # a job's name, a run's uid: whether its streams are gone
 
 
 class Conflict(Exception):
@@ -37,14 +39,12 @@ class Looks:
         cache: Cache,
         api: Api,
         settings: Settings,
-        purge: Purge,
         *,
         decide: Callable[[JobView, Observed, Settings, datetime], Plan] = reconcile,
     ) -> None:
         self._cache = cache
         self._api = api
         self._settings = settings
-        self._purge = purge
         self._decide = decide
         self._events = Events(api)
 
@@ -54,7 +54,7 @@ class Looks:
             return Looked(gone=True)
         now = datetime.now(UTC)
         try:
-            plan = self._decide(job, self._cache.observed(key), self._settings, now)
+            plan = await asyncio.to_thread(self._decide, job, self._cache.observed(key), self._settings, now)
         except Exception as error:  # what the API server took, and nobody here foresaw
             LOG.exception("%s cannot be decided", "/".join(key))
             status, events = undecided(job, error, now)
@@ -72,42 +72,26 @@ class Looks:
 
     async def _carry_out(self, key: Key, job: JobView, plan: Plan, now: datetime) -> bool:
         """In the order that `plan` asks for. Whether anything came of it that no watch will tell: look again."""
-        if plan.add_finalizer:
-            job = await self._set_finalizers(key, job, (*job.finalizers, names.FINALIZER))
         last = self._cache.status_written(key)
         if not plan.is_quiet or is_worth_writing(job.status, plan.status, last, now):
             await self._write_status(key, job, plan.status, now)
         for event in plan.events:
             await self._say(job, event)
+        if plan.trial:
+            answers = await in_parallel([self._api.create(pod, dry_run=True) for pod in plan.trial])
+            self._cache.tried(key, Trial(job.generation, trial.problem_of(plan.trial, answers)))
         await in_parallel([self._delete(key, each) for each in plan.delete])
-        learned = await self._apply(key, plan.apply, now)
-        for run in plan.purge:
-            if await self._purge(job.name, run):
-                self._cache.purged(key, run)
-                learned = True
-        if plan.remove_finalizer and (current := self._cache.job(key)) is not None:
-            left = tuple(each for each in current.finalizers if each != names.FINALIZER)
-            await self._set_finalizers(key, current, left)
-        return learned
-
-    async def _set_finalizers(self, key: Key, job: JobView, finalizers: tuple[str, ...]) -> JobView:
-        metadata = {"uid": job.uid, "resourceVersion": job.resource_version, "finalizers": list(finalizers)}
-        answer = await self._api.merge(JOB_VERSION, names.KIND, *key, {"metadata": metadata})
-        return self._job_after(key, job, answer)
+        return await self._create(key, plan.create, now) or bool(plan.trial)
 
     async def _write_status(self, key: Key, job: JobView, status: dict[str, Any], now: datetime) -> None:
         if status != job.status:
             answer = await self._api.write_status(job.namespace, job.name, job.uid, job.resource_version, status)
-            self._job_after(key, job, answer)
+            if answer.code in (404, 409):
+                raise Conflict
+            if answer.is_refused:
+                raise ClusterRefused(f"write of {'/'.join(key)}", answer.message)
+            self._cache.put_job(answer.body)
             self._cache.wrote_status(key, now)
-
-    def _job_after(self, key: Key, job: JobView, answer: Answer) -> JobView:
-        if answer.code in (404, 409):
-            raise Conflict
-        if answer.is_refused:
-            raise ClusterRefused(f"write of {'/'.join(key)}", answer.message)
-        self._cache.put_job(answer.body)
-        return self._cache.job(key) or job
 
     async def _say(self, job: JobView, event: Event) -> None:
         answer = await self._events.say(job, event)
@@ -115,37 +99,49 @@ class Looks:
             LOG.warning("an event of %s/%s was refused: %s", job.namespace, job.name, answer.message)
 
     async def _delete(self, key: Key, asked: Delete) -> Answer:
+        version = JOB_VERSION if asked.kind == names.KIND else "v1"
         answer = await self._api.delete(
-            "v1", asked.kind, key[0], asked.name, uid=asked.uid, grace_seconds=asked.grace_seconds
+            version, asked.kind, key[0], asked.name, uid=asked.uid, grace_seconds=asked.grace_seconds
         )
-        if answer.is_missing:
+        if answer.is_missing and asked.kind == "Pod":
             self._cache.remove_pod({"metadata": {"uid": asked.uid}})
         elif not answer.is_refused:
             LOG.info("%s: deleted %s %s", "/".join(key), asked.kind, asked.name)
             if answer.body.get("kind") == "Pod" and "deletionTimestamp" in answer.body["metadata"]:
                 self._cache.put_pod(answer.body)
-        elif answer.code != 409:  # 409: another object by now
+        elif answer.code not in (404, 409):  # 409: another object by now
             raise ClusterUnavailable(f"deletion of {asked.name}", answer.message)
         return answer
 
-    async def _apply(self, key: Key, things: tuple[dict[str, Any], ...], now: datetime) -> bool:
+    async def _create(self, key: Key, things: tuple[dict[str, Any], ...], now: datetime) -> bool:
         """Kind by kind: what the pods mount is there before they are."""
         learned = False
         for kind, group in groupby(things, key=lambda thing: str(thing["kind"])):
             asked = list(group)
-            answers = await in_parallel([self._api.apply(thing) for thing in asked])
+            answers = await in_parallel([self._make(thing) for thing in asked])
             for thing, answer in zip(asked, answers, strict=True):
-                learned |= self._applied(key, kind, thing["metadata"]["name"], answer, now)
+                learned |= self._made(key, kind, thing["metadata"]["name"], answer, now)
             if any(answer.is_refused for answer in answers):
                 break
         return learned
 
-    def _applied(self, key: Key, kind: str, name: str, answer: Answer, now: datetime) -> bool:
+    async def _make(self, thing: dict[str, Any]) -> Answer:
+        """What has its name is ours by its owner, or is left alone."""
+        answer = await self._api.create(thing)
+        if not answer.is_taken:
+            return answer
+        fields = ("data", "spec") if thing["kind"] != "Pod" else ()  # of a pod none can change
+        taken_up = await self._api.take_up(thing, [field for field in fields if field in thing])
+        return answer if taken_up.is_of_another else taken_up
+
+    def _made(self, key: Key, kind: str, name: str, answer: Answer, now: datetime) -> bool:
         if answer.is_refused:
             reason = str(answer.body.get("reason") or answer.code)
+            if answer.is_taken and kind == "Pod" and self._cache.is_leaving(key, name):
+                reason = LEAVING
             LOG.warning("%s: %s %s is refused: %s", "/".join(key), kind, name, answer.message)
             return self._cache.refused(key, Refusal(kind, name, reason, answer.message, now))
-        LOG.info("%s: applied %s %s", "/".join(key), kind, name)
+        LOG.info("%s: made %s %s", "/".join(key), kind, name)
         if kind == "Pod":
             self._cache.put_pod(answer.body)
         return self._cache.accepted(key, kind, name)
@@ -153,5 +149,5 @@ class Looks:
 
 def _deeds(plan: Plan) -> object:
     """What two plans that do the same have in common."""
-    applied = [(thing["kind"], thing["metadata"]["name"]) for thing in plan.apply]
-    return (applied, plan.delete, plan.purge, plan.add_finalizer, plan.remove_finalizer)
+    made = [(thing["kind"], thing["metadata"]["name"]) for thing in plan.create]
+    return (made, plan.delete, [pod["metadata"]["name"] for pod in plan.trial])

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
+from rlhfspec.job_block import MOST_WORKERS
 from rlhfspec.operator.times import maybe_time_of, text_of
 
 RunState = Literal["open", "closing", "closed"]
@@ -73,8 +74,6 @@ class Memory:
     counted: int = 0  # of them, by the failure policy
     step: int = 0  # the last one trained of which we heard
     workers: dict[str, WorkerMemory] = field(default_factory=dict)
-    purge: tuple[str, ...] = ()  # uids of runs that are over, and whose streams may still be there
-    purge_since: datetime | None = None
     started: datetime | None = None
     completed: datetime | None = None
     outcome: Outcome | None = None  # it stands in the conditions
@@ -88,21 +87,22 @@ class Memory:
         kept = dict(status.get("memory") or {})
         for name in _TIMES:
             kept[name] = maybe_time_of(kept.get(name))
+        kept["generators"] = min(kept.get("generators", 0), MOST_WORKERS)  # whoever may write a status could say any
         kept["workers"] = {name: WorkerMemory.of(worker) for name, worker in (kept.get("workers") or {}).items()}
-        kept["purge"] = tuple(kept.get("purge") or ())
-        return cls(**kept, outcome=_outcome_of(status))
+        known = {name: value for name, value in kept.items() if name in cls.__slots__}  # another version's has more
+        return cls(**known, outcome=_outcome_of(status))
 
     def as_status(self) -> dict[str, Any]:
         """The status's `memory`."""
         kept = {name: getattr(self, name) for name in self.__slots__ if name != "outcome"}
         kept |= {name: _text(kept[name]) for name in _TIMES}
         kept["active_before"] = round(self.active_before, 3)
+        kept["generators"] = min(kept.get("generators", 0), MOST_WORKERS)  # whoever may write a status could say any
         kept["workers"] = {name: worker.as_status() for name, worker in sorted(self.workers.items())}
-        kept["purge"] = list(self.purge)
         return _without_empty(kept)
 
 
-_TIMES = ("opened", "running_since", "purge_since", "started", "completed")
+_TIMES = ("opened", "running_since", "started", "completed")
 
 
 def _outcome_of(status: Mapping[str, Any]) -> Outcome | None:

@@ -24,13 +24,17 @@ def objects_for(draft: Draft, workers: Sequence[Worker]) -> list[dict[str, Any]]
         config_map(draft),
         *(secret(draft, role) for role in roles),
         *group,
-        *(pods.pod(draft, key, _owner(draft)) for key in workers),
+        *(pod(draft, key) for key in workers),
     ]
 
 
 def mounted_by(draft: Draft, roles: Iterable[str]) -> list[dict[str, Any]]:
     """Only what pods of these roles mount: somebody removed it."""
     return [config_map(draft), *(secret(draft, role) for role in roles)]
+
+
+def pod(draft: Draft, key: Worker) -> dict[str, Any]:
+    return pods.pod(draft, key, _owner(draft))
 
 
 def connections(draft: Draft) -> dict[str, Any]:

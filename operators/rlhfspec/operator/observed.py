@@ -24,6 +24,15 @@ Worker = tuple[str, int]  # role, number
 Credentials = Callable[[str, str, str, str, datetime], Mapping[str, bytes]]
 
 
+def worker_of(name: str) -> Worker:
+    """
+    >>> worker_of("generator-2"), worker_of("nonsense")
+    (('generator', 2), ('', 0))
+    """
+    role, _, number = name.rpartition("-")
+    return (role, int(number)) if number.isdecimal() else ("", 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
     namespace: str
@@ -33,7 +42,6 @@ class JobView:
     resource_version: str
     created: datetime
     deleting_since: datetime | None = None
-    finalizers: tuple[str, ...] = ()
     manifest: Mapping[str, Any]  # as a user would write it: without status and what only the server writes
     status: Mapping[str, Any] = field(default_factory=dict)
     job: RLHFJob | None = None  # None: it has problems
@@ -67,7 +75,8 @@ class PodView:
     run: str  # its uid
     owner: str = ""  # uid of the job that it belongs to, as its metadata says
     restart_id: str = ""
-    phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"
+    phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"  # of its worker
+    lingers: bool = False  # its worker ended, and other containers of the pod did not
     ready: bool = False
     ready_changed: datetime | None = None  # when it became so, or ceased to be
     node: str | None = None
@@ -111,6 +120,14 @@ class Refusal:
     at: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What the API server says of the job's pods without making them. `problem`: empty: it would take them."""
+
+    generation: int
+    problem: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     pods: tuple[PodView, ...] = ()
@@ -118,8 +135,8 @@ class Observed:
     report_at: datetime | None = None
     listening_since: datetime | None = None  # reports of the time before went to another replica
     refusals: tuple[Refusal, ...] = ()
+    trial: Trial | None = None  # the last one
     broker: Said | None = None  # why NATS or Redis cannot be reached; None: nothing speaks against it
-    purged: frozenset[str] = frozenset()  # uids of the runs whose streams are known to be gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

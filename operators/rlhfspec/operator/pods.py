@@ -19,7 +19,6 @@ from rlhfspec.operator.observed import Worker
 from rlhfspec.operator.quantity import amount
 from rlhfspec.operator.wanted import restart_id_of
 
-CONTAINER = "worker"
 USER = 65532  # the images' own; any other works as well
 SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences
 GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 150
@@ -107,7 +106,7 @@ def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]
     role = key[0]
     resources = options.resources or draft.settings.resources.get(role) or {}
     container: dict[str, Any] = {
-        "name": CONTAINER,
+        "name": names.CONTAINER,
         "image": image_of(draft, role, options),
         "imagePullPolicy": draft.settings.images.pull_policy,
         "command": command(draft, key),
@@ -262,6 +261,6 @@ def _resources(draft: Draft, role: str, options: PodOptions) -> Mapping[Any, Any
         containers = template.get("spec", {}).get("containers")
         for container in containers if isinstance(containers, list) else ():
             own = container.get("resources") if isinstance(container, Mapping) else None
-            if isinstance(own, Mapping) and container.get("name") == CONTAINER:
+            if isinstance(own, Mapping) and container.get("name") == names.CONTAINER:
                 resources = merged(resources, own)
     return resources

@@ -3,13 +3,13 @@
 | rules | bound in |
 |---|---|
 | JOBS | every namespace with jobs |
-| SPACES | the cluster, when the operator's scope is cluster: where a namespace has the label, it makes the rest |
 | GANG | the same, when jobs use Volcano or coscheduling |
+| SPACES | the cluster, when the operator's scope is cluster: where a namespace has the label, it makes the rest |
 | RELEASE | the operator's own namespace |
 | CLUSTER | the cluster: a TokenReview has no namespace |
 | INSTALL | the operator's own namespace, for the install hook (`keys`) alone |
 
-It never reads a Secret. `patch` is server-side apply, which also needs `create` for what is not there yet. Reading what
+It never reads a Secret: whose one is that is there already says a patch that tests its owner. Reading what
 the API server serves (`/apis`) is granted to everybody by Kubernetes itself.
 
 Example:
@@ -33,7 +33,7 @@ class Rule:
 
 
 JOBS = (
-    Rule(names.GROUP, (names.PLURAL,), ("list", "watch", "patch")),
+    Rule(names.GROUP, (names.PLURAL,), ("list", "watch", "delete")),
     Rule(names.GROUP, (f"{names.PLURAL}/status",), ("patch",)),
     Rule("", ("pods",), ("list", "watch", "create", "patch", "delete")),
     Rule("", ("configmaps", "secrets"), ("create", "patch")),

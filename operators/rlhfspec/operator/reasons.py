@@ -37,6 +37,8 @@ NOT_YET = re.compile(
 )
 ABOUT_VOLUMES = re.compile(r"persistent ?volume|volume node affinity", re.IGNORECASE)
 NOT_THERE = re.compile(r'(secret|configmap) "[^"]*" not found|references non-existent (secret|config) key')
+# Reasons of refusals, of what has the name of something that the job needs: somebody's, or of an older job of its name.
+IN_THE_WAY, LEAVING = "AlreadyExists", "Leaving"
 Find = Callable[[Draft], Iterator[str]]
 
 
@@ -72,7 +74,10 @@ def config_problem(draft: Draft) -> str:
             "spec.storage.claim: name a PersistentVolumeClaim of this namespace, or an object store as "
             "spec.storage.uri: the operator has no claim by default"
         )
-    return _too_many(job.job, draft.settings.max_workers)
+    if too_many := _too_many(job.job, draft.settings.max_workers):
+        return too_many
+    last = draft.observed.trial
+    return last.problem if last is not None and last.generation == job.generation else ""
 
 
 def _too_many(job: RLHFJob, allowed: int) -> str:
@@ -129,6 +134,9 @@ def _refusals(draft: Draft) -> Iterator[Refusal]:
 def _bad_config(draft: Draft) -> Iterator[str]:
     if problem := config_problem(draft):
         yield problem
+    for refusal in _refusals(draft):
+        if refusal.reason == IN_THE_WAY:
+            yield f"{refusal.kind} {refusal.name} is there already, and is not of this job: remove it"
 
 
 def _missing_secret(draft: Draft) -> Iterator[str]:
@@ -169,7 +177,8 @@ def _quota(draft: Draft) -> Iterator[str]:
 
 
 def _refused(draft: Draft) -> Iterator[str]:
-    return (f"{r.kind} {r.name}: {r.message}" for r in _refusals(draft) if not _is_quota(r))
+    other = (r for r in _refusals(draft) if not _is_quota(r) and r.reason not in (IN_THE_WAY, LEAVING))
+    return (f"{r.kind} {r.name}: {r.message}" for r in other)
 
 
 def _is_quota(refusal: Refusal) -> bool:
@@ -280,6 +289,9 @@ def _not_ready(draft: Draft) -> Iterator[str]:
     allowed = FIRST_READY_SECONDS if draft.memory.running_since is None else READY_SECONDS
     for name, memory in _down(draft):
         yield f"{name} ended: {memory.message or memory.reason}; it is started again"
+    for refusal in _refusals(draft):
+        if refusal.reason == LEAVING:
+            yield f"{refusal.name} of an older job of this name is still ending"
     for pod in _pods(draft):
         if pod.role == names.PREPARE:
             continue
@@ -291,8 +303,10 @@ def _not_ready(draft: Draft) -> Iterator[str]:
 CAUSES = (
     Cause(
         "BadConfig",
-        "A field of the job is wrong, or names something that is not there. The message names the field.",
-        "Correct the field. Where the job failed by it, delete and create it again.",
+        "A field of the job is wrong, or names something that is not there, or something of somebody else's has a name "
+        "that the job needs. The message says which.",
+        "Correct the field, and the job begins; one that ran and failed by it is to be made again. Remove what is in "
+        "the way, and it goes on.",
         _bad_config,
     ),
     Cause(

@@ -15,18 +15,18 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from rlhfspec.cluster import names
-from rlhfspec.operator import runs, status
+from rlhfspec.operator import runs, status, trial
 from rlhfspec.operator.draft import MOST_AT_ONCE, Draft, worker_name
 from rlhfspec.operator.failures import count_in, forget_after_progress, is_complete
 from rlhfspec.operator.memory import Memory
 from rlhfspec.operator.objects import mounted_by, objects_for
 from rlhfspec.operator.observed import JobView, Observed, PodView, Settings, Worker
-from rlhfspec.operator.plan import Event, Plan
+from rlhfspec.operator.plan import Delete, Plan
 from rlhfspec.operator.reasons import all_ready, config_problem, roles_that_lack_ours
 from rlhfspec.operator.times import in_milliseconds
 from rlhfspec.operator.wanted import must_restart, settle_generators, wanted_workers
 
-STALE_SECONDS = 1.0
+STALE_SECONDS, STALE_AT_MOST_SECONDS = 1.0, 60.0
 SEEN_AGAIN_SECONDS = 15.0  # while something goes on, the job is looked at so often whatever happens
 
 
@@ -46,8 +46,8 @@ def reconcile(job: JobView, observed: Observed, settings: Settings, now: datetim
 
 def _is_stale(draft: Draft) -> bool:
     """There are pods of a run of which the status does not know yet: this is an old copy of the job."""
-    known = runs.older_runs(draft) | {draft.run_uid}
-    return any(pod.run not in known for pod in draft.pods)
+    new = [pod for pod in draft.pods if draft.seconds_since(pod.created) < STALE_AT_MOST_SECONDS]
+    return any(pod.run in runs.next_runs(draft) for pod in new)
 
 
 def _refuse(draft: Draft, problem: str) -> None:
@@ -60,6 +60,8 @@ def _refuse(draft: Draft, problem: str) -> None:
 
 
 def _decide(draft: Draft) -> None:
+    if trial.is_due(draft):
+        draft.trial += trial.pods(draft)
     runs.reopen(draft)
     forget_after_progress(draft)
     _look_at_ends(draft)
@@ -130,6 +132,18 @@ def _over(draft: Draft) -> None:
     runs.take_down(draft, keep_finished=keep)
     if not any(pod.is_running for pod in draft.pods):
         runs.close(draft)
+        _forget_in_time(draft)
+
+
+def _forget_in_time(draft: Draft) -> None:
+    seconds, ended = draft.spec.ttl_seconds_after_finished, draft.memory.completed
+    if seconds is None or ended is None:
+        return
+    at = ended + timedelta(seconds=seconds)
+    if draft.now < at:
+        draft.look_again_at(at)
+    else:
+        draft.delete.append(Delete("RLHFJob", draft.job.name, None, draft.job.uid))
 
 
 # --- an open run -----------------------------------------------------------------------------------------------------
@@ -138,11 +152,13 @@ def _over(draft: Draft) -> None:
 def _keep_workers(draft: Draft) -> None:
     wanted = wanted_workers(draft)
     due = [key for key in wanted if _is_to_be_made(draft, key)]
+    if any(draft.is_refused(each.kind, each.name) for each in draft.observed.refusals if each.kind != "Pod"):
+        due = []  # what pods mount
     if len(due) > MOST_AT_ONCE:
         draft.look_again_in(0.0)
-    draft.apply += objects_for(draft, due[:MOST_AT_ONCE])
+    draft.create += objects_for(draft, due[:MOST_AT_ONCE])
     if roles := roles_that_lack_ours(draft):
-        draft.apply += mounted_by(draft, roles)
+        draft.create += mounted_by(draft, roles)
     if draft.memory.prepared:
         _remove_surplus(draft, set(wanted))
 
@@ -189,36 +205,18 @@ def _remove_surplus(draft: Draft, wanted: set[Worker]) -> None:
 
 
 def _deleting(draft: Draft) -> Plan:
-    """Pods, then streams, then the job itself. Neither a node that is lost nor NATS being away holds it for long."""
-    memory = draft.memory
-    if names.FINALIZER not in draft.job.finalizers:
-        return Plan(status=dict(draft.job.status))
+    """Somebody else holds it, such as a deletion in the foreground: until it is gone nothing is made any more."""
     runs.take_down(draft, keep_finished=False)
-    left = [pod for pod in draft.pods if not draft.is_lost(pod)]
-    memory.state = "closing" if memory.number and memory.state != "closed" else memory.state
-    if not left:
+    if draft.memory.number and not draft.pods:
         runs.close(draft)
-    to_purge = runs.purge(draft)
-    waited = memory.purge_since is not None and draft.seconds_since(memory.purge_since) >= runs.PURGE_SECONDS
-    is_gone = not left and (not to_purge or waited)
-    if is_gone and to_purge:
-        draft.events.append(
-            Event("Warning", "StreamsLeft", f"NATS could not be asked to remove the streams of {', '.join(to_purge)}")
-        )
-    new, events = status.render(draft)
-    return Plan(
-        status=new, delete=tuple(draft.delete), purge=to_purge, remove_finalizer=is_gone,
-        events=(*events, *draft.events), requeue_seconds=draft.requeue,
-    )  # fmt: skip
+    return _finish(draft)
 
 
 def _finish(draft: Draft) -> Plan:
-    to_purge = runs.purge(draft)
     new, events = status.render(draft)
     if draft.memory.state != "closed":
         draft.look_again_in(SEEN_AGAIN_SECONDS)
     return Plan(
-        status=new, apply=tuple(draft.apply), delete=tuple(draft.delete), purge=to_purge,
-        events=(*draft.events, *events), add_finalizer=names.FINALIZER not in draft.job.finalizers,
-        requeue_seconds=draft.requeue,
+        status=new, trial=tuple(draft.trial), create=tuple(draft.create), delete=tuple(draft.delete),
+        events=tuple(events), requeue_seconds=draft.requeue,
     )  # fmt: skip

@@ -24,13 +24,13 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.access import Access
 from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, LeadershipLost
-from rlhfspec.operator.broker import Dialling, Purge
+from rlhfspec.operator.broker import Dialling
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.draft import worker_name
 from rlhfspec.operator.lease import LOOK_SECONDS, Lease
 from rlhfspec.operator.looks import Looks
 from rlhfspec.operator.metrics import Metrics, Restarted
-from rlhfspec.operator.observed import JobView, Observed, Said, Settings
+from rlhfspec.operator.observed import JobView, Observed, Said, Settings, worker_of
 from rlhfspec.operator.plan import Plan
 from rlhfspec.operator.queue import Key, Looked, Queue
 from rlhfspec.operator.reconcile import reconcile
@@ -59,7 +59,7 @@ class Place:
 
 
 class Operator:
-    def __init__(self, told: OperatorFile, settings: Settings, purge: Purge, place: Place) -> None:
+    def __init__(self, told: OperatorFile, settings: Settings, place: Place) -> None:
         self._told = told
         self._place = place
         self._metrics = Metrics()
@@ -70,7 +70,7 @@ class Operator:
         self._lease_api = Api(self._access, agent=agent)  # its requests never stand in line behind others
         self._lease = Lease(self._lease_api, told.namespace, f"{told.release}-operator", identity)
         self._api = Api(self._access, may_write=lambda: self._lease.is_held, count=self._metrics.wrote, agent=agent)
-        self._looks = Looks(self._cache, self._api, settings, purge, decide=self._decide)
+        self._looks = Looks(self._cache, self._api, settings, decide=self._decide)
         self._watch_api = Api(self._access, agent=agent, connections=0)
         self._spaces = Spaces(self._api, told.namespace_kit)
         self._watching = Watching(
@@ -224,9 +224,9 @@ def restarted(cache: Cache) -> Iterator[Restarted]:
         job = cache.job((namespace, name))
         restarts = job.status.get("restarts") or {} if job is not None else {}
         counts = restarts.get("byWorker") or {}
-        for worker in sorted({*counts, *(worker_name(pod.key) for pod in cache.pods((namespace, name)))}):
-            role, _, number = worker.rpartition("-")
-            yield Restarted(namespace, name, role, int(number), counts.get(worker, 0))
+        for role, number in sorted({*map(worker_of, counts), *(pod.key for pod in cache.pods((namespace, name)))}):
+            if role in names.ROLES:  # whoever may write a status can write anything there
+                yield Restarted(namespace, name, role, number, counts.get(worker_name((role, number)), 0))
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -1,14 +1,13 @@
-"""A job's runs: opened, closed for suspension or to begin anew, and what becomes of their streams."""
+"""A job's runs: opened, closed for suspension or to begin anew."""
 
 from __future__ import annotations
 
 from rlhfspec.cluster import names
 from rlhfspec.loop import workers_of
+from rlhfspec.operator import trial
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.wanted import whole_restart_is_wanted
 
-PURGE_SECONDS = 60.0  # a deleted job waits so long for NATS to come back
-PURGE_AGAIN_SECONDS = 15.0
 STOP_SECONDS = 30  # for everybody but the trainer, where nobody is left to hand anything to
 
 
@@ -21,16 +20,14 @@ def turn(draft: Draft) -> None:
         memory.state = "closing"  # made just before the end, and not seen then
     if memory.state == "closing" and not draft.pods:
         close(draft)
-    if memory.state == "closed" and not draft.spec.suspend:
+    if memory.state == "closed" and not draft.spec.suspend and trial.is_passed(draft):
         _open(draft)
 
 
 def close(draft: Draft) -> None:
     memory = draft.memory
-    if memory.number and memory.state != "closed":
-        if memory.opened is not None:
-            memory.active_before += draft.seconds_since(memory.opened)
-        to_purge(draft, draft.run_uid)
+    if memory.number and memory.state != "closed" and memory.opened is not None:
+        memory.active_before += draft.seconds_since(memory.opened)
     memory.state, memory.opened, memory.running_since = "closed", None, None
 
 
@@ -50,37 +47,21 @@ def reopen(draft: Draft) -> None:
     """A failed job that somebody asked to begin anew goes on from its last checkpoint."""
     memory = draft.memory
     if memory.outcome is not None and memory.outcome.type == "Failed" and draft.job.job is not None:
-        never_ran = memory.number == 0 and memory.outcome.reason == "BadConfig"
-        if never_ran or (memory.number and whole_restart_is_wanted(draft)):
+        is_mended = draft.never_ran and trial.is_passed(draft)
+        if is_mended or (memory.number and whole_restart_is_wanted(draft)):
             memory.outcome = memory.completed = None
             memory.state = "closing" if memory.number else "closed"
 
 
-def to_purge(draft: Draft, run: str) -> None:
-    memory = draft.memory
-    if run not in (*memory.purge, *draft.observed.purged):
-        memory.purge = (*memory.purge, run)
-    memory.purge_since = memory.purge_since or draft.now
-
-
-def purge(draft: Draft) -> tuple[str, ...]:
-    """What is still to be purged."""
-    memory = draft.memory
-    memory.purge = tuple(run for run in memory.purge if run not in draft.observed.purged)
-    if not memory.purge:
-        memory.purge_since = None
-        return ()
-    draft.look_again_in(PURGE_AGAIN_SECONDS)
-    return memory.purge
-
-
 def take_down(draft: Draft, *, keep_finished: bool) -> None:
     """The trainer's pod first: it ends what it learns and writes a checkpoint while the others are still there."""
-    pods = [pod for pod in draft.pods if not (keep_finished and pod.is_finished)]
-    trainers = [pod for pod in pods if pod.role == "trainer"]
+    pods = [pod for pod in draft.pods if pod.lingers or not (keep_finished and pod.is_finished)]
+    trainers = [pod for pod in pods if pod.role == "trainer" and not pod.is_finished]
     for pod in trainers or pods:
         draft.remove(pod, None if pod.role == "trainer" else STOP_SECONDS)
 
 
-def older_runs(draft: Draft) -> set[str]:
-    return {names.run_uid(draft.job.uid, number) for number in range(1, draft.memory.number)}
+def next_runs(draft: Draft) -> set[str]:
+    """Which whoever acted before us may have opened since. A pod that says anything else is only removed."""
+    number = draft.memory.number
+    return {names.run_uid(draft.job.uid, later) for later in (number + 1, number + 2)}

@@ -20,11 +20,12 @@ from rlhfspec.errors import Problem
 from rlhfspec.job import API_VERSION, RLHFJob
 from rlhfspec.job_file.checks import check
 from rlhfspec.job_file.problems import explain
-from rlhfspec.operator.observed import JobView, PodView, Said, Terminated
+from rlhfspec.operator.observed import JobView, PodView, Said, Terminated, Worker, worker_of
 from rlhfspec.operator.tidy import tidy
 from rlhfspec.operator.times import maybe_time_of, time_of
 
 MOST_WARNINGS = 8
+FINISHED = ("Succeeded", "Failed")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
@@ -42,8 +43,7 @@ def job_view(body: Mapping[str, Any], before: JobView | None = None) -> JobView:
         generation=metadata.get("generation", 1), resource_version=metadata.get("resourceVersion", ""),
         created=time_of(metadata["creationTimestamp"]),
         deleting_since=maybe_time_of(metadata.get("deletionTimestamp")),
-        finalizers=tuple(metadata.get("finalizers") or ()), manifest=manifest, status=tidy(body.get("status") or {}),
-        job=job, problems=problems,
+        manifest=manifest, status=tidy(body.get("status") or {}), job=job, problems=problems,
     )  # fmt: skip
 
 
@@ -70,19 +70,23 @@ def read(manifest: Mapping[str, Any]) -> tuple[RLHFJob | None, tuple[Problem, ..
 
 
 def pod_view(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = ()) -> PodView | None:
-    """Of a pod, and the events on it; None: its labels do not say whose it is."""
+    """Of a pod, and the events on it; None: it is no job's. Whose it is say its owner and its name, not its labels:
+    those anybody may write."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
-    labels = metadata.get("labels") or {}
-    if names.ROLE not in labels or not labels.get(names.WORKER, "").isdecimal():
+    owner = owner_of(metadata)
+    if owner is None or (worker := _worker_of(metadata["name"], owner["name"])) is None:
         return None
+    labels = metadata.get("labels") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     ready = conditions.get("Ready", {})
-    state = _state(status)
+    container, state = _container(status), _state(spec, status)
+    phase = _phase_of_worker(status, container)
     return PodView(
-        name=metadata["name"], uid=metadata["uid"], role=labels[names.ROLE], worker=int(labels[names.WORKER]),
-        run=labels.get(names.RUN, ""), owner=_owner(metadata),
+        name=metadata["name"], uid=metadata["uid"], role=worker[0], worker=worker[1],
+        run=labels.get(names.RUN, ""), owner=owner["uid"],
         restart_id=(metadata.get("annotations") or {}).get(names.RESTART_ID, ""),
-        phase=status.get("phase", "Pending"), ready=ready.get("status") == "True",
+        phase=phase, lingers=phase in FINISHED and status.get("phase") not in FINISHED,
+        ready=bool(container.get("ready", ready.get("status") == "True")) and phase not in FINISHED,
         ready_changed=maybe_time_of(ready.get("lastTransitionTime")), node=spec.get("nodeName"),
         created=time_of(metadata["creationTimestamp"]), gone_by=maybe_time_of(metadata.get("deletionTimestamp")),
         grace_seconds=metadata.get("deletionGracePeriodSeconds") or 0.0,
@@ -94,21 +98,48 @@ def pod_view(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = ()) -
     )  # fmt: skip
 
 
-def _owner(metadata: Mapping[str, Any]) -> str:
+def owner_of(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The job whose pod it is; None: nobody's, or somebody else's."""
     owners = metadata.get("ownerReferences") or ()
-    return next((owner["uid"] for owner in owners if owner.get("controller") and owner["kind"] == names.KIND), "")
+    return next((owner for owner in owners if owner.get("controller") and owner["kind"] == names.KIND), None)
 
 
-def _state(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the worker's container, or of an init container that a user added and that keeps it from running."""
-    containers = status.get("containerStatuses") or ()
-    states = {container["name"]: container.get("state") or {} for container in containers}
+def _worker_of(pod: str, job: str) -> Worker | None:
+    """
+    >>> _worker_of("sums-generator-2", "sums"), _worker_of("sums-shell", "sums"), _worker_of("other-reward-0", "sums")
+    (('generator', 2), None, None)
+    """
+    worker = worker_of(pod.removeprefix(f"{job}-"))
+    return worker if worker[0] in names.ROLES and pod == names.pod_name(job, *worker) else None
+
+
+def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The worker's. Others that a webhook put beside it say nothing of how the worker fares."""
+    return next((each for each in status.get("containerStatuses") or () if each["name"] == names.CONTAINER), {})
+
+
+def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) -> Any:
+    """A pod whose worker ended goes on as long as a sidecar does, and failed if a sidecar did. What happened to the pod
+    as a whole, such as Evicted, is said of the pod."""
+    ended = (container.get("state") or {}).get("terminated")
+    if ended and not status.get("reason"):
+        return "Failed" if ended.get("exitCode") else "Succeeded"
+    return status.get("phase", "Pending")
+
+
+def _state(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the worker's container, or of an init container that keeps it from running. One that restarts always is a
+    sidecar: it may end as it likes."""
+    state: Mapping[str, Any] = _container(status).get("state") or {}
+    if "running" in state or "terminated" in state:
+        return state
+    sidecars = {init["name"] for init in spec.get("initContainers") or () if init.get("restartPolicy") == "Always"}
     for init in status.get("initContainerStatuses") or ():
-        state = init.get("state") or {}
-        waits = (state.get("waiting") or {}).get("reason", "PodInitializing") != "PodInitializing"
-        if waits or (state.get("terminated") or {}).get("exitCode"):
-            return dict(state)
-    return states.get("worker") or (next(iter(states.values())) if states else {})
+        other = init.get("state") or {}
+        waits = (other.get("waiting") or {}).get("reason", "PodInitializing") != "PodInitializing"
+        if waits or (init["name"] not in sidecars and (other.get("terminated") or {}).get("exitCode")):
+            return dict(other)
+    return state
 
 
 def _said(said: Mapping[str, Any]) -> Said:

@@ -1,0 +1,105 @@
+"""A pod is judged by its worker alone: what a webhook put beside it neither holds up a job nor fails it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from operator_world import World, job_body
+
+from rlhfspec.operator.views import pod_view
+
+ENDED = {"exitCode": 0, "reason": "Completed", "message": "completed: step 10"}
+
+
+def with_classic(world: World, name: str) -> None:
+    """A container that never ends, as some service meshes add."""
+    status = world.pods[name]["status"]
+    status["phase"] = "Running"
+    beside = {"name": "mesh", "ready": True, "state": {"running": {}}}
+    status["containerStatuses"] = [beside, *status["containerStatuses"]]
+
+
+def with_native(world: World, name: str, code: int) -> None:
+    """An init container that restarts always, and ends after the worker: how does not matter."""
+    pod = world.pods[name]
+    pod["spec"]["initContainers"] = [{"name": "mesh", "restartPolicy": "Always"}]
+    state = {"terminated": {"exitCode": code, "reason": "Error", "message": "terminated"}}
+    pod["status"]["initContainerStatuses"] = [{"name": "mesh", "state": state}]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_job_with_sidecars_trains_to_its_end(native: bool) -> None:
+    world = World()
+    world.settle()
+    world.run_all()
+    world.settle()
+
+    def end(name: str, code: int, message: str) -> None:
+        world.end_pod(name, code, message)
+        with_native(world, name, 137) if native else with_classic(world, name)
+
+    end("sums-prepare-0", 0, "prepared")
+    world.settle()
+    assert world.phase == "Starting"
+    world.run_all()
+    world.settle()
+    assert world.phase == "Running"
+    end("sums-reward-0", 1, "boom")
+    world.settle()
+    assert world.status["memory"]["workers"]["reward-0"]["message"] == "boom"
+    world.pass_time(60)
+    world.settle()
+    world.end_those_asked()
+    world.settle()
+    world.run_all()
+    world.settle()
+    end("sums-trainer-0", 0, "completed: step 10")
+    for _ in range(3):
+        world.settle()
+        world.end_those_asked()
+    world.settle()
+    assert (world.phase, world.status["message"]) == ("Succeeded", "completed: step 10")
+    assert world.status["restarts"]["total"] == 1
+    running = [name for name, pod in world.pods.items() if pod["status"]["phase"] == "Running"]
+    assert running == [], "a pod whose worker ended is taken down, or its sidecar would run for ever"
+
+
+def view(world: World, **status: Any) -> Any:
+    pod = world.pods["sums-prepare-0"]
+    pod["status"] = status
+    found = pod_view(pod)
+    assert found is not None
+    return found
+
+
+def test_what_is_said_of_the_pod_as_a_whole_comes_first() -> None:
+    """A worker that was evicted leaves with 0: that is no end of its own."""
+    world = World()
+    world.settle()
+    containers = [{"name": "worker", "state": {"terminated": ENDED}}]
+    assert view(world, phase="Running", containerStatuses=containers).phase == "Succeeded"
+    assert view(world, phase="Failed", containerStatuses=containers).phase == "Succeeded", "a sidecar failed"
+    evicted = view(world, phase="Failed", reason="Evicted", containerStatuses=containers)
+    assert (evicted.phase, evicted.why.reason) == ("Failed", "Evicted")
+
+
+def test_a_worker_is_ready_whatever_its_sidecar_is() -> None:
+    world = World(job_body())
+    world.settle()
+    not_ready = [world.condition("Ready", False)]
+    containers = [
+        {"name": "mesh", "ready": False, "state": {"waiting": {"reason": "CrashLoopBackOff"}}},
+        {"name": "worker", "ready": True, "state": {"running": {}}},
+    ]
+    found = view(world, phase="Running", conditions=not_ready, containerStatuses=containers)
+    assert (found.ready, found.waiting) == (True, None)
+
+
+def test_an_init_container_that_fails_is_why_the_worker_does_not_run() -> None:
+    world = World()
+    world.settle()
+    waits = {"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}
+    failed = {"name": "fetch", "state": {"terminated": {"exitCode": 3, "message": "no such bucket"}}}
+    found = view(world, phase="Failed", containerStatuses=[waits], initContainerStatuses=[failed])
+    assert (found.phase, found.terminated.message) == ("Failed", "no such bucket")

@@ -1,0 +1,65 @@
+"""Whether pods can be made of what a user wrote is asked before the first of them, and once for what was written."""
+
+from __future__ import annotations
+
+from operator_world import World, job_body
+
+from rlhfspec.cluster import names
+
+ODD = {
+    "roles": {
+        "reward": {"podTemplate": {"spec": {"nodeSelector": [1]}}},
+        "prepare": {"resources": {"limits": {"a": 1}}},
+    }
+}
+SAID = "spec.roles.reward: no pod can be made of it: cannot unmarshal"
+
+
+def test_nothing_is_asked_of_a_job_that_says_nothing_of_pods() -> None:
+    world = World()
+    world.to_running()
+    assert world.num_trials == 0
+
+
+def test_pods_are_tried_and_then_made() -> None:
+    world = World(job_body(**ODD))
+    plan = world.look()
+    assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-prepare-0", "sums-reward-0"]
+    assert plan.create == ()
+    world.to_running()
+    assert (world.phase, world.num_trials) == ("Running", 1)
+
+
+def test_what_no_pod_can_be_made_of_is_a_bad_config_until_it_is_mended() -> None:
+    world = World(job_body(**ODD), words={"reward": SAID})
+    world.settle()
+    assert (world.phase, world.healthy()[1:], world.pods) == ("Failed", ("BadConfig", SAID), {})
+    world.trial = None  # another replica takes over: it asks, and changes nothing
+    before = dict(world.status)
+    world.settle()
+    assert (world.status, world.num_trials) == (before, 2)
+    world.words.clear()
+    world.edit(roles={})
+    world.to_running()
+    assert world.phase == "Running"
+
+
+def test_a_suspended_job_is_tried_when_it_is_edited_and_goes_on_when_it_is_right() -> None:
+    world = World()
+    world.to_running()
+    world.edit(suspend=True)
+    for _ in range(3):
+        world.settle()
+        world.end_those_asked()
+    world.settle()
+    world.words["reward"] = SAID
+    world.edit(**ODD)
+    world.settle()
+    assert world.healthy()[1:] == ("BadConfig", SAID)
+    world.edit(suspend=False)
+    world.settle()
+    assert (world.pods, world.healthy()[1]) == ({}, "BadConfig")
+    world.words.clear()
+    world.edit(roles={"reward": {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}}})
+    world.settle()
+    assert list(world.pods) == [names.pod_name("sums", names.PREPARE, 0)]
