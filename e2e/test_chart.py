@@ -274,6 +274,18 @@ def test_each_may_do_what_it_needs_and_no_more(kubernetes: ControlPlane, tmp_pat
     found = kubernetes.kubectl("create", "-f", "-", "-o", "json", stdin="\n".join(map(json.dumps, reviews)))
     allowed = [each["status"]["allowed"] for each in documents(found)]
     wanted = [asked[5 if scope == "cluster" else 4] for asked in MAY]
+    if scope == "cluster":
+        kubernetes.helm(
+            "upgrade",
+            "rlhfspec",
+            str(CHART),
+            *IMAGES_OF_NOBODY,
+            *where,
+            "--set",
+            "operator.jobNamespaces={may-jobs}",
+            "--no-hooks",
+        )
+        assert kubernetes.get("role/rlhfspec-jobs", "-n", "may-jobs")["rules"], "back to named namespaces"
     wrong = [asked[:4] for asked, is_so, should in zip(MAY, allowed, wanted, strict=True) if is_so != should]
     assert not wrong
     uninstall(kubernetes, "may")

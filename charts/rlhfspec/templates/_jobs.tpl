@@ -28,28 +28,27 @@ spec:
 {{- end }}
 {{- end }}
 
-{{- /* Of the operator in job namespaces. With scope cluster each has a binding to one ClusterRole. */}}
+{{- /* Of the operator in namespaces with the label, to one ClusterRole; where a namespace is named it has a Role. */}}
 {{- define "rlhfspec.jobsBinding" }}
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: RoleBinding
 metadata:
-  name: {{ include "rlhfspec.fullname" . }}-jobs
+  name: {{ include "rlhfspec.fullname" . }}-labelled
   labels: {{- include "rlhfspec.labels" . | nindent 4 }}
 roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: {{ include "rlhfspec.wideName" . }}-jobs}
 subjects:
   - {kind: ServiceAccount, name: {{ include "rlhfspec.fullname" . }}-operator, namespace: {{ .Release.Namespace }}}
 {{- end }}
 
-{{- /* With scope cluster: the same, as a list of objects without a namespace, for the operator to make. */}}
+{{- /* With scope cluster: the same, as a list of objects without a namespace, for the operator to make. Just as Helm
+would make them, so that it takes them over without a conflict. */}}
 {{- define "rlhfspec.namespaceKit" -}}
-{{- $names := .Files.Get "files/names.yaml" | fromYaml }}
 {{- $here := dict "root" . "namespace" "" }}
 {{- $policies := .Values.networkPolicy.enabled | ternary (include "rlhfspec.jobPolicies" $here) "" }}
 {{- $kit := list }}
 {{- range $text := list (include "rlhfspec.inJobNamespace" $here) $policies (include "rlhfspec.jobsBinding" .) | join "\n" | splitList "\n---\n" }}
 {{- with $text | fromYaml }}
-{{- $labels := mergeOverwrite .metadata.labels (dict $names.managedBy $names.fieldManager) }}
 {{- $kit = append $kit . }}
 {{- end }}
 {{- end }}
