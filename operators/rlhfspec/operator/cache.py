@@ -176,6 +176,12 @@ class Cache:
             self._runs_changed()
         return keys
 
+    def leave(self, namespace: str) -> None:
+        """It is watched no more. What was in it is not gone, and may be seen again."""
+        self._jobs = {key: job for key, job in self._jobs.items() if key[0] != namespace}
+        self._pods = {key: pods for key, pods in self._pods.items() if key[0] != namespace}
+        self._pod_by_uid = {uid: held for uid, held in self._pod_by_uid.items() if held[0][0] != namespace}
+
     # --- what the operator itself learns -----------------------------------------------------------------------------
 
     def put_report(self, key: Key, report: Report, now: datetime) -> None:

@@ -37,6 +37,7 @@ from rlhfspec.operator.queue import Key, Looked, Queue
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.reports import Reports
 from rlhfspec.operator.settings import OperatorFile
+from rlhfspec.operator.spaces import Spaces
 from rlhfspec.operator.watching import Watching
 from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.service.tasks import ended
@@ -72,7 +73,12 @@ class Operator:
         self._api = Api(self._access, may_write=lambda: self._lease.is_held, count=self._metrics.wrote, agent=agent)
         self._looks = Looks(self._cache, self._api, settings, decide=self._decide)
         self._watch_api = Api(self._access, agent=agent, connections=0)
-        self._watching = Watching(self._cache, told.namespaces, self._tell)
+        self._spaces = Spaces(self._api, told.namespace_kit)
+        self._watching = Watching(
+            self._cache, told.namespaces, self._tell,
+            label="" if told.namespaces else told.namespace_label,
+            joins=self._spaces.joins, leaves=self._spaces.leaves,
+        )  # fmt: skip
         self._reports = Reports(
             self._cache, self._api.review_token, self._tell, is_acting=lambda: self._lease.is_held and self._is_in_sync
         )
@@ -147,8 +153,12 @@ class Operator:
         await self._until_done(self._label_leader)
         await self._until_done(lambda: self._watching.resync(self._api))
         self._is_in_sync, self._cache.listening_since = True, datetime.now(UTC)
-        works = [*(self._queue.work() for _ in range(WORKERS)), self._dialling.run(lambda: bool(self._cache.jobs()))]
-        works += [tending.run() for tending in self._tending]
+        works = [
+            *(self._queue.work() for _ in range(WORKERS)),
+            *(tending.run() for tending in self._tending),
+            self._spaces.work(),
+            self._dialling.run(lambda: bool(self._cache.jobs())),
+        ]
         async with asyncio.TaskGroup() as group:
             for work in works:
                 group.create_task(work)
