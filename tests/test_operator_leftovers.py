@@ -45,6 +45,7 @@ class Known(Cache):
     """A cache of runs alone."""
 
     runs: set[tuple[str, str]] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
 
     def open_runs(self) -> set[tuple[str, str]]:
         return self.runs
@@ -54,8 +55,7 @@ class Known(Cache):
 
 
 def runs_of(*open_runs: tuple[str, str], watched: Iterable[str] = ("team",), leads: bool = True) -> Runs:
-    problems = dict.fromkeys(watched, "") | {"gone": "Forbidden"}
-    return Runs(Known(set(open_runs)), lambda: problems, lambda: leads)
+    return Runs(Known(set(open_runs)), lambda: set(watched), lambda: leads)
 
 
 def operators(servers: SharedServers) -> tuple[Streams, RedisUsers | None]:
@@ -131,8 +131,11 @@ def test_streams_go_with_their_run_and_no_others_do(servers: SharedServers) -> N
             known = runs_of(("gone", "22bb"))
             assert await left(known) == everything - {"11aa"}
             known._cache.runs.clear()  # type: ignore[attr-defined]
+            known._cache.left.add("gone")
+            assert await left(known) == everything - {"11aa"}, "its namespace has lost its label, and it may go on"
+            known._cache.left.clear()
             assert await left(known) == everything - {"11aa", "22bb"}, "it was seen to end"
-            assert await left(runs_of(watched=[""])) == {"44dd", "55ee"}, "all of the cluster is watched"
+            assert await left(runs_of(watched=["never-heard-of"])) == {"44dd", "55ee"}, "it is heard of now"
 
     asyncio.run(main())
 

@@ -17,6 +17,7 @@ from aiohttp import web
 from api_servers import serving
 from operator_world import job_body
 
+from rlhfspec.errors import ClusterUnavailable
 from rlhfspec.operator import watching
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.watching import Watching
@@ -211,3 +212,14 @@ def test_a_namespace_that_lost_its_label_while_nobody_watched_is_left(tmp_path: 
             assert cache.jobs() == [OTHER]
 
     asyncio.run(main())
+
+
+def test_a_namespace_is_known_only_once_everything_in_it_was_listed() -> None:
+    looks = Watching(Cache(), ("team", "other"), lambda key: None)
+    assert looks.watched() == set(), "what is not known to be open is not yet known to be over"
+    for source in looks._sources:
+        assert looks.watched() == set()
+        looks._is("team", source, None)
+    assert looks.watched() == {"team"}
+    looks._is("team", looks._sources[0], ClusterUnavailable("list", "Forbidden"))
+    assert looks.watched() == set()

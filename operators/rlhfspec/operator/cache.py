@@ -59,6 +59,7 @@ class Cache:
         self._jobs: dict[Key, _Job] = {}
         self._pods: dict[Key, dict[str, _Pod]] = {}
         self._pod_by_uid: dict[str, tuple[Key, str]] = {}
+        self.left: set[str] = set()  # namespaces that ceased to be watched, once at least
         self._gone: OrderedDict[str, int] = OrderedDict()  # uid: the resourceVersion that it went with
 
     # --- what the watches say: each returns the job that it concerns -------------------------------------------------
@@ -178,6 +179,7 @@ class Cache:
 
     def leave(self, namespace: str) -> None:
         """It is watched no more. What was in it is not gone, and may be seen again."""
+        self.left.add(namespace)
         self._jobs = {key: job for key, job in self._jobs.items() if key[0] != namespace}
         self._pods = {key: pods for key, pods in self._pods.items() if key[0] != namespace}
         self._pod_by_uid = {uid: held for uid, held in self._pod_by_uid.items() if held[0][0] != namespace}

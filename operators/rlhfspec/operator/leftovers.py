@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -35,12 +35,12 @@ class ServerAway(Exception):
 
 
 class Runs:
-    """`problems`: by namespace, why it is not watched (`Watching.problems`). `may_act`: whether we still lead: asked
-    before everything that is written or taken away."""
+    """`watched`: namespaces of which all is known now. `may_act`: whether we still lead; asked before everything that
+    is written or taken away."""
 
-    def __init__(self, cache: Cache, problems: Callable[[], Mapping[str, str]], may_act: Callable[[], bool]) -> None:
+    def __init__(self, cache: Cache, watched: Callable[[], set[str]], may_act: Callable[[], bool]) -> None:
         self._cache = cache
-        self._problems = problems
+        self._watched = watched
         self._may_act = may_act
         self._seen: OrderedDict[str, None] = OrderedDict()
 
@@ -59,27 +59,18 @@ class Runs:
 
     def over(self, found: Iterable[ClusterRun]) -> set[ClusterRun]:
         """Of those that were found on a server before this is asked."""
-        live, problems = self.live(), self._problems()
+        live, watched = self.live(), self._watched()
         return {
-            run
-            for run in found
-            if run.uid not in live and (run.uid in self._seen or _is_watched(run.namespace, problems))
+            run for run in found if run.uid not in live and (run.namespace in watched or self._was_seen_to_end(run))
         }
+
+    def _was_seen_to_end(self, run: ClusterRun) -> bool:
+        """It was live, and is no more, though the namespace is one that we would still see it in."""
+        return run.uid in self._seen and run.namespace not in self._cache.left
 
     def check(self) -> None:
         if not self._may_act():
             raise LeadershipLost("the Lease is no longer held")
-
-
-def _is_watched(namespace: str, problems: Mapping[str, str]) -> bool:
-    """Where all namespaces are watched as one, that one is called "".
-
-    >>> _is_watched("team", {"team": "", "other": "Forbidden"}), _is_watched("other", {"other": "Forbidden"})
-    (True, False)
-    >>> _is_watched("anything", {"": ""}), _is_watched("anything", {"team": ""})
-    (True, False)
-    """
-    return not problems.get(namespace, problems.get("", "not among those that are watched"))
 
 
 class Server(Protocol):

@@ -82,7 +82,7 @@ class Operator:
         self._reports = Reports(
             self._cache, self._api.review_token, self._tell, is_acting=lambda: self._lease.is_held and self._is_in_sync
         )
-        runs = Runs(self._cache, self._watching.problems, may_act=lambda: self._lease.is_held)
+        runs = Runs(self._cache, self._watching.watched, may_act=lambda: self._lease.is_held)
         self._tending = [Tending(server, runs, self._metrics.unfinished) for server in servers]
         urls = {"NATS": settings.nats_url} | ({"Redis": settings.redis_url} if settings.redis_url else {})
         self._dialling = Dialling(urls, self._broker_is)

@@ -114,6 +114,14 @@ class Watching:
         label = {} if self._labelled is None else {"": self._problems.get((None, self._labelled.kind), "")}
         return label | {namespace: self._problem_of(namespace) for namespace in self._namespaces}
 
+    def watched(self) -> set[str]:
+        """Namespaces of which all is known: everything was listed, and nothing is the matter since."""
+        return {
+            namespace
+            for namespace in self._namespaces
+            if all(self._problems.get((namespace, source.kind)) == "" for source in self._sources)
+        }
+
     def _problem_of(self, namespace: str) -> str:
         found = (self._problems.get((namespace, source.kind)) for source in self._sources)
         return next((problem for problem in found if problem), "")
