@@ -117,6 +117,7 @@ TOLD: dict[str, tuple[Edits, str, str]] = {
     "mounts-word": (container(volumeMounts="x"), "", "volumeMounts"),
     "grace-word": ({f"{SPEC}.terminationGracePeriodSeconds": "soon"}, "", "terminationGracePeriodSeconds"),
     "user-word": ({f"{SPEC}.securityContext": {"runAsUser": "me"}}, "", "runAsUser"),
+    "grace-2e70": ({f"{SPEC}.terminationGracePeriodSeconds": 2**70}, "", "terminationGracePeriodSeconds"),
     "tolerations-map": ({f"{SPEC}.tolerations": {"key": "x"}}, "", "tolerations"),
     "selector-list": ({f"{SPEC}.nodeSelector": [1]}, "", "nodeSelector"),
     "affinity-word": ({f"{SPEC}.affinity": "near"}, "", "affinity"),
@@ -130,7 +131,8 @@ TOLD: dict[str, tuple[Edits, str, str]] = {
     "account": ({f"{SPEC}.serviceAccountName": "no-such-account"}, "", "no-such-account"),
     "limits-below-requests": (
         {"roles.prepare.resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}, "", "less than or equal"),
-    "manifest-600kb": ({TERMS: "TERMS 4000"}, "", "ConfigMap"),
+    "manifest-600kb": ({TERMS: "TERMS 4000 63"}, "", "ConfigMap"),
+    "wrong-400-times": ({TERMS: "TERMS 400 64"}, "", "must be no more than 63"),
     "deep": ({f"{SPEC}.affinity": "DEEP 500"}, "", "affinity"),
     # the namespace admits restricted pods only
     "host-path": ({f"{SPEC}.volumes": [{"name": "host", "hostPath": {"path": "/"}}]}, "", "hostPath"),
@@ -165,9 +167,8 @@ HARMLESS: dict[str, Edits] = {
     "status": {"/status": {"phase": "Succeeded", "memory": {"number": 7}, "startTime": "2020-01-01T00:00:00Z"}},
     "finalizer-short": {"/metadata.finalizers": ["stay"]},
     "grace-1e9": {f"{SPEC}.terminationGracePeriodSeconds": 1_000_000_000},
-    "grace-2e70": {f"{SPEC}.terminationGracePeriodSeconds": 2**70},
     "node-name-selector": {f"{SPEC}.nodeSelector": {"a": "b" * 60}},
-    "manifest-200kb": {TERMS: "TERMS 800"},
+    "manifest-200kb": {TERMS: "TERMS 800 63"},
 }
 
 
@@ -176,10 +177,11 @@ def as_text(job: dict[str, Any]) -> str:
     text = json.dumps(job)
     text = text.replace('"DIGITS"', "1" + "0" * 5000)
     text = text.replace('"DEEP 500"', '{"a":' * 500 + "1" + "}" * 500)
-    for num in (800, 4000):
-        text = text.replace(f'"TERMS {num}"', json.dumps({"nodeSelectorTerms": [_term(each) for each in range(num)]}))
+    for num, length in ((800, 63), (4000, 63), (400, 64)):
+        terms = {"nodeSelectorTerms": [_term(f"{each:0{length}}") for each in range(num)]}
+        text = text.replace(f'"TERMS {num} {length}"', json.dumps(terms))
     return text
 
 
-def _term(number: int) -> dict[str, Any]:
-    return {"matchExpressions": [{"key": "zone", "operator": "In", "values": [f"{number:080}"]}]}
+def _term(value: str) -> dict[str, Any]:
+    return {"matchExpressions": [{"key": "zone", "operator": "In", "values": [value]}]}

@@ -89,7 +89,9 @@ class Tenant(World):
             message = str(status.get("message", ""))
             return message if status.get("reason") in reasons and word in message else ""
 
-        said = until(there, f"{job} says {self.status(HOSTILE, job)}, not {reasons} with {word}", seconds=30)
+        said = until(
+            there, f"{job} says {self.status(HOSTILE, job)}, not {reasons} with {word}", seconds=SAYS_SECONDS + 5.0
+        )
         healthy = next(each for each in self.status(HOSTILE, job)["conditions"] if each["type"] == "Healthy")
         late = (datetime.fromisoformat(healthy["lastTransitionTime"]) - asked).total_seconds()
         assert late < SAYS_SECONDS, f"{job} said it {late} s later"
@@ -136,6 +138,9 @@ def belongings(world: World) -> dict[tuple[str, str], Any]:
     return found
 
 
+OF_TIME = ("rlhfjobs/status", "events")  # such as that a pod is not ready for long
+
+
 def trespasses(audit: Iterable[Mapping[str, Any]], since: datetime) -> list[str]:
     """What the operator wrote of calm's, or read of anybody's Secrets, and whatever she was granted outside."""
     found = []
@@ -146,7 +151,7 @@ def trespasses(audit: Iterable[Mapping[str, Any]], since: datetime) -> list[str]
         what = f"{user}: {verb} {resource_of(about)} {about.get('namespace', '')}/{about.get('name', '')}"
         is_write, space = verb not in ("get", "list", "watch"), about.get("namespace", "")
         is_late = datetime.fromisoformat(entry["requestReceivedTimestamp"]) > since
-        if user == USER and (space == CALM and is_write and is_late and resource_of(about) != "rlhfjobs/status"):
+        if user == USER and (space == CALM and is_write and is_late and resource_of(about) not in OF_TIME):
             found.append(what)
         if user == USER and about["resource"] == "secrets" and not is_write:
             found.append(what)

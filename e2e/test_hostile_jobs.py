@@ -21,7 +21,7 @@ from webhooks import Answer, webhook
 from rlhfspec.cluster import names
 
 pytestmark = pytest.mark.ci
-NAMESPACES = ("calm", "hostile", "crowd")
+NAMESPACES = ("calm", "hostile")
 SAYS_SECONDS = 10.0  # so soon a job says what is wrong with it
 MOST_GROWTH_BYTES = 100 * 1024**2
 PLACE = (names.GROUP, names.VERSION, "hostile", names.PLURAL)
@@ -157,7 +157,8 @@ def test_what_does_no_harm_waits_for_a_node_as_any_job(world: World, emptied: No
     for name, edits in HARMLESS.items():
         assert post(world, as_text(manifest(name, edits))) == "", name
     said = wait_for_words(world, HARMLESS)
-    assert {name: status["reason"] for name, status in said.items()} == dict.fromkeys(HARMLESS, "Unschedulable")
+    wrong = {name: status["message"][:300] for name, status in said.items() if status["reason"] != "Unschedulable"}
+    assert wrong == {}
     jobs, pods = jobs_of(world), world.pods("hostile")
     for name in HARMLESS:
         metadata = pods[names.pod_name(name, names.PREPARE, 0)].metadata
@@ -179,8 +180,8 @@ def test_an_owner_that_is_not_there_takes_the_job_along(world: World, emptied: N
     until(lambda: not world.pods("hostile"), "and their pods", seconds=30)
 
 
-@pytest.mark.parametrize("how", ["closed", "broken", "silent"])
-def test_a_hundred_jobs_whose_pods_a_webhook_cannot_be_asked_about(world: World, emptied: None, how: str) -> None:
+@pytest.mark.parametrize(("how", "num"), [("closed", 100), ("broken", 20), ("silent", 20)])
+def test_many_jobs_whose_pods_a_webhook_cannot_be_asked_about(world: World, emptied: None, how: str, num: int) -> None:
     """Nobody listens there; it answers 500; or it never says a word."""
     enough = threading.Event()
 
@@ -190,7 +191,7 @@ def test_a_hundred_jobs_whose_pods_a_webhook_cannot_be_asked_about(world: World,
 
     answers: dict[str, Answer] = {"broken": lambda pod: 500, "silent": silent}
     url = "https://127.0.0.1:1/" if how == "closed" else ""
-    crowd = [f"crowd-{number}" for number in range(100)]
+    crowd = [f"crowd-{number}" for number in range(num)]
     with webhook(
         world.kubernetes, how, answers.get(how, lambda pod: []), namespace="hostile", url=url, timeout_seconds=5
     ):

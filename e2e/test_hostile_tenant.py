@@ -14,7 +14,7 @@ from cluster import ControlPlane
 from kubernetes import client
 from operators import RELEASE_NAMESPACE, Operator, World, grant, stopped_at_the_end, until
 from shared_servers import SharedServers
-from tenant import CALM, HOSTILE, Tenant, belongings, owner, settle_calm, trespasses
+from tenant import CALM, HOSTILE, SAYS_SECONDS, Tenant, belongings, owner, settle_calm, trespasses
 
 from rlhfspec.cluster import names
 
@@ -175,19 +175,33 @@ def test_a_pod_that_says_it_completed_is_not_believed(world: World, tenant: Tena
     tenant.kubernetes.kubectl("delete", "pod", "-n", HOSTILE, f"{job}-fake", "--ignore-not-found", "--now")
 
 
-CHANGES: dict[str, Any] = {
-    "no labels": {"labels": {names.JOB: None}},
-    "labels of another job": {"labels": {names.JOB: "another"}},
-    "no owner": {"ownerReferences": None},
-    "no manager": {"labels": {names.MANAGED_BY: "her"}},
-}
+@pytest.mark.parametrize("label", [names.RUN, names.MANAGED_BY])
+def test_labels_that_she_takes_away_are_put_back_or_missed(tenant: Tenant, job: str, label: str) -> None:
+    """The pod has them again, or another is made."""
+    tenant.begun(job)
+    before = tenant.pod(job).metadata
+    tenant.core.patch_namespaced_pod(before.name, HOSTILE, {"metadata": {"labels": {label: None}}})
+
+    def answered() -> bool:
+        now = tenant.pod(job)
+        return now is not None and now.metadata.labels.keys() == before.labels.keys()
+
+    until(answered, f"{tenant.status(HOSTILE, job)} {tenant.pod(job)}", seconds=SAYS_SECONDS)
 
 
-@pytest.mark.parametrize("how", CHANGES)
-def test_a_pod_that_is_the_jobs_no_more_is_in_its_way(tenant: Tenant, job: str, how: str) -> None:
+@pytest.mark.parametrize("label", [names.JOB, names.ROLE, names.WORKER])
+def test_whose_a_pod_is_its_owner_and_name_say(tenant: Tenant, job: str, label: str) -> None:
     tenant.begun(job)
     name = names.pod_name(job, names.PREPARE, 0)
-    tenant.core.patch_namespaced_pod(name, HOSTILE, {"metadata": CHANGES[how]})
+    tenant.core.patch_namespaced_pod(name, HOSTILE, {"metadata": {"labels": {label: "another"}}})
+    tenant.ends(HOSTILE, name)
+    tenant.wait_for_phase(HOSTILE, job, "Starting")
+
+
+def test_a_pod_that_is_the_jobs_no_more_is_in_its_way(tenant: Tenant, job: str) -> None:
+    tenant.begun(job)
+    name = names.pod_name(job, names.PREPARE, 0)
+    tenant.core.patch_namespaced_pod(name, HOSTILE, {"metadata": {"ownerReferences": None}})
     tenant.says(job, "BadConfig", word=name)
     tenant.core.delete_namespaced_pod(name, HOSTILE, grace_period_seconds=0)
     until(lambda: tenant.status(HOSTILE, job)["reason"] == "" and owner_of(tenant.pod(job)), "it goes on")
