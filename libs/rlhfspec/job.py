@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from rlhfspec.job_block import MOST_SECONDS, Block, Count, Fraction, Natural, Positive, Rate, Seconds, WholeSeconds
-from rlhfspec.job_cluster import DeletionPolicy, PodOptions, Replicas, Restart, Rule, Scheduling, Storage
+from rlhfspec.job_cluster import DeletionPolicy, PodOptions, PodTemplate, Replicas, Restart, Rule, Scheduling, Storage
 
 API_VERSION = "rlhfspec.io/v1alpha1"
 AlgorithmName = Literal["ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo"]
@@ -378,6 +378,9 @@ class Spec(Block):
         None, description="So long after its end the job is deleted with its pods; the run folder stays. null: never."
     )
     scheduling: Scheduling = Scheduling()
+    pod_template: PodTemplate = Field(
+        {}, description="Merged into every pod of the job, before the podTemplate of its role: one toleration for all."
+    )
     storage: Storage = Storage()
     restart: Restart = Restart()
 

@@ -22,6 +22,7 @@ Role = Literal[
 ]  # fmt: skip
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 OBJECT_STORE = r"^(s3|gs|az|abfss)://[^/]+(/.*)?$"
+PodTemplate = dict[Literal["metadata", "spec"], dict[str, Any]]
 ExitCode = Annotated[int, Field(ge=1, le=255)]
 
 
@@ -36,7 +37,7 @@ class PodOptions(Block):
     image: str | None = Field(
         None, min_length=1, max_length=512, description="Of the role's container; null: the operator's for the role."
     )
-    pod_template: dict[Literal["metadata", "spec"], dict[str, Any]] = Field(
+    pod_template: PodTemplate = Field(
         {},
         description="Merged into each pod of the role, as kubectl patch does: containers, volumes and variables by "
         "name (the role's container is called worker). metadata: labels and annotations; spec: a pod's.",

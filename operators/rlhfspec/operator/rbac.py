@@ -2,8 +2,9 @@
 
 | rules | bound in |
 |---|---|
-| JOBS | every namespace with jobs; the whole cluster when the operator's scope is cluster |
+| JOBS | every namespace with jobs |
 | GANG | the same, when jobs use Volcano or coscheduling |
+| SPACES | the cluster, when the operator's scope is cluster: where a namespace has the label, it makes the rest |
 | RELEASE | the operator's own namespace |
 | CLUSTER | the cluster: a TokenReview has no namespace |
 | INSTALL | the operator's own namespace, for the install hook (`keys`) alone |
@@ -45,6 +46,16 @@ GANG = (
 RELEASE = (
     Rule("coordination.k8s.io", ("leases",), ("get", "create", "update")),
     Rule("", ("pods",), ("list", "patch")),  # the label of who leads
+)
+# The chart adds names: only those objects may be patched, and only the role JOBS be bound.
+SPACES = (
+    Rule("", ("namespaces",), ("list", "watch")),
+    Rule("", ("serviceaccounts", "persistentvolumeclaims"), ("create",)),
+    Rule("networking.k8s.io", ("networkpolicies",), ("create",)),
+    Rule("rbac.authorization.k8s.io", ("rolebindings",), ("create",)),
+    Rule("rbac.authorization.k8s.io", ("clusterroles",), ("bind",)),
+    Rule("", ("serviceaccounts",), ("patch",)),
+    Rule("networking.k8s.io", ("networkpolicies",), ("patch",)),
 )
 CLUSTER = (Rule("authentication.k8s.io", ("tokenreviews",), ("create",)),)
 INSTALL = (Rule("", ("secrets",), ("get", "create")),)
