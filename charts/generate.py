@@ -164,11 +164,12 @@ def rbac_file() -> dict[str, Any]:
     """Secrets stand alone: they are granted in the job namespaces only, even where all else is granted everywhere."""
     jobs = [replace(rule, resources=tuple(set(rule.resources) - {"secrets"})) for rule in rbac.JOBS]
     secrets = [replace(rule, resources=("secrets",)) for rule in rbac.JOBS if "secrets" in rule.resources]
-    gang = {"volcano": "scheduling.volcano.sh", "coscheduling": "scheduling.x-k8s.io"}
+    gang = {"kueue": "kueue.x-k8s.io", "volcano": "scheduling.volcano.sh", "coscheduling": "scheduling.x-k8s.io"}
     return {
         "install": rbac.as_rules(rbac.INSTALL),
         "release": rbac.as_rules(rbac.RELEASE),
         "reviews": rbac.as_rules(rbac.CLUSTER),
+        "kueue": rbac.as_rules(rbac.KUEUE),
         "jobs": rbac.as_rules(tuple(rule for rule in jobs if rule.resources)),
         "secrets": rbac.as_rules(tuple(secrets)),
         "gang": {name: rbac.as_rules(tuple(r for r in rbac.GANG if r.group == group)) for name, group in gang.items()},

@@ -67,8 +67,8 @@ class Operator(Part):
         "namespace", description="watch `jobNamespaces` alone, or all; Secrets are written in `jobNamespaces` only"
     )
     job_namespaces: list[Name] = Field([], description="which exist already; empty: the release's own")
-    gang: list[Literal["volcano", "coscheduling"]] = Field(
-        [], description="whose PodGroups it may make, for jobs with `scheduling.gang`; Kueue needs none"
+    gang: list[Literal["kueue", "volcano", "coscheduling"]] = Field(
+        [], description="what jobs may name as `scheduling.gang`: whose Workloads or PodGroups it may make"
     )
     resources: Resources = resources("100m", "192Mi", "512Mi", "of each replica")
 

@@ -42,11 +42,11 @@ def until(found: Callable[[], T], what: str, *, seconds: float = 60.0) -> T:
 
 
 class Operator:
-    """One replica. `kubeconfig`: who it is."""
+    """One replica. `kubeconfig`: who it is; `also`: of its settings."""
 
     def __init__(
         self, folder: Path, kubeconfig: Path, servers: SharedServers, *, namespaces: tuple[str, ...],
-        pod: str = "", release: str = RELEASE, scope: str = "namespaced", redis: bool = False,
+        pod: str = "", release: str = RELEASE, scope: str = "namespaced", redis: bool = False, **also: Any,
     ) -> None:  # fmt: skip
         self.folder, self.http, self.reports = folder, free_port(), free_port()
         folder.mkdir(parents=True)
@@ -60,7 +60,7 @@ class Operator:
             "nats_url": servers.nats_url,
             "redis_url": servers.redis_url if redis else None,
             "report_url": f"https://127.0.0.1:{self.reports}",
-        }
+        } | also
         (folder / "settings.json").write_text(json.dumps(settings))
         self.servers, self.kubeconfig, self.pod = servers, kubeconfig, pod
         self.start()
@@ -248,8 +248,9 @@ def writes_of(kubernetes: ControlPlane, operator: Operator, since: datetime) -> 
     ]
 
 
-def grant(kubernetes: ControlPlane, namespaces: tuple[str, ...]) -> Path:
+def grant(kubernetes: ControlPlane, namespaces: tuple[str, ...], *, kueue: bool = False) -> Path:
     """A user with the operator's rights and no other: its kubeconfig."""
+    queues = tuple(rule for rule in rbac.GANG if kueue and rule.group == "kueue.x-k8s.io")
     subject = [{"kind": "User", "name": USER, "apiGroup": "rbac.authorization.k8s.io"}]
     version, api = "rbac.authorization.k8s.io/v1", "rbac.authorization.k8s.io"
 
@@ -260,10 +261,10 @@ def grant(kubernetes: ControlPlane, namespaces: tuple[str, ...]) -> Path:
         binding = {"kind": f"{kind}Binding", "metadata": {"name": name} | place, "roleRef": reference}
         return [role, {"apiVersion": version, **binding, "subjects": subject}]
 
-    things = bound("ClusterRole", "operator-cluster", rbac.CLUSTER, None)
+    things = bound("ClusterRole", "operator-cluster", rbac.CLUSTER + (rbac.KUEUE if kueue else ()), None)
     things += bound("Role", "operator-release", rbac.RELEASE, RELEASE_NAMESPACE)
     for namespace in namespaces:
-        things += bound("Role", "operator-jobs", rbac.JOBS, namespace)
+        things += bound("Role", "operator-jobs", rbac.JOBS + queues, namespace)
     kubernetes.apply(*things)
     return kubernetes.kubeconfig_of(USER)
 

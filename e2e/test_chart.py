@@ -156,7 +156,7 @@ def test_an_upgrade_brings_the_new_custom_resource(kubernetes: ControlPlane, tmp
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "namespaces": {"operator": {"jobNamespaces": ["matrix", "matrix-jobs"], "replicas": 1}},
-    "cluster": {"operator": {"scope": "cluster", "jobNamespaces": ["matrix"], "gang": ["volcano", "coscheduling"]}},
+    "cluster": {"operator": {"scope": "cluster", "jobNamespaces": ["matrix"], "gang": ["kueue", "volcano"]}},
     "external": {
         "nats": {"enabled": False, "external": {"url": "tls://n:4222", "existingSecret": "my-nats"}},
         "redis": {"enabled": False, "external": {"url": "rediss://r:6379", "existingSecret": "my-redis"}},

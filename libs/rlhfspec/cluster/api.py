@@ -41,9 +41,12 @@ _PLURALS = {
     "Event": "events",
     "Lease": "leases",
     "Pod": "pods",
+    "PriorityClass": "priorityclasses",
+    "ResourceFlavor": "resourceflavors",
     "PodGroup": "podgroups",
     "Secret": "secrets",
     "TokenReview": "tokenreviews",
+    "Workload": "workloads",
     names.KIND: names.PLURAL,
 }
 JOB_VERSION = f"{names.GROUP}/{names.VERSION}"
@@ -149,10 +152,12 @@ class Api:
         query = {"fieldManager": names.FIELD_MANAGER}
         return await self._write("PATCH", "patch", f"{names.KIND}Status", path, patch, query, PATCH)
 
-    async def merge(self, version: str, kind: str, namespace: str, name: str, patch: Json) -> Answer:
-        path = path_of(version, kind, namespace, name)
+    async def merge(
+        self, version: str, kind: str, namespace: str, name: str, patch: Json, *, status: bool = False
+    ) -> Answer:
+        path = path_of(version, kind, namespace, name) + ("/status" if status else "")
         query = {"fieldManager": names.FIELD_MANAGER}
-        return await self._write("PATCH", "merge", kind, path, patch, query, MERGE)
+        return await self._write("PATCH", "merge", f"{kind}Status" if status else kind, path, patch, query, MERGE)
 
     async def delete(
         self, version: str, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int | None

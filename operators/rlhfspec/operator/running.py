@@ -71,7 +71,7 @@ class Operator:
         self._api = Api(self._access, may_write=lambda: self._lease.is_held, count=self._metrics.wrote, agent=agent)
         self._looks = Looks(self._cache, self._api, settings, decide=self._decide)
         self._watch_api = Api(self._access, agent=agent, connections=0)
-        self._watching = Watching(self._cache, told.namespaces, self._tell)
+        self._watching = Watching(self._cache, told.namespaces, self._tell, kueue=told.kueue)
         self._reports = Reports(
             self._cache, self._api.review_token, self._tell, is_acting=lambda: self._lease.is_held and self._is_in_sync
         )

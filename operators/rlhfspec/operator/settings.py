@@ -45,6 +45,7 @@ class OperatorFile(Part):
     shared_memory: str = Field("1Gi", description="Of /dev/shm in every pod.")
     gpu_resource: str = "nvidia.com/gpu"
     coscheduler: str = "scheduler-plugins-scheduler"
+    kueue: bool = Field(False, description="Jobs may wait in queues of Kueue, whose Workloads are watched then.")
     max_workers: int = Field(1000, ge=1, le=5000, description="Pods of one job; one that asks for more is refused.")
 
     @model_validator(mode="before")
@@ -97,4 +98,5 @@ class OperatorFile(Part):
             gpu_resource=self.gpu_resource,
             coscheduler=self.coscheduler,
             max_workers=self.max_workers,
+            kueue=self.kueue,
         )

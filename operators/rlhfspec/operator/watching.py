@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import JOB_VERSION, Api
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable
+from rlhfspec.operator import workloads
 from rlhfspec.operator.cache import WARNINGS, Cache, Json, Kind
 from rlhfspec.operator.queue import Key
+from rlhfspec.operator.workloads import Workloads
 
 PODS = f"{names.MANAGED_BY}={names.FIELD_MANAGER}"
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
@@ -36,12 +38,15 @@ class Source:
     cached: Kind | None = None
     labels: str = ""
     fields: str = ""
+    of_cluster: bool = False  # it has no namespace
 
 
 class Watching:
     """`tell`: which job changed."""
 
-    def __init__(self, cache: Cache, namespaces: Sequence[str], tell: Callable[[Key], None]) -> None:
+    def __init__(
+        self, cache: Cache, namespaces: Sequence[str], tell: Callable[[Key], None], *, kueue: bool = False
+    ) -> None:
         self._cache = cache
         self._tell = tell
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
@@ -49,6 +54,7 @@ class Watching:
             Source(JOB_VERSION, names.KIND, cache.put_job, cache.remove_job, "job"),
             Source("v1", "Pod", cache.put_pod, cache.remove_pod, "pod", labels=PODS),
             Source("v1", "Event", cache.put_warning, lambda event: None, fields=WARNINGS),
+            *(_of_kueue(cache.workloads) if kueue else ()),
         )
         self._problems: dict[tuple[str | None, str], str] = {}  # by namespace and kind
 
@@ -77,7 +83,9 @@ class Watching:
         return next((problem for problem in found if problem), "")
 
     def _places(self) -> Iterator[tuple[str | None, Source]]:
-        return ((namespace, source) for namespace in self._namespaces for source in self._sources)
+        for source in self._sources:
+            for namespace in (None,) if source.of_cluster else self._namespaces:
+                yield namespace, source
 
     async def _keep(self, api: Api, source: Source, namespace: str | None) -> None:
         wait = FIRST_WAIT_SECONDS
@@ -130,3 +138,12 @@ class Watching:
         if now != before:
             where = f"{source.kind}s of {namespace or 'the cluster'}"
             LOG.warning("%s are not watched: %s", where, now) if now else LOG.info("%s are watched again", where)
+
+
+def _of_kueue(known: Workloads) -> Iterator[Source]:
+    """Where Kueue is not installed they are tried again and again, and jobs say that they wait."""
+    yield Source(workloads.VERSION, workloads.KIND, known.put, known.remove, "workload", labels=PODS)
+    yield Source(workloads.VERSION, workloads.FLAVOR, known.put_flavor, known.remove_flavor, of_cluster=True)
+    yield Source(
+        workloads.PRIORITY_VERSION, workloads.PRIORITY, known.put_priority, known.remove_priority, of_cluster=True
+    )
