@@ -17,7 +17,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from edges import as_file, edges
 from grafana import DASHBOARDS, dashboard
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from values_model import Resources, Values
+from values_model import Pod, Resources, Values
 
 from rlhfspec.cluster import names
 from rlhfspec.operator import rbac
@@ -69,7 +68,7 @@ def values_text() -> str:
 
 
 def _lines(values: BaseModel, indent: str = "") -> Iterator[str]:
-    for name, field in type(values).model_fields.items():
+    for name, field in _own_first(type(values)).items():
         value, key = getattr(values, name), field.alias or name
         if key == "global":
             continue
@@ -82,6 +81,13 @@ def _lines(values: BaseModel, indent: str = "") -> Iterator[str]:
             yield from (indent + line for line in yaml.safe_dump({key: _plain(value)}, sort_keys=False).splitlines())
         if not indent:
             yield ""
+
+
+def _own_first(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """What components have in common comes after what they are."""
+    common = Pod.model_fields if issubclass(model, Pod) else {}
+    own = {name: field for name, field in model.model_fields.items() if name not in common}
+    return own | {name: model.model_fields[name] for name in common}
 
 
 def _plain(value: Any) -> Any:
@@ -104,7 +110,11 @@ def _made(text: dict[str, Any]) -> str:
 
 
 def _rows(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """What components have in common is told once."""
+    common = Pod.model_fields if issubclass(model, Pod) and model is not Pod else {}
     for name, field in model.model_fields.items():
+        if name in common:
+            continue
         key = f"{path}{field.alias or name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and _is_deep(key):
             yield from _rows(field.annotation, f"{key}.")
@@ -113,8 +123,8 @@ def _rows(model: type[BaseModel], path: str = "") -> Iterator[str]:
 
 
 def _is_deep(key: str) -> bool:
-    """Images and resources are one row each."""
-    return not re.fullmatch(r"images\.\w+|.*\.resources", key)
+    """Images, resources and priorities are one row each."""
+    return not re.fullmatch(r"images\.\w+|.*\.resources|jobs\.priorityClasses", key)
 
 
 def _default(field: FieldInfo) -> str:
@@ -123,7 +133,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def values_table() -> str:
-    return "\n".join(["| value | default | what |", "|---|---|---|", *_rows(Values)])
+    return "\n".join(["| value | default | what |", "|---|---|---|", *_rows(Values), *_rows(Pod, "COMPONENT.")])
 
 
 def edges_table() -> str:
@@ -161,17 +171,14 @@ def files() -> dict[Path, str]:
 
 
 def rbac_file() -> dict[str, Any]:
-    """Secrets stand alone: they are granted in the job namespaces only, even where all else is granted everywhere."""
-    jobs = [replace(rule, resources=tuple(set(rule.resources) - {"secrets"})) for rule in rbac.JOBS]
-    secrets = [replace(rule, resources=("secrets",)) for rule in rbac.JOBS if "secrets" in rule.resources]
     gang = {"kueue": "kueue.x-k8s.io", "volcano": "scheduling.volcano.sh", "coscheduling": "scheduling.x-k8s.io"}
     return {
         "install": rbac.as_rules(rbac.INSTALL),
         "release": rbac.as_rules(rbac.RELEASE),
         "reviews": rbac.as_rules(rbac.CLUSTER),
         "kueue": rbac.as_rules(rbac.KUEUE),
-        "jobs": rbac.as_rules(tuple(rule for rule in jobs if rule.resources)),
-        "secrets": rbac.as_rules(tuple(secrets)),
+        "jobs": rbac.as_rules(rbac.JOBS),
+        "spaces": rbac.as_rules(rbac.SPACES),
         "gang": {name: rbac.as_rules(tuple(r for r in rbac.GANG if r.group == group)) for name, group in gang.items()},
         "users": USERS,
         "dashboard": {"jobs": DASHBOARD_JOBS, "reviews": DASHBOARD_REVIEWS},

@@ -40,37 +40,70 @@ def resources(cpu: str, memory: str, limit: str, what: str) -> Any:
     return Field(default_factory=lambda: made.model_copy(deep=True), description=what)
 
 
+class Pod(Part):
+    """What clusters ask of pods, said by the component that has them."""
+
+    node_selector: dict[str, str] = Field({}, description="labels of nodes where it may run")
+    tolerations: list[dict[str, Any]] = Field([], description="taints of nodes where it may run all the same")
+    affinity: dict[str, Any] = Field({}, description="in place of the chart's own")
+    priority_class_name: NameOrNone = ""
+    pod_labels: dict[str, str] = Field({}, description="beside the chart's own")
+    pod_annotations: dict[str, str] = Field({}, description="beside the chart's own")
+    pod_security_context: dict[str, Any] = Field({}, description="merged over the chart's own, see openshift")
+    security_context: dict[str, Any] = Field({}, description="of its container, merged over the chart's own")
+    env: list[dict[str, Any]] = Field([], description="variables of its container, after the chart's own")
+
+
+class Account(Part):
+    annotations: dict[str, str] = Field({}, description="of the ServiceAccount: a role of your cloud, say")
+
+
 class Image(Part):
     repository: str = Field(min_length=1)
     tag: str = ""
+    digest: Annotated[str, StringConstraints(pattern=r"^(sha256:[0-9a-f]{64})?$")] = ""
 
 
 def image(repository: str, tag: str, what: str) -> Any:
     return Field(default_factory=lambda: Image(repository=repository, tag=tag), description=what)
 
 
-class Images(Part):
-    """A tag that is empty is the chart's appVersion."""
+Registry = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9.-]+(:[0-9]+)?(/[a-z0-9._-]+)*)?$")]
 
+
+class Images(Part):
+    """A tag that is empty is the chart's appVersion; a digest wins over the tag."""
+
+    registry: Registry = Field(
+        "",
+        description="where you pushed slim, cpu and cuda, which are published nowhere; before a repository that names "
+        "no registry itself",
+    )
+    server_registry: Registry = Field("docker.io", description="the same of nats and redis: a mirror, say")
     slim: Image = image("rlhfspec/slim", "", "without torch: operator, control, prompts, rebalancer, dashboard")
     cpu: Image = image("rlhfspec/cpu", "", "with torch, for pods that ask for no GPU")
     cuda: Image = image("rlhfspec/cuda", "", "with torch and CUDA, for pods that ask for a GPU")
-    nats: Image = image("nats", "2.12.2-alpine", "bundled NATS; its entrypoint is the server")
+    nats: Image = image("library/nats", "2.12.2-alpine", "bundled NATS; its entrypoint is the server")
     redis: Image = image("valkey/valkey", "9.0-alpine", "bundled Redis; its entrypoint is the server, built with TLS")
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field("IfNotPresent", description="of all of them")
     pull_secrets: list[Name] = Field([], description="Secrets to pull with, of every namespace that has our pods")
 
 
-class Operator(Part):
+class Operator(Pod):
     replicas: int = Field(2, ge=1, le=5, description="one acts, the others wait for its lease")
     scope: Literal["namespace", "cluster"] = Field(
-        "namespace", description="watch `jobNamespaces` alone, or all; Secrets are written in `jobNamespaces` only"
+        "namespace", description="jobs run in `jobNamespaces`; or wherever a namespace has `namespaceLabel`"
     )
     job_namespaces: list[Name] = Field([], description="which exist already; empty: the release's own")
+    namespace_label: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*$")] = Field(
+        "rlhfspec.io/jobs=enabled",
+        description="with scope cluster: of namespaces where jobs run; the operator makes there what jobs need",
+    )
     gang: list[Literal["kueue", "volcano", "coscheduling"]] = Field(
         [], description="what jobs may name as `scheduling.gang`: whose Workloads or PodGroups it may make"
     )
     resources: Resources = resources("100m", "192Mi", "512Mi", "of each replica")
+    service_account: Account = part(Account, "")
 
 
 def _of_role(role: str) -> Any:
@@ -86,10 +119,28 @@ RoleResources = create_model(  # type: ignore[call-overload]
 )
 
 
+ByRole = create_model(  # type: ignore[call-overload]
+    "ByRole", __base__=Part, **dict.fromkeys(ROLES, (NameOrNone, ""))
+)
+
+
+class PodTemplate(Part):
+    metadata: dict[Literal["labels", "annotations"], dict[str, str]] = {}
+    spec: dict[str, Any] = Field({}, description="tolerations, nodeSelector, containers: [{name: worker, ...}], ...")
+
+
 class Jobs(Part):
     resources: RoleResources = part(RoleResources, "by role, of pods whose job says none")  # type: ignore[valid-type]
     shared_memory: Quantity = Field("1Gi", description="of /dev/shm in every pod")
-    gpu_resource: str = Field("nvidia.com/gpu", min_length=1, description="what a GPU is called in requests")
+    pod_template: PodTemplate = part(PodTemplate, "merged into every pod of every job, before what the job says")
+    service_account: Account = part(Account, "")
+    priority_classes: ByRole = part(  # type: ignore[valid-type]
+        ByRole, "by role, of jobs that name no scheduling.priorityClass; see priorityClasses"
+    )
+    gpu_resources: list[Annotated[str, Field(min_length=1)]] = Field(
+        ["nvidia.com/gpu", "nvidia.com/mig-*"],
+        description="what GPUs are called in limits, * for the rest of a name; pods with one run the image cuda",
+    )
     otlp_endpoint: Annotated[str, StringConstraints(pattern=r"^(https?://[^\s]+)?$")] = Field(
         "", description="an OpenTelemetry collector, for jobs that name none; see networkPolicy.egress.all"
     )
@@ -116,7 +167,7 @@ class Persistence(Part):
     storage_class: NameOrNone = Field("", description="empty: the cluster's default")
 
 
-class Nats(Part):
+class Nats(Pod):
     enabled: bool = Field(True, description="bundle a NATS server")
     persistence: Persistence = part(Persistence, "of its streams")
     resources: Resources = resources("200m", "256Mi", "2Gi", "of its pod")
@@ -127,11 +178,13 @@ class ExternalRedis(Part):
     url: Annotated[str, StringConstraints(pattern=r"^(rediss://[^\s/@]+)?$")] = Field(
         "", description="of your own Redis, when `redis.enabled` is false: `rediss://host:6379`"
     )
-    existing_secret: NameOrNone = Field("", description="in the release's namespace: `ca.pem`")
+    existing_secret: NameOrNone = Field(
+        "", description="in the release's namespace: `ca.pem`, and of the operator's user there `username`, `password`"
+    )
     cidrs: list[Cidr] = Field(["0.0.0.0/0"], description="where it is, for the NetworkPolicies")
 
 
-class Redis(Part):
+class Redis(Pod):
     enabled: bool = Field(True, description="bundle a Redis; it holds only what may be lost")
     resources: Resources = resources("50m", "64Mi", "256Mi", "of its pod")
     external: ExternalRedis = part(ExternalRedis, "your own instead")
@@ -151,12 +204,26 @@ class Storage(Part):
     create: CreateClaim = part(CreateClaim, "the claim to make")
 
 
-class Dashboard(Part):
+class Ingress(Part):
+    """Always with TLS: the cookie of a visitor is sent over HTTPS alone."""
+
+    enabled: bool = Field(
+        False, description="HTTPS from outside, ended by your ingress controller; set ingressFrom too"
+    )
+    class_name: NameOrNone = Field("", description="empty: the cluster's default")
+    host: NameOrNone = Field("", description="such as rlhf.example.com")
+    annotations: dict[str, str] = Field({}, description="for your controller or cert-manager")
+    tls_secret: NameOrNone = Field("", description="with its certificate; empty: the controller's own")
+
+
+class Dashboard(Pod):
     enabled: bool = Field(True, description="the web dashboard, read-only")
     storage: Auto = Field(
         "auto", description="show past steps of the run folders; auto: where all nodes may mount the claim that is made"
     )
     resources: Resources = resources("50m", "128Mi", "512Mi", "of its pod")
+    service_account: Account = part(Account, "")
+    ingress: Ingress = part(Ingress, "")
     ingress_from: list[dict[str, Any]] = Field(
         [], description="NetworkPolicy peers that may reach it; `kubectl port-forward` always may"
     )
@@ -218,9 +285,7 @@ class GrafanaDashboards(Part):
 
 
 class PriorityClasses(Part):
-    enabled: bool = Field(
-        False, description="make RELEASE-trainer and RELEASE-generator, for `scheduling.priorityClass`"
-    )
+    enabled: bool = Field(False, description="make RELEASE-trainer and RELEASE-generator, and give them to these roles")
     trainer: int = Field(1000, ge=-1000000000, le=1000000000)
     generator: int = Field(500, ge=-1000000000, le=1000000000)
 
@@ -235,6 +300,11 @@ class TopologySpread(Part):
 
 
 class Values(Part):
+    name_override: NameOrNone = Field("", max_length=40, description="in place of `rlhfspec` in names and labels")
+    fullname_override: NameOrNone = Field("", max_length=40, description="in place of RELEASE in all names")
+    openshift: Auto = Field(
+        "auto", description="leave user and groups of all pods, jobs' too, to the cluster; auto: where SCCs exist"
+    )
     images: Images = part(Images, "")
     operator: Operator = part(Operator, "")
     jobs: Jobs = part(Jobs, "")

@@ -13,23 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cluster import Cluster
+from cluster import Cluster, ControlPlane
 
 from rlhfspec.telemetry.metrics import curve
 
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "charts" / "rlhfspec"
 NAMESPACE, RELEASE = "rlhf", "rlhfspec"
+IMAGES_OF_NOBODY = ("--set", "images.registry=registry.example/ml")  # where no node runs them
 IMAGES = ("slim", "cpu", "nats", "redis")
 # The laptop's sums and a pod's are the same bits when both compute with as many threads.
 ONE_THREAD = {"spec": {"containers": [{"name": "worker", "env": [{"name": "OMP_NUM_THREADS", "value": "1"}]}]}}
 COMPUTING = ("prepare", "generator", "reward", "reference", "critic", "trainer")
 VALUES: dict[str, Any] = {
     "images": {
-        "slim": {"repository": "localhost/rlhfspec", "tag": "slim"},
-        "cpu": {"repository": "localhost/rlhfspec", "tag": "cpu"},
-        "nats": {"repository": "localhost/nats", "tag": "2.12"},
-        "redis": {"repository": "localhost/redis", "tag": "7"},
+        "registry": "localhost",
+        "serverRegistry": "localhost",
+        "slim": {"repository": "rlhfspec", "tag": "slim"},
+        "cpu": {"repository": "rlhfspec", "tag": "cpu"},
+        "nats": {"repository": "nats", "tag": "2.12"},
+        "redis": {"repository": "redis", "tag": "7"},
         "pullPolicy": "Never",
     },
     # Two cores run two nodes here: what is asked for must not keep a pod from being scheduled.
@@ -170,6 +173,15 @@ class Job:
             name = pod["metadata"]["name"]
             parts.append(f"--- {name}\n" + run("logs", "-n", NAMESPACE, name, "--tail=5", check=False)[-2000:])
         return "\n".join(parts)
+
+
+def kubeconfig_of_account(kubernetes: ControlPlane, namespace: str, account: str) -> Path:
+    token = kubernetes.kubectl("create", "token", account, "-n", namespace).strip()
+    config = yaml.safe_load(kubernetes.kubeconfig.read_text())
+    config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
+    path = kubernetes.folder / f"{namespace}-{account}.kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    return path
 
 
 def copy_made(folder: Path) -> None:

@@ -42,11 +42,11 @@ def until(found: Callable[[], T], what: str, *, seconds: float = 60.0) -> T:
 
 
 class Operator:
-    """One replica. `kubeconfig`: who it is; `also`: of its settings."""
+    """One replica. `kubeconfig`: who it is; `more`: settings."""
 
     def __init__(
         self, folder: Path, kubeconfig: Path, servers: SharedServers, *, namespaces: tuple[str, ...],
-        pod: str = "", release: str = RELEASE, scope: str = "namespaced", redis: bool = False, **also: Any,
+        pod: str = "", release: str = RELEASE, scope: str = "namespaced", redis: bool = False, **more: Any,
     ) -> None:  # fmt: skip
         self.folder, self.http, self.reports = folder, free_port(), free_port()
         folder.mkdir(parents=True)
@@ -60,7 +60,8 @@ class Operator:
             "nats_url": servers.nats_url,
             "redis_url": servers.redis_url if redis else None,
             "report_url": f"https://127.0.0.1:{self.reports}",
-        } | also
+            **more,
+        }
         (folder / "settings.json").write_text(json.dumps(settings))
         self.servers, self.kubeconfig, self.pod = servers, kubeconfig, pod
         self.start()

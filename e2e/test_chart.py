@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,12 +17,11 @@ from typing import Any
 import pytest
 import yaml
 from cluster import ControlPlane, ToolFailed
+from installed import CHART, IMAGES_OF_NOBODY, ROOT, kubeconfig_of_account
 
 from rlhfspec.cluster import names
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
-ROOT = Path(__file__).parent.parent
-CHART = ROOT / "charts" / "rlhfspec"
 SECRETS = [f"rlhfspec-{name}" for name in ("keys", "nats", "redis", "operator-tls", "dashboard")]
 
 
@@ -76,15 +76,6 @@ class Hook:
         self._kubernetes.kubectl("patch", "pod", pod["metadata"]["name"], *where, "-p", status)
 
 
-def kubeconfig_of_account(kubernetes: ControlPlane, namespace: str, account: str) -> Path:
-    token = kubernetes.kubectl("create", "token", account, "-n", namespace).strip()
-    config = yaml.safe_load(kubernetes.kubeconfig.read_text())
-    config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
-    path = kubernetes.folder / f"{namespace}-{account}.kubeconfig"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
 def make_namespace(kubernetes: ControlPlane, name: str) -> str:
     levels = {f"pod-security.kubernetes.io/{level}": "restricted" for level in ("enforce", "warn")}
     kubernetes.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": levels}})
@@ -94,7 +85,7 @@ def make_namespace(kubernetes: ControlPlane, name: str) -> str:
 
 def helm(kubernetes: ControlPlane, what: str, namespace: str, *more: str, chart: Path | None = CHART) -> str:
     with Hook(kubernetes, namespace):
-        place = [str(chart)] if chart else []
+        place = [str(chart), *IMAGES_OF_NOBODY] if chart else []
         return kubernetes.helm(what, "rlhfspec", *place, "--namespace", namespace, "--timeout", "90s", *more)
 
 
@@ -129,7 +120,7 @@ def test_a_release_comes_and_goes_and_its_jobs_stay(kubernetes: ControlPlane) ->
     assert left.strip() == ""
 
     with pytest.raises(ToolFailed, match="exists and cannot be imported"):
-        kubernetes.helm("install", "another", str(CHART), "--namespace", space, "--no-hooks")
+        kubernetes.helm("install", "another", str(CHART), *IMAGES_OF_NOBODY, "--namespace", space, "--no-hooks")
     helm(kubernetes, "install", space)
     assert uids(kubernetes, space, *stay) == before
     uninstall(kubernetes, space)
@@ -153,10 +144,17 @@ def test_an_upgrade_brings_the_new_custom_resource(kubernetes: ControlPlane, tmp
     uninstall(kubernetes, space)
 
 
+POD: dict[str, Any] = {
+    "nodeSelector": {"pool": "system"}, "tolerations": [{"key": "system", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "priorityClassName": "system-cluster-critical", "podLabels": {"team": "a"}, "podAnnotations": {"note": "a"},
+    "podSecurityContext": {"supplementalGroups": [7]}, "securityContext": {"runAsUser": 7},
+    "env": [{"name": "HTTPS_PROXY", "value": "http://p"}],
+}  # fmt: skip
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "namespaces": {"operator": {"jobNamespaces": ["matrix", "matrix-jobs"], "replicas": 1}},
-    "cluster": {"operator": {"scope": "cluster", "jobNamespaces": ["matrix"], "gang": ["kueue", "volcano"]}},
+    "cluster": {"operator": {"scope": "cluster", "gang": ["kueue", "volcano"]}},
     "external": {
         "nats": {"enabled": False, "external": {"url": "tls://n:4222", "existingSecret": "my-nats"}},
         "redis": {"enabled": False, "external": {"url": "rediss://r:6379", "existingSecret": "my-redis"}},
@@ -176,6 +174,15 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
                                          "all": [{"cidr": "2001:db8::/32", "ports": [4317]}]},
         },
     },
+    "pods, accounts, an ingress": {
+        **dict.fromkeys(("operator", "nats", "redis"), POD), "fullnameOverride": "mine", "openshift": "always",
+        "dashboard": POD | {
+            "ingress": {"enabled": True, "host": "rl.example", "className": "nginx", "tlsSecret": "certificate"},
+            "ingressFrom": [{"namespaceSelector": {}}], "serviceAccount": {"annotations": {"cloud.example/role": "a"}},
+        },
+        "jobs": {"priorityClasses": {"trainer": "high"}, "podTemplate": {"spec": {"nodeSelector": {"gpu": "a"}}}},
+    },
+    "eight GPUs a node": yaml.safe_load((CHART / "examples" / "eight-gpu-nodes.yaml").read_text()),
     "a claim that is there": {"storage": {"claim": "mine"}},
 }  # fmt: skip
 
@@ -188,15 +195,17 @@ def test_what_values_render_is_accepted_and_keeps_to_restricted_pods(
     values = tmp_path / "values.yaml"
     values.write_text(yaml.safe_dump(COMBINATIONS[name]))
     kubernetes.helm("lint", "--strict", str(CHART), "--values", str(values))
-    text = kubernetes.helm("template", "other", str(CHART), "--namespace", "matrix", "--values", str(values))
+    text = kubernetes.helm(
+        "template", "other", str(CHART), *IMAGES_OF_NOBODY, "--namespace", "matrix", "--values", str(values)
+    )
     lines = said_of(kubernetes, text, tmp_path)
     assert not [line for line in lines if not line.endswith("(server dry run)")], "an error, or a warning"
     assert len(lines) == text.count("\nkind: ")
 
 
 def test_a_pod_that_breaks_the_standard_would_be_noticed(kubernetes: ControlPlane, tmp_path: Path) -> None:
-    text = kubernetes.helm("template", "other", str(CHART), "--namespace", "matrix")
-    said = "\n".join(said_of(kubernetes, text.replace("capabilities: {drop: [ALL]}", "capabilities: {}"), tmp_path))
+    text = kubernetes.helm("template", "other", str(CHART), *IMAGES_OF_NOBODY, "--namespace", "matrix")
+    said = "\n".join(said_of(kubernetes, re.sub(r"drop:\s+- ALL", "drop: [NET_RAW]", text), tmp_path))
     assert "Warning: would violate PodSecurity" in said
     assert "forbidden: violates PodSecurity" in said, "the pod of helm test"
 
@@ -218,10 +227,14 @@ OPERATOR, DASHBOARD, JOB = "rlhfspec-operator", "rlhfspec-dashboard", names.SERV
 MAY: list[tuple[str, str, str, str, bool, bool]] = [
     (OPERATOR, "patch", "rlhfjobs.rlhfspec.io/status", "may-jobs", True, True),
     (OPERATOR, "watch", "rlhfjobs.rlhfspec.io", "may-jobs", True, True),
-    (OPERATOR, "watch", "rlhfjobs.rlhfspec.io", "default", False, True),
-    (OPERATOR, "delete", "rlhfjobs.rlhfspec.io", "may-jobs", False, False),
+    (OPERATOR, "watch", "rlhfjobs.rlhfspec.io", "default", False, False),
+    (OPERATOR, "delete", "rlhfjobs.rlhfspec.io", "may-jobs", True, True),
     (OPERATOR, "create", "pods", "may-jobs", True, True),
-    (OPERATOR, "create", "pods", "default", False, True),
+    (OPERATOR, "create", "pods", "default", False, False),
+    (OPERATOR, "list", "namespaces", "", False, True),
+    (OPERATOR, "create", "rolebindings.rbac.authorization.k8s.io", "default", False, True),
+    (OPERATOR, "patch", "serviceaccounts", "default", False, False),
+    (OPERATOR, "patch", "rolebindings.rbac.authorization.k8s.io", "default", False, False),
     (OPERATOR, "create", "pods/exec", "may-jobs", False, False),
     (OPERATOR, "patch", "pods", "may", True, True),
     (OPERATOR, "update", "leases.coordination.k8s.io", "may", True, True),
@@ -249,13 +262,30 @@ MAY: list[tuple[str, str, str, str, bool, bool]] = [
 def test_each_may_do_what_it_needs_and_no_more(kubernetes: ControlPlane, tmp_path: Path, scope: str) -> None:
     for space in ("may", "may-jobs"):
         make_namespace(kubernetes, space)
-    settings = ("--set", f"operator.scope={scope}", "--set", "operator.jobNamespaces={may-jobs}", "--no-hooks")
+    named = () if scope == "cluster" else ("--set", "operator.jobNamespaces={may-jobs}")
+    settings = ("--set", f"operator.scope={scope}", *named, "--no-hooks")
     where = ("--namespace", "may", "--take-ownership")
-    kubernetes.helm("upgrade", "--install", "rlhfspec", str(CHART), *where, *settings)
+    kubernetes.helm("upgrade", "--install", "rlhfspec", str(CHART), *IMAGES_OF_NOBODY, *where, *settings)
+    if scope == "cluster":  # where a namespace has the label the operator makes this
+        told = kubernetes.get("configmap/rlhfspec-operator", "-n", "may")["data"]["settings.json"]
+        for each in json.loads(told)["namespace_kit"]:
+            kubernetes.kubectl("apply", "-n", "may-jobs", "-f", "-", stdin=json.dumps(each))
     reviews = [review(*asked[:4]) for asked in MAY]
     found = kubernetes.kubectl("create", "-f", "-", "-o", "json", stdin="\n".join(map(json.dumps, reviews)))
     allowed = [each["status"]["allowed"] for each in documents(found)]
     wanted = [asked[5 if scope == "cluster" else 4] for asked in MAY]
+    if scope == "cluster":
+        kubernetes.helm(
+            "upgrade",
+            "rlhfspec",
+            str(CHART),
+            *IMAGES_OF_NOBODY,
+            *where,
+            "--set",
+            "operator.jobNamespaces={may-jobs}",
+            "--no-hooks",
+        )
+        assert kubernetes.get("role/rlhfspec-jobs", "-n", "may-jobs")["rules"], "back to named namespaces"
     wrong = [asked[:4] for asked, is_so, should in zip(MAY, allowed, wanted, strict=True) if is_so != should]
     assert not wrong
     uninstall(kubernetes, "may")

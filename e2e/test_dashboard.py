@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "e2e"), str(ROOT / "tests")]
@@ -18,7 +20,6 @@ from cluster import ControlPlane  # noqa: E402
 from dashboards import Stream, served, visiting  # noqa: E402
 
 from rlhfspec.cluster import names  # noqa: E402
-from rlhfspec.dashboard import review  # noqa: E402
 from rlhfspec.dashboard.api_server import ApiServer  # noqa: E402
 from rlhfspec.dashboard.cluster import ClusterSource, Servers  # noqa: E402
 from rlhfspec.dashboard.review import ClusterAccess  # noqa: E402
@@ -53,6 +54,7 @@ RULES = [
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
 ]
 JOBS = {"apiGroups": [names.GROUP], "resources": [names.PLURAL], "verbs": ["get", "list"]}
+SAID = "ValueError: the answer of the user was 42"
 LOGS = {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]}
 
 
@@ -202,25 +204,78 @@ def test_conditions_arrive_as_the_operator_writes_them(kubernetes: ControlPlane)
     at_dashboard(kubernetes, check)
 
 
-def test_a_right_that_is_taken_away_ends_what_it_gave(
-    kubernetes: ControlPlane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(review, "COUNTS_SECONDS", 0.2)
-    monkeypatch.setattr("rlhfspec.dashboard.server.BEAT_SECONDS", 0.5)
+@pytest.mark.parametrize("loses", ["its right", "its account"])
+def test_who_may_no_longer_loses_an_open_page(kubernetes: ControlPlane, loses: str) -> None:
+    """With the seconds of a release: within those of a review and a beat, and what the API server itself remembers."""
+    name = loses.split()[-1]
+    kind = "rolebinding" if loses == "its right" else "serviceaccount"
 
     async def check(url: str) -> None:
-        kubernetes.kubectl("create", "serviceaccount", "leaver", "-n", "team-a")
-        role(kubernetes, "leaver", "system:serviceaccount:team-a:leaver", [JOBS], namespace="team-a")
+        kubernetes.kubectl("create", "serviceaccount", name, "-n", "team-a")
+        role(kubernetes, name, f"system:serviceaccount:team-a:{name}", [JOBS], namespace="team-a")
         async with (
-            visiting(token(kubernetes, "leaver")) as session,
+            visiting(token(kubernetes, name)) as session,
             Stream(session, f"{url}/api/jobs/team-a/sums/events") as stream,
         ):
             await stream.next("job")
-            kubernetes.kubectl("delete", "rolebinding", "leaver", "-n", "team-a")
-            async with asyncio.timeout(30):
+            kubernetes.kubectl("delete", kind, name, "-n", "team-a")
+            began = time.monotonic()
+            async with asyncio.timeout(60):
                 while not await stream.is_over():
                     pass
-            assert (await session.get(f"{url}/api/jobs/team-a/sums/events")).status == 403
+            print(f"{loses}: the page was closed after {time.monotonic() - began:.1f} s")
+            refused = await session.get(f"{url}/api/jobs/team-a/sums/events")
+            assert refused.status == (403 if loses == "its right" else 401)
+
+    at_dashboard(kubernetes, check)
+
+
+def test_what_a_pod_said_last_is_for_those_who_may_read_logs(kubernetes: ControlPlane) -> None:
+    ended_pod(kubernetes)
+
+    async def check(url: str) -> None:
+        heard = {}
+        for account in ("looker", "reader"):
+            async with (
+                visiting(token(kubernetes, account)) as session,
+                Stream(session, f"{url}/api/jobs/team-a/sums/events") as stream,
+            ):
+                told = [await stream.next() for _ in range(5 if account == "reader" else 3)]
+                heard[account] = {each.name: each.data for each in told}
+        assert heard["looker"].keys() == {"whole", "job", "now"}
+        assert heard["reader"]["last_words"] == {"sums-reward-0": SAID}
+        for job in (each["job"] for each in heard.values()):
+            assert [pod["message"] for pod in job["pods"]] == ["Error, exit code 1"]
+        assert SAID not in json.dumps(heard["looker"])
+
+    at_dashboard(kubernetes, check)
+
+
+def ended_pod(plane: ControlPlane) -> None:
+    """Its process wrote a line of its log into the pod's status."""
+    container = {"name": "worker", "image": "x"}
+    metadata = {"name": "sums-reward-0", "namespace": "team-a", "labels": {names.JOB: "sums", names.ROLE: "reward"}}
+    plane.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}})
+    state = {"terminated": {"exitCode": 1, "reason": "Error", "message": f"{SAID}\n"}}
+    status = {
+        "phase": "Failed",
+        "containerStatuses": [container | {"imageID": "", "ready": False, "restartCount": 0, "state": state}],
+    }
+    patch = json.dumps({"status": status})
+    plane.kubectl("patch", "pod", "sums-reward-0", "-n", "team-a", "--subresource=status", "--type=merge", "-p", patch)
+
+
+def test_the_yaml_is_for_those_who_may_get_the_job(kubernetes: ControlPlane) -> None:
+    async def check(url: str) -> None:
+        path = f"{url}/api/jobs/team-a/sums/yaml"
+        async with visiting(token(kubernetes, "looker")) as session:
+            shown = yaml.safe_load(await (await session.get(path)).text())
+        there = kubernetes.get("-n", "team-a", names.PLURAL, "sums")
+        assert shown["spec"] == there["spec"]
+        assert shown["kind"] == names.KIND
+        assert "managedFields" not in shown["metadata"]
+        async with visiting(token(kubernetes, "nobody", "team-b")) as session:
+            assert (await session.get(path)).status == 403
 
     at_dashboard(kubernetes, check)
 

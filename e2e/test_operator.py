@@ -31,11 +31,15 @@ from operators import (
     writes_of,
 )
 from promql import family, named_anywhere
-from shared_servers import SharedServers
+from redis.asyncio import Redis
+from shared_servers import NO_REDIS, REDIS, SharedServers
 from verbs import bound, refused, unused
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
+from rlhfspec.operator.release import redis_login
+from rlhfspec.operator.streams import metadata_of
+from rlhfspec.service.redis_users import install_of, run_of
 
 pytestmark = pytest.mark.ci
 NAMESPACES = ("life", "again", "wrong", "quota", "policy", "gone", "reports", "two", "asleep", "owners")
@@ -58,7 +62,9 @@ def operator(
     replica_pod(world, "rl-operator-a")
     namespaces = tuple(name for name in NAMESPACES if name not in ("two", "asleep"))
     folder = tmp_path_factory.mktemp("operator") / "a"
-    operator = Operator(folder, kubeconfig, servers, namespaces=namespaces, pod="rl-operator-a")
+    operator = Operator(
+        folder, kubeconfig, servers, namespaces=namespaces, pod="rl-operator-a", redis=REDIS is not None
+    )
     with stopped_at_the_end(operator):
         yield operator
     assert "rror" not in operator.log.replace("ClientConnectorError", ""), operator.log
@@ -92,7 +98,8 @@ def test_a_job_goes_from_prepare_to_succeeded(world: World, operator: Operator) 
         "whatever ran is gone",
     )
     secret = world.core.read_namespaced_secret(names.secret_name("sums", "reward", uid), "life").data
-    assert sorted(secret) == ["ca.pem", "redis.password", "reward.creds", "reward.key", "reward.pem", "servers-ca.pem"]
+    mine = ["reward.creds", "reward.key", "reward.pem"]
+    assert sorted(secret) == ["ca.pem", "redis.password", "redis.user", *mine, "servers-ca.pem"]
     assert leaders(world) == ["rl-operator-a"]
     until(lambda: world.job("life", "sums") is None, "it is deleted when its time is over")
     world.wait_for_pods("life", set())
@@ -193,36 +200,57 @@ def test_who_refuses_pods_is_quoted(world: World, operator: Operator) -> None:
     assert "not on fridays" in world.wait_for_reason("policy", "sums", "PodRefused")["message"]
 
 
-def test_a_deleted_job_takes_its_pods_and_its_streams_along(
-    world: World, operator: Operator, servers: SharedServers
+@pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
+@pytest.mark.parametrize("is_away", [False, True], ids=["", "deleted while the operator is away"])
+def test_what_a_job_has_on_servers_goes_with_it(
+    world: World, operator: Operator, servers: SharedServers, is_away: bool
 ) -> None:
+    """Its streams and its users of Redis; streams that bear no mark are somebody else's."""
     world.apply("gone", "sums")
     world.wait_for_pods("gone", {"sums-prepare-0"})
     uid = world.status("gone", "sums")["run"]["uid"]
-    asyncio.run(declare(servers, "sums", uid))
-    assert asyncio.run(streams(servers)) == [f"rlhf_other_{uid}_sample", f"rlhf_sums_{uid}_sample"]
+    asyncio.run(declare(servers, "sums", uid, metadata_of(install_of(servers.keys.master), "gone")))
+    asyncio.run(declare(servers, "other", uid, {}))
+    until(lambda: uid in asyncio.run(runs_in_redis(servers)), "its users are made")
+    if is_away:
+        operator.stop()
     world.kubernetes.kubectl("delete", "-n", "gone", "rlhfjob/sums", "--timeout=60s")
     world.wait_for_pods("gone", set())
-    assert asyncio.run(streams(servers)) == [f"rlhf_other_{uid}_sample"]
+    if is_away:
+        assert asyncio.run(streams(servers, uid)) == [f"rlhf_other_{uid}_sample", f"rlhf_sums_{uid}_sample"]
+        operator.start()
+    until(lambda: asyncio.run(streams(servers, uid)) == [f"rlhf_other_{uid}_sample"], "its streams are gone")
+    until(lambda: uid not in asyncio.run(runs_in_redis(servers)), "and its users")
 
 
-async def declare(servers: SharedServers, job: str, uid: str) -> None:
-    """As a control would, and another job's control."""
-    for name in (job, "other"):
-        folder = servers.credentials("control", job=name, run=uid)
-        tls = ssl.create_default_context(cafile=str(folder / "servers-ca.pem"))
-        inbox = f"_INBOX_control_{uid}"
-        bus = await nats.connect(
-            servers.nats_url, user_credentials=str(folder / "control.creds"), tls=tls, inbox_prefix=inbox
-        )
-        stream = f"rlhf_{name}_{uid}_sample"
-        asked = {"name": stream, "subjects": [stream.replace("_", ".")], "storage": "memory"}
-        answer = await bus.request(f"$JS.API.STREAM.CREATE.{stream}", json.dumps(asked).encode())
-        assert "error" not in json.loads(answer.data), answer.data
-        await bus.close()
+async def declare(servers: SharedServers, job: str, uid: str, metadata: dict[str, str]) -> None:
+    """As a control would."""
+    folder = servers.credentials("control", job=job, run=uid)
+    tls = ssl.create_default_context(cafile=str(folder / "servers-ca.pem"))
+    inbox = f"_INBOX_control_{uid}"
+    bus = await nats.connect(
+        servers.nats_url, user_credentials=str(folder / "control.creds"), tls=tls, inbox_prefix=inbox
+    )
+    stream = f"rlhf_{job}_{uid}_sample"
+    asked = {"name": stream, "subjects": [stream.replace("_", ".")], "storage": "memory", "metadata": metadata}
+    answer = await bus.request(f"$JS.API.STREAM.CREATE.{stream}", json.dumps(asked).encode())
+    assert "error" not in json.loads(answer.data), answer.data
+    await bus.close()
 
 
-async def streams(servers: SharedServers) -> list[str]:
+async def runs_in_redis(servers: SharedServers) -> set[str]:
+    """Which have users there."""
+    assert servers.redis_url is not None
+    user, password = redis_login(servers.keys, servers.folder)
+    authority = servers.keys.ca_pem.decode()
+    async with Redis.from_url(
+        servers.redis_url, username=user, password=password, ssl_ca_data=authority, protocol=2
+    ) as redis:
+        found = [run_of(servers.keys.master, str(name)) for name in await redis.acl_users()]
+    return {run.uid for run in found if run is not None}
+
+
+async def streams(servers: SharedServers, uid: str) -> list[str]:
     from rlhfspec.service.credentials import operator_creds
 
     file = servers.folder / "operator.creds"
@@ -232,7 +260,7 @@ async def streams(servers: SharedServers) -> list[str]:
     bus = await nats.connect(servers.nats_url, user_credentials=str(file), tls=tls, inbox_prefix=inbox)
     answer = json.loads((await bus.request("$JS.API.STREAM.NAMES", b"{}")).data)
     await bus.close()
-    return sorted(answer["streams"] or ())
+    return sorted(name for name in answer["streams"] or () if f"_{uid}_" in name)
 
 
 # ---- the reports ----------------------------------------------------------------------------------------------------

@@ -34,8 +34,9 @@ def plane() -> Iterator[ControlPlane]:
 
 
 @pytest.fixture(scope="module")
-def cluster(plane: ControlPlane) -> Cluster:
-    return Cluster(Where(namespace="rl", kubeconfig=str(plane.kubeconfig)))
+def cluster(plane: ControlPlane) -> Iterator[Cluster]:
+    with Cluster(Where(namespace="rl", kubeconfig=str(plane.kubeconfig))) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -173,6 +174,18 @@ def test_why_a_job_failed(plane: ControlPlane, rlhf: Rlhf) -> None:
     said = rlhf("why", "failed")
     assert said.startswith("failed is Failed: CrashLoop")
     assert "pod failed-trainer-0: Error: exit code 1: RuntimeError: CUDA out of memory" in said
+
+
+def test_what_a_pod_says_never_acts_upon_the_terminal(plane: ControlPlane, rlhf: Rlhf) -> None:
+    hostile = "\x1b[2J\x1b]0;taken\x07 \u202eno such file\r\n"
+    status = {"phase": "Failed", "reason": "CrashLoop", "message": hostile,
+              "conditions": [healthy("False", "CrashLoop", hostile)]}  # fmt: skip
+    make_job(plane, "hostile", status)
+    make_pod(plane, "hostile", "trainer", status=ended(1, hostile))
+    for command in ("why", "status"):
+        said = rlhf(command, "hostile")
+        assert "␛[2J␛]0;taken␇ �no such file" in said
+        assert not set(said) & set("\x1b\x07\r\u202e")
 
 
 def test_why_of_jobs_that_are_well_or_unseen(plane: ControlPlane, rlhf: Rlhf) -> None:

@@ -39,10 +39,11 @@ def test_status_and_why(job: Job, rlhf: Rlhf) -> None:
 
 
 def test_top_has_the_generators_speed(installed: Installed, job: Job, rlhf: Rlhf) -> None:
-    cluster = Cluster(Where(namespace=NAMESPACE, kubeconfig=str(installed.cluster.kubeconfig)))
+    where = Where(namespace=NAMESPACE, kubeconfig=str(installed.cluster.kubeconfig))
 
     def speed() -> float:
-        workers = {each["name"]: each for each in asked(cluster, "asked", "--json")["workers"]}
+        with Cluster(where) as cluster:
+            workers = {each["name"]: each for each in asked(cluster, "asked", "--json")["workers"]}
         return float(workers["generator-0"]["load"]["tokens_per_second"])
 
     job.wait("tokens/s of the generator", lambda: speed() > 0.0, seconds=60)

@@ -89,8 +89,9 @@ def speak(kubernetes: Kubernetes, role: str, worker: int, *commands: str) -> Non
 
 
 @pytest.fixture(scope="module")
-def cluster(kubernetes: Kubernetes) -> Cluster:
-    return Cluster(Where(namespace="rl", kubeconfig=str(kubernetes.kubeconfig)))
+def cluster(kubernetes: Kubernetes) -> Iterator[Cluster]:
+    with Cluster(Where(namespace="rl", kubeconfig=str(kubernetes.kubeconfig))) as cluster:
+        yield cluster
 
 
 def test_logs_of_all_roles_in_the_order_of_time(kubernetes: Kubernetes, cluster: Cluster, job: str) -> None:

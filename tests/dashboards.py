@@ -113,9 +113,9 @@ class Stream:
         self._answer.close()
 
     async def next(self, *names: str) -> Told:
-        """The next of one of these names."""
+        """The next of one of these names; none: of any."""
         async with asyncio.timeout(60.0):
-            while (told := await self._next()).name not in names:
+            while (told := await self._next()).name not in (names or told.name):
                 pass
         return told
 

@@ -38,11 +38,17 @@ HELM = found()
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm: set RLHFSPEC_HELM, or put it on the PATH")
 
 
-def template(values: dict[str, Any], *more: str, release: str = "rlhfspec", namespace: str = "ml") -> tuple[int, str]:
-    """Exit code, and what it printed; what it complains of when it fails."""
+REGISTRY = "registry.example/ml"
+
+
+def template(
+    values: dict[str, Any], *more: str, release: str = "rlhfspec", namespace: str = "ml", registry: str = REGISTRY
+) -> tuple[int, str]:
+    """Exit code, and what it printed; what it complains of when it fails. `registry`: where the images are."""
     assert HELM is not None
     done = subprocess.run(
-        [HELM, "template", release, str(CHART), "--namespace", namespace, "--values", "-", *more],
+        [HELM, "template", release, str(CHART), "--namespace", namespace, "--set", f"images.registry={registry}",
+         "--values", "-", *more],
         input=json.dumps(values), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return done.returncode, done.stderr if done.returncode else done.stdout

@@ -216,6 +216,10 @@ BY_HAND = [
     Wrong(
         pod_template("trainer", spec={"restartPolicy": "Always"}), "spec.roles.trainer.podTemplate.spec.restartPolicy"
     ),
+    Wrong({"podTemplate": {"metadata": {"labels": {"rlhfspec.io/role": "x"}}}}, "spec.podTemplate.metadata.labels"),
+    Wrong({"podTemplate": {"spec": {"restartPolicy": "Always"}}}, "spec.podTemplate.spec.restartPolicy"),
+    Wrong({"podTemplate": {"spec": {"containers": [{}]}}}, "spec.podTemplate.spec.containers"),
+    Wrong({"podTemplate.metdata": {}}, "spec.podTemplate.metdata"),
     Wrong({"scheduling.queue": "q"}, "spec.scheduling.queue"),
     Wrong({"scheduling": {"queue": "q", "gang": "coscheduling"}}, "spec.scheduling.queue"),
     Wrong({"restart.roles": ["reward"]}, "spec.restart.id"),

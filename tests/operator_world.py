@@ -26,7 +26,7 @@ _READ: dict[str, tuple[RLHFJob | None, tuple[Problem, ...]]] = {}  # by its spec
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def credentials(job: str, job_uid: str, run: str, role: str, created: datetime) -> dict[str, bytes]:
+def credentials(namespace: str, job: str, job_uid: str, run: str, role: str, created: datetime) -> dict[str, bytes]:
     return {"ca.pem": b"ca", f"{role}.key": f"{job} {job_uid} {run} {role} {created:%Y}".encode()}
 
 

@@ -37,7 +37,7 @@ class SharedServers:
             failing.callback(self._ending.close)
             self._start_nats()
             if REDIS is not None:
-                self._start_redis(REDIS)
+                self._start_redis()
             failing.pop_all()
         return self
 
@@ -54,9 +54,22 @@ class SharedServers:
         command += ["-m", str(self._http_port), "-l", self.folder / "nats.log"]
         self._nats = self._program([str(part) for part in command], self._port)
 
-    def credentials(self, role: str, *, job: str = "sums", job_uid: str = "6f1c", run: str = "3f2a") -> Path:
+    def kill_redis(self) -> None:
+        self._redis.kill()
+        self._redis.wait()
+
+    def start_redis(self) -> None:
+        """Again, at the same port; it has forgotten everything."""
+        assert REDIS is not None
+        self._redis = self._program([REDIS, str(self.folder / "redis" / "redis.conf")], self._redis_port)
+
+    def credentials(
+        self, role: str, *, job: str = "sums", job_uid: str = "6f1c", run: str = "3f2a", namespace: str = "rl"
+    ) -> Path:
         """A folder as a pod has it mounted."""
-        secret = credentials_of(self.keys, job=job, job_uid=job_uid, run=run, role=role, created=CREATED)
+        secret = credentials_of(
+            self.keys, namespace=namespace, job=job, job_uid=job_uid, run=run, role=role, created=CREATED
+        )
         return written(self.folder / "pods" / job_uid / run / role, secret)
 
     def release_credentials(self, name: str) -> Path:
@@ -71,12 +84,13 @@ class SharedServers:
         self.nats_url = f"tls://127.0.0.1:{self._port}"
         self.start_nats()
 
-    def _start_redis(self, program: str) -> None:
+    def _start_redis(self) -> None:
         place, port = self.release_credentials("redis"), free_port()
         config = (place / "redis.conf").read_text().replace("/etc/redis", str(place)).replace("6379", str(port))
         (place / "redis.conf").write_text(f"{config}\nbind 127.0.0.1\nlogfile {self.folder / 'redis.log'}\n")
         self.redis_url = f"rediss://127.0.0.1:{port}"
-        self._program([program, str(place / "redis.conf")], port)
+        self._redis_port = port
+        self.start_redis()
 
     def _program(self, command: list[str], port: int) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(command, cwd=self.folder)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from helm import CHART, MONITORING, ROOT, named, needs_helm, of_kind, pods, rendered, template
+from helm import CHART, HELM, MONITORING, REGISTRY, ROOT, named, needs_helm, of_kind, pods, rendered, template
 
 from rlhfspec.cluster import names
 from rlhfspec.loop import STAGES
+from rlhfspec.operator.release import AUTHORITIES, NATS_ACCOUNT, REDIS_LOGIN
 from rlhfspec.operator.settings import OperatorFile
 
 sys.path.insert(0, str(ROOT / "charts"))
@@ -26,7 +29,7 @@ EXTERNAL = {
     "nats": {"enabled": False, "external": {"url": "tls://nats.example:4333", "existingSecret": "my-nats"}},
     "redis": {"enabled": False, "external": {"url": "rediss://redis.example", "existingSecret": "my-redis"}},
 }
-CLUSTER = {"operator": {"scope": "cluster", "jobNamespaces": ["team-b", "team-a"]}}
+CLUSTER = {"operator": {"scope": "cluster"}}
 
 
 # --- what is taken from the code --------------------------------------------------------------------------------------
@@ -134,8 +137,10 @@ def test_nobody_may_touch_secrets_of_the_whole_cluster_and_only_the_install_hook
     values: dict[str, Any],
 ) -> None:
     objects = rendered(values)
+    everywhere = {binding["roleRef"]["name"] for binding in of_kind(objects, "ClusterRoleBinding")}
     for role in of_kind(objects, "ClusterRole"):
-        assert not any("secrets" in rule["resources"] for rule in role["rules"]), role["metadata"]["name"]
+        if any("secrets" in rule["resources"] for rule in role["rules"]):
+            assert role["metadata"]["name"] not in everywhere
     readers = {
         role["metadata"]["name"]
         for role in of_kind(objects, "Role")
@@ -160,6 +165,31 @@ def test_a_namespaced_operator_has_rights_in_the_job_namespaces_alone() -> None:
     reviews = [rule for name in bound for rule in named(objects, "ClusterRole", name)["rules"]]
     assert {resource for rule in reviews for resource in rule["resources"]} == {"tokenreviews", "subjectaccessreviews"}
     assert {verb for rule in reviews for verb in rule["verbs"]} == {"create"}
+
+
+@needs_helm
+def test_with_a_label_the_operator_makes_what_the_chart_makes_for_named_namespaces() -> None:
+    """And has no right on pods or Secrets but by the binding that it makes itself."""
+    kinds = ("ServiceAccount", "PersistentVolumeClaim", "NetworkPolicy")
+    team = rendered({"operator": {"jobNamespaces": ["team"]}})
+    wanted = {(each["kind"], each["metadata"]["name"]): each.get("spec") for each in of_kind(team, *kinds)
+              if each["metadata"].get("namespace") == "team"}  # fmt: skip
+    objects = rendered(CLUSTER)
+    kit = json.loads(named(objects, "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])["namespace_kit"]
+    made = {(each["kind"], each["metadata"]["name"]): each.get("spec") for each in of_kind(kit, *kinds)}
+    assert made.keys() == wanted.keys()
+    assert made == wanted
+    assert not [each for each in kit if "namespace" in each["metadata"]]
+    [binding] = of_kind(kit, "RoleBinding")
+    granted = named(objects, "ClusterRole", binding["roleRef"]["name"])["rules"]
+    assert granted == named(team, "Role", "rlhfspec-jobs")["rules"]
+    everywhere = named(objects, "ClusterRole", "ml-rlhfspec-operator")["rules"]
+    assert not {"pods", "secrets", "configmaps", names.PLURAL} & {
+        one for rule in everywhere for one in rule["resources"]
+    }
+    [bind] = [rule for rule in everywhere if "bind" in rule["verbs"]]
+    assert bind["resourceNames"] == [binding["roleRef"]["name"]]
+    assert all(rule.get("resourceNames") for rule in everywhere if "patch" in rule["verbs"])
 
 
 @needs_helm
@@ -237,6 +267,173 @@ def test_external_servers_leave_out_the_bundled_ones() -> None:
     [keys] = [volume for volume in operator["volumes"] if volume["name"] == "keys"]
     sources = [source["secret"]["name"] for source in keys["projected"]["sources"]]
     assert sources == ["rlhfspec-keys", "my-nats", "my-redis"]
+    files = {item["path"] for source in keys["projected"]["sources"] for item in source["secret"].get("items", ())}
+    assert files == {NATS_ACCOUNT, *AUTHORITIES, *REDIS_LOGIN}, "as the operator looks for them"
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+@needs_helm
+@pytest.mark.parametrize("example", sorted((CHART / "examples").iterdir()), ids=lambda path: path.stem)
+def test_shipped_values_are_taken(example: Path, tmp_path: Path) -> None:
+    assert HELM is not None
+    subprocess.run([HELM, "lint", "--strict", str(CHART), "--values", str(example)], check=True, capture_output=True)
+    objects = rendered(yaml.safe_load(example.read_text()))
+    settings = named(objects, "ConfigMap", "rlhfspec-operator")["data"]["settings.json"]
+    (tmp_path / "settings.json").write_text(settings)
+    told = OperatorFile.read(tmp_path / "settings.json")
+    assert told.resources["generator"]["limits"][told.gpu_resources[0]] == 1
+    taint = {"key": told.gpu_resources[0], "operator": "Exists", "effect": "NoSchedule"}
+    assert told.pod_template["spec"]["tolerations"] == [taint]
+    assert all(pod["spec"]["nodeSelector"] == {"pool": "system"} for _, pod in pods(objects))
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def images(values: dict[str, Any]) -> set[str]:
+    return {container["image"] for _, pod in pods(rendered(values)) for container in pod["spec"]["containers"]}
+
+
+@needs_helm
+def test_images_have_one_registry_and_a_digest_wins_over_a_tag() -> None:
+    assert images({}) == {
+        f"{REGISTRY}/rlhfspec/slim:0.1.0", "docker.io/library/nats:2.12.2-alpine", "docker.io/valkey/valkey:9.0-alpine",
+    }  # fmt: skip
+    digest = f"sha256:{'0a' * 32}"
+    said = {"serverRegistry": "mirror.example:5000", "slim": {"tag": "mine", "digest": digest}}
+    said |= {"redis": {"repository": "localhost/redis", "tag": "7"}}
+    found = {
+        f"{REGISTRY}/rlhfspec/slim@{digest}",
+        "mirror.example:5000/library/nats:2.12.2-alpine",
+        "localhost/redis:7",
+    }
+    assert images({"images": said}) == found
+    told = json.loads(named(rendered({"images": said}), "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])
+    assert told["images"]["slim"] == f"{REGISTRY}/rlhfspec/slim@{digest}"
+    assert told["images"]["cuda"] == f"{REGISTRY}/rlhfspec/cuda:0.1.0"
+
+
+@needs_helm
+def test_without_images_nothing_is_installed_and_one_line_says_what_to_do() -> None:
+    code, said = template({}, registry="")
+    assert code != 0
+    assert "images.registry: no images are published" in said
+    place = said.partition("three commands of ")[2].split(",")[0]
+    page, _, heading = place.partition("#")
+    assert f"\n## {heading.capitalize()}\n" in (ROOT / page).read_text()
+    for there in ({"pullPolicy": "Never"}, {"slim": {"tag": "built"}}, {"slim": {"repository": "r.example/slim"}}):
+        assert template({"images": there}, registry="")[0] == 0, there
+
+
+# --- pods and names ---------------------------------------------------------------------------------------------------
+
+POD: dict[str, Any] = {
+    "nodeSelector": {"pool": "system"}, "tolerations": [{"key": "system", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}}, "priorityClassName": "high", "podLabels": {"team": "a"},
+    "podAnnotations": {"sidecar.example/inject": "false"}, "podSecurityContext": {"supplementalGroups": [7]},
+    "securityContext": {"seLinuxOptions": {"level": "s0"}}, "env": [{"name": "HTTPS_PROXY", "value": "http://p"}],
+}  # fmt: skip
+PODS = dict.fromkeys(("operator", "nats", "redis", "dashboard"), POD)
+
+
+@needs_helm
+def test_every_pod_of_the_release_is_placed_and_marked_as_its_component_says() -> None:
+    before, after = dict(pods(rendered())), dict(pods(rendered(PODS)))
+    assert len(after) == 6
+    for name, pod in after.items():
+        spec, plain = pod["spec"], before[name]
+        for key in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
+            assert spec[key] == POD[key], (name, key)
+        assert plain["metadata"]["labels"] | POD["podLabels"] == pod["metadata"]["labels"], name
+        assert (
+            plain["metadata"].get("annotations", {}).items() - {("checksum/settings", "")}
+            | POD["podAnnotations"].items()
+            == pod["metadata"]["annotations"].items()
+        ), name
+        assert spec["securityContext"] == plain["spec"]["securityContext"] | POD["podSecurityContext"], name
+        [container], [usual] = spec["containers"], plain["spec"]["containers"]
+        assert container["securityContext"] == usual["securityContext"] | POD["securityContext"], name
+        assert container["env"] == [*usual.get("env", []), *POD["env"]], name
+    one = dict(pods(rendered({"redis": POD})))
+    changed = {name for name, pod in one.items() if pod != before[name]}
+    assert changed == {"StatefulSet/rlhfspec-redis"}
+
+
+@needs_helm
+def test_marks_of_a_user_cannot_hide_a_pod_from_its_service() -> None:
+    objects = rendered({"operator": {"podLabels": {names.COMPONENT: "mine"}}})
+    deployment = named(objects, "Deployment", "rlhfspec-operator")["spec"]
+    assert deployment["selector"]["matchLabels"].items() <= deployment["template"]["metadata"]["labels"].items()
+
+
+@needs_helm
+@pytest.mark.parametrize("values", [{"openshift": "always"}, {"openshift": "auto"}, {"openshift": "never"}], ids=str)
+def test_openshift_chooses_users_itself(values: dict[str, Any]) -> None:
+    objects = rendered(values, "--api-versions", "security.openshift.io/v1")
+    chosen = values["openshift"] != "never"
+    for name, pod in pods(objects):
+        fixed = {"runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy"} & pod["spec"]["securityContext"].keys()
+        assert not fixed if chosen else len(fixed) == 4, name
+    told = json.loads(named(objects, "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])
+    assert told["chooses_user"] is not chosen
+
+
+@needs_helm
+def test_service_accounts_carry_the_identity_of_a_cloud() -> None:
+    role = {"serviceAccount": {"annotations": {"cloud.example/role": "writer"}}}
+    accounts = of_kind(rendered({"operator": role, "dashboard": role, "jobs": role}), "ServiceAccount")
+    marked = {each["metadata"]["name"] for each in accounts if "cloud.example/role" in each["metadata"]["annotations"]}
+    assert marked == {"rlhfspec-operator", "rlhfspec-dashboard", names.SERVICE_ACCOUNT}
+    [job] = [each for each in accounts if each["metadata"]["name"] == names.SERVICE_ACCOUNT]
+    assert job["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+@needs_helm
+def test_names_may_be_others() -> None:
+    assert named(rendered({"nameOverride": "rl"}, release="try"), "StatefulSet", "try-rl-nats")
+    objects = rendered({"fullnameOverride": "mine"}, release="try")
+    assert named(objects, "StatefulSet", "mine-nats")
+    assert named(objects, "Job", "mine-install")["spec"]["template"]["spec"]["containers"][0]["args"][-1] == "mine"
+
+
+@needs_helm
+def test_jobs_are_told_of_templates_gpus_and_priorities(tmp_path: Path) -> None:
+    jobs = {
+        "podTemplate": {"spec": {"tolerations": [{"key": "gpu"}]}}, "gpuResources": ["amd.com/gpu"],
+        "priorityClasses": {"generator": "mine"},
+    }  # fmt: skip
+    config = named(rendered({"jobs": jobs, "priorityClasses": {"enabled": True}}), "ConfigMap", "rlhfspec-operator")
+    (tmp_path / "settings.json").write_text(config["data"]["settings.json"])
+    told = OperatorFile.read(tmp_path / "settings.json")
+    assert told.pod_template == {"metadata": {}} | jobs["podTemplate"]
+    assert told.gpu_resources == ("amd.com/gpu",)
+    assert told.priority_classes == {"trainer": "rlhfspec-trainer", "generator": "mine"}
+
+
+@needs_helm
+def test_the_dashboard_has_an_ingress_with_tls_that_the_network_lets_through() -> None:
+    ingress = {
+        "enabled": True,
+        "host": "rl.example",
+        "className": "nginx",
+        "tlsSecret": "cert",
+        "annotations": {"a": "b"},
+    }
+    peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress-nginx"}}}
+    objects = rendered({"dashboard": {"ingress": ingress, "ingressFrom": [peer]}})
+    made = named(objects, "Ingress", "rlhfspec-dashboard")
+    assert made["metadata"]["annotations"] == {"a": "b"}
+    assert made["spec"]["ingressClassName"] == "nginx"
+    assert made["spec"]["tls"] == [{"hosts": ["rl.example"], "secretName": "cert"}]
+    [rule] = made["spec"]["rules"]
+    [path] = rule["http"]["paths"]
+    service = named(objects, "Service", path["backend"]["service"]["name"])
+    assert path["backend"]["service"]["port"]["name"] == service["spec"]["ports"][0]["name"]
+    policy = named(objects, "NetworkPolicy", "rlhfspec-dashboard")
+    assert policy["spec"]["ingress"][0]["from"] == [peer]
+    assert not of_kind(rendered(), "Ingress")
 
 
 # --- wrong values -----------------------------------------------------------------------------------------------------
@@ -248,6 +445,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"operator": {"replicas": 0}}, "/operator/replicas"),
     ({"operator": {"replicas": 2.5}}, "/operator/replicas"),
     ({"operator": {"scope": "everywhere"}}, "/operator/scope"),
+    ({"operator": {"scope": "cluster", "jobNamespaces": ["team"]}}, "operator.jobNamespaces"),
+    ({"operator": {"namespaceLabel": "jobs"}}, "/operator/namespaceLabel"),
     ({"operator": {"jobNamespaces": "team"}}, "/operator/jobNamespaces"),
     ({"operator": {"jobNamespaces": ["Team"]}}, "/operator/jobNamespaces/0"),
     ({"operator": {"resources": {"cpu": "1"}}}, "cpu"),
@@ -255,7 +454,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"operator": {"gang": ["slurm"]}}, "/operator/gang/0"),
     ({"images": {"slim": {"repository": ""}}}, "/images/slim/repository"),
     ({"images": {"slim": {"tag": 1.0}}}, "/images/slim/tag"),
-    ({"images": {"slim": {"digest": "sha256:00"}}}, "digest"),
+    ({"images": {"slim": {"digest": "sha256:00"}}}, "/images/slim/digest"),
+    ({"images": {"serverRegistry": "https://mirror"}}, "/images/serverRegistry"),
+    ({"operator": {"tolerations": {"key": "gpu"}}}, "/operator/tolerations"),
+    ({"nats": {"nodeSelector": ["gpu"]}}, "/nats/nodeSelector"),
+    ({"dashboard": {"ingress": {"enabled": True}}}, "dashboard.ingress.host"),
+    ({"dashboard": {"ingress": {"enabled": True, "host": "a.example"}}}, "dashboard.ingressFrom"),
+    ({"jobs": {"podTemplate": {"spce": {}}}}, "/jobs/podTemplate"),
+    ({"jobs": {"priorityClasses": {"trainers": "high"}}}, "/jobs/priorityClasses"),
+    ({"jobs": {"gpuResource": "nvidia.com/gpu"}}, "gpuResource"),
+    ({"openshift": True}, "/openshift"),
+    ({"fullnameOverride": "Mine"}, "/fullnameOverride"),
     ({"images": {"pullPolicy": "Sometimes"}}, "/images/pullPolicy"),
     ({"images": {"pullSecrets": [{"name": "x"}]}}, "/images/pullSecrets/0"),
     ({"nats": {"enabled": "yes"}}, "/nats/enabled"),

@@ -153,6 +153,20 @@ def test_a_job_of_a_namespace_that_is_not_ours_reaches_no_server() -> None:
 
 
 @needs_helm
+def test_jobs_of_labelled_namespaces_alone_reach_the_servers() -> None:
+    policies = policies_of({"operator": {"scope": "cluster", "namespaceLabel": "jobs.example/of=us"}})
+    [nats] = [each for each in policies if each["metadata"]["name"] == "rlhfspec-nats"]
+    peers = [
+        peer
+        for rule in nats["spec"]["ingress"]
+        for peer in rule["from"]
+        if names.ROLE in peer["podSelector"]["matchLabels"]
+    ]
+    assert len(peers) == len(edges.WORKERS)
+    assert all(peer["namespaceSelector"] == {"matchLabels": {"jobs.example/of": "us"}} for peer in peers)
+
+
+@needs_helm
 def test_a_role_goes_outside_where_values_say_so() -> None:
     place = {"cidr": "203.0.113.0/24", "except": ["203.0.113.7/32"], "ports": [8000]}
     policies = policies_of({"networkPolicy": {"egress": {"reward": [place]}}})

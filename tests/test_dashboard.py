@@ -380,7 +380,9 @@ class Fickle(LaptopAccess):
 
 # ---- who may --------------------------------------------------------------------------------------------------------
 
-PROTECTED = ("/api/jobs", "/api/events", f"{JOB}/events", f"{JOB}/samples", f"{JOB}/sample?id=sums/1/0/0")
+PROTECTED = (
+    "/api/jobs", "/api/events", *(f"{JOB}/{rest}" for rest in ("events", "yaml", "samples", "sample?id=sums/1/0/0")),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PROTECTED)

@@ -56,6 +56,24 @@ def test_curves_generators_and_moves_appear_as_they_happen(tmp_path: Path) -> No
     look(write_run(tmp_path / "run", finished=False), check)
 
 
+def test_axes_have_units_and_the_job_its_yaml_and_run_folder(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", finished=False)
+
+    async def check(page: Page, url: str, live: LiveRun) -> None:
+        await open_job(page)
+        await page.until("document.querySelectorAll('.chart path.line').length >= 6")
+        units = "[...document.querySelectorAll('.chart .unit')].map((each) => each.textContent)"
+        found = await page.value(units)
+        assert found[1::2] == ["step"] * 6
+        assert len(set(found[::2])) == 6
+        assert all(found)
+        assert str(folder) in await page.value("document.querySelector('.links').textContent")
+        shown = await page.value("fetch(document.querySelector('.links a').href).then((answer) => answer.text())")
+        assert "kind: RLHFJob" in shown
+
+    look(folder, check)
+
+
 def test_the_keyboard_reaches_everything(tmp_path: Path) -> None:
     async def check(page: Page, url: str, live: LiveRun) -> None:
         for _ in range(12):

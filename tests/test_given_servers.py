@@ -30,7 +30,7 @@ from rlhfspec.servers.certificates import create_credentials
 SECRET = "correct-horse-battery"
 # What docs/servers.md says that a run needs.
 NATS_RIGHTS = '{publish: ["rlhf.>", "$JS.API.>", "$JS.ACK.>"], subscribe: ["rlhf.>", "latest.rlhf.>", "_INBOX.>"]}'
-REDIS_RIGHTS = "~rlhfspec:* -@all +info +set +get +pttl +scan +del"
+REDIS_RIGHTS = "~rlhfspec:* -@all +info +set +get +pttl +sadd +pexpire +smembers +del"
 STEPS = "training.steps=3"
 READY, BEGUN = "(5 of 5)", "letters: grpo, 3 steps"
 

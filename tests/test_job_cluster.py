@@ -37,6 +37,7 @@ CLUSTER = {
         {"exitCodes": [75, 3], "action": "FailJob"},
     ],
     "activeDeadlineSeconds": 3600,
+    "podTemplate": {"spec": {"tolerations": [{"key": "gpu", "operator": "Exists"}]}},
     "scheduling": {"gang": "kueue", "queue": "team-a", "topologyKey": "kubernetes.io/hostname"},
     "storage": {"claim": "data", "runFolder": "runs/mine"},
     "restart": {"id": "2", "roles": ["reward", "control"]},
@@ -82,7 +83,8 @@ def test_a_laptop_says_what_it_leaves_aside(tmp_path: Path) -> None:
     file.write_text(json.dumps(manifest))
     line = left_aside(read_job(file))
     assert line == (
-        "left aside outside a cluster: activeDeadlineSeconds, scheduling, storage, restart, failurePolicy.rules, "
+        "left aside outside a cluster: activeDeadlineSeconds, scheduling, podTemplate, storage, restart, "
+        "failurePolicy.rules, "
         "roles.generator.resources, roles.generator.image, roles.generator.podTemplate, roles.generator.replicas"
     )
     said = CliRunner().invoke(app, ["validate", str(file), "--set", "dataset.path=tiny:sums.jsonl"])

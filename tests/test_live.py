@@ -251,6 +251,7 @@ def test_what_another_version_wrote_is_not_shown(tmp_path: Path) -> None:
         ):
             for number, value in enumerate((b"{}", b"\xff", b'{"host": 1}', b"[" * 10_000)):
                 await client.set(f"rlhfspec:{UID}:worker:reward-{number}", value)
+                await client.sadd(f"rlhfspec:{UID}:workers", f"reward-{number}", b"\xff")
             await client.set(f"rlhfspec:{UID}:window", b"no window")
             await client.set("rlhfspec:other:worker:reward-0", b"{}")
             view = await place.until(lambda view: "generator-0" in view.workers)

@@ -108,7 +108,7 @@ async def acting(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Watch
 
     async with TestServer(app) as server, ClientSession() as session:
         patch.setenv("KUBECONFIG", str(kubeconfig(server, folder)))
-        operator = Operator(OperatorFile.model_validate(TOLD), SETTINGS, Place(None))
+        operator = Operator(OperatorFile.model_validate(TOLD), SETTINGS, Place(None), ())
         operator._begin()
         async with operator._api, TestServer(health_app(operator._metrics, operator._problem)) as health:
             working = asyncio.create_task(operator._queue.work())

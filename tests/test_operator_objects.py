@@ -194,6 +194,82 @@ def test_merging_replaces_texts_and_removes_nulls() -> None:
     assert base == {"command": ["a", "b"], "x": {"y": 1, "z": 2}}, "what is given stays as it is"
 
 
+def test_one_block_is_for_all_pods_and_the_last_word_is_the_roles() -> None:
+    def template(node: str, team: str) -> Json:
+        return {
+            "metadata": {"labels": {"team": team}},
+            "spec": {"nodeSelector": {"pool": node}, "tolerations": [{"key": team, "operator": "Exists"}]},
+        }
+
+    cluster = replace(SETTINGS, pod_template=template("any", "cluster"))
+    things = objects_of(
+        cluster, podTemplate=template("gpu", "job"), roles={"trainer": {"podTemplate": template("fast", "role")}}
+    )
+    pods = {name.rpartition("-")[0]: pod for (kind, name), pod in things.items() if kind == "Pod"}
+    assert len(pods) == len(ROLES)
+    for name, pod in pods.items():
+        is_trainer = name == "sums-trainer"
+        assert pod["spec"]["nodeSelector"] == {"pool": "fast" if is_trainer else "gpu"}
+        assert pod["metadata"]["labels"]["team"] == ("role" if is_trainer else "job")
+        tolerated = [each["key"] for each in pod["spec"]["tolerations"]][2:]
+        assert tolerated == ["cluster", "job", *(["role"] if is_trainer else [])]
+    plain = objects_of(cluster)["Pod", "sums-reward-0"]
+    assert plain["spec"]["nodeSelector"] == {"pool": "any"}
+
+
+def test_a_jobs_own_schedulers_win_over_the_clusters_template() -> None:
+    """A gang's marks are of this job; what all jobs have must not undo them, and what the job says may."""
+    cluster = replace(SETTINGS, pod_template={"spec": {"schedulerName": "site"}})
+    assert objects_of(cluster)["Pod", "sums-reward-0"]["spec"]["schedulerName"] == "site"
+    gang = {"gang": "volcano"}
+    assert objects_of(cluster, scheduling=gang)["Pod", "sums-reward-0"]["spec"]["schedulerName"] == "volcano"
+    own = objects_of(cluster, scheduling=gang, podTemplate={"spec": {"schedulerName": "mine"}})
+    assert own["Pod", "sums-reward-0"]["spec"]["schedulerName"] == "mine"
+
+
+def test_roles_have_priorities_until_the_job_names_one() -> None:
+    classes = replace(SETTINGS, priority_classes={"trainer": "first", "generator": "second"})
+
+    def found(**spec: Any) -> dict[str, str | None]:
+        things = objects_of(classes, **spec)
+        return {role: things["Pod", f"sums-{role}-0"]["spec"].get("priorityClassName") for role in ROLES[3:]}
+
+    assert found() == {"generator": "second", "reward": None, "trainer": "first"}
+    assert found(scheduling={"priorityClass": "high"}) == dict.fromkeys(ROLES[3:], "high")
+    own = {"trainer": {"podTemplate": {"spec": {"priorityClassName": "top"}}}}
+    assert found(roles=own) == {"generator": "second", "reward": None, "trainer": "top"}
+
+
+def test_a_cluster_that_chooses_users_is_told_none() -> None:
+    security = objects_of(replace(SETTINGS, chooses_user=False))["Pod", "sums-reward-0"]["spec"]["securityContext"]
+    assert security == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def in_worker(**resources: Any) -> Json:
+    return {"podTemplate": {"spec": {"containers": [{"name": "worker", "resources": resources}]}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"resources": {"limits": {"nvidia.com/mig-1g.10gb": 2}}}, 2),
+        ({"resources": {"limits": {"amd.com/gpu": 1, "nvidia.com/gpu": "2"}}}, 3),
+        (in_worker(limits={"nvidia.com/gpu": 4}), 4),
+        ({"resources": {"limits": {"nvidia.com/gpu": 4}}} | in_worker(limits={"nvidia.com/gpu": 1}), 1),
+        (in_worker(claims=[{"name": "a"}, {"name": "b"}]), 2),
+        (in_worker(limits=[1], claims="all"), 0),
+        ({"resources": {"limits": {"example.com/nic": 1, "nvidia.com/gpu": 0}}}, 0),
+    ],
+)
+def test_gpus_of_any_name_are_counted_and_choose_the_image(options: Json, count: int) -> None:
+    settings = replace(SETTINGS, gpu_resources=("nvidia.com/gpu", "nvidia.com/mig-*", "amd.com/gpu"))
+    world = World(job_body(roles={"trainer": options}), settings)
+    world.to_running()
+    assert world.status["gpus"] == count
+    [worker] = world.pods["sums-trainer-0"]["spec"]["containers"]
+    assert worker["image"] == ("rlhfspec:cuda" if count else "rlhfspec:cpu")
+
+
 def test_a_limit_of_cpu_is_one_of_threads_until_the_template_says_another() -> None:
     limit = {"resources": {"limits": {"cpu": "2500m"}}}
     own = limit | {"podTemplate": {"spec": {"containers": [{"name": "worker", "env": [THREADS | {"value": "1"}]}]}}}

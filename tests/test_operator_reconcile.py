@@ -10,7 +10,7 @@ from operator_world import World, job_body
 
 from rlhfspec.operator.observed import Said
 from rlhfspec.operator.plan import Delete, Plan
-from rlhfspec.operator.status import is_worth_writing
+from rlhfspec.operator.status import seconds_to_write
 
 STAGES = ("control", "prompts", "generator", "reward", "trainer")
 
@@ -508,13 +508,22 @@ def test_progress_is_written_now_and_then_and_news_at_once() -> None:
     world.settle()
     old = dict(world.status)
     assert old["progress"]["reward"] == 0.25
+
+    def waits(new: dict[str, Any], since: float | None) -> float | None:
+        return seconds_to_write(old, new, None if since is None else world.now - timedelta(seconds=since), world.now)
+
     world.say(step=1, reward=0.3)
     gauge = world.plan().status
-    assert not is_worth_writing(old, gauge, world.now - timedelta(seconds=4), world.now)
-    assert is_worth_writing(old, gauge, world.now - timedelta(seconds=5), world.now)
+    assert [waits(gauge, since) for since in (None, 0, 4, 5, 60)] == [0, 5, 1, 0, 0]
     world.say(step=2, reward=0.3)
-    assert is_worth_writing(old, world.plan().status, world.now, world.now)
-    assert not is_worth_writing(old, dict(old), None, world.now)
+    step = world.plan().status
+    assert step["memory"] != old["memory"]
+    assert [waits(step, since) for since in (None, 0, 0.25, 1, 60)] == [0, 1, 0.75, 0, 0]
+    fewer_ready = {**old, "roles": {}, "generators": 0}
+    assert waits(fewer_ready, 0.25) == 0.75
+    for news in ({"phase": "Failed"}, {"message": "no"}, {"memory": {**old["memory"], "total": 3}}, {"conditions": []}):
+        assert waits({**step, **news}, 0) == 0, news
+    assert waits(dict(old), None) is None
 
 
 def test_time_alone_changes_no_status() -> None:

@@ -32,6 +32,7 @@ class Cluster:
         self.jobs = {KEY: job_body(), OTHER: self.changed(job_body(), namespace="team", uid="other")}
         self.forbidden: set[str] = set()
         self.asked: Counter[tuple[str, str]] = Counter()
+        self.labelled = {"rl": "1"}  # uids of namespaces with the label
         self._watches: list[tuple[str, asyncio.Queue[Any]]] = []
 
     def changed(self, body: dict[str, Any], **metadata: str) -> dict[str, Any]:
@@ -41,6 +42,8 @@ class Cluster:
         return body
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/api/v1/namespaces":
+            return await self._answer_namespaces(request)
         _, _, _, namespace, kind = request.path.rsplit("/", 4)
         is_watch = "watch" in request.query
         self.asked[namespace, "watch" if is_watch else "list"] += kind == "rlhfjobs"
@@ -50,6 +53,16 @@ class Cluster:
             return await self._watch(request, namespace if kind == "rlhfjobs" else "")
         items = [job for key, job in self.jobs.items() if key[0] == namespace] if kind == "rlhfjobs" else []
         return web.json_response({"items": items, "metadata": {"resourceVersion": str(self.version)}})
+
+    async def _answer_namespaces(self, request: web.Request) -> web.StreamResponse:
+        assert request.query["labelSelector"] == "jobs=here"
+        if "watch" in request.query:
+            return await self._watch(request, "namespaces")
+        metadata = {"resourceVersion": str(self.version)}
+        return web.json_response({"items": [self.namespace(name) for name in self.labelled], "metadata": metadata})
+
+    def namespace(self, name: str, uid: str = "") -> dict[str, Any]:
+        return {"metadata": {"name": name, "uid": uid or self.labelled[name], "resourceVersion": str(self.version)}}
 
     async def _watch(self, request: web.Request, namespace: str) -> web.StreamResponse:
         response, changes = web.StreamResponse(), asyncio.Queue[Any]()
@@ -71,9 +84,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def watched(cluster: Cluster, folder: Path) -> AsyncIterator[tuple[Watching, Cache, Callable[..., Any]]]:
+async def watched(
+    cluster: Cluster, folder: Path, label: str = ""
+) -> AsyncIterator[tuple[Watching, Cache, Callable[..., Any]]]:
     cache, told = Cache(), list[Any]()
-    found = Watching(cache, ["rl", "team"], told.append)
+    found = Watching(cache, [] if label else ["rl", "team"], told.append, label=label)
 
     async def until(holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(10.0):
@@ -160,5 +175,39 @@ def test_an_object_of_a_megabyte_and_one_that_makes_no_sense(tmp_path: Path) -> 
             large["metadata"]["annotations"] = {"large": "x" * 1_200_000}
             cluster.tell("rl", {"type": "MODIFIED", "object": large})
             await until(lambda: cache.job(KEY).generation == 4)
+
+    asyncio.run(main())
+
+
+def test_namespaces_come_and_go_with_their_label(tmp_path: Path) -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        async with watched(cluster, tmp_path, label="jobs=here") as (found, cache, until):
+            await until(lambda: cache.jobs() == [KEY])
+            assert found.problems() == {"": "", "rl": ""}
+            cluster.tell("namespaces", {"type": "ADDED", "object": cluster.namespace("team", "2")})
+            await until(lambda: set(cache.jobs()) == {KEY, OTHER})
+            cluster.tell("namespaces", {"type": "DELETED", "object": cluster.namespace("rl")})
+            await until(lambda: cache.jobs() == [OTHER])
+            assert set(found.problems()) == {"", "team"}
+            cluster.tell("namespaces", {"type": "ADDED", "object": cluster.namespace("rl")})
+            await until(lambda: set(cache.jobs()) == {KEY, OTHER})
+
+    asyncio.run(main())
+
+
+def test_a_namespace_that_lost_its_label_while_nobody_watched_is_left(tmp_path: Path) -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        cluster.labelled["team"] = "2"
+        async with watched(cluster, tmp_path, label="jobs=here") as (_, cache, until):
+            await until(lambda: set(cache.jobs()) == {KEY, OTHER})
+            del cluster.labelled["rl"]
+            cluster.tell("namespaces", {"type": "ERROR", "object": {"code": 410, "message": "too old"}})
+            await until(lambda: cache.jobs() == [OTHER])
+            cluster.labelled = {"team": "3"}  # deleted and made again
+            cluster.tell("namespaces", {"type": "ERROR", "object": {"code": 410, "message": "too old"}})
+            await until(lambda: cluster.asked["team", "list"] == 1)
+            assert cache.jobs() == [OTHER]
 
     asyncio.run(main())

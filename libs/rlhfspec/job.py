@@ -26,6 +26,7 @@ from rlhfspec.job_cluster import (
     OPERATOR,
     DeletionPolicy,
     PodOptions,
+    PodTemplate,
     Replicas,
     Restart,
     Rule,
@@ -388,6 +389,9 @@ class Spec(Block):
         None, description="So long after its end the job is deleted with its pods; the run folder stays. null: never."
     )
     scheduling: Scheduling = Scheduling()
+    pod_template: PodTemplate = Field(
+        {}, description="Merged into every pod of the job, before the podTemplate of its role: one toleration for all."
+    )
     storage: Storage = Storage()
     restart: Restart = Restart()
     managed_by: str | None = Field(

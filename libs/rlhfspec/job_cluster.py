@@ -24,6 +24,7 @@ Name = Annotated[str, Field(min_length=1, max_length=253)]
 OPERATOR = "rlhfspec.io/operator"  # as managedBy names it
 MANAGER = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9][A-Za-z0-9._/-]*$"
 OBJECT_STORE = r"^(s3|gs|az|abfss)://[^/]+(/.*)?$"
+PodTemplate = dict[Literal["metadata", "spec"], dict[str, Any]]
 ExitCode = Annotated[int, Field(ge=1, le=255)]
 
 
@@ -38,7 +39,7 @@ class PodOptions(Block):
     image: str | None = Field(
         None, min_length=1, max_length=512, description="Of the role's container; null: the operator's for the role."
     )
-    pod_template: dict[Literal["metadata", "spec"], dict[str, Any]] = Field(
+    pod_template: PodTemplate = Field(
         {},
         description="Merged into each pod of the role, as kubectl patch does: containers, volumes and variables by "
         "name (the role's container is called worker). metadata: labels and annotations; spec: a pod's.",

@@ -22,7 +22,9 @@
     matchLabels: {{- include "rlhfspec.partyLabels" . | nindent 6 }}
   {{- if .isJob }}
   {{- else if eq $values.operator.scope "cluster" }}
-  namespaceSelector: {}
+  {{- $label := splitn "=" 2 $values.operator.namespaceLabel }}
+  namespaceSelector:
+    matchLabels: {{ dict $label._0 $label._1 | toJson }}
   {{- else }}
   namespaceSelector:
     matchExpressions:
@@ -103,7 +105,9 @@ apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
   name: {{ include "rlhfspec.fullname" .root }}-{{ .party }}
-  namespace: {{ .namespace }}
+  {{- with .namespace }}
+  namespace: {{ . }}
+  {{- end }}
   labels: {{- include "rlhfspec.labels" .root | nindent 4 }}
 spec:
   podSelector:
@@ -131,4 +135,26 @@ spec:
     {{- end }}
     {{- end }}
     {{- end }}
+{{- end }}
+
+{{- /* All of a job namespace: one denies, and one of each role. (dict "root" . "namespace" "team") */}}
+{{- define "rlhfspec.jobPolicies" }}
+{{- $here := . }}
+{{- $names := .root.Files.Get "files/names.yaml" | fromYaml }}
+---
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "rlhfspec.fullname" .root }}-deny-jobs
+  {{- with .namespace }}
+  namespace: {{ . }}
+  {{- end }}
+  labels: {{- include "rlhfspec.labels" .root | nindent 4 }}
+spec:
+  podSelector:
+    matchLabels: {{ printf "{%s: %s}" $names.managedBy $names.fieldManager }}
+  policyTypes: [Ingress, Egress]
+{{- range $role := (.root.Files.Get "files/edges.yaml" | fromYaml).roles }}
+{{- include "rlhfspec.policy" (dict "root" $here.root "party" $role "namespace" $here.namespace) }}
+{{- end }}
 {{- end }}

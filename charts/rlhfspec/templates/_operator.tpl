@@ -6,6 +6,10 @@ namespace: {{ .Release.Namespace }}
 release: {{ $full }}
 scope: {{ eq .Values.operator.scope "cluster" | ternary "cluster" "namespaced" }}
 job_namespaces: {{ include "rlhfspec.jobNamespaces" . }}
+{{- if eq .Values.operator.scope "cluster" }}
+namespace_label: {{ .Values.operator.namespaceLabel | quote }}
+namespace_kit: {{ include "rlhfspec.namespaceKit" . }}
+{{- end }}
 images:
   {{- range $kind := list "slim" "cpu" "cuda" }}
   {{ $kind }}: {{ include "rlhfspec.image" (list $ $kind) }}
@@ -17,13 +21,20 @@ claim: {{ include "rlhfspec.claim" . | quote }}
 {{- with .Values.jobs }}
 resources: {{ toJson .resources }}
 shared_memory: {{ .sharedMemory }}
-gpu_resource: {{ .gpuResource | quote }}
+gpu_resources: {{ toJson .gpuResources }}
+pod_template: {{ toJson .podTemplate }}
+{{- $classes := $.Values.priorityClasses.enabled | ternary (dict "trainer" (printf "%s-trainer" $full) "generator" (printf "%s-generator" $full)) dict }}
+{{- range $role, $class := .priorityClasses }}
+{{- if $class }}{{ $_ := set $classes $role $class }}{{ end }}
+{{- end }}
+priority_classes: {{ toJson $classes }}
 otlp_endpoint: {{ .otlpEndpoint | quote }}
 coscheduler: {{ .coscheduler | quote }}
 max_workers: {{ int .maxWorkers }}
 {{- end }}
 nats_url: {{ include "rlhfspec.natsUrl" . }}
 redis_url: {{ include "rlhfspec.redisUrl" . }}
+chooses_user: {{ not (include "rlhfspec.isOpenshift" .) }}
 report_url: https://{{ $full }}-operator.{{ .Release.Namespace }}.svc:{{ $names.reportPort }}
 {{- end }}
 
@@ -41,6 +52,9 @@ projected:
     {{- if not .Values.redis.enabled }}
     - secret:
         name: {{ .Values.redis.external.existingSecret }}
-        items: [{key: ca.pem, path: redis.ca.pem}]
+        items:
+          - {key: ca.pem, path: redis.ca.pem}
+          - {key: username, path: redis.username}
+          - {key: password, path: redis.password}
     {{- end }}
 {{- end }}

@@ -1,31 +1,46 @@
-"""How to reach the API server: as the pod's service account, or as KUBECONFIG says.
-
-The token of a service account is read again as it is renewed.
-"""
+"""How to reach the API server: as a kubeconfig says, with all that kubectl knows of login plugins, certificates and
+proxies, or as the pod's service account. Tokens are renewed when they run out."""
 
 from __future__ import annotations
 
 import os
 import ssl
+from pathlib import Path
+from typing import Any
 
+import yaml
 from kubernetes import client, config
+from kubernetes.client.rest import should_bypass_proxies
 
 from rlhfspec.errors import InvalidRequest
 
+POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
 
 class Access:
-    def __init__(self) -> None:
+    """`kubeconfig`, `context`: as given on a command line. Else KUBECONFIG, ~/.kube/config, or the pod's account, as
+    kubectl goes about it. `namespace`: where one is when nothing else is said."""
+
+    def __init__(self, kubeconfig: str | None = None, context: str | None = None) -> None:
         self._configuration = client.Configuration()
         try:
-            file = os.environ.get("KUBECONFIG")
-            if file is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+            if kubeconfig is None and context is None and _is_only_a_pod():
                 config.load_incluster_config(client_configuration=self._configuration)  # type: ignore[no-untyped-call]
+                self.namespace = POD_NAMESPACE.read_text().strip()
             else:
-                config.load_kube_config(config_file=file, client_configuration=self._configuration)  # type: ignore[no-untyped-call]
-        except config.ConfigException as error:
-            problem = f"no cluster: {error}; run in a pod with a service account, or set KUBECONFIG"
-            raise InvalidRequest("KUBECONFIG", None, problem) from None
+                self.namespace = self._load(kubeconfig or os.environ.get("KUBECONFIG"), context)
+        except (config.ConfigException, OSError, ValueError, yaml.YAMLError) as error:
+            problem = f"cannot be used: {' '.join(str(error).split())}; set KUBECONFIG, or run in a pod with an account"
+            raise InvalidRequest("kubeconfig", context or kubeconfig, problem) from None
         self.server = str(self._configuration.host).rstrip("/")
+
+    def _load(self, file: str | None, context: str | None) -> str:
+        contexts, active = config.list_kube_config_contexts(config_file=file)  # type: ignore[no-untyped-call]
+        config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=file, context=context, client_configuration=self._configuration, persist_config=False
+        )
+        chosen = next((each for each in contexts if each["name"] == context), active)
+        return str(chosen["context"].get("namespace") or "default")
 
     def headers(self) -> dict[str, str]:
         bearer = self._configuration.get_api_key_with_prefix("BearerToken")
@@ -33,9 +48,24 @@ class Access:
 
     def tls(self) -> ssl.SSLContext:
         asked = self._configuration
-        context = ssl.create_default_context(cafile=asked.ssl_ca_cert)
+        try:
+            context = ssl.create_default_context(cafile=asked.ssl_ca_cert)
+            if asked.cert_file:
+                context.load_cert_chain(asked.cert_file, asked.key_file)
+        except OSError as error:
+            raise InvalidRequest("kubeconfig", None, f"its certificates cannot be used: {error}") from None
         if not asked.verify_ssl:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        if asked.cert_file:
-            context.load_cert_chain(asked.cert_file, asked.key_file)
         return context
+
+    def options(self) -> dict[str, Any]:
+        """Of a request of aiohttp: a proxy, another name in the certificate."""
+        asked, found = self._configuration, {}
+        if asked.proxy and not should_bypass_proxies(self.server, asked.no_proxy or ""):
+            found = {"proxy": asked.proxy, "proxy_headers": asked.proxy_headers}
+        return found | ({"server_hostname": asked.tls_server_name} if asked.tls_server_name else {})
+
+
+def _is_only_a_pod() -> bool:
+    has_file = "KUBECONFIG" in os.environ or os.path.exists(os.path.expanduser("~/.kube/config"))
+    return "KUBERNETES_SERVICE_HOST" in os.environ and not has_file

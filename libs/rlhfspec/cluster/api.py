@@ -40,11 +40,17 @@ _PLURALS = {
     "ConfigMap": "configmaps",
     "Event": "events",
     "Lease": "leases",
+    "Namespace": "namespaces",
+    "NetworkPolicy": "networkpolicies",
+    "PersistentVolumeClaim": "persistentvolumeclaims",
     "Pod": "pods",
     "PriorityClass": "priorityclasses",
     "ResourceFlavor": "resourceflavors",
     "PodGroup": "podgroups",
+    "RoleBinding": "rolebindings",
     "Secret": "secrets",
+    "ServiceAccount": "serviceaccounts",
+    "SubjectAccessReview": "subjectaccessreviews",
     "TokenReview": "tokenreviews",
     "Workload": "workloads",
     names.KIND: names.PLURAL,
@@ -102,8 +108,9 @@ def path_of(version: str, kind: str, namespace: str | None = None, name: str = "
 
 
 class Api:
-    """`count`: told verb and kind of every write that the server took. `agent`: who it is, in an audit log.
-    `connections`: at a time; 0: as many as it takes."""
+    """`count`: told verb and kind of every write that the server took. `agent`: who it is, in an audit log, and whose a
+    field is that it writes. `connections`: at a time; 0: as many as it takes. `deadline_seconds`: what fails is tried
+    again until then; 0: never, where a person waits."""
 
     def __init__(
         self,
@@ -113,6 +120,7 @@ class Api:
         count: Callable[[str, str], None] = lambda verb, kind: None,
         agent: str = names.FIELD_MANAGER,
         connections: int = CONNECTIONS,
+        deadline_seconds: float = DEADLINE_SECONDS,
         draw: random.Random | None = None,
     ) -> None:
         self._access = access
@@ -120,13 +128,14 @@ class Api:
         self._count = count
         self._agent = agent
         self._connections = connections
+        self._deadline_seconds = deadline_seconds
         self._draw = draw or random.Random()
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(ssl=self._access.tls(), limit=self._connections)
         headers = {"User-Agent": self._agent}
-        self._session = aiohttp.ClientSession(self._access.server, connector=connector, headers=headers)
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         return self
 
     async def __aexit__(
@@ -134,7 +143,7 @@ class Api:
     ) -> None:
         await self._session.close()
 
-    # --- writes, by the leader alone ---------------------------------------------------------------------------------
+    # --- writes: where several might act, by the leader alone ---------------------------------------------------------
 
     async def apply(self, thing: Json) -> Answer:
         """Server-side: what we once said and say no more is removed; what others said stays."""
@@ -156,8 +165,7 @@ class Api:
         self, version: str, kind: str, namespace: str, name: str, patch: Json, *, status: bool = False
     ) -> Answer:
         path = path_of(version, kind, namespace, name) + ("/status" if status else "")
-        query = {"fieldManager": names.FIELD_MANAGER}
-        return await self._write("PATCH", "merge", f"{kind}Status" if status else kind, path, patch, query, MERGE)
+        return await self._write("PATCH", "merge", f"{kind}Status" if status else kind, path, patch, content=MERGE)
 
     async def delete(
         self, version: str, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int | None
@@ -173,7 +181,7 @@ class Api:
     async def create(self, thing: Json, *, dry_run: bool = False) -> Answer:
         """A field that no such thing has is refused. `dry_run`: the API server says what it would say, no more."""
         path = path_of(thing["apiVersion"], thing["kind"], thing["metadata"].get("namespace"))
-        query = {"fieldManager": names.FIELD_MANAGER, "fieldValidation": "Strict"}
+        query = {"fieldValidation": "Strict"}
         query |= {"dryRun": "All"} if dry_run else {}
         return await self._write("POST", "try" if dry_run else "create", thing["kind"], path, thing, query)
 
@@ -188,6 +196,12 @@ class Api:
         patch += [{"op": "add", "path": f"/{field}", "value": thing[field]} for field in fields]
         query = {"fieldManager": names.FIELD_MANAGER}
         return await self._write("PATCH", "patch", thing["kind"], path, patch, query, PATCH)
+
+    async def evict(self, namespace: str, pod: str) -> Answer:
+        """Its process gets SIGTERM; a PodDisruptionBudget may forbid it."""
+        metadata = {"name": pod, "namespace": namespace}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
+        return await self._write("POST", "evict", "Pod", path_of("v1", "Pod", namespace, pod) + "/eviction", body)
 
     async def _write(
         self, method: str, verb: str, kind: str, path: str, body: Body,
@@ -204,17 +218,33 @@ class Api:
         return await self._ask("GET", path_of(version, kind, namespace, name))
 
     async def list(
-        self, version: str, kind: str, namespace: str | None, *, labels: str = "", fields: str = ""
+        self,
+        version: str,
+        kind: str,
+        namespace: str | None,
+        *,
+        labels: str = "",
+        fields: str = "",
+        cached: bool = False,
     ) -> AsyncIterator[Json]:
-        async for page in self.pages(version, kind, namespace, labels=labels, fields=fields):
+        """`cached`: as the API server has it in memory, perhaps of a moment ago: cheap, however many ask."""
+        async for page in self.pages(version, kind, namespace, labels=labels, fields=fields, cached=cached):
             for item in page["items"]:
                 yield item
 
     async def pages(
-        self, version: str, kind: str, namespace: str | None, *, labels: str = "", fields: str = ""
+        self,
+        version: str,
+        kind: str,
+        namespace: str | None,
+        *,
+        labels: str = "",
+        fields: str = "",
+        cached: bool = False,
     ) -> AsyncIterator[Json]:
         """Of a list, so that never all of it is held as it came. Raises ClusterRefused, ClusterUnavailable."""
-        query = {"limit": str(PAGE), "labelSelector": labels, "fieldSelector": fields}
+        query = {"labelSelector": labels, "fieldSelector": fields}
+        query |= {"resourceVersion": "0"} if cached else {"limit": str(PAGE)}
         while True:
             answer = await self._ask("GET", path_of(version, kind, namespace), query=query)
             if answer.is_refused:
@@ -237,9 +267,7 @@ class Api:
         timeout = aiohttp.ClientTimeout(total=None, connect=ATTEMPT_SECONDS, sock_read=WATCH_SECONDS + ATTEMPT_SECONDS)
         asked, path = f"watch of {kind}", path_of(version, kind, namespace)
         try:
-            async with self._session.get(
-                path, params=_said(query), headers=self._access.headers(), timeout=timeout
-            ) as response:
+            async with self._request("GET", path, query, timeout) as response:
                 if response.status >= 400:
                     raise ClusterRefused(asked, _answer(response.status, await response.read()).message)
                 async for line in _lines(response.content):
@@ -248,15 +276,40 @@ class Api:
                         raise ClusterUnavailable(asked, Answer(0, change["object"]).message)
                     yield change["type"], change["object"]
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ClusterUnavailable(asked, f"{type(error).__name__}: {error}") from None
+            raise ClusterUnavailable(asked, _no_answer(error)) from None
 
-    async def review_token(self, token: str, audience: str) -> Json:
-        """The status of a TokenReview."""
-        version, kind = "authentication.k8s.io/v1", "TokenReview"
-        body = {"apiVersion": version, "kind": kind, "spec": {"token": token, "audiences": [audience]}}
-        answer = await self._ask("POST", path_of(version, kind), body)
+    async def log(
+        self, namespace: str, pod: str, container: str, *, follow: bool = False, tail: int | None = None
+    ) -> AsyncIterator[bytes]:
+        """Of a pod as it comes, each line after its time. Raises ClusterRefused, ClusterUnavailable."""
+        query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
+        query |= {} if tail is None else {"tailLines": str(tail)}
+        silence = None if follow else ATTEMPT_SECONDS
+        timeout = aiohttp.ClientTimeout(total=None, connect=ATTEMPT_SECONDS, sock_read=silence)
+        asked, path = f"log of {pod}", path_of("v1", "Pod", namespace, pod) + "/log"
+        try:
+            async with self._request("GET", path, query, timeout) as response:
+                if response.status >= 400:
+                    raise ClusterRefused(asked, _answer(response.status, await response.read()).message)
+                async for chunk in response.content.iter_any():
+                    yield chunk
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ClusterUnavailable(asked, _no_answer(error)) from None
+
+    async def review_token(self, token: str, audience: str | None = None) -> Json:
+        """Whose it is, and whether anybody's."""
+        audiences = {} if audience is None else {"audiences": [audience]}
+        return await self._review("authentication.k8s.io/v1", "TokenReview", {"token": token} | audiences)
+
+    async def review_access(self, user: Json, attributes: Json) -> Json:
+        """Whether that user may."""
+        asked = user | {"resourceAttributes": attributes}
+        return await self._review("authorization.k8s.io/v1", "SubjectAccessReview", asked)
+
+    async def _review(self, version: str, kind: str, spec: Json) -> Json:
+        answer = await self._ask("POST", path_of(version, kind), {"apiVersion": version, "kind": kind, "spec": spec})
         if answer.is_refused:
-            raise ClusterUnavailable("TokenReview", answer.message)
+            raise ClusterRefused(kind, answer.message)
         status: Json = answer.body["status"]
         return status
 
@@ -280,8 +333,8 @@ class Api:
                     return answer
                 problem = answer.message
             except (aiohttp.ClientError, TimeoutError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            if time.monotonic() - began + wait > DEADLINE_SECONDS:
+                problem = _no_answer(error)
+            if time.monotonic() - began + wait > self._deadline_seconds:
                 raise ClusterUnavailable(f"{method} {path}", problem)
             await asyncio.sleep(wait * self._draw.uniform(0.5, 1.0))
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
@@ -291,15 +344,33 @@ class Api:
         seconds: float = ATTEMPT_SECONDS,
     ) -> Answer:  # fmt: skip
         data = None if body is None else json.dumps(body).encode()
-        headers = self._access.headers() | ({"Content-Type": content} if data is not None else {})
+        headers = {"Content-Type": content} if data is not None else {}
         timeout = aiohttp.ClientTimeout(total=seconds, connect=ATTEMPT_SECONDS)
-        asking = self._session.request(method, path, data=data, params=_said(query), headers=headers, timeout=timeout)
-        async with asking as response:
+        async with self._request(method, path, query, timeout, data=data, headers=headers) as response:
             return _answer(response.status, await response.read())
+
+    def _request(
+        self, method: str, path: str, query: Mapping[str, str], timeout: aiohttp.ClientTimeout, *,
+        data: bytes | None = None, headers: Mapping[str, str] | None = None,
+    ) -> aiohttp.client._RequestContextManager:  # fmt: skip
+        """The server may lie under a path, as behind a gateway of many clusters."""
+        return self._session.request(
+            method, self._access.server + path, params=_said(query), timeout=timeout, data=data,
+            headers=self._access.headers() | dict(headers or {}), **self._access.options(),
+        )  # fmt: skip
 
 
 def _said(query: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in query.items() if value}
+
+
+def _no_answer(error: Exception) -> str:
+    """
+    >>> _no_answer(TimeoutError())
+    'no answer in time'
+    """
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return "no answer in time" if isinstance(error, TimeoutError) else f"no answer: {' '.join(str(cause).split())}"
 
 
 def _answer(code: int, text: bytes) -> Answer:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.crd_rules import job_rules, source_rules, template_rules
-from rlhfspec.job_file.schema import MOST_CHARACTERS, structural_schema
+from rlhfspec.job_file.schema import MOST_CHARACTERS, pod_templates, structural_schema
 
 _TEXT = {"type": "string", "maxLength": MOST_CHARACTERS}
 _LONG_TEXT = {"type": "string", "maxLength": 32768}
@@ -75,8 +75,8 @@ def _schema() -> dict[str, Any]:
     spec["roles"]["default"] = {}
     spec["roles"]["properties"]["generator"]["default"] = {}
     spec["rewards"]["properties"]["sources"]["items"].setdefault("x-kubernetes-validations", []).extend(source_rules())
-    for role in spec["roles"]["properties"].values():
-        role["properties"]["podTemplate"]["properties"]["metadata"]["x-kubernetes-validations"] = template_rules()
+    for template in pod_templates(spec):
+        template["properties"]["metadata"]["x-kubernetes-validations"] = template_rules()
     schema["x-kubernetes-validations"] = job_rules(schema)
     return schema
 

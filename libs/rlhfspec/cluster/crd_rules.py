@@ -28,7 +28,7 @@ MUTABLE = (
     "suspend", "restart", "deletionPolicy", "activeDeadlineSeconds", "preRunningDeadlineSeconds",
     "ttlSecondsAfterFinished", "roles.generator.workers", "roles.generator.replicas",
 )  # fmt: skip
-# Of a role's pods: may change while the job is suspended, for the pods that are made when it goes on.
+# Of the job's pods, or a role's: may change while the job is suspended, for the pods that are made when it goes on.
 OF_PODS = ("resources", "image", "podTemplate")
 _HAS_STARTED = "has(oldSelf.status) && has(oldSelf.status.startTime)"
 # Rules at every field of these; of other blocks, at theirs.
@@ -373,11 +373,15 @@ def _immutable(spec: dict[str, Any]) -> list[dict[str, Any]]:
             chosen = json.dumps(default)
             same = f"({has} ? self.spec.{path} : {chosen}) == ({had} ? oldSelf.spec.{path} : {chosen})"
         message = "cannot be changed once the job has started; make another job, or change it back"
-        if path.startswith("roles.") and path.rpartition(".")[2] in OF_PODS:
+        if _is_of_pods(path):
             same = f"has(self.spec.suspend) && self.spec.suspend || {same}"
             message = "cannot be changed once the job has started, unless it is suspended: set spec.suspend too"
         rules.append(_rule(f"!({_HAS_STARTED}) || ({same})", message, f".spec.{path}"))
     return rules
+
+
+def _is_of_pods(path: str) -> bool:
+    return path == "podTemplate" or (path.startswith("roles.") and path.rpartition(".")[2] in OF_PODS)
 
 
 def _is_there(root: str, path: str) -> str:
@@ -396,7 +400,7 @@ def _fields(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
         inner = field.get("properties", {})
         deeper = path.count(".") < (2 if path.startswith(_DEEPER) else 1)
         known = all("type" in child for child in inner.values())
-        if inner and deeper and known and not field.get("nullable"):
+        if inner and deeper and known and not _is_of_pods(path) and not field.get("nullable"):
             found += _fields(field, f"{path}.")
         else:
             found.append((path, field.get("default")))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from rlhfspec.errors import Problem
 from rlhfspec.job import FunctionSource, RewardSource, RLHFJob, Workers
-from rlhfspec.job_cluster import PodOptions, Storage
+from rlhfspec.job_cluster import PodOptions, PodTemplate, Storage
 from rlhfspec.job_file.problems import place_of
 from rlhfspec.job_file.schema import QUANTITY
 from rlhfspec.job_file.secrets import shown_url, shown_value
@@ -256,6 +256,7 @@ def _check_generators(job: RLHFJob) -> Iterator[Finding]:
 
 def _check_pods(job: RLHFJob) -> Iterator[Finding]:
     roles = job.spec.roles
+    yield from _check_pod_template(job.spec.pod_template, "spec.podTemplate")
     for name in type(roles).model_fields:
         yield from _check_pod_options(getattr(roles, name), f"spec.roles.{name}")
 
@@ -266,24 +267,28 @@ def _check_pod_options(options: PodOptions, path: str) -> Iterator[Finding]:
             if not _QUANTITY.match(str(amount)):
                 field, problem = f"{path}.resources.{which}", f"{name} must be an amount such as 1, 500m or 16Gi"
                 yield Finding(field=field, value=amount, problem=problem)
-    metadata, pod = options.pod_template.get("metadata", {}), options.pod_template.get("spec", {})
+    yield from _check_pod_template(options.pod_template, f"{path}.podTemplate")
+
+
+def _check_pod_template(template: PodTemplate, path: str) -> Iterator[Finding]:
+    metadata, pod = template.get("metadata", {}), template.get("spec", {})
     for name in set(metadata) - {"labels", "annotations"}:
-        yield Finding(field=f"{path}.podTemplate.metadata.{name}", problem="must be labels or annotations; remove it")
+        yield Finding(field=f"{path}.metadata.{name}", problem="must be labels or annotations; remove it")
     for kind in ("labels", "annotations"):
         texts = metadata.get(kind, {})
         if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-            yield Finding(field=f"{path}.podTemplate.metadata.{kind}", problem="must be a block of names and texts")
+            yield Finding(field=f"{path}.metadata.{kind}", problem="must be a block of names and texts")
         elif any(name.startswith(OWN_LABELS) for name in texts):
             problem = f"{OWN_LABELS}... are the operator's own; take another name"
-            yield Finding(field=f"{path}.podTemplate.metadata.{kind}", problem=problem)
+            yield Finding(field=f"{path}.metadata.{kind}", problem=problem)
     if pod.get("restartPolicy", "Never") != "Never":
         problem = "failurePolicy decides on restarts; remove it"
-        yield Finding(field=f"{path}.podTemplate.spec.restartPolicy", problem=problem)
+        yield Finding(field=f"{path}.spec.restartPolicy", problem=problem)
     for kind in ("containers", "initContainers", "volumes"):
         items = pod.get(kind, [])
         if not isinstance(items, list) or not all(isinstance(item, dict) and item.get("name") for item in items):
             problem = "must be a list of blocks with a name each: they are merged by it"
-            yield Finding(field=f"{path}.podTemplate.spec.{kind}", problem=problem)
+            yield Finding(field=f"{path}.spec.{kind}", problem=problem)
 
 
 def _check_storage(storage: Storage) -> Iterator[Finding]:

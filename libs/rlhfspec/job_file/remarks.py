@@ -21,7 +21,8 @@ from rlhfspec.job import RLHFJob
 
 _OF_A_CLUSTER = (
     "suspend", "activeDeadlineSeconds", "preRunningDeadlineSeconds", "deletionPolicy",
-    "ttlSecondsAfterFinished", "scheduling", "storage", "restart", "failurePolicy.rules", "managedBy",
+    "ttlSecondsAfterFinished", "scheduling", "podTemplate", "storage", "restart", "failurePolicy.rules",
+    "managedBy",
 )  # fmt: skip
 _OF_A_ROLE = ("resources", "image", "podTemplate", "replicas")  # the same, of a role in a cluster
 

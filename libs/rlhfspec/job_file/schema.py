@@ -14,6 +14,7 @@ Example:
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic.alias_generators import to_camel
@@ -71,10 +72,16 @@ def structural_schema() -> dict[str, Any]:
     spec = schema["properties"]["spec"]["properties"]
     for block, field in _DEPENDENT:
         del spec[block]["properties"][field]["default"]
-    for role in spec["roles"]["properties"].values():
-        template = role["properties"]["podTemplate"]
+    for template in pod_templates(spec):
         template["properties"] = copy.deepcopy(_POD_TEMPLATE)
     return schema
+
+
+def pod_templates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of the job and of each role, in the properties of a schema's spec."""
+    yield spec["podTemplate"]
+    for role in spec["roles"]["properties"].values():
+        yield role["properties"]["podTemplate"]
 
 
 def in_cel(name: str) -> str:

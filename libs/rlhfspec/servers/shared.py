@@ -1,13 +1,14 @@
 """NATS and Redis that many jobs share, as files for their pods: who may connect is said by keys, not by a list of jobs.
 
 NATS runs in operator mode with one account for all jobs (`servers.jwt`); a client shows the token of its role in its
-run. Redis has one user a role: what it holds may be lost, and every worker may write what is said of its role alone.
-Both speak TLS with a certificate of the release, and ask clients for none.
+run. Redis knows the operator beforehand, which makes the users of runs. Both speak TLS with a certificate of the
+release, and ask clients for none.
 
 Example:
-    >>> print(redis_users({"reward": ("s3cret", ["rlhfspec:*:worker:reward-*"], False)}).decode().splitlines()[1])
-    user reward on resetkeys #1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0 \
-%W~rlhfspec:*:worker:reward-* -@all +ping +set +del
+    >>> rules = redis_rules("s3cret", writes=["rlhfspec:*"], reads=(), commands=("unlink",))
+    >>> print(redis_users({"operator": rules}).decode().splitlines()[1])
+    user operator reset on #1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0 \
+%W~rlhfspec:* -@all +ping +unlink
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ NATS_FOLDER, REDIS_FOLDER = PurePosixPath("/etc/nats"), PurePosixPath("/etc/redi
 NATS_STORE = PurePosixPath("/data")
 NATS_PORT, NATS_HTTP_PORT, REDIS_PORT = 4222, 8222, 6379
 MAX_CONTROL_LINE_BYTES = 1 << 16  # a token with all that a role may do goes in one line; the server's default is 4 KiB
-RedisUser = tuple[str, Sequence[str], bool]  # password, keys that it may write, whether it may read all
 
 
 def nats_config(operator: str, accounts: Mapping[str, str], system_account: str) -> bytes:
@@ -74,15 +74,17 @@ def redis_config() -> bytes:
     return "\n".join(lines).encode()
 
 
-def redis_users(users: Mapping[str, RedisUser]) -> bytes:
-    return "\n".join(["user default off", *(_redis_user(name, *user) for name, user in users.items()), ""]).encode()
+def redis_users(users: Mapping[str, Sequence[str]]) -> bytes:
+    """A file of users; the rules of each as `ACL SETUSER` takes them."""
+    lines = ["user default off", *(" ".join(["user", name, *rules]) for name, rules in users.items()), ""]
+    return "\n".join(lines).encode()
 
 
-def _redis_user(name: str, password: str, writes: Sequence[str], reads_all: bool) -> str:
-    words = [f"user {name} on resetkeys", f"#{hashlib.sha256(password.encode()).hexdigest()}"]
-    words += [f"%W~{keys}" for keys in writes] + (["%R~rlhfspec:*"] if reads_all else [])
-    words += ["-@all", "+ping"] + (["+set", "+del"] if writes else [])
-    return " ".join(words + (["+get", "+mget", "+exists", "+scan", "+pttl"] if reads_all else []))
+def redis_rules(password: str, *, writes: Sequence[str], reads: Sequence[str], commands: Sequence[str]) -> list[str]:
+    """All that a user may do, whatever it was allowed before. `writes`, `reads`: patterns of keys."""
+    keys = [f"%W~{pattern}" for pattern in writes] + [f"%R~{pattern}" for pattern in reads]
+    proof = f"#{hashlib.sha256(password.encode()).hexdigest()}"
+    return ["reset", "on", proof, *keys, "-@all", "+ping", *(f"+{command}" for command in commands)]
 
 
 def _quoted(text: object) -> str:

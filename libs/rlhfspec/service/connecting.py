@@ -6,7 +6,7 @@ transport = await connect(connections, "reward", name="reward-0", clock=clock)
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhfspec.servers.certificates import LIFETIME, servers_tls
@@ -16,21 +16,25 @@ from rlhfspec.service.rights import inbox_of
 from rlhfspec.transport.clock import Clock
 from rlhfspec.transport.nats import NatsTransport
 from rlhfspec.transport.nats_proof import NO_PROOF, Proof, proof_of
+from rlhfspec.transport.nats_streams import FOR_EVER, Keeping
 
 MAX_PENDING = 8192  # messages; as of NatsTransport
+KEEP_SECONDS = LIFETIME.total_seconds()  # longer than any message waits in a run that goes on
+ON_A_GIVEN_SERVER = Keeping(work_seconds=KEEP_SECONDS, state_seconds=KEEP_SECONDS)
+IN_A_CLUSTER = Keeping(work_seconds=KEEP_SECONDS)  # the last word of a subject is small, and said once in a long run
 GIVEN_INBOX = "_INBOX"  # every client's: what users of a server may listen to in any case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """How a role speaks with NATS. `inbox_prefix`: nobody else hears its answers, but on a given server, where all
-    roles are one user. `keep_seconds`: of what it declares; a server that outlives its runs forgets what one of them
-    left behind."""
+    roles are one user. `keeping`: of what it declares; a server that outlives its runs forgets what one of them left
+    behind."""
 
     proof: Proof
     tls: ssl.SSLContext | None
     inbox_prefix: str
-    keep_seconds: float = 0.0
+    keeping: Keeping = FOR_EVER
 
 
 def access_of(folder: Path | None, role: str, uid: str) -> Access:
@@ -42,7 +46,7 @@ def access_of(folder: Path | None, role: str, uid: str) -> Access:
     tls = servers_tls(folder, role) if given is None else given.tls()
     creds = folder / f"{role}.creds"
     if creds.exists():
-        return Access(proof=Proof(creds=creds), tls=tls, inbox_prefix=inbox_of(role, uid))
+        return Access(proof=Proof(creds=creds), tls=tls, inbox_prefix=inbox_of(role, uid), keeping=IN_A_CLUSTER)
     if given is not None:
         return access_to(given)
     return Access(proof=Proof(nkey_seed=folder / f"{role}.seed"), tls=tls, inbox_prefix=inbox_of(role, uid))
@@ -51,7 +55,7 @@ def access_of(folder: Path | None, role: str, uid: str) -> Access:
 def access_to(given: GivenServer) -> Access:
     """As the user himself."""
     proof = Proof(user=given.user, password=given.password) if given.key_file is None else proof_of(given.key_file)
-    return Access(proof=proof, tls=given.tls(), inbox_prefix=GIVEN_INBOX, keep_seconds=LIFETIME.total_seconds())
+    return Access(proof=proof, tls=given.tls(), inbox_prefix=GIVEN_INBOX, keeping=ON_A_GIVEN_SERVER)
 
 
 async def connect(
@@ -73,5 +77,5 @@ async def connect(
         clock=clock,
         max_pending=max_pending,
         publish_timeout_seconds=publish_timeout_seconds,
-        keep_seconds=access.keep_seconds,
+        keeping=replace(access.keeping, metadata=connections.stream_metadata),
     )

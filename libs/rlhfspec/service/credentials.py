@@ -8,23 +8,23 @@ own process: it has a key of its own for that, which says so.)
 |---|---|
 | `ca.pem`, `ROLE.pem`, `ROLE.key` | the job's own authority, and this role's certificate: TLS between workers |
 | `ROLE.creds` | NATS: a token with the rights of this role in this run, and the seed that proves it |
-| `redis.password` | of the Redis user that is called as the role, in all jobs: what it may write may be lost |
+| `redis.user`, `redis.password` | Redis: of this role in this run (`service.redis_users`) |
 | `servers-ca.pem` | the release's authority: of NATS, Redis and the operator's endpoint |
 
 Example:
     >>> keys = Keys(bytes(32), new_account_seed(), *new_authority(datetime(2026, 1, 1, tzinfo=UTC)))
     >>> created = datetime(2026, 1, 2, tzinfo=UTC)
-    >>> data = credentials_of(keys, job="sums", job_uid="6f1c", run="c0e43711", role="reward", created=created)
+    >>> told = {"namespace": "rl", "job": "sums", "job_uid": "6f1c", "run": "c0e43711", "created": created}
+    >>> data = credentials_of(keys, **told, role="reward")
     >>> sorted(data)
-    ['ca.pem', 'redis.password', 'reward.creds', 'reward.key', 'reward.pem', 'servers-ca.pem']
-    >>> data == credentials_of(keys, job="sums", job_uid="6f1c", run="c0e43711", role="reward", created=created)
+    ['ca.pem', 'redis.password', 'redis.user', 'reward.creds', 'reward.key', 'reward.pem', 'servers-ca.pem']
+    >>> data == credentials_of(keys, **told, role="reward")
     True
 """
 
 from __future__ import annotations
 
 import os
-from base64 import urlsafe_b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -36,9 +36,10 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.servers import jwt, shared
 from rlhfspec.servers.certificates import Authority
 from rlhfspec.servers.derived import ACCOUNT, OPERATOR, USER, derived, nkey_seed
-from rlhfspec.service.rights import CONTROL, GUESTS, ROLES, Rights, inbox_of, rights_of
+from rlhfspec.service import redis_users
+from rlhfspec.service.redis_users import DASHBOARD, PASSWORD_FILE, USER_FILE, ClusterRun
+from rlhfspec.service.rights import GUESTS, ROLES, Rights, inbox_of, rights_of
 
-DASHBOARD = "dashboard"
 JOB_LIFETIME = timedelta(days=1096)  # of its certificates, from its creation: longer than any job
 RELEASE_LIFETIME = timedelta(days=3652)
 _JETSTREAM = "$JS.API.STREAM"
@@ -87,7 +88,9 @@ def new_authority(begin: datetime) -> tuple[bytes, bytes]:
 # ---- of a job -------------------------------------------------------------------------------------------------------
 
 
-def credentials_of(keys: Keys, *, job: str, job_uid: str, run: str, role: str, created: datetime) -> dict[str, bytes]:
+def credentials_of(
+    keys: Keys, *, namespace: str, job: str, job_uid: str, run: str, role: str, created: datetime
+) -> dict[str, bytes]:
     """The data of a role's Secret. `created`: of the job; `run`: its uid (`names.run_uid`)."""
     if role not in (*names.ROLES, *ROLES):
         raise InvalidRequest("role", role, f"must be one of {', '.join(names.ROLES)}")
@@ -97,7 +100,8 @@ def credentials_of(keys: Keys, *, job: str, job_uid: str, run: str, role: str, c
     if role == names.PREPARE:
         return data  # it speaks with nobody
     data[f"{role}.pem"], data[f"{role}.key"] = authority.issue(role, [names.WORKER_HOST])
-    data["redis.password"] = _redis_password(keys, role).encode()
+    data[USER_FILE] = redis_users.user_of(keys.master, ClusterRun(namespace, run), role).encode()
+    data[PASSWORD_FILE] = redis_users.password_of(keys.master, run, role).encode()
     for acts_as in (role, *GUESTS.get(role, ())):
         seed = nkey_seed(secret, USER, run, role, acts_as)
         name = f"{job}/{run}/{role}" + (f" as {acts_as}" if acts_as != role else "")
@@ -117,16 +121,12 @@ def _creds(keys: Keys, seed: str, name: str, rights: Rights, issued: int = 0) ->
     return jwt.creds_file(token, seed)
 
 
-def _redis_password(keys: Keys, role: str) -> str:
-    return urlsafe_b64encode(derived(keys.master, "redis", role)).decode().rstrip("=")
-
-
 # ---- of the release -------------------------------------------------------------------------------------------------
 
 
 def operator_creds(keys: Keys) -> bytes:
     """NATS: to find streams of runs that are over, and to delete them."""
-    publish = tuple(f"{_JETSTREAM}.{call}" for call in ("NAMES", "LIST", "INFO.*", "PURGE.*", "DELETE.*"))
+    publish = tuple(f"{_JETSTREAM}.{call}" for call in ("NAMES", "INFO.*", "DELETE.*"))
     return _release_creds(keys, "operator", publish, ())
 
 
@@ -156,11 +156,12 @@ def install_secrets(keys: Keys, *, namespace: str, release: str, created: dateti
     return {
         f"{release}-keys": keys.data(),
         f"{release}-nats": server("nats") | {"nats.conf": nats_config(keys)},
-        f"{release}-redis": server("redis") | {"redis.conf": shared.redis_config(), "users.acl": redis_users(keys)},
+        f"{release}-redis": server("redis") | {"redis.conf": shared.redis_config(), "users.acl": _redis_users(keys)},
         f"{release}-operator-tls": server("operator"),
         f"{release}-dashboard": {
             "dashboard.creds": dashboard_creds(keys),
-            "redis.password": _redis_password(keys, DASHBOARD).encode(),
+            USER_FILE: redis_users.dashboard_user(keys.master).encode(),
+            PASSWORD_FILE: redis_users.password_of(keys.master, DASHBOARD).encode(),
             "servers-ca.pem": keys.ca_pem,
         },
     }
@@ -177,11 +178,6 @@ def nats_config(keys: Keys) -> bytes:
     return shared.nats_config(token, accounts, system)
 
 
-def redis_users(keys: Keys) -> bytes:
-    """A worker writes what it does itself; control the view's window; who looks on reads all."""
-    writes = {role: [f"rlhfspec:*:worker:{role}-*"] for role in ROLES if role != "view"}
-    writes[CONTROL].append("rlhfspec:*:window")
-    readers = ("view", CONTROL, DASHBOARD)
-    return shared.redis_users(
-        {role: (_redis_password(keys, role), writes.get(role, []), role in readers) for role in (*ROLES, DASHBOARD)}
-    )
+def _redis_users(keys: Keys) -> bytes:
+    """The operator alone: it makes all others, also after Redis was away."""
+    return shared.redis_users({redis_users.OPERATOR: redis_users.rules_of_operator(keys.master)})

@@ -75,12 +75,13 @@ async def _forget_streams(nats: GivenServer, job: str, uid: str) -> str:
 
 async def _forget_keys(redis: GivenServer, uid: str) -> None:
     from rlhfspec.service.redis_client import client, close, failures, options_of
+    from rlhfspec.service.redis_users import window_key, worker_keys, workers_key
 
     connection = client(redis.url, SECONDS, options_of(redis))
     try:
         async with asyncio.timeout(SECONDS):
-            if keys := [key async for key in connection.scan_iter(match=f"rlhfspec:{uid}:*", count=1000)]:
-                await connection.delete(*keys)
+            workers = worker_keys(uid, await connection.smembers(workers_key(uid)))
+            await connection.delete(window_key(uid), workers_key(uid), *workers)
     except failures():
         pass
     finally:

@@ -14,6 +14,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.servers.given import CA, CERTIFICATE, GivenServer
 from rlhfspec.servers.tls_words import is_alert, is_of_unknown_authority, tls_problem
 from rlhfspec.service.redis_client import client, close, failures, options_of, words_of
+from rlhfspec.service.redis_users import worker_key, workers_key
 from rlhfspec.transport.nats_greeting import reason_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ async def check_redis(given: GivenServer, uid: str) -> None:
         redis = client(given.url, SECONDS, options_of(given))
         try:
             _check_server(given, await redis.info("server"))
-            await _try_out(redis, f"rlhfspec:{uid}:worker:trial-0")
+            await _try_out(redis, uid)
         except failures() as error:
             raise _in_the_users_words(error, given) from None
         finally:
@@ -131,13 +132,16 @@ def _check_server(given: GivenServer, about: dict[str, Any]) -> None:
         raise InvalidRequest(OPTION, given.url, problem)
 
 
-async def _try_out(redis: Redis, key: str) -> None:
+async def _try_out(redis: Redis, uid: str) -> None:
     """All that the run's processes do, and who shows it."""
+    key, index = worker_key(uid, "trial-0"), workers_key(uid)
     await redis.set(key, b"trial", px=KEEP_MILLISECONDS)
     await redis.get(key)
     await redis.pttl(key)
-    await redis.scan(match=key, count=1)
-    await redis.delete(key)
+    await redis.sadd(index, "trial-0")
+    await redis.pexpire(index, KEEP_MILLISECONDS)
+    await redis.smembers(index)
+    await redis.delete(key, index)
 
 
 def _in_the_users_words(error: Exception, given: GivenServer) -> InvalidRequest:

@@ -38,6 +38,7 @@ from rlhfspec.records import Load
 from rlhfspec.service.base import Service
 from rlhfspec.service.pace import BEAT_SECONDS, Beats
 from rlhfspec.service.redis_client import client_of, close, failures, words_of
+from rlhfspec.service.redis_users import window_key, worker_key, worker_keys, workers_key
 from rlhfspec.service.tasks import ended, to_the_end
 from rlhfspec.service.vitals import Vitals, WorkerState, WorkerVitals
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 DEADLINE_SECONDS = 0.2  # of one write
 READ_SECONDS = 2.0
 KEPT_SECONDS = 30.0  # of a worker that says nothing any more
+_KEPT_MILLISECONDS = int(KEPT_SECONDS * 1000)
 MOST_STEPS, MOST_SAMPLES, MOST_CHARACTERS = 100, 50, 200
 
 log = logging.getLogger("rlhfspec.service")
@@ -123,6 +125,7 @@ class LiveState:
         self._redis = client_of(url, role, credentials, DEADLINE_SECONDS, connected=self._connected)
         self._unsent: dict[str, bytes] = {}
         self._written: set[str] = set()
+        self._workers: set[str] = set()  # of which it tells
         self._news = asyncio.Event()
         self._is_away = False
 
@@ -137,7 +140,9 @@ class LiveState:
 
     def write(self, what: Snapshot | Window) -> None:
         """It replaces what was written before, sent or not."""
-        key = _worker_key(self._uid, what.worker) if isinstance(what, Snapshot) else _window_key(self._uid)
+        key = worker_key(self._uid, what.worker) if isinstance(what, Snapshot) else window_key(self._uid)
+        if isinstance(what, Snapshot):
+            self._workers.add(what.worker)
         self._unsent[key] = json.dumps(asdict(what)).encode()
         self._news.set()
 
@@ -159,7 +164,10 @@ class LiveState:
     async def _send(self, values: Mapping[str, bytes]) -> None:
         async with asyncio.timeout(DEADLINE_SECONDS), self._redis.pipeline(transaction=False) as pipeline:
             for key, value in values.items():
-                pipeline.set(key, value, px=int(KEPT_SECONDS * 1000))
+                pipeline.set(key, value, px=_KEPT_MILLISECONDS)
+            if self._workers:
+                pipeline.sadd(workers_key(self._uid), *self._workers)
+                pipeline.pexpire(workers_key(self._uid), _KEPT_MILLISECONDS)
             await pipeline.execute()
         self._written |= values.keys()
 
@@ -254,9 +262,9 @@ async def read_live(url: str, uid: str, *, role: str, credentials: Path | None =
 
 
 async def _read(redis: Redis, uid: str) -> LiveView:
-    keys = sorted([key async for key in redis.scan_iter(match=_worker_key(uid, "*"), count=1000)])
+    keys = sorted(worker_keys(uid, await redis.smembers(workers_key(uid))))
     async with redis.pipeline(transaction=False) as pipeline:
-        pipeline.get(_window_key(uid))
+        pipeline.get(window_key(uid))
         for key in keys:
             pipeline.get(key)
             pipeline.pttl(key)
@@ -276,11 +284,3 @@ def _parsed(adapter: TypeAdapter[Any], value: bytes | None) -> Any:
         return None if value is None else adapter.validate_json(value)
     except ValidationError:
         return None
-
-
-def _worker_key(uid: str, worker: str) -> str:
-    return f"rlhfspec:{uid}:worker:{worker}"
-
-
-def _window_key(uid: str) -> str:
-    return f"rlhfspec:{uid}:window"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.servers.certificates import SERVERS_AUTHORITY
 from rlhfspec.servers.given import REDIS, GivenServer, given_server
+from rlhfspec.service.redis_users import PASSWORD_FILE, USER_FILE
 from rlhfspec.service.tasks import to_the_end
 
 if TYPE_CHECKING:
@@ -60,9 +61,10 @@ def _text(path: Path | None) -> str | None:
 
 
 def _own_options(url: str, role: str, credentials: Path) -> dict[str, Any]:
-    options: dict[str, Any] = {"password": _password(credentials)}
-    if (credentials / SERVERS_AUTHORITY).exists():  # it serves many runs: a user a role, no certificate of ours
-        options["username"] = role
+    """A server of many runs knows each role of each run as a user of its own."""
+    options: dict[str, Any] = {"password": _text_in(credentials / PASSWORD_FILE)}
+    if (credentials / USER_FILE).exists():
+        options["username"] = _text_in(credentials / USER_FILE)
     if url.startswith("rediss:"):
         options |= _tls_options(credentials, role)
     return options
@@ -78,8 +80,7 @@ def _tls_options(credentials: Path, role: str) -> dict[str, str]:
     }
 
 
-def _password(credentials: Path) -> str:
-    path = credentials / "redis.password"
+def _text_in(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError as error:

@@ -27,7 +27,9 @@ from rlhfspec.transport.nats_deliveries import ID, Consuming, NatsReceipt, Token
 from rlhfspec.transport.nats_proof import NO_PROOF, Proof
 from rlhfspec.transport.nats_reading import PullReading, WatchReading
 from rlhfspec.transport.nats_streams import (
+    FOR_EVER,
     Declared,
+    Keeping,
     consumer_config,
     declared_of,
     key_word,
@@ -41,15 +43,15 @@ SHORTEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.01, 0.5
 
 class NatsTransport:
     """`publish_timeout_seconds`: so long `publish` waits for room, and everything for a server that is away.
-    `keep_seconds`: so long a message of what is declared here stays, though nobody may have read it; 0: for ever."""
+    `keeping`: of what is declared here."""
 
     def __init__(
-        self, connection: Connection, *, max_pending: int, publish_timeout_seconds: float, keep_seconds: float = 0.0
+        self, connection: Connection, *, max_pending: int, publish_timeout_seconds: float, keeping: Keeping = FOR_EVER
     ) -> None:
         self._connection = connection
         self._clock = connection.clock
         self._max_pending = max_pending
-        self._keep_seconds = keep_seconds
+        self._keeping = keeping
         self._publish_timeout_seconds = publish_timeout_seconds
         self._known: dict[str, Declared] = {}
         self._consuming: dict[tuple[str, str], Consuming] = {}
@@ -67,7 +69,7 @@ class NatsTransport:
         clock: Clock | None = None,
         max_pending: int = 8192,
         publish_timeout_seconds: float = 600.0,
-        keep_seconds: float = 0.0,
+        keeping: Keeping = FOR_EVER,
         connect_timeout_seconds: float = 5.0,
     ) -> NatsTransport:
         """`name`: of this process, in what the server shows. Raises at once when the server is not there or not fit."""
@@ -85,7 +87,7 @@ class NatsTransport:
             connection,
             max_pending=max_pending,
             publish_timeout_seconds=publish_timeout_seconds,
-            keep_seconds=keep_seconds,
+            keeping=keeping,
         )
 
     # --- subjects ------------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ class NatsTransport:
         stream = stream_name(subject)
         there = await self._look(subject)
         if there is None:
-            config = stream_config(subject, wanted, self._max_pending, self._keep_seconds)
+            config = stream_config(subject, wanted, self._max_pending, self._keeping)
             _raise_error(subject, await self._connection.api(f"STREAM.CREATE.{stream}", config))
         elif there != wanted:
             raise InvalidRequest("subject", subject, f"was declared as {there.kind} for {dict(there.consumers)}")

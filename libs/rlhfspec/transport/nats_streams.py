@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -34,6 +34,19 @@ _KIND, _CONSUMERS = "rlhfspec.kind", "rlhfspec.consumers"
 class Declared:
     kind: Kind
     consumers: Mapping[str, Consumer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """How long a message stays though nobody may have read it, by its kind (0: for ever), and what else each stream
+    says of itself."""
+
+    work_seconds: float = 0.0
+    state_seconds: float = 0.0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+FOR_EVER = Keeping()
 
 
 def stream_name(subject: str) -> str:
@@ -56,17 +69,17 @@ def latest_of(subject: str, word: str = "*") -> str:
     return f"latest.{subject}.{word}"
 
 
-def stream_config(subject: str, declared: Declared, max_pending: int, keep_seconds: float = 0.0) -> dict[str, Any]:
-    """`keep_seconds`: of every message, whoever has yet to read it; 0: for ever."""
+def stream_config(subject: str, declared: Declared, max_pending: int, keeping: Keeping = FOR_EVER) -> dict[str, Any]:
     consumers = [asdict(consumer) for consumer in declared.consumers.values()]
+    seconds = keeping.work_seconds if declared.kind == "work" else keeping.state_seconds
     return {
         "name": stream_name(subject),
         "storage": "file",
         "num_replicas": 1,
         "max_msgs": max_pending,
-        "max_age": round(keep_seconds * SECOND),
+        "max_age": round(seconds * SECOND),
         "duplicate_window": DUPLICATE_WINDOW_SECONDS * SECOND,
-        "metadata": {_KIND: declared.kind, _CONSUMERS: json.dumps(consumers)},
+        "metadata": {**keeping.metadata, _KIND: declared.kind, _CONSUMERS: json.dumps(consumers)},
         **_settings(subject, declared.kind),
     }
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from rlhfspec.cluster import names
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.operator.release import credentials_by, keys_of
+from rlhfspec.operator.release import credentials_by, keys_of, servers_of
 from rlhfspec.operator.running import Operator, Place
 from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.service import logs
 from rlhfspec.service.exits import PERMANENT
+from rlhfspec.service.redis_users import install_of
 
 
 def main() -> int:
@@ -33,7 +34,8 @@ def _operator(asked: argparse.Namespace) -> Operator:
     keys = keys_of(asked.keys)
     pod = os.environ.get("RLHFSPEC_POD") or None
     place = Place(pod, asked.host, asked.http_port, asked.report_port, asked.tls)
-    return Operator(told, told.settings(credentials_by(keys)), place)
+    settings = told.settings(credentials_by(keys), install_of(keys.master))
+    return Operator(told, settings, place, servers_of(told, keys, asked.keys))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""NATS and Redis, seen from outside: can they be reached (`Observed.broker`), and the end of a run's streams.
+"""NATS and Redis, seen from outside: can they be reached (`Observed.broker`)?
 
 Dialled every DIAL_SECONDS while there are jobs, as `told` when the answer changed; one missed dial says nothing, but
 the next comes soon.
@@ -7,25 +7,16 @@ the next comes soon.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import ssl
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
-
-import nats
-import nats.errors
-from nats.aio.client import Client, RawCredentials
 
 from rlhfspec.cluster import names
 from rlhfspec.operator.observed import Said
-from rlhfspec.transport.nats_streams import stream_name
 
 DIAL_SECONDS, DIAL_AGAIN_SECONDS, ANSWER_SECONDS = 3.0, 1.0, 2.0
 MOST_MISSED = 2
-CALL_SECONDS = 5.0
 _DEFAULT_PORTS = {
     "nats": names.NATS_PORT,
     "tls": names.NATS_PORT,
@@ -87,54 +78,3 @@ async def _problem_of(url: str) -> str:
 def _shown(url: str) -> str:
     """Without a password that may stand in it."""
     return urlsplit(url).netloc.rpartition("@")[2]
-
-
-class Purge:
-    """Deletes the streams of a run. `creds`: of a user who may (`service.credentials.operator_creds`)."""
-
-    def __init__(self, url: str, creds: bytes | None, inbox: str, tls: ssl.SSLContext | None) -> None:
-        options: dict[str, Any] = {"tls": tls} if tls is not None else {}
-        if creds is not None:
-            options |= {"user_credentials": RawCredentials(creds.decode()), "inbox_prefix": inbox}
-        self._url = url
-        self._options = options
-        self._one_at_a_time = asyncio.Lock()
-
-    async def __call__(self, job: str, run: str) -> bool:
-        """Whether they are gone; False: later, perhaps."""
-        try:
-            async with self._one_at_a_time, asyncio.timeout(4 * CALL_SECONDS):
-                await self._delete(f"{stream_name(f'rlhf.{job}.{run}')}_")
-        except (OSError, TimeoutError, nats.errors.Error) as error:
-            LOG.warning("streams of run %s of %s cannot be deleted: %s %s", run, job, type(error).__name__, error)
-            return False
-        return True
-
-    async def _delete(self, prefix: str) -> None:
-        client = await nats.connect(
-            self._url, connect_timeout=int(CALL_SECONDS), allow_reconnect=False, error_cb=_quiet, **self._options
-        )
-        try:
-            names_, total = list[str](), 1
-            while len(names_) < total:
-                page = await self._call(client, "NAMES", {"offset": len(names_)})
-                total = page["total"]
-                if not page["streams"]:
-                    break
-                names_ += page["streams"]
-            for name in names_:
-                if name.startswith(prefix):
-                    await self._call(client, f"DELETE.{name}", {})
-        finally:
-            await client.close()
-
-    async def _call(self, client: Client, what: str, asked: dict[str, Any]) -> dict[str, Any]:
-        answer = await client.request(f"$JS.API.STREAM.{what}", json.dumps(asked).encode(), timeout=CALL_SECONDS)
-        said: dict[str, Any] = json.loads(answer.data)
-        if "error" in said and said["error"].get("code") != 404:
-            raise nats.errors.Error(f"{what}: {said['error'].get('description')}")
-        return said
-
-
-async def _quiet(_: Exception) -> None:
-    """What goes wrong is raised where it was asked."""

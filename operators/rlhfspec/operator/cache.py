@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
+from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.job_cluster import OPERATOR
 from rlhfspec.operator.observed import JobView, Observed, PodView, Refusal, Said, Trial
@@ -48,8 +49,13 @@ class _Job:
 
 
 class Cache:
-    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+    """`runs_changed`: told when another run of a job is open than before."""
+
+    def __init__(
+        self, *, now: Callable[[], float] = time.monotonic, runs_changed: Callable[[], None] = lambda: None
+    ) -> None:
         self._now = now
+        self._runs_changed = runs_changed
         self.broker: Said | None = None
         self.listening_since: datetime | None = None  # to reports
         self._jobs: dict[Key, _Job] = {}
@@ -72,7 +78,10 @@ class Cache:
         if held is None or held.view.uid != view.uid:
             self._jobs[key] = _Job(view, version)
         else:
-            held.view, held.version = view, version
+            before, held.view, held.version = _open_run(held.view), view, version
+            if before == _open_run(view):
+                return key
+        self._runs_changed()
         return key
 
     def remove_job(self, job: Json) -> Key | None:
@@ -81,6 +90,7 @@ class Cache:
         self._forget(metadata["uid"], int(metadata["resourceVersion"]))
         if (held := self._jobs.get(key)) is not None and held.view.uid == metadata["uid"]:
             del self._jobs[key]
+            self._runs_changed()
             return key
         return None
 
@@ -171,7 +181,16 @@ class Cache:
         for key in keys:
             job = self._jobs.pop(key)
             self._forget(job.view.uid, job.version)
+        if keys:
+            self._runs_changed()
         return keys
+
+    def leave(self, namespace: str) -> None:
+        """It is watched no more. What was in it is not gone, and may be seen again."""
+        self._jobs = {key: job for key, job in self._jobs.items() if key[0] != namespace}
+        self._pods = {key: pods for key, pods in self._pods.items() if key[0] != namespace}
+        self._pod_by_uid = {uid: held for uid, held in self._pod_by_uid.items() if held[0][0] != namespace}
+        self.workloads.leave(namespace)
 
     # --- what the operator itself learns -----------------------------------------------------------------------------
 
@@ -217,6 +236,15 @@ class Cache:
     def job(self, key: Key) -> JobView | None:
         return held.view if (held := self._jobs.get(key)) is not None else None
 
+    def open_runs(self) -> set[tuple[str, str]]:
+        """Namespace and uid of each run that its job says is not over."""
+        return {(key[0], uid) for key, job in self._jobs.items() if (uid := _open_run(job.view))}
+
+    def live_runs(self) -> set[str]:
+        """Uids of these, and of all of which a pod may still run."""
+        of_pods = {pod.view.run for pods in self._pods.values() for pod in pods.values() if pod.view.is_running}
+        return of_pods | {uid for _, uid in self.open_runs()}
+
     def observed(self, key: Key) -> Observed:
         job = self._jobs[key]
         return Observed(
@@ -245,3 +273,12 @@ class Cache:
         if pod.marked is None:
             return None
         return datetime.now(UTC) + timedelta(seconds=pod.view.grace_seconds - (self._now() - pod.marked))
+
+
+def _open_run(view: JobView) -> str:
+    """Its uid; empty: none is open."""
+    memory = view.status.get("memory")
+    if not isinstance(memory, dict):
+        return ""
+    number, state = memory.get("number", 0), memory.get("state", "closed")
+    return names.run_uid(view.uid, number) if number and state != "closed" else ""

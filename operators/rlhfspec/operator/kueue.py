@@ -234,7 +234,7 @@ def workload_of(draft: Draft) -> dict[str, Any]:
     """A function of the job alone, not of its run: the same as long as the job asks for the same."""
     blank = replace(draft, memory=Memory())
     sets = [_pod_set(blank, role, count) for role, count in counts(draft).items() if count]
-    spec = {"queueName": queue_of(draft), "podSets": sets, **_priority(draft)}
+    spec = {"queueName": queue_of(draft), "podSets": sets, **_priority(draft, sets)}
     metadata = objects.metadata(draft) | {
         "name": names.workload_name(draft.job.name, draft.job.uid),
         "annotations": {ASKED: hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]},
@@ -264,8 +264,10 @@ def _pod_set(blank: Draft, role: str, count: int) -> dict[str, Any]:
     return {"name": role, "count": count, "template": {"spec": kept}}
 
 
-def _priority(draft: Draft) -> dict[str, Any]:
-    name = draft.spec.scheduling.priority_class
+def _priority(draft: Draft, sets: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the job: its trainer's, where roles have different ones."""
+    trainer = next(each for each in sets if each["name"] == "trainer")
+    name = trainer["template"]["spec"].get("priorityClassName")
     if name is None or name not in draft.observed.queueing.priorities:
         return {}
     reference = {"group": "scheduling.k8s.io", "kind": PRIORITY, "name": name}

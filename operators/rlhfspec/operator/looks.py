@@ -23,7 +23,7 @@ from rlhfspec.operator.plan import Delete, Event, Plan, WorkloadWrite
 from rlhfspec.operator.queue import Key, Looked
 from rlhfspec.operator.reasons import LEAVING
 from rlhfspec.operator.reconcile import reconcile
-from rlhfspec.operator.status import is_worth_writing, undecided
+from rlhfspec.operator.status import seconds_to_write, undecided
 
 UNDECIDED_SECONDS = 60.0  # before a job that cannot be decided is tried again
 LOG = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Looks:
             status, events = undecided(job, error, now)
             plan = Plan(status=status, events=tuple(events), requeue_seconds=UNDECIDED_SECONDS)
         try:
-            learned = await self._carry_out(key, job, plan, now)
+            again_seconds = await self._carry_out(key, job, plan, now)
         except Conflict:
             return Looked(failed=True)  # the watch tells what somebody else wrote
         except (ClusterUnavailable, LeadershipLost) as error:
@@ -68,13 +68,16 @@ class Looks:
             if isinstance(error, ClusterRefused):  # such a status: it has another that says so
                 await self._write_status(key, job, undecided(job, error, now)[0], now)
             return Looked(failed=True)
-        return Looked(0.0 if learned else plan.requeue_seconds, None if plan.is_quiet else _deeds(plan))
+        soonest = min((each for each in (plan.requeue_seconds, again_seconds) if each is not None), default=None)
+        return Looked(soonest, None if plan.is_quiet else _deeds(plan))
 
-    async def _carry_out(self, key: Key, job: JobView, plan: Plan, now: datetime) -> bool:
-        """In the order that `plan` asks for. Whether anything came of it that no watch will tell: look again."""
-        last = self._cache.status_written(key)
-        if not plan.is_quiet or is_worth_writing(job.status, plan.status, last, now):
+    async def _carry_out(self, key: Key, job: JobView, plan: Plan, now: datetime) -> float | None:
+        """In the order that `plan` asks for. When to look again, where no watch will tell: at once if something came
+        of it, or when a status that was put off is to be written."""
+        put_off = seconds_to_write(job.status, plan.status, self._cache.status_written(key), now)
+        if not plan.is_quiet or put_off == 0.0:
             await self._write_status(key, job, plan.status, now)
+            put_off = None
         for event in plan.events:
             await self._say(job, event)
         if plan.trial:
@@ -83,7 +86,7 @@ class Looks:
         await in_parallel([self._delete(key, each) for each in plan.delete])
         learned = await self._create(key, plan.create, now)
         learned |= await self._write_workload(key, plan.workload, now)
-        return learned or bool(plan.trial)
+        return 0.0 if learned or plan.trial else put_off
 
     async def _write_status(self, key: Key, job: JobView, status: dict[str, Any], now: datetime) -> None:
         if status != job.status:

@@ -46,6 +46,14 @@ class Metrics:
         self.failed = Counter(
             "rlhfspec_operator_reconcile_failures", "Looks that were not finished.", registry=self.registry
         )
+        self._unfinished = Counter(
+            "rlhfspec_operator_leftovers_failures",
+            "Looks after what runs leave in NATS or Redis that were not finished.",
+            ["server"],
+            registry=self.registry,
+        )
+        for server in ("NATS", "Redis"):
+            self._unfinished.labels(server)
         self._writes = Counter(
             "rlhfspec_operator_api_writes",
             "Writes that the API server took.",
@@ -58,6 +66,9 @@ class Metrics:
 
     def wrote(self, verb: str, kind: str) -> None:
         self._writes.labels(verb, kind).inc()
+
+    def unfinished(self, server: str) -> None:
+        self._unfinished.labels(server).inc()
 
     def show(
         self,

@@ -12,6 +12,7 @@ from rlhfspec.cluster import names
 from rlhfspec.operator import gang, pods
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.observed import Worker
+from rlhfspec.operator.streams import metadata_of
 
 
 def objects_for(draft: Draft, workers: Sequence[Worker]) -> list[dict[str, Any]]:
@@ -46,6 +47,7 @@ def connections(draft: Draft) -> dict[str, Any]:
         "base_folder": str(names.STORAGE),
         "folder": folder,
         "nats_url": settings.nats_url,
+        "stream_metadata": metadata_of(settings.install, job.namespace),
         "redis_url": settings.redis_url,
         "credentials": str(names.CREDENTIALS),
         "weights": "grpc",
@@ -80,7 +82,7 @@ def config_map(draft: Draft) -> dict[str, Any]:
 
 def secret(draft: Draft, role: str) -> dict[str, Any]:
     job = draft.job
-    data = draft.settings.credentials(job.name, job.uid, draft.run_uid, role, job.created)
+    data = draft.settings.credentials(job.namespace, job.name, job.uid, draft.run_uid, role, job.created)
     own = metadata(draft) | {"name": names.secret_name(job.name, role, job.uid)}
     own["labels"] = own["labels"] | {names.ROLE: role}
     return {

@@ -21,8 +21,8 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.operator.workloads import Queueing
 
 Worker = tuple[str, int]  # role, number
-# (job's name, job's uid, run's uid, role, when the job was made) -> the data of the role's Secret
-Credentials = Callable[[str, str, str, str, datetime], Mapping[str, bytes]]
+# (namespace, job's name, job's uid, run's uid, role, when the job was made) -> the data of the role's Secret
+Credentials = Callable[[str, str, str, str, str, datetime], Mapping[str, bytes]]
 
 
 def worker_of(name: str) -> Worker:
@@ -163,7 +163,11 @@ class Settings:
     otlp_endpoint: str | None = None
     resources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of a role that says none
     shared_memory: str = "1Gi"
-    gpu_resource: str = "nvidia.com/gpu"
+    gpu_resources: tuple[str, ...] = ("nvidia.com/gpu",)  # names in limits; * stands for the rest of one
+    pod_template: Mapping[Any, Any] = field(default_factory=dict)  # of every pod of every job
+    priority_classes: Mapping[Any, str] = field(default_factory=dict)  # by role, of a job that names none
+    chooses_user: bool = True  # False: the cluster chooses user and groups of pods, as OpenShift does
     coscheduler: str = "scheduler-plugins-scheduler"
     max_workers: int = 1000  # of a job
     kueue: bool = False  # jobs may wait in its queues
+    install: str = ""  # stands in what its runs leave on servers (`service.redis_users.install_of`)

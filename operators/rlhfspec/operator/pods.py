@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from rlhfspec.cluster import names
@@ -37,13 +38,22 @@ def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
         "annotations": {names.RESTART_ID: restart_id_of(draft, role)},
         "ownerReferences": [owner],
     }
-    base = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": _spec(draft, key, options)}
-    whole = merged(merged(base, gang.overlay(draft, key)), options.pod_template)
+    whole: dict[str, Any] = {
+        "apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": _spec(draft, key, options),
+    }  # fmt: skip
+    ours, jobs, roles = _templates(draft, options)
+    for change in (ours, gang.overlay(draft, key), jobs, roles):
+        whole = merged(whole, change)
     for name in ("labels", "annotations"):  # by these it is found again
         whole["metadata"][name] = whole["metadata"][name] | metadata[name]
     whole["metadata"] |= {"name": metadata["name"], "namespace": metadata["namespace"], "ownerReferences": [owner]}
     whole["spec"]["restartPolicy"] = "Never"
     return whole
+
+
+def _templates(draft: Draft, options: PodOptions) -> tuple[Mapping[Any, Any], ...]:
+    """What is merged into a pod, the last word last: the cluster's, the job's, the role's."""
+    return draft.settings.pod_template, draft.spec.pod_template, options.pod_template
 
 
 def _spec(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
@@ -54,10 +64,7 @@ def _spec(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": LONG_GRACE_SECONDS if role in SLOW_LEAVERS else GRACE_SECONDS,
-        "securityContext": {
-            "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": _security(draft),
         "tolerations": [
             {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute",
              "tolerationSeconds": NODE_SECONDS}
@@ -68,11 +75,21 @@ def _spec(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
     }  # fmt: skip
     if images.pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in images.pull_secrets]
-    if scheduling.priority_class:
-        spec["priorityClassName"] = scheduling.priority_class
+    priority_class = scheduling.priority_class or draft.settings.priority_classes.get(role)
+    if priority_class:
+        spec["priorityClassName"] = priority_class
     if scheduling.topology_key and role == "generator":
         spec["topologySpreadConstraints"] = [_spread(draft, scheduling.topology_key)]
     return spec
+
+
+def _security(draft: Draft) -> dict[str, Any]:
+    user = {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"}
+    return {
+        "runAsNonRoot": True,
+        **(user if draft.settings.chooses_user else {}),
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
 
 
 def _spread(draft: Draft, topology_key: str) -> dict[str, Any]:
@@ -114,8 +131,7 @@ def image_of(draft: Draft, role: str, options: PodOptions) -> str:
         return options.image
     if role not in names.TORCH_ROLES:
         return images.slim
-    limits = (options.resources or draft.settings.resources.get(role) or {}).get("limits", {})
-    return images.cuda if draft.settings.gpu_resource in limits else images.cpu
+    return images.cuda if any(_gpus(draft, role, options).values()) else images.cpu
 
 
 def command(draft: Draft, key: Worker) -> list[str]:
@@ -222,5 +238,29 @@ def _mounts(role: str) -> list[dict[str, Any]]:
 def num_gpus(draft: Draft, role: str) -> int:
     """That one pod of the role asks for."""
     options: PodOptions = getattr(draft.spec.roles, role)
-    limits = (options.resources or draft.settings.resources.get(role) or {}).get("limits", {})
-    return min(math.ceil(amount(limits.get(draft.settings.gpu_resource))), MOST)  # 1e99 fits no status
+    return min(sum(_gpus(draft, role, options).values()), MOST)  # 1e99 fits no status
+
+
+def _gpus(draft: Draft, role: str, options: PodOptions) -> dict[str, int]:
+    """How many of each kind the worker's container is limited to. A claim (dynamic resource allocation) counts as one:
+    how many devices are behind it stands in the cluster, not in the pod."""
+    resources = _resources(draft, role, options)
+    limits, claims = resources.get("limits"), resources.get("claims")
+    found = {
+        name: math.ceil(amount(said))
+        for name, said in (limits.items() if isinstance(limits, Mapping) else ())
+        if any(fnmatchcase(name, pattern) for pattern in draft.settings.gpu_resources)
+    }
+    return found | ({"claims": len(claims)} if isinstance(claims, list) and claims else {})
+
+
+def _resources(draft: Draft, role: str, options: PodOptions) -> Mapping[Any, Any]:
+    """As the pod will have them. Templates are a user's: anything may be in them."""
+    resources: Mapping[Any, Any] = options.resources or draft.settings.resources.get(role) or {}
+    for template in _templates(draft, options):
+        containers = template.get("spec", {}).get("containers")
+        for container in containers if isinstance(containers, list) else ():
+            own = container.get("resources") if isinstance(container, Mapping) else None
+            if isinstance(own, Mapping) and container.get("name") == names.CONTAINER:
+                resources = merged(resources, own)
+    return resources

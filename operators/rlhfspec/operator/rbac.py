@@ -2,8 +2,9 @@
 
 | rules | bound in |
 |---|---|
-| JOBS | every namespace with jobs; the whole cluster when the operator's scope is cluster |
+| JOBS | every namespace with jobs |
 | GANG | the same, when jobs use Kueue, Volcano or coscheduling |
+| SPACES | the cluster, when the operator's scope is cluster: where a namespace has the label, it makes the rest |
 | KUEUE | the cluster, when jobs use Kueue |
 | RELEASE | the operator's own namespace |
 | CLUSTER | the cluster: a TokenReview has no namespace |
@@ -53,6 +54,16 @@ RELEASE = (
 KUEUE = (
     Rule("kueue.x-k8s.io", ("resourceflavors",), ("list", "watch")),
     Rule("scheduling.k8s.io", ("priorityclasses",), ("list", "watch")),
+)
+# The chart adds names: only those objects may be patched, and only the role JOBS be bound.
+SPACES = (
+    Rule("", ("namespaces",), ("list", "watch")),
+    Rule("", ("serviceaccounts", "persistentvolumeclaims"), ("create",)),
+    Rule("networking.k8s.io", ("networkpolicies",), ("create",)),
+    Rule("rbac.authorization.k8s.io", ("rolebindings",), ("create",)),
+    Rule("rbac.authorization.k8s.io", ("clusterroles",), ("bind",)),
+    Rule("", ("serviceaccounts",), ("patch",)),
+    Rule("networking.k8s.io", ("networkpolicies",), ("patch",)),
 )
 CLUSTER = (Rule("authentication.k8s.io", ("tokenreviews",), ("create",)),)
 INSTALL = (Rule("", ("secrets",), ("get", "create")),)

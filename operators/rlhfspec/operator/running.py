@@ -14,7 +14,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,6 +28,7 @@ from rlhfspec.operator.broker import Dialling
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.draft import worker_name
 from rlhfspec.operator.lease import LOOK_SECONDS, Lease
+from rlhfspec.operator.leftovers import Runs, Server, Tending
 from rlhfspec.operator.looks import Looks
 from rlhfspec.operator.metrics import Metrics, Restarted
 from rlhfspec.operator.observed import JobView, Observed, Said, Settings, worker_of
@@ -36,6 +37,7 @@ from rlhfspec.operator.queue import Key, Looked, Queue
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.reports import Reports
 from rlhfspec.operator.settings import OperatorFile
+from rlhfspec.operator.spaces import Spaces
 from rlhfspec.operator.watching import Watching
 from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.service.tasks import ended
@@ -58,11 +60,11 @@ class Place:
 
 
 class Operator:
-    def __init__(self, told: OperatorFile, settings: Settings, place: Place) -> None:
+    def __init__(self, told: OperatorFile, settings: Settings, place: Place, servers: Sequence[Server]) -> None:
         self._told = told
         self._place = place
         self._metrics = Metrics()
-        self._cache = Cache()
+        self._cache = Cache(runs_changed=self._runs_changed)
         self._access = Access()
         identity = f"{place.pod or socket.gethostname()}_{secrets.token_hex(4)}"
         agent = f"{names.FIELD_MANAGER}/{identity}"
@@ -71,12 +73,19 @@ class Operator:
         self._api = Api(self._access, may_write=lambda: self._lease.is_held, count=self._metrics.wrote, agent=agent)
         self._looks = Looks(self._cache, self._api, settings, decide=self._decide)
         self._watch_api = Api(self._access, agent=agent, connections=0)
-        self._watching = Watching(self._cache, told.namespaces, self._tell, kueue=told.kueue)
+        self._spaces = Spaces(self._api, told.namespace_kit)
+        self._watching = Watching(
+            self._cache, told.namespaces, self._tell,
+            label="" if told.namespaces else told.namespace_label,
+            joins=self._spaces.joins, leaves=self._spaces.leaves, kueue=told.kueue,
+        )  # fmt: skip
         self._reports = Reports(
             self._cache, self._api.review_token, self._tell, is_acting=lambda: self._lease.is_held and self._is_in_sync
         )
-        servers = {"NATS": settings.nats_url} | ({"Redis": settings.redis_url} if settings.redis_url else {})
-        self._dialling = Dialling(servers, self._broker_is)
+        runs = Runs(self._cache, self._watching.problems, may_act=lambda: self._lease.is_held)
+        self._tending = [Tending(server, runs, self._metrics.unfinished) for server in servers]
+        urls = {"NATS": settings.nats_url} | ({"Redis": settings.redis_url} if settings.redis_url else {})
+        self._dialling = Dialling(urls, self._broker_is)
         self._queue: Queue
         self._is_in_sync = False
 
@@ -144,7 +153,12 @@ class Operator:
         await self._until_done(self._label_leader)
         await self._until_done(lambda: self._watching.resync(self._api))
         self._is_in_sync, self._cache.listening_since = True, datetime.now(UTC)
-        works = [*(self._queue.work() for _ in range(WORKERS)), self._dialling.run(lambda: bool(self._cache.jobs()))]
+        works = [
+            *(self._queue.work() for _ in range(WORKERS)),
+            *(tending.run() for tending in self._tending),
+            self._spaces.work(),
+            self._dialling.run(lambda: bool(self._cache.jobs())),
+        ]
         async with asyncio.TaskGroup() as group:
             for work in works:
                 group.create_task(work)
@@ -182,6 +196,10 @@ class Operator:
 
     def _tell(self, key: Key) -> None:
         self._queue.tell(key)
+
+    def _runs_changed(self) -> None:
+        for tending in self._tending:
+            tending.tell()
 
     async def _look(self, key: Key) -> Looked:
         while not self._lease.is_held:  # until it is renewed, or we are ended

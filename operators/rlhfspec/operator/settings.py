@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rlhfspec.errors import InvalidRequest, did_you_mean
+from rlhfspec.job_cluster import Role
 from rlhfspec.operator.observed import Credentials, Images, Settings
 
 
@@ -32,6 +33,8 @@ class OperatorFile(Part):
     release: str = Field(description="Prefix of the names of everything of the release, such as of its Lease.")
     namespace: str = Field(description="Of the release.")
     scope: Literal["cluster", "namespaced"] = "namespaced"
+    namespace_label: str = Field("rlhfspec.io/jobs=enabled", description="Where jobs are looked for in scope cluster.")
+    namespace_kit: tuple[dict[str, Any], ...] = Field((), description="Objects that are made in each such namespace.")
     job_namespaces: tuple[str, ...] = Field((), description="Where jobs are looked for; none: the release's own.")
     images: ImageNames
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
@@ -43,7 +46,10 @@ class OperatorFile(Part):
     otlp_endpoint: str | None = None
     resources: dict[str, dict[str, Any]] = Field({}, description="Requests and limits of a role that says none.")
     shared_memory: str = Field("1Gi", description="Of /dev/shm in every pod.")
-    gpu_resource: str = "nvidia.com/gpu"
+    gpu_resources: tuple[str, ...] = ("nvidia.com/gpu",)
+    pod_template: dict[Literal["metadata", "spec"], dict[str, Any]] = Field({}, description="Of every job's pods.")
+    priority_classes: dict[Role, str] = Field({}, description="Of roles of a job that names none.")
+    chooses_user: bool = Field(True, description="False: the cluster chooses user and groups of pods.")
     coscheduler: str = "scheduler-plugins-scheduler"
     kueue: bool = Field(False, description="Jobs may wait in queues of Kueue, whose Workloads are watched then.")
     max_workers: int = Field(1000, ge=1, le=5000, description="Pods of one job; one that asks for more is refused.")
@@ -73,10 +79,10 @@ class OperatorFile(Part):
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """Empty: all of the cluster."""
+        """Empty: those with the label."""
         return () if self.scope == "cluster" else self.job_namespaces or (self.namespace,)
 
-    def settings(self, credentials: Credentials) -> Settings:
+    def settings(self, credentials: Credentials, install: str) -> Settings:
         """As `reconcile` has them."""
         images = Images(
             slim=self.images.slim,
@@ -95,8 +101,12 @@ class OperatorFile(Part):
             otlp_endpoint=self.otlp_endpoint,
             resources=self.resources,
             shared_memory=self.shared_memory,
-            gpu_resource=self.gpu_resource,
+            gpu_resources=self.gpu_resources,
+            pod_template=self.pod_template,
+            priority_classes=self.priority_classes,
+            chooses_user=self.chooses_user,
             coscheduler=self.coscheduler,
             max_workers=self.max_workers,
             kueue=self.kueue,
+            install=install,
         )

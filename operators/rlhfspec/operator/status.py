@@ -4,7 +4,7 @@ so that nothing is written when nothing happened."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from rlhfspec.cluster import names
@@ -20,8 +20,9 @@ from rlhfspec.operator.tidy import tidy
 from rlhfspec.operator.times import text_of
 from rlhfspec.operator.wanted import wanted_workers
 
-STEPS = ("step", "totalSteps", "shown", "checkpointStep")
-PROGRESS_SECONDS = 5.0  # so often, at most, what changes all the time is written
+# So often, at most, is written what changes all the time: steps and counts of pods; gauges, such as tokens/s.
+COUNTS_SECONDS, GAUGES_SECONDS = 1.0, 5.0
+COUNTS = ("step", "totalSteps", "shown", "checkpointStep")  # of progress; the rest are gauges
 
 
 def render(draft: Draft) -> tuple[dict[str, Any], list[Event]]:
@@ -62,20 +63,29 @@ def undecided(job: JobView, error: Exception, now: datetime) -> tuple[dict[str, 
     return new, list(_events(job.status, new))
 
 
-def is_worth_writing(
+def seconds_to_write(
     old: Mapping[str, Any], new: Mapping[str, Any], last_write: datetime | None, now: datetime
-) -> bool:
-    """At once what somebody waits for; what changes all the time only now and then; nothing when nothing changed."""
+) -> float | None:
+    """Until the new status is to be written. 0: at once, which is what somebody waits for. None: nothing changed."""
     if old == new:
-        return False
-    if _without_gauges(old) != _without_gauges(new):
-        return True
-    return last_write is None or now - last_write >= timedelta(seconds=PROGRESS_SECONDS)
+        return None
+    if last_write is None or _news(old) != _news(new):
+        return 0.0
+    pause = GAUGES_SECONDS if _without_gauges(old) == _without_gauges(new) else COUNTS_SECONDS
+    return max(0.0, pause - (now - last_write).total_seconds())
 
 
 def _without_gauges(status: Mapping[str, Any]) -> dict[str, Any]:
     progress = status.get("progress") or {}
-    return {**status, "progress": {name: progress.get(name) for name in STEPS}}
+    return {**status, "progress": {name: progress.get(name) for name in COUNTS}}
+
+
+def _news(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what changes all the time. What the operator remembers is never late, but for the last step: that is
+    in the next report again."""
+    memory = {name: value for name, value in (status.get("memory") or {}).items() if name != "step"}
+    often = ("progress", "roles", "generators")
+    return {name: value for name, value in status.items() if name not in often} | {"memory": memory}
 
 
 def _run(draft: Draft) -> dict[str, Any]:

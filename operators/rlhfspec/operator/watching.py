@@ -3,6 +3,8 @@
 Each kind in each namespace is watched by itself: listed, then watched from there. Where that fails, be it that the API
 server is away, or that a namespace is gone and our rights with it, that is said once, in the metrics too, and it is
 listed anew after a while, longer each time. No other namespace hears of it.
+
+Which namespaces these are is told once, or follows a label: then namespaces are watched as well, and come and go.
 """
 
 from __future__ import annotations
@@ -38,35 +40,73 @@ class Source:
     cached: Kind | None = None
     labels: str = ""
     fields: str = ""
-    of_cluster: bool = False  # it has no namespace
 
 
 class Watching:
-    """`tell`: which job changed."""
+    """`tell`: which job changed. `label`: of the namespaces, where none are named. `joins`, `leaves`: told of one that
+    has it, or has it no more."""
 
     def __init__(
-        self, cache: Cache, namespaces: Sequence[str], tell: Callable[[Key], None], *, kueue: bool = False
-    ) -> None:
+        self, cache: Cache, namespaces: Sequence[str], tell: Callable[[Key], None], *, label: str = "",
+        joins: Callable[[str], None] = lambda namespace: None, leaves: Callable[[str], None] = lambda namespace: None,
+        kueue: bool = False,
+    ) -> None:  # fmt: skip
         self._cache = cache
         self._tell = tell
-        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._joins, self._leaves = joins, leaves
+        self._namespaces: dict[str, list[asyncio.Task[None]]] = {name: [] for name in namespaces}
+        self._labelled = Source("v1", "Namespace", self._join, self._leave, labels=label) if label else None
+        self._by_uid: dict[str, str] = {}  # of those with the label
+        self._start: Callable[[str, Source], asyncio.Task[None]] | None = None
         self._sources = (
             Source(JOB_VERSION, names.KIND, cache.put_job, cache.remove_job, "job"),
             Source("v1", "Pod", cache.put_pod, cache.remove_pod, "pod", labels=PODS),
             Source("v1", "Event", cache.put_warning, lambda event: None, fields=WARNINGS),
-            *(_of_kueue(cache.workloads) if kueue else ()),
+            *(_workloads(cache.workloads) if kueue else ()),
         )
+        self._of_cluster = tuple(_of_kueue(cache.workloads)) if kueue else ()
         self._problems: dict[tuple[str | None, str], str] = {}  # by namespace and kind
 
     async def run(self, api: Api) -> None:
         """Until it is cancelled."""
         async with asyncio.TaskGroup() as group:
-            for namespace, source in self._places():
-                group.create_task(self._keep(api, source, namespace))
+            self._start = lambda namespace, source: group.create_task(self._keep(api, source, namespace))
+            for namespace in self._namespaces:
+                self._watch_all_of(namespace)
+            for source in (*self._of_cluster, *([self._labelled] if self._labelled else ())):
+                group.create_task(self._keep(api, source, None))
+
+    def _watch_all_of(self, namespace: str) -> None:
+        if self._start is not None:
+            self._namespaces[namespace] = [self._start(namespace, source) for source in self._sources]
+
+    def _join(self, namespace: Json) -> None:
+        name, uid = namespace["metadata"]["name"], namespace["metadata"]["uid"]
+        is_new = uid not in self._by_uid
+        self._by_uid[uid] = name
+        if name not in self._namespaces:
+            self._namespaces[name] = []
+            self._watch_all_of(name)
+        if is_new:
+            self._joins(name)
+
+    def _leave(self, namespace: Json) -> None:
+        """It, or its label, is gone."""
+        name = self._by_uid.pop(namespace["metadata"]["uid"], None)
+        if name is None or name in self._by_uid.values():  # made again under the same name
+            return
+        for task in self._namespaces.pop(name, ()):
+            task.cancel()
+        for source in self._sources:
+            self._problems.pop((name, source.kind), None)
+        self._cache.leave(name)
+        self._leaves(name)
 
     async def resync(self, api: Api) -> None:
         """Everything that we may see as the API server has it now. Raises ClusterUnavailable when it is away."""
-        for namespace, source in self._places():
+        if self._labelled is not None:
+            await self._list(api, self._labelled, None)
+        for namespace, source in list(self._places()):
             try:
                 await self._list(api, source, namespace)
             except ClusterRefused as refused:
@@ -75,17 +115,17 @@ class Watching:
             self._tell(key)
 
     def problems(self) -> dict[str, str]:
-        """By namespace, every one that is watched: why it is not; empty: it is. "": all of the cluster."""
-        return {namespace or "": self._problem_of(namespace) for namespace in self._namespaces}
+        """By namespace, every one that is watched: why it is not; empty: it is. "": which ones have the label."""
+        label = {} if self._labelled is None else {"": self._problems.get((None, self._labelled.kind), "")}
+        return label | {namespace: self._problem_of(namespace) for namespace in self._namespaces}
 
-    def _problem_of(self, namespace: str | None) -> str:
+    def _problem_of(self, namespace: str) -> str:
         found = (self._problems.get((namespace, source.kind)) for source in self._sources)
         return next((problem for problem in found if problem), "")
 
     def _places(self) -> Iterator[tuple[str | None, Source]]:
-        for source in self._sources:
-            for namespace in (None,) if source.of_cluster else self._namespaces:
-                yield namespace, source
+        yield from ((None, source) for source in self._of_cluster)
+        yield from ((namespace, source) for namespace in self._namespaces for source in self._sources)
 
     async def _keep(self, api: Api, source: Source, namespace: str | None) -> None:
         wait = FIRST_WAIT_SECONDS
@@ -111,6 +151,9 @@ class Watching:
             since = page["metadata"]["resourceVersion"]
         for key in self._cache.listed(source.cached, before, found) if source.cached else ():
             self._tell(key)
+        if source is self._labelled:
+            for uid in self._by_uid.keys() - set(found):
+                self._leave({"metadata": {"uid": uid}})
         self._is(namespace, source, None)
         return since
 
@@ -140,10 +183,12 @@ class Watching:
             LOG.warning("%s are not watched: %s", where, now) if now else LOG.info("%s are watched again", where)
 
 
-def _of_kueue(known: Workloads) -> Iterator[Source]:
+def _workloads(known: Workloads) -> Iterator[Source]:
     """Where Kueue is not installed they are tried again and again, and jobs say that they wait."""
     yield Source(workloads.VERSION, workloads.KIND, known.put, known.remove, "workload", labels=PODS)
-    yield Source(workloads.VERSION, workloads.FLAVOR, known.put_flavor, known.remove_flavor, of_cluster=True)
-    yield Source(
-        workloads.PRIORITY_VERSION, workloads.PRIORITY, known.put_priority, known.remove_priority, of_cluster=True
-    )
+
+
+def _of_kueue(known: Workloads) -> Iterator[Source]:
+    """What has no namespace."""
+    yield Source(workloads.VERSION, workloads.FLAVOR, known.put_flavor, known.remove_flavor)
+    yield Source(workloads.PRIORITY_VERSION, workloads.PRIORITY, known.put_priority, known.remove_priority)

@@ -126,6 +126,10 @@ class Workloads:
         job = next((job for job, (_, view) in self._by_job.items() if view.uid == uid), None)
         return self._by_job.pop(job)[0] if job is not None else None
 
+    def leave(self, namespace: str) -> None:
+        """It is watched no more."""
+        self._by_job = {job: held for job, held in self._by_job.items() if held[0][0] != namespace}
+
     def put_flavor(self, body: Json) -> None:
         self._flavors[body["metadata"]["name"]] = body.get("spec") or {}
 

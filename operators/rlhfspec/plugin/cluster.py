@@ -1,28 +1,24 @@
-"""The cluster as the user's kubeconfig shows it: objects as the API server writes them, errors in one line.
-
-Example:
-    >>> answer_of(b'{"message": "pods is forbidden"}', 403)
-    'pods is forbidden'
-"""
+"""The cluster as the user's kubeconfig shows it: objects as the API server writes them, errors in one line."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any, Self
 
 from rlhfspec.cluster import names
+from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.api import JOB_VERSION, Answer, Api
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest, did_you_mean
-
-if TYPE_CHECKING:
-    from kubernetes.client import ApiClient
+from rlhfspec.plugin.calls import Calls
 
 Json = dict[str, Any]
-CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
+AGENT = "kubectl-rlhf"
 CONTAINER = "worker"  # a pod's own, beside what a podTemplate may add
+_NO_SUCH_KIND = ("could not find the requested resource", "404 page not found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +31,28 @@ class Where:
 
 
 class Cluster:
-    """One namespace of it."""
+    """One namespace of it. Nothing is asked twice: a person waits, and is told."""
 
     def __init__(self, where: Where) -> None:
         self._where = where
-        self._client, self.namespace = _connected(where)
+        self._access = Access(where.kubeconfig, where.context)
+        self.namespace = where.namespace or self._access.namespace
+
+    def __enter__(self) -> Self:
+        self._calls = Calls()
+        self._api = self._calls.result(Api(self._access, agent=AGENT, deadline_seconds=0.0).__aenter__())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._calls.result(self._api.__aexit__(kind, error, at))
+        self._calls.close()
 
     def jobs(self) -> list[Json]:
-        return list(self._get("rlhfjobs", self._jobs_path())["items"])
+        return self._list(names.PLURAL, JOB_VERSION, names.KIND)
 
     def job(self, name: str) -> Json:
         try:
-            return self._get(f"rlhfjob {name}", f"{self._jobs_path()}/{name}")
+            return self._asked(f"rlhfjob {name}", self._api.get(JOB_VERSION, names.KIND, self.namespace, name))
         except _Missing:
             there = [job["metadata"]["name"] for job in self.jobs()]
             problem = f"there is no such job in namespace {self.namespace}"
@@ -54,56 +60,46 @@ class Cluster:
 
     def change_job(self, name: str, patch: Json) -> Json:
         self.job(name)
-        return self._call(f"change of {name}", "PATCH", f"{self._jobs_path()}/{name}", patch)
+        change = self._api.merge(JOB_VERSION, names.KIND, self.namespace, name, patch)
+        return self._asked(f"change of {name}", change)
 
     def pods(self, job: str, role: str | None = None) -> list[Json]:
         """In the order of the map, then by number."""
         selector = f"{names.JOB}={job}" + (f",{names.ROLE}={role}" if role else "")
-        found = self._get("pods", f"{self._path()}/pods", labelSelector=selector)["items"]
-        return sorted(found, key=_order)
+        return sorted(self._list("pods", "v1", "Pod", labels=selector), key=_order)
 
     def pod(self, name: str) -> Json | None:
         try:
-            return self._get(f"pod {name}", f"{self._path()}/pods/{name}")
+            return self._asked(f"pod {name}", self._api.get("v1", "Pod", self.namespace, name))
         except _Missing:
             return None
 
     def create_pod(self, pod: Json) -> Json:
-        return self._call("a pod", "POST", f"{self._path()}/pods", pod)
+        return self._asked("a pod", self._api.create(pod))
 
     def delete_pod(self, name: str) -> None:
+        deletion = self._api.delete("v1", "Pod", self.namespace, name, uid=None, grace_seconds=0)
         with suppress(_Missing):
-            self._call(f"deletion of {name}", "DELETE", f"{self._path()}/pods/{name}", {"gracePeriodSeconds": 0})
+            self._asked(f"deletion of {name}", deletion)
 
     def evict(self, name: str) -> None:
         """Its process gets SIGTERM; a PodDisruptionBudget may forbid it."""
-        body = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"name": name, "namespace": self.namespace},
-        }
-        self._call(f"eviction of {name}", "POST", f"{self._path()}/pods/{name}/eviction", body)
+        self._asked(f"eviction of {name}", self._api.evict(self.namespace, name))
 
     def warnings(self, names_: set[str]) -> list[Json]:
         """About objects of these names, the newest last."""
-        events = self._get("events", f"{self._path()}/events", fieldSelector="type=Warning")["items"]
+        events = self._list("events", "v1", "Event", fields="type=Warning")
         mine = [event for event in events if event["involvedObject"].get("name") in names_]
         return sorted(mine, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
 
     def log(self, pod: str, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines as the kubelet keeps them, each after its time."""
-        query = {"container": CONTAINER, "timestamps": "true", "follow": str(follow).lower()}
-        query |= {"tailLines": str(tail)} if tail is not None else {}
-        with _errors_of(f"log of {pod}"):
-            answer = self._client.call_api(
-                "GET",
-                self._url(f"{self._path()}/pods/{pod}/log", query),
-                header_params=self._headers(),
-                _request_timeout=(CONNECT_SECONDS, None if follow else ANSWER_SECONDS),
-            ).response
-            if answer.status >= 400:
-                raise _refusal(f"log of {pod}", answer.data, answer.status)
-            yield from _lines(answer)
+        rest = b""
+        for chunk in self._calls.each(self._api.log(self.namespace, pod, CONTAINER, follow=follow, tail=tail)):
+            *whole, rest = (rest + chunk).split(b"\n")
+            yield from (line.decode(errors="replace") for line in whole)
+        if rest:
+            yield rest.decode(errors="replace")
 
     def kubectl(self, *words: str) -> list[str]:
         """A command line of kubectl for the same place: for what needs a terminal or a stream."""
@@ -116,101 +112,30 @@ class Cluster:
         options += ["--kubeconfig", where.kubeconfig] if where.kubeconfig else []
         return [program, *options, *words]
 
-    def _path(self) -> str:
-        return f"/api/v1/namespaces/{self.namespace}"
+    def _asked(self, asked: str, call: Awaitable[Answer]) -> Json:
+        try:
+            answer = self._calls.result(call)
+        except ClusterUnavailable as error:
+            raise ClusterUnavailable(asked, error.problem) from None
+        if answer.is_refused:
+            raise _refusal(asked, answer.message, is_missing=answer.is_missing)
+        return answer.body
 
-    def _jobs_path(self) -> str:
-        return f"/apis/{names.GROUP}/{names.VERSION}/namespaces/{self.namespace}/{names.PLURAL}"
-
-    def _get(self, asked: str, path: str, **query: str) -> Json:
-        return self._call(asked, "GET", path, query=query)
-
-    def _call(self, asked: str, method: str, path: str, body: Json | None = None, query: Json | None = None) -> Json:
-        headers = self._headers()
-        headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        with _errors_of(asked):
-            timeout = (CONNECT_SECONDS, ANSWER_SECONDS)
-            url = self._url(path, query or {})
-            answer = self._client.call_api(
-                method, url, header_params=headers, body=body, _request_timeout=timeout
-            ).response
-            data = answer.data
-        if answer.status >= 400:
-            raise _refusal(asked, data, answer.status)
-        found: Json = json.loads(data)
-        return found
-
-    def _url(self, path: str, query: Json) -> str:
-        from urllib.parse import urlencode
-
-        return f"{self._client.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Accept": "application/json"}
-        self._client.update_params_for_auth(headers, [], ["BearerToken"], None, None, None)
-        return headers
+    def _list(self, asked: str, version: str, kind: str, *, labels: str = "", fields: str = "") -> list[Json]:
+        try:
+            return list(self._calls.each(self._api.list(version, kind, self.namespace, labels=labels, fields=fields)))
+        except ClusterUnavailable as error:
+            raise _refusal(asked, error.problem) from None
 
 
 class _Missing(ClusterUnavailable):
-    """Of a name that is not there, or a kind that nobody installed."""
+    """Of a name that is not there."""
 
 
-def answer_of(body: bytes, code: int) -> str:
-    """What a Status says, on one line."""
-    try:
-        text = str(json.loads(body)["message"])
-    except (ValueError, KeyError, TypeError):
-        text = body.decode(errors="replace") or f"HTTP {code}"
-    return " ".join(text.split())
-
-
-def _refusal(asked: str, body: bytes, code: int) -> ClusterUnavailable:
-    said = answer_of(body, code)
-    if code == 404 and names.PLURAL in asked and "not find the requested resource" in said:
+def _refusal(asked: str, said: str, *, is_missing: bool = False) -> ClusterUnavailable:
+    if names.PLURAL[:-1] in asked and any(each in said for each in _NO_SUCH_KIND):
         return ClusterUnavailable(asked, "it knows no RLHFJob: install the chart first")
-    if code == 404:
-        return _Missing(asked, said)
-    return ClusterUnavailable(asked, said)
-
-
-def _connected(where: Where) -> tuple[ApiClient, str]:
-    import yaml
-    from kubernetes import client, config
-    from kubernetes.config.config_exception import ConfigException
-
-    try:
-        contexts, active = config.list_kube_config_contexts(config_file=where.kubeconfig)  # type: ignore[no-untyped-call]
-        chosen = next((each for each in contexts if each["name"] == where.context), active)
-        settings = client.Configuration()
-        config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=where.kubeconfig, context=where.context, client_configuration=settings, persist_config=False
-        )
-    except (ConfigException, OSError, yaml.YAMLError) as error:
-        problem = f"cannot be used: {' '.join(str(error).split())}"
-        raise InvalidRequest("kubeconfig", where.context or where.kubeconfig, problem) from None
-    settings.retries = 0
-    return client.ApiClient(settings), where.namespace or chosen["context"].get("namespace") or "default"
-
-
-@contextmanager
-def _errors_of(asked: str) -> Iterator[None]:
-    from kubernetes.client.exceptions import ApiException
-    from urllib3.exceptions import HTTPError
-
-    try:
-        yield
-    except (HTTPError, ApiException) as error:
-        cause = getattr(error, "reason", None) or error
-        raise ClusterUnavailable(asked, f"no answer: {' '.join(str(cause).split())}") from None
-
-
-def _lines(answer: Any) -> Iterator[str]:
-    rest = b""
-    for piece in answer.stream(1 << 16, decode_content=False):
-        *whole, rest = (rest + piece).split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
-    if rest:
-        yield rest.decode(errors="replace")
+    return _Missing(asked, said) if is_missing else ClusterUnavailable(asked, said)
 
 
 def _order(pod: Json) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from rlhfspec.errors import RLHFSpecError
 from rlhfspec.plugin.control import asked
+from rlhfspec.plugin.output import shown
 from rlhfspec.plugin.pods import name_of, worker_of
 
 if TYPE_CHECKING:
@@ -52,9 +53,10 @@ class Line:
     def as_text(self) -> Text:
         clock = self.time.partition("T")[2].rstrip("Z")
         seconds, _, fraction = clock.partition(".")
-        text = Text(f"{seconds}.{fraction[:3]:0<3}  {self.worker:<12}  ")
-        text.append(f"{self.level:<7}  {self.message}" if self.level else self.message, style=_COLOURS.get(self.level))
-        return text.append(f"  [{self.sample}]", style="dim") if self.sample else text
+        text = Text(shown(f"{seconds}.{fraction[:3]:0<3}  {self.worker:<12}  "))
+        said = f"{self.level:<7}  {self.message}" if self.level else self.message
+        text.append(shown(said), style=_COLOURS.get(self.level))
+        return text.append(shown(f"  [{self.sample}]"), style="dim") if self.sample else text
 
 
 def parsed(line: str, worker: str) -> Line:

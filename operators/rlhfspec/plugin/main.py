@@ -19,8 +19,6 @@ import typer
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from rlhfspec.plugin.cluster import Cluster
 
 app = typer.Typer(
@@ -41,14 +39,15 @@ def status(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """A job as a tree: phase, progress, roles, pods with their nodes, conditions."""
+    from rlhfspec.plugin.output import console, say
     from rlhfspec.plugin.status import tree_of
 
     with _cluster(namespace, context, kubeconfig) as cluster:
         jobs = [cluster.job(job)] if job else cluster.jobs()
         if not jobs:
-            typer.echo(f"no jobs in namespace {cluster.namespace}")
+            say(f"no jobs in namespace {cluster.namespace}")
         for each in jobs:
-            _console().print(tree_of(each, cluster.pods(each["metadata"]["name"])))
+            console().print(tree_of(each, cluster.pods(each["metadata"]["name"])))
 
 
 @app.command()
@@ -64,6 +63,7 @@ def logs(
 ) -> None:
     """What the pods of a job said, of all roles, in the order of time."""
     from rlhfspec.plugin.logs import followed, lines, trace_of
+    from rlhfspec.plugin.output import console
 
     with _cluster(namespace, context, kubeconfig) as cluster:
         cluster.job(job)
@@ -73,9 +73,9 @@ def logs(
             if follow
             else lines(cluster, job, role=role, sample=sample, tail=tail, trace=trace)
         )
-        console, is_silent = _console(), True
+        terminal, is_silent = console(), True
         for line in said:
-            console.print(line.as_text(), soft_wrap=True)
+            terminal.print(line.as_text(), soft_wrap=True)
             is_silent = False
         if is_silent and no_trace:
             raise InvalidRequest("--sample", sample, f"no log speaks of it, and there is no trace: {no_trace}")
@@ -84,11 +84,12 @@ def logs(
 @app.command()
 def why(job: Job, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
     """Why a job is pending, stalled or failed: the reason, and the evidence."""
+    from rlhfspec.plugin.output import say
     from rlhfspec.plugin.why import explanation
 
     with _cluster(namespace, context, kubeconfig) as cluster:
         for line in explanation(cluster, cluster.job(job)):
-            typer.echo(line)
+            say(line)
 
 
 @app.command()
@@ -104,10 +105,11 @@ def drain(
     """Move a worker elsewhere: it hands its sequences over and leaves; the operator starts it where there is room."""
     from rlhfspec.plugin.changes import drain as drain_pods
     from rlhfspec.plugin.changes import to_drain
+    from rlhfspec.plugin.output import say
 
     with _cluster(namespace, context, kubeconfig) as cluster:
         for line in drain_pods(cluster, to_drain(cluster, job, worker, node), timeout_seconds=timeout_seconds):
-            typer.echo(line)
+            say(line)
 
 
 @app.command()
@@ -132,11 +134,12 @@ def top(
 ) -> None:
     """Every worker now: what it does; generators with tokens/s, load and strategy."""
     from rlhfspec.plugin.control import asked
+    from rlhfspec.plugin.output import console
     from rlhfspec.plugin.top import table_of
 
     with _cluster(namespace, context, kubeconfig) as cluster:
         while True:
-            _console().print(table_of(asked(cluster, job, "--json"), cluster.pods(job)))
+            console().print(table_of(asked(cluster, job, "--json"), cluster.pods(job)))
             if not watch:
                 return
             time.sleep(2.0)
@@ -164,12 +167,13 @@ def get_run(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Copy the run's folder here: steps, samples, checkpoints, the exported policy."""
+    from rlhfspec.plugin.output import say
     from rlhfspec.plugin.run_folder import fetch
 
     with _cluster(namespace, context, kubeconfig) as cluster:
         folder = folder or Path("out") / job
         num_files = fetch(cluster, job, folder, claim=claim, image=image)
-        typer.echo(f"{num_files} files in {folder}")
+        say(f"{num_files} files in {folder}")
 
 
 def main() -> None:
@@ -178,30 +182,25 @@ def main() -> None:
 
 def _suspend(job: str, is_on: bool, namespace: str | None, context: str | None, kubeconfig: str | None) -> None:
     from rlhfspec.plugin.changes import suspend as change
+    from rlhfspec.plugin.output import say
 
     with _cluster(namespace, context, kubeconfig) as cluster:
-        typer.echo(change(cluster, job, is_on=is_on))
+        say(change(cluster, job, is_on=is_on))
 
 
 @contextmanager
 def _cluster(namespace: str | None, context: str | None, kubeconfig: str | None) -> Iterator[Cluster]:
     from rlhfspec.plugin.cluster import Cluster, Where
+    from rlhfspec.plugin.output import say
 
     try:
-        yield Cluster(Where(namespace, context, kubeconfig))
+        with Cluster(Where(namespace, context, kubeconfig)) as cluster:
+            yield cluster
     except RLHFSpecError as error:
-        typer.echo(str(error), err=True)
+        say(str(error), is_error=True)
         raise typer.Exit(2 if isinstance(error, InvalidRequest) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-def _console() -> Console:
-    """The terminal as it is; where there is none, wide enough for every line."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 from rich.text import Text
 from rich.tree import Tree
 
+from rlhfspec.plugin.output import shown
 from rlhfspec.plugin.pods import age, condition_of, duration, name_of, node_of, role_of, state_of, worker_of
 
 Json = dict[str, Any]
@@ -19,10 +20,10 @@ def tree_of(job: Json, pods: list[Json]) -> Tree:
     status = job.get("status") or {}
     tree = Tree(_head(job, status))
     for line in _progress(status):
-        tree.add(Text(line))
+        tree.add(Text(shown(line)))
     healthy = condition_of(job, "Healthy")
     if healthy.get("status") == "False":
-        tree.add(Text(f"{healthy['reason']}: {healthy.get('message', '')}", style="red"))
+        tree.add(Text(shown(f"{healthy['reason']}: {healthy.get('message', '')}"), style="red"))
     for role in dict.fromkeys([*(status.get("roles") or {}), *map(role_of, pods)]):
         branch = tree.add(_role(role, (status.get("roles") or {}).get(role, {})))
         for pod in pods:
@@ -38,7 +39,7 @@ def tree_of(job: Json, pods: list[Json]) -> Tree:
 def _head(job: Json, status: Json) -> Text:
     phase = status.get("phase", "not seen by an operator yet")
     text = Text(name_of(job), style="bold")
-    text.append(f"  {phase}", style=_COLOURS.get(phase, "cyan"))
+    text.append(shown(f"  {phase}"), style=_COLOURS.get(phase, "cyan"))
     if job["spec"].get("suspend"):
         text.append("  suspend: true", style="yellow")
     return text.append(f"  {age(job['metadata'].get('creationTimestamp'))} old", style="dim")
@@ -69,7 +70,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _role(role: str, counts: Json) -> Text:
-    text = Text(role, style="bold")
+    text = Text(shown(role), style="bold")
     if counts:
         ready, wanted = counts.get("ready", 0), counts.get("wanted", 0)
         text.append(f"  {ready}/{wanted} ready", style="green" if ready == wanted else "yellow")
@@ -79,15 +80,15 @@ def _role(role: str, counts: Json) -> Text:
 def _pod(pod: Json, status: Json) -> Text:
     state = state_of(pod)
     text = Text(name_of(pod))
-    text.append(f"  {state.word}", style="green" if state.is_well else "red")
+    text.append(shown(f"  {state.word}"), style="green" if state.is_well else "red")
     text.append(f"  {node_of(pod) or 'no node'}  {age(pod['metadata'].get('creationTimestamp'))}", style="dim")
     restarts = ((status.get("restarts") or {}).get("byWorker") or {}).get(worker_of(pod), 0)
     if restarts:
         text.append(f"  {restarts} restarts", style="yellow")
-    return text.append(f"  {state.detail}") if state.detail else text
+    return text.append(shown(f"  {state.detail}")) if state.detail else text
 
 
 def _condition(condition: Json) -> Text:
-    text = Text(f"{condition['type']}={condition['status']}")
-    text.append(f"  {condition.get('reason', '')}  {age(condition.get('lastTransitionTime'))}", style="dim")
-    return text
+    text = Text(shown(f"{condition['type']}={condition['status']}"))
+    since = age(condition.get("lastTransitionTime"))
+    return text.append(shown(f"  {condition.get('reason', '')}  {since}"), style="dim")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
+from rlhfspec.plugin.output import shown
 from rlhfspec.plugin.pods import duration, node_of, worker_of
 
 Json = dict[str, Any]
@@ -30,7 +32,7 @@ def table_of(seen: Json, pods: list[Json]) -> Table:
                 f"{load['tokens_per_second']:.0f}", str(load["num_running"]), str(load["num_waiting"]),
                 "" if accepted is None else f"{accepted:.2f}", str(len(worker.get("owned") or ())),
             ]  # fmt: skip
-        table.add_row(*row)
+        table.add_row(*(Text(shown(cell)) for cell in row))  # never as markup
     return table
 
 

@@ -20,7 +20,8 @@ from typing import Literal, Protocol
 MOST_TOKEN_CHARACTERS = 16_384
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 
-What = Literal["jobs", "texts"]  # jobs, with curves and pods; what prompts and responses say
+# Jobs, with curves and pods; what prompts and responses say, and processes at their end.
+What = Literal["jobs", "texts"]
 
 
 @dataclass(frozen=True, slots=True)

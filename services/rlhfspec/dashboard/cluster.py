@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -10,12 +10,14 @@ from typing import Any
 
 from rlhfspec.cluster import names
 from rlhfspec.dashboard.api_server import ApiServer
+from rlhfspec.dashboard.folder import shown
 from rlhfspec.dashboard.kept import Kept
-from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Place, Pod
+from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Place, Pod, RunFolder
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.service.credentials import DASHBOARD
+from rlhfspec.service.redis_users import DASHBOARD
 
 LIST_SECONDS = 2.0
+MOST_CHARACTERS = 500  # of a message
 SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run has somebody to listen to
 
 
@@ -40,20 +42,27 @@ class ClusterSource:
         self._servers = servers
         self._namespaces = tuple(namespaces) or ("",)
         self._lists: Kept[Sequence[dict[str, Any]]] = Kept(seconds=LIST_SECONDS)
-        self._pods: Kept[tuple[Pod, ...]] = Kept(seconds=LIST_SECONDS)
+        self._pods: Kept[Sequence[dict[str, Any]]] = Kept(seconds=LIST_SECONDS)
 
     async def jobs(self) -> Sequence[JobHead]:
         return [head_of(job) for job in (await self._all()).values()]
 
     async def job(self, key: JobKey) -> JobDetail:
         job = await self._found(key)
-        pods = await self._pods.get(key, lambda: self._pods_of(key))
+        pods = await self._pods.get(key, lambda: self._server.pods(key.namespace, key.name))
         return JobDetail(
             head=head_of(job),
             run=str(_at(job, "status", "run").get("uid", "")),
+            folder=self._run_folder(key, job),
             conditions=tuple(map(_condition, _list(_at(job, "status").get("conditions")))),
-            pods=pods,
+            pods=tuple(sorted(map(pod_of, pods), key=_in_order)),
+            last_words={str(pod["metadata"]["name"]): words for pod in pods if (words := last_words_of(pod))},
         )
+
+    async def manifest(self, key: JobKey) -> dict[str, Any]:
+        """Without the API server's own notes on who wrote which field, as kubectl shows it."""
+        job = await self._found(key)
+        return job | {"metadata": {name: said for name, said in job["metadata"].items() if name != "managedFields"}}
 
     async def place(self, key: JobKey) -> Place:
         job = await self._found(key)
@@ -75,8 +84,13 @@ class ClusterSource:
             raise InvalidRequest("job", str(key)[:300], "is not there")
         return job
 
-    async def _pods_of(self, key: JobKey) -> tuple[Pod, ...]:
-        return tuple(sorted(map(_pod, await self._server.pods(key.namespace, key.name)), key=_in_order))
+    def _run_folder(self, key: JobKey, job: dict[str, Any]) -> RunFolder:
+        told, storage = str(_at(job, "status", "run").get("folder") or ""), _at(job, "spec", "storage")
+        if not told:
+            return RunFolder()
+        uri, claim = storage.get("uri"), storage.get("claim") or self._servers.storage_claim
+        place = str(uri) if uri else f"claim {claim}" if claim else "the claim of its pods"
+        return RunFolder(path=told, place=place, fetch=f"kubectl rlhf get-run {key.name} -n {key.namespace}")
 
     def _address(self, job: dict[str, Any]) -> Address | None:
         status = _at(job, "status")
@@ -140,7 +154,7 @@ def head_of(job: Mapping[str, Any]) -> JobHead:
         created=_unix(metadata.get("creationTimestamp")),
         started=_unix(status.get("startTime")),
         ended=_unix(status.get("completionTime")),
-        message=": ".join(filter(None, (reason, message)))[:1000],
+        message=shown(": ".join(filter(None, (reason, message))), 2 * MOST_CHARACTERS),
     )
 
 
@@ -149,28 +163,52 @@ def _condition(found: Mapping[str, Any]) -> Condition:
         type=str(found.get("type", "")),
         status=str(found.get("status", "")),
         reason=str(found.get("reason") or ""),
-        message=str(found.get("message") or "")[:1000],
+        message=shown(str(found.get("message") or ""), 2 * MOST_CHARACTERS),
         since=_unix(found.get("lastTransitionTime")),
     )
 
 
-def _pod(pod: Any) -> Pod:
-    labels, statuses = pod.metadata.labels or {}, pod.status.container_statuses or []
-    states = [
-        state for each in statuses if each.state for state in (each.state.waiting, each.state.terminated) if state
-    ]
-    said = " ".join(f"{state.reason or ''} {state.message or ''}".strip() for state in states) or pod.status.message
+def pod_of(pod: Mapping[str, Any]) -> Pod:
+    """
+    >>> ended = {"terminated": {"reason": "Error", "exitCode": 1, "message": "the end of its log"}}
+    >>> pod_of({"metadata": {"name": "sums-reward-0"}, "status": {"containerStatuses": [{"state": ended}]}}).message
+    'Error, exit code 1'
+    """
+    metadata, status = _at(pod, "metadata"), _at(pod, "status")
+    labels, statuses = _at(pod, "metadata", "labels"), _list(status.get("containerStatuses"))
+    said = " ".join(filter(None, map(_state, statuses))) or str(status.get("message") or "")
     return Pod(
-        name=pod.metadata.name,
-        role=labels.get(names.ROLE, ""),
-        worker=labels.get(names.WORKER, ""),
-        phase="Terminating" if pod.metadata.deletion_timestamp else str(pod.status.phase),
-        ready=bool(statuses) and all(each.ready for each in statuses),
-        node=pod.spec.node_name or "",
-        restarts=sum(each.restart_count for each in statuses),
-        since=pod.metadata.creation_timestamp.timestamp(),
-        message=" ".join((said or "").split())[:500],
+        name=str(metadata["name"]),
+        role=str(labels.get(names.ROLE, "")),
+        worker=str(labels.get(names.WORKER, "")),
+        phase="Terminating" if metadata.get("deletionTimestamp") else str(status.get("phase") or "Pending"),
+        ready=bool(statuses) and all(each.get("ready") for each in statuses),
+        node=str(_at(pod, "spec").get("nodeName") or ""),
+        restarts=sum(int(each.get("restartCount") or 0) for each in statuses),
+        since=_unix(metadata.get("creationTimestamp")),
+        message=shown(" ".join(said.split()), MOST_CHARACTERS),
     )
+
+
+def _state(container: Mapping[str, Any]) -> str:
+    """What Kubernetes says of it, and nothing that a process wrote."""
+    waiting, ended = _at(container, "state", "waiting"), _at(container, "state", "terminated")
+    if ended:
+        return f"{ended.get('reason') or 'Ended'}, exit code {ended.get('exitCode')}"
+    return ": ".join(filter(None, (waiting.get("reason"), waiting.get("message"))))
+
+
+def last_words_of(pod: Mapping[str, Any]) -> str:
+    """What its processes wrote when they ended, the end of it: the kubelet takes that from their logs."""
+    return " ".join(" ".join(dict.fromkeys(_last_words(pod))).split())[-MOST_CHARACTERS:]
+
+
+def _last_words(pod: Mapping[str, Any]) -> Iterator[str]:
+    for statuses in ("initContainerStatuses", "containerStatuses"):
+        for container in _list(_at(pod, "status").get(statuses)):
+            for when in ("state", "lastState"):
+                if said := _at(container, when, "terminated").get("message"):
+                    yield str(said)
 
 
 def _in_order(pod: Pod) -> tuple[int, int, str]:

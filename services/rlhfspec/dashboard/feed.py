@@ -5,7 +5,7 @@ What it tells, by name of the event:
 
 - whole: curves and moves, to who is new; steps, moves: what came since
 - job, now: the latest of conditions and pods; of generators and workers
-- samples: the beginnings of the last texts, for those who may read them
+- samples: the beginnings of the last texts; last_words: of pods that ended. For those who may read logs
 """
 
 from __future__ import annotations
@@ -208,6 +208,7 @@ class Feed:
         if moves:
             self.events.keep("moves", moves)
         self.events.latest("job", self._job())
+        self.events.latest("last_words", self._last_words())
         self.events.latest("samples", list(self._heads.values()))
         self.events.latest("now", self.live.content(self._clock.now()))
 
@@ -216,11 +217,17 @@ class Feed:
         problems = [*self._problems.values()]
         if self._hearing is not None and self._hearing.problem:
             problems.append(self._hearing.problem)
-        return asdict(self._detail) | {
+        told = asdict(self._detail)
+        del told["last_words"]
+        return told | {
             "is_live": self._place.address is not None,
             "has_folder": self.folder is not None,
             "problems": problems,
         }
+
+    def _last_words(self) -> dict[str, str]:
+        assert self._detail is not None
+        return {pod: shown(words, len(words)) for pod, words in self._detail.last_words.items()}
 
     def _whole(self) -> dict[str, Any]:
         return {

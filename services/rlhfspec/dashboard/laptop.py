@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rlhfspec.dashboard.folder import PLACE_OF, NewLines, Row, row_of
-from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Place
+from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Place, RunFolder
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.threads import ComputeThread
@@ -39,6 +39,9 @@ class LaptopSource:
 
     async def job(self, key: JobKey) -> JobDetail:
         return await self._thread.in_thread(self._run(key).detail)
+
+    async def manifest(self, key: JobKey) -> dict[str, Any]:
+        return await self._thread.in_thread(self._run(key).manifest)
 
     async def place(self, key: JobKey) -> Place:
         return await self._thread.in_thread(self._run(key).place)
@@ -78,13 +81,14 @@ class _Run:
         return Place(folder=self._folder, address=self._address())
 
     def detail(self) -> JobDetail:
-        job, manifest, address = self._yaml(), self._json("manifest.json"), self._address()
+        job, manifest, address = self.manifest(), self._json("manifest.json"), self._address()
         head = self._head(_under(job, "spec"), manifest)
         if head.phase == "Running" and manifest.get("processes") and address is None:
             head = replace(head, phase="Interrupted", message="its processes ended without a word; --resume goes on")
         return JobDetail(
             head=head,
             run=address.uid if address else "",
+            folder=RunFolder(path=str(self._folder.absolute()), place="this machine"),
             conditions=_conditions(head, manifest),
         )
 
@@ -144,7 +148,7 @@ class _Run:
             role=ROLE,
         )
 
-    def _yaml(self) -> dict[str, Any]:
+    def manifest(self) -> dict[str, Any]:
         with suppress(OSError, yaml.YAMLError, ValueError):
             content = yaml.safe_load((self._folder / "job.yaml").read_text())
             return content if isinstance(content, dict) else {}

@@ -12,11 +12,12 @@ from rlhfspec.dashboard.api_server import ApiServer
 from rlhfspec.dashboard.kept import Kept
 from rlhfspec.transport.clock import Clock
 
-COUNTS_SECONDS = 10.0
+COUNTS_SECONDS = 10.0  # and an open page is asked about every server.BEAT_SECONDS: together how long a lost right lasts
 MOST_AT_ONCE = 16  # reviews: a flood of wrong tokens is no flood for the API server
 ASKED: dict[What, dict[str, str]] = {
     "jobs": {"group": names.GROUP, "resource": names.PLURAL, "verb": "get"},
-    # What a sample says may also stand in the logs of a pod: who may read these may read samples.
+    # What a sample says may also stand in the logs of a pod: who may read these may read samples. And what a process
+    # said last, in its pod's status, is the end of its log.
     "texts": {"group": "", "resource": "pods", "subresource": "log", "verb": "get"},
 }
 
@@ -43,11 +44,11 @@ class ClusterAccess:
         if user is None:
             return None
         return Visitor(
-            name=user.username or "",
+            name=user.get("username") or "",
             key=key,
-            groups=tuple(user.groups or ()),
-            uid=user.uid or "",
-            extra=tuple((name, tuple(values)) for name, values in sorted((user.extra or {}).items())),
+            groups=tuple(user.get("groups") or ()),
+            uid=user.get("uid") or "",
+            extra=tuple((name, tuple(values)) for name, values in sorted((user.get("extra") or {}).items())),
         )
 
     async def _asked(self, visitor: Visitor, namespace: str, what: What) -> bool:

@@ -7,11 +7,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
+import yaml
 from aiohttp import web
 
 from rlhfspec.dashboard.access import Access, Visitor, What, is_token, token_of
@@ -25,6 +28,8 @@ BEAT_SECONDS = 15.0
 WRITE_SECONDS = 10.0  # who takes nothing for so long is cut off
 LIST_SECONDS = 1.0
 MOST_STREAMS = 500
+MOST_STREAMS_OF_ONE = 20  # visitor, whichever of their tokens they show
+OF_LOGS = ("samples", "last_words")  # events for those who may read logs
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'; "
@@ -54,7 +59,7 @@ class Dashboard:
         self.feeds = Feeds(source)
         self._source = source
         self._access = access
-        self._num_streams = 0
+        self._streams: Counter[str] = Counter()  # by name of the visitor
         self._static = {name: files("rlhfspec.dashboard").joinpath("static", name).read_bytes() for name in STATIC}
 
     def app(self) -> web.Application:
@@ -71,6 +76,7 @@ class Dashboard:
                 web.get("/api/jobs", self._jobs),
                 web.get("/api/events", self._jobs_stream),
                 web.get(f"{job}/events", self._job_stream),
+                web.get(f"{job}/yaml", self._yaml),
                 web.get(f"{job}/samples", self._samples),
                 web.get(f"{job}/sample", self._sample),
             ]
@@ -219,55 +225,68 @@ class Dashboard:
                 found |= await feed.texts.in_thread(folder.everything_of, id)
         return self._answer(request, encoded(found).encode(), "application/json")
 
+    async def _yaml(self, request: web.Request) -> web.StreamResponse:
+        """The job as the API server has it, for who may get it there too."""
+        _, key = await self._allowed(request, "jobs")
+        text = yaml.safe_dump(await self._source.manifest(key), sort_keys=False, width=120)
+        return self._answer(request, text.encode(), "text/plain")
+
     # --- events --------------------------------------------------------------------------------------------------
 
     async def _jobs_stream(self, request: web.Request) -> web.StreamResponse:
         visitor = await self._visitor(request)
-        events = Events()
-        events.latest("jobs", await self._visible(visitor))
+        with self._place_for(visitor):
+            events = Events()
+            events.latest("jobs", await self._visible(visitor))
+            looking = asyncio.create_task(self._look_on(visitor, events))
+            try:
+                return await self._stream(request, events, events.reader(dict), lambda: self._visitor(request))
+            finally:
+                looking.cancel()
 
-        async def look_on() -> None:
-            while True:
-                await asyncio.sleep(LIST_SECONDS)
-                try:
-                    events.latest("jobs", await self._visible(visitor))
-                    events.latest("problem", "")
-                except ServerFailed as error:
-                    events.latest("problem", str(error))
-
-        looking = asyncio.create_task(look_on())
-        try:
-            return await self._stream(request, events, events.reader(dict), self._still_somebody(request))
-        finally:
-            looking.cancel()
+    async def _look_on(self, visitor: Visitor, events: Events) -> None:
+        while True:
+            await asyncio.sleep(LIST_SECONDS)
+            try:
+                events.latest("jobs", await self._visible(visitor))
+                events.latest("problem", "")
+            except ServerFailed as error:
+                events.latest("problem", str(error))
 
     async def _job_stream(self, request: web.Request) -> web.StreamResponse:
         visitor, key = await self._allowed(request, "jobs")
+        with self._place_for(visitor):
+            async with self.feeds.of(key) as feed:
+                reader = feed.reader(request.headers.get("Last-Event-ID", ""), await self._hidden(visitor, key))
 
-        async def still() -> bool:
-            await self._allowed(request, "jobs")
-            return True
+                async def still() -> None:
+                    now, _ = await self._allowed(request, "jobs")
+                    reader.hidden = await self._hidden(now, key)
 
-        hidden = () if await self._access.may(visitor, key.namespace, "texts") else ("samples",)
-        async with self.feeds.of(key) as feed:
-            reader = feed.reader(request.headers.get("Last-Event-ID", ""), hidden)
-            return await self._stream(request, feed.events, reader, still)
+                return await self._stream(request, feed.events, reader, still)
 
-    def _still_somebody(self, request: web.Request) -> Callable[[], Awaitable[bool]]:
-        async def still() -> bool:
-            await self._visitor(request)
-            return True
+    async def _hidden(self, visitor: Visitor, key: JobKey) -> tuple[str, ...]:
+        return () if await self._access.may(visitor, key.namespace, "texts") else OF_LOGS
 
-        return still
+    @contextmanager
+    def _place_for(self, visitor: Visitor) -> Iterator[None]:
+        """Of a stream. Each visitor has some, so that none takes those of the others."""
+        if self._streams[visitor.name] >= MOST_STREAMS_OF_ONE:
+            problem = f"{visitor.name} has {MOST_STREAMS_OF_ONE} pages of this dashboard open already: close one"
+            raise web.HTTPTooManyRequests(text=problem)
+        if self._streams.total() >= MOST_STREAMS:
+            raise web.HTTPTooManyRequests(text=f"the dashboard has {MOST_STREAMS} open pages already: try again later")
+        self._streams[visitor.name] += 1
+        try:
+            yield
+        finally:
+            self._streams[visitor.name] -= 1
+            self._streams += Counter()  # forgets who has none
 
     async def _stream(
-        self, request: web.Request, events: Events, reader: Reader, still: Callable[[], Awaitable[bool]]
+        self, request: web.Request, events: Events, reader: Reader, still: Callable[[], Awaitable[object]]
     ) -> web.StreamResponse:
         """Until the browser goes, is too slow, or may no longer: that is asked again with every beat."""
-        if self._num_streams >= MOST_STREAMS:
-            events.leave(reader)
-            raise ServerFailed("dashboard", f"has {MOST_STREAMS} open streams already")
-        self._num_streams += 1
         response = web.StreamResponse(
             headers={
                 **HEADERS,
@@ -283,24 +302,28 @@ class Dashboard:
             if request.transport is not None:
                 request.transport.abort()
         finally:
-            self._num_streams -= 1
             events.leave(reader)
         return response
 
     async def _write_on(
-        self, response: web.StreamResponse, reader: Reader, still: Callable[[], Awaitable[bool]]
+        self, response: web.StreamResponse, reader: Reader, still: Callable[[], Awaitable[object]]
     ) -> None:
+        """The beat comes though there is always something to tell."""
         loop = asyncio.get_running_loop()
         data, beat_at = b"retry: 1000\n\n", loop.time() + BEAT_SECONDS
         while not reader.is_cut.is_set():
-            async with asyncio.timeout(WRITE_SECONDS):
-                await response.write(data)
-            try:
-                async with asyncio.timeout_at(beat_at):
-                    data = (await reader.queue.get()).encoded()
-            except TimeoutError:
+            if data:
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await response.write(data)
+            data = b""
+            if loop.time() >= beat_at:
                 await still()
                 data, beat_at = b": still here\n\n", loop.time() + BEAT_SECONDS
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(beat_at):
+                    event = await reader.queue.get()
+                data = b"" if event.name in reader.hidden else event.encoded()
 
 
 def _cookie(request: web.Request) -> str:

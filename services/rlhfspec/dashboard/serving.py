@@ -19,7 +19,10 @@ async def serve(
     dashboard: Dashboard, host: str, port: int, *, tls: ssl.SSLContext | None = None, ready: Callable[[int], None]
 ) -> None:
     """Returns after SIGINT or SIGTERM. `port` 0: any; `ready` is told which. InvalidRequest where it is taken."""
-    runner = web.AppRunner(dashboard.app(), access_log=None, shutdown_timeout=END_SECONDS)
+    # A page that was closed gives its place back at once: without cancellation only the next beat would tell.
+    runner = web.AppRunner(
+        dashboard.app(), access_log=None, shutdown_timeout=END_SECONDS, handler_cancellation=True
+    )  # fmt: skip
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port, ssl_context=tls)

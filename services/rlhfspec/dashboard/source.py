@@ -11,10 +11,10 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -78,13 +78,27 @@ class Pod:
     node: str = ""
     restarts: int = 0
     since: float | None = None
-    message: str = ""
+    message: str = ""  # of Kubernetes: why it waits, how it ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Where it lies: on this machine, on a claim, or in an object store, whose `place` is a URI. `fetch`: the command
+    that brings it here."""
+
+    path: str = ""
+    place: str = ""
+    fetch: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDetail:
+    """`last_words`: of pods, by name, what their processes said last. That is the end of a log, and not for all."""
+
     head: JobHead
     run: str = ""  # uid of the run that goes on, or was the last
+    folder: RunFolder = RunFolder()
+    last_words: Mapping[str, str] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
     pods: tuple[Pod, ...] = ()
 
@@ -116,6 +130,10 @@ class Source(Protocol):
     async def jobs(self) -> Sequence[JobHead]: ...
 
     async def job(self, key: JobKey) -> JobDetail: ...
+
+    async def manifest(self, key: JobKey) -> dict[str, Any]:
+        """The whole job, as its user wrote it and as it is."""
+        ...
 
     async def place(self, key: JobKey) -> Place: ...
 

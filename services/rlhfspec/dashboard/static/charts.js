@@ -38,10 +38,10 @@ function ticks(low, high, count) {
 class Chart {
   static all = new Set();
 
-  constructor(title, series, unit = "") {
+  constructor(title, series, unit) {
     Object.assign(this, { title, series, unit, rows: [], cursor: null });
     this.readout = h("output", { class: "readout" });
-    this.area = h("div", { class: "area", tabindex: "0", role: "group", "aria-label": `${title}; arrow keys move the cursor` });
+    this.area = h("div", { class: "area", tabindex: "0", role: "group", "aria-label": `${title} in ${unit}, by step; arrow keys move the cursor` });
     this.element = h("figure", { class: "chart card" }, h("figcaption", {}, h("span", { class: "what" }, title), this.readout), this.area);
     this.area.addEventListener("pointermove", (event) => this.point(event));
     this.area.addEventListener("pointerleave", () => Chart.show(null));
@@ -70,7 +70,7 @@ class Chart {
     if (!width) return;
     this.area.replaceChildren();
     if (!this.rows.length) { this.area.append(h("p", { class: "quiet empty" }, "no numbers yet")); this.readout.textContent = ""; return; }
-    const left = 48, right = 10, top = 8, bottom = 20;
+    const left = 48, right = 10, top = 20, bottom = 20;
     const steps = this.rows.map((row) => row[0]), values = this.extent();
     let [low, high] = values;
     if (low === high) { const pad = Math.abs(low) * 0.1 || 1; low -= pad; high += pad; }
@@ -84,6 +84,8 @@ class Chart {
     }
     for (const tick of ticks(first, last, Math.min(6, width / 70)).filter(Number.isInteger))
       svg.append(h("text", { class: "tick", x: this.x(tick), y: height - 4, "text-anchor": "middle" }, number(tick)));
+    svg.append(h("text", { class: "tick unit", x: 2, y: 10 }, this.unit));
+    svg.append(h("text", { class: "tick unit", x: 2, y: height - 4 }, "step"));
     this.drawn.forEach((each, place) => this.line(svg, each, place));
     this.mark = h("g", { class: "cursor" });
     svg.append(this.mark);
@@ -119,11 +121,10 @@ class Chart {
     const row = this.cursor === null ? this.rows[this.rows.length - 1] : this.nearest(this.cursor);
     this.readout.replaceChildren(...this.drawn.flatMap((each, place) => [
       h("span", { class: `key s${place}` }, this.drawn.length > 1 ? `${each.label} ` : "", h("b", {}, number(this.value(row, each.key)))), " "]));
-    if (this.unit) this.readout.append(h("span", { class: "quiet" }, this.unit));
     this.mark.replaceChildren();
     if (this.cursor === null) return;
     this.readout.append(h("span", { class: "quiet" }, ` step ${row[0]}`));
-    this.mark.append(h("line", { x1: this.x(row[0]), x2: this.x(row[0]), y1: 8, y2: 130 }));
+    this.mark.append(h("line", { x1: this.x(row[0]), x2: this.x(row[0]), y1: 20, y2: 130 }));
     this.drawn.forEach((each, place) => {
       const value = this.value(row, each.key);
       if (value !== null) this.mark.append(h("circle", { class: `dot s${place}`, cx: this.x(row[0]), cy: this.y(value), r: 3.5 }));

@@ -46,9 +46,11 @@ function listen(url, handlers) {
     source.onerror = async () => {
       say("connecting again", "away");
       if (source.readyState !== EventSource.CLOSED) return; // it comes back by itself
-      const answer = await fetch(url.replace(/\/events$/, "").replace(/^\/api\/jobs\/.*/, "/api/jobs")).catch(() => null);
-      if (answer && answer.status === 401) location.assign("/login");
-      else again = setTimeout(open, 2000);
+      const answer = await fetch(url).catch(() => null); // an EventSource does not say why it was refused
+      if (answer && answer.status === 401) return location.assign("/login");
+      if (answer && answer.ok) answer.body.cancel();
+      else if (answer) say((await answer.text()).trim(), "away");
+      again = setTimeout(open, answer && !answer.ok ? 10000 : 2000);
     };
     for (const [name, handle] of Object.entries(handlers)) source.addEventListener(name, (event) => handle(JSON.parse(event.data)));
   };
@@ -95,22 +97,22 @@ function jobsPage() {
 
 // ---- one job ----------------------------------------------------------------------------------------------------
 
-const CHARTS = [
-  ["Reward", [{ key: "reward", label: "mean" }]],
-  ["KL to the reference", [{ key: "kl", label: "k3" }], "nats"],
-  ["Loss", [{ key: "policy_loss", label: "policy" }, { key: "value_loss", label: "value" }]],
-  ["Tokens a second", [{ key: "tokens_per_second", label: "tokens/s" }]],
-  ["Accepted per verification", [{ key: "accepted", label: "accepted" }], "drafted tokens"],
+const CHARTS = [ // title, curves, unit of the vertical axis
+  ["Reward", [{ key: "reward", label: "mean" }], "mean reward of a sample"],
+  ["KL to the reference", [{ key: "kl", label: "k3" }], "nats per token"],
+  ["Loss", [{ key: "policy_loss", label: "policy" }, { key: "value_loss", label: "value" }], "loss"],
+  ["Tokens a second", [{ key: "tokens_per_second", label: "tokens/s" }], "tokens/s"],
+  ["Accepted per verification", [{ key: "accepted", label: "accepted" }], "drafted tokens per verification"],
   ["Response length", [{ key: "length_p95", label: "p95" }, { key: "length_mean", label: "mean" }, { key: "length_p50", label: "p50" }], "tokens"],
 ];
 
 function jobPage(job) {
-  const state = { columns: [], rows: new Map(), job: null, history: new Map() };
-  const head = h("div", { class: "head" }), note = h("div", { role: "alert" });
+  const state = { columns: [], rows: new Map(), job: null, words: {} };
+  const head = h("div", { class: "head" }), links = h("p", { class: "links quiet" }), note = h("div", { role: "alert" });
   const charts = CHARTS.map((each) => new Chart(...each));
   const generators = new Generators(), moves = new Moves(generators), workers = h("div", {}), conditions = h("div", {});
   const samples = samplesPart(job);
-  main.replaceChildren(head, note,
+  main.replaceChildren(head, links, note,
     section("Curves", "curves", h("div", { class: "charts" }, ...charts.map((chart) => chart.element))),
     section("Generators", "generators", generators.element, moves.element),
     section("Conditions", "conditions", conditions),
@@ -131,11 +133,16 @@ function jobPage(job) {
     steps: (rows) => { for (const row of rows) state.rows.set(row[0], row); drawCharts(); },
     moves: (data) => moves.add(data),
     samples: (data) => samples.recent(data),
+    last_words: (data) => {
+      state.words = data;
+      if (state.job) conditions.replaceChildren(...conditionsPart(state.job, data));
+    },
     job: (data) => {
       state.job = data;
       jobHead(head, data);
+      jobLinks(links, job, data.folder);
       note.replaceChildren(...data.problems.map((problem) => h("p", { class: "note" }, problem)));
-      conditions.replaceChildren(...conditionsPart(data));
+      conditions.replaceChildren(...conditionsPart(data, state.words));
     },
     now: (data) => {
       generators.update(data.generators);
@@ -143,6 +150,16 @@ function jobPage(job) {
     },
   });
   return { close: () => { close(); charts.forEach((chart) => chart.close()); } };
+}
+
+// Made anew only when it is another folder: a link that goes while one presses it is no link.
+function jobLinks(element, job, folder) {
+  const said = JSON.stringify(folder);
+  if (element.dataset.said === said) return;
+  element.dataset.said = said;
+  element.replaceChildren(h("a", { href: api(job, "yaml"), target: "_blank", rel: "noopener" }, "YAML of the job"),
+    ...(folder.path ? [" · run folder ", h("code", {}, folder.path), ` ${folder.fetch ? "in" : "on"} ${folder.place}`] : []),
+    ...(folder.fetch ? [" · ", h("code", {}, folder.fetch)] : []));
 }
 
 function jobHead(element, { head, run, is_live }) {
@@ -156,12 +173,13 @@ function jobHead(element, { head, run, is_live }) {
       tile("ETA", head.eta_seconds && !head.ended ? duration(head.eta_seconds) : "–"), tile("Generators", String(head.generators)), tile("Restarts", String(head.restarts)))].filter(Boolean));
 }
 
-function conditionsPart({ conditions, pods }) {
+function conditionsPart({ conditions, pods }, words) {
   const found = [];
   if (conditions.length) found.push(table("Conditions", ["Type", "Status", "Reason", "Since", "Message"],
     conditions.map((each) => [each.type, each.status, each.reason || "–", each.since ? `${age(each.since)} ago` : "–", h("span", { class: "why" }, each.message)]), "cards"));
   if (pods.length) found.push(table("Pods", ["Pod", "Role", "Phase", "Ready", "Node", "Restarts", "Age", "Message"],
-    pods.map((each) => [each.name, each.role, pill(each.phase), each.ready ? "yes" : "no", each.node || "–", String(each.restarts), age(each.since), h("span", { class: "why" }, each.message)]), "cards"));
+    pods.map((each) => [each.name, each.role, pill(each.phase), each.ready ? "yes" : "no", each.node || "–", String(each.restarts), age(each.since),
+      h("span", { class: "why" }, each.message, words[each.name] ? h("span", { class: "words" }, ` ${words[each.name]}`) : null)]), "cards"));
   return found.length ? found : [h("p", { class: "quiet" }, "None are known.")];
 }
 

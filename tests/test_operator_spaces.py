@@ -1,0 +1,109 @@
+"""What jobs need in a namespace is made until all of it is there. Real roles: e2e/test_operator_spaces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from api_servers import serving
+
+from rlhfspec.operator import spaces
+from rlhfspec.operator.spaces import Spaces
+
+KIT = [
+    {"apiVersion": "v1", "kind": kind, "metadata": {"name": "it"}}
+    for kind in ("ServiceAccount", "PersistentVolumeClaim")
+]
+WHERE = "/api/v1/namespaces/team"
+
+
+class Server:
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.answers: dict[str, int] = {}  # code by method
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked[f"{request.method} {request.path}"] += 1
+        code = self.answers.get(request.method, 201)
+        return web.json_response({"message": "because"} if code >= 400 else {}, status=code)
+
+
+@asynccontextmanager
+async def working(server: Server, folder: Path) -> AsyncIterator[tuple[Spaces, Callable[[Callable[[], bool]], Any]]]:
+    async def until(holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10.0):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+    async with serving(server.answer, folder) as api:
+        found = Spaces(api, KIT)
+        task = asyncio.create_task(found.work())
+        try:
+            yield found, until
+        finally:
+            assert not task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spaces, "RETRY_SECONDS", 0.02)
+
+
+CLAIM, ACCOUNT = f"POST {WHERE}/persistentvolumeclaims", f"PATCH {WHERE}/serviceaccounts/it"
+
+
+def test_what_is_refused_is_tried_again_until_it_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        server = Server()
+        server.answers["PATCH"] = 403
+        async with working(server, tmp_path) as (found, until):
+            found.joins("team")
+            await until(lambda: server.asked[ACCOUNT] >= 3)
+            assert server.asked[CLAIM] == 0
+            server.answers.clear()
+            await until(lambda: server.asked[CLAIM] == 1)
+            found.joins("other")
+            await until(lambda: server.asked[CLAIM.replace("team", "other")] == 1)
+            assert server.asked[CLAIM] == 1, "what is there is left alone"
+
+    asyncio.run(main())
+    assert [record.message for record in caplog.records if "not ready" in record.message] == [
+        "namespace team is not ready for jobs: ServiceAccount it: because"
+    ]
+
+
+def test_a_claim_that_is_there_already_is_nobodys_trouble(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = Server()
+        server.answers["POST"] = 409
+        async with working(server, tmp_path) as (found, until):
+            found.joins("team")
+            await until(lambda: server.asked[CLAIM] == 1)
+            found.joins("next")
+            await until(lambda: server.asked[CLAIM.replace("team", "next")] == 1)
+            assert server.asked[CLAIM] == 1
+
+    asyncio.run(main())
+
+
+def test_a_namespace_that_was_made_again_is_furnished_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = Server()
+        async with working(server, tmp_path) as (found, until):
+            found.joins("team")
+            await until(lambda: server.asked[CLAIM] == 1)
+            found.joins("team")
+            await until(lambda: server.asked[CLAIM] == 2)
+            found.leaves("team")
+            found.joins("team")
+            await until(lambda: server.asked[CLAIM] == 3)
+
+    asyncio.run(main())

@@ -1,0 +1,56 @@
+"""How often a job's status is written: at once what somebody waits for, once a second what changes all the time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from api_servers import serving
+from operator_world import SETTINGS, job_body
+
+from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.looks import Looks
+from rlhfspec.operator.plan import Plan
+from rlhfspec.operator.queue import Looked
+
+KEY = ("rl", "sums")
+
+
+def test_of_steps_faster_than_once_a_second_the_last_is_written_and_none_is_lost(tmp_path: Path) -> None:
+    written: list[dict[str, Any]] = []
+    wanted: dict[str, Any] = {}
+
+    async def take(request: web.Request) -> web.Response:
+        patch = await request.json()
+        written.append(next(each["value"] for each in patch if each["path"] == "/status"))
+        body = job_body()
+        metadata = body["metadata"] | {"resourceVersion": str(100 + len(written))}
+        return web.json_response(body | {"metadata": metadata, "status": written[-1]})
+
+    async def main() -> list[Looked]:
+        cache = Cache()
+        cache.put_job(job_body())
+        async with serving(take, tmp_path) as api:
+            looks = Looks(cache, api, SETTINGS, decide=lambda *_: Plan(status=dict(wanted)))
+
+            async def look(phase: str, step: int) -> Looked:
+                wanted.update(phase=phase, progress={"step": step}, memory={"step": step})
+                return await looks.look(KEY)
+
+            found = [await look("Running", 1)]
+            found += [await look("Running", step) for step in range(2, 9)]
+            assert found[-1].requeue_seconds is not None
+            await asyncio.sleep(found[-1].requeue_seconds)  # as the queue does
+            found.append(await look("Running", 8))
+            found.append(await look("Failed", 9))
+            return found
+
+    found = asyncio.run(main())
+    assert [(each["phase"], each["progress"]["step"]) for each in written] == [
+        ("Running", 1), ("Running", 8), ("Failed", 9),
+    ]  # fmt: skip
+    put_off = [looked.requeue_seconds for looked in found[1:8]]
+    assert all(seconds is not None and 0 < seconds <= 1 for seconds in put_off), put_off
+    assert [found[0].requeue_seconds, found[8].requeue_seconds, found[9].requeue_seconds] == [None] * 3
