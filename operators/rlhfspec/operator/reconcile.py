@@ -70,9 +70,9 @@ def _decide(draft: Draft) -> None:
         return _over(draft)
     runs.turn(draft)
     if draft.memory.state == "open":
+        _look_whether_all_run(draft)  # how many generators there should be depends on it
         settle_generators(draft)
         _keep_workers(draft)
-        _look_whether_all_run(draft)
     elif draft.memory.state == "closing":
         runs.take_down(draft, keep_finished=False)
     return None
