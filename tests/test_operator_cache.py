@@ -188,6 +188,15 @@ def test_a_pod_whose_owner_somebody_took_away_is_nobodys() -> None:
     assert phases(cache) == []
 
 
+def test_a_pod_that_is_given_to_another_job_leaves_the_one_it_was_of() -> None:
+    cache = cache_of_a_job()
+    cache.put_pod(pod())
+    given = pod(version=2)
+    given["metadata"]["ownerReferences"][0] |= {"name": "other", "uid": "j2"}
+    assert cache.put_pod(given) == KEY
+    assert phases(cache) == []
+
+
 def test_a_pod_that_left_the_watch_for_its_labels_comes_back_with_them() -> None:
     """The API server says of both the same: deleted."""
     cache = cache_of_a_job()

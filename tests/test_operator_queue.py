@@ -165,6 +165,27 @@ def test_a_busy_job_does_not_keep_the_others_waiting() -> None:
     assert asyncio.run(seen()) == [A, B, C, A]
 
 
+def test_a_crowd_of_one_namespace_keeps_no_other_waiting() -> None:
+    crowd = [("crowd", str(number)) for number in range(100)]
+
+    async def seen() -> list[Key]:
+        look = Looking()
+        look.open.clear()
+        async with working(look, workers=1) as (queue, timers):
+            for key in (*crowd, A, B):
+                queue.tell(key)
+            await timers.advance(GATHER_SECONDS)
+            look.open.set()
+            while len(look.seen) < len(crowd) + 2:
+                await asyncio.sleep(0)
+        return look.seen
+
+    looked = asyncio.run(seen())
+    assert max(looked.index(A), looked.index(B)) < 6
+    assert [key for key in looked if key in crowd] == crowd
+    assert looked.index(A) < looked.index(B)
+
+
 def test_a_look_that_hangs_holds_up_no_other_job() -> None:
     """As one that waits for a slow webhook; and it ends with its worker."""
 

@@ -1,4 +1,5 @@
 """Which job is looked at next: one look at a time at each job, the longest waiting first, and never in a hot loop.
+Namespaces take turns: hundreds of jobs of one hold up no job of another.
 
 A job that is told of again while it waits is looked at once. Told of while it is being looked at: once more after
 that, and after a short rest when there was nothing to do. A look says when the next is due, and whether it did the very
@@ -63,12 +64,12 @@ class Queue:
         self._waited = waited
         self._timers = timers
         self._entries: dict[Key, _Entry] = {}
-        self._ready: deque[Key] = deque()
+        self._ready: dict[str, deque[Key]] = {}  # by namespace, in the order of their turns
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
         """How many wait for a look that is due."""
-        return len(self._ready)
+        return sum(map(len, self._ready.values()))
 
     def tell(self, key: Key, *, after_seconds: float = GATHER_SECONDS) -> None:
         """Something of this job changed."""
@@ -86,9 +87,19 @@ class Queue:
 
     def _fall_due(self, key: Key, when: float) -> None:
         entry = self._entries.get(key)
-        if entry is not None and entry.due == when and not entry.is_looked_at and key not in self._ready:
-            self._ready.append(key)
+        waiting = self._ready.get(key[0], ())
+        if entry is not None and entry.due == when and not entry.is_looked_at and key not in waiting:
+            self._ready.setdefault(key[0], deque()).append(key)
             self._arrived.set()
+
+    def _next(self) -> Key:
+        """Its namespace has its next turn after all others."""
+        namespace = next(iter(self._ready))
+        waiting = self._ready.pop(namespace)
+        key = waiting.popleft()
+        if waiting:
+            self._ready[namespace] = waiting
+        return key
 
     async def work(self) -> None:
         """One worker: looks, until it is cancelled. Several may run."""
@@ -97,7 +108,7 @@ class Queue:
                 while not self._ready:
                     self._arrived.clear()
                     await self._arrived.wait()
-                key = self._ready.popleft()
+                key = self._next()
                 entry = self._entries[key]
                 assert entry.due is not None
                 self._waited(self._timers.time() - entry.due)

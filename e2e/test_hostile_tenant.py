@@ -1,0 +1,248 @@
+"""What somebody does who may do anything in her own namespace: her jobs say so, or go on, and nothing of another
+tenant's is read, changed, deleted or delayed. On a real API server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from calm import Calm
+from cluster import ControlPlane
+from kubernetes import client
+from operators import RELEASE_NAMESPACE, Operator, World, grant, stopped_at_the_end, until
+from shared_servers import SharedServers
+from tenant import CALM, HOSTILE, SAYS_SECONDS, Tenant, belongings, owner, settle_calm, trespasses
+
+from rlhfspec.cluster import names
+
+pytestmark = pytest.mark.ci
+DOOMED = ("doomed-background", "doomed-foreground")
+NAMESPACES = (CALM, "probes", HOSTILE, "locked", *DOOMED)
+UNWATCHED = 'rlhfspec_operator_namespace_unwatched{{job_namespace="{}"}}'
+FOREIGN = "evil.example/never"
+
+
+@pytest.fixture(scope="module")
+def world(kubernetes: ControlPlane) -> World:
+    world = World(kubernetes)
+    for name in (RELEASE_NAMESPACE, CALM, "probes"):
+        world.namespace(name)
+    return world
+
+
+@pytest.fixture(scope="module")
+def tenant(kubernetes: ControlPlane, world: World) -> Tenant:
+    return Tenant(kubernetes, "locked", *DOOMED)
+
+
+@pytest.fixture(scope="module")
+def operator(
+    kubernetes: ControlPlane, world: World, tenant: Tenant, servers: SharedServers, tmp_path_factory: Any
+) -> Iterator[Operator]:
+    kubeconfig = grant(kubernetes, NAMESPACES)
+    operator = Operator(tmp_path_factory.mktemp("operator") / "a", kubeconfig, servers, namespaces=NAMESPACES)
+    with stopped_at_the_end(operator):
+        until(lambda: operator.acts, "it acts")
+        yield operator
+
+
+@pytest.fixture(scope="module")
+def calm(world: World, operator: Operator) -> Calm:
+    settle_calm(world)
+    return Calm(world, "probes")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nobody_trespassed(kubernetes: ControlPlane, calm: Calm) -> Iterator[None]:
+    since = datetime.now(UTC)
+    yield
+    assert trespasses(kubernetes.audit(), since) == []
+
+
+@pytest.fixture(autouse=True)
+def unmoved(world: World, operator: Operator, calm: Calm) -> Iterator[None]:
+    """After each of her acts: all that calm has is as it was, and the operator goes on."""
+    before, memory = belongings(world), operator.rss_bytes
+    yield
+    assert operator.process.poll() is None, operator.log[-3000:]
+    calm.begin(1)
+    assert belongings(world) == before
+    assert operator.log.count("acts: holds") == 1, "the Lease was lost"
+    assert "Traceback" not in operator.log, operator.log[operator.log.index("Traceback") - 500 :][:3000]
+    assert operator.rss_bytes - memory < 100 * 1024**2
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest, tenant: Tenant) -> Iterator[str]:
+    """A name for one, which is gone in the end."""
+    name = f"act-{abs(hash(request.node.name)) % 10**6}"
+    yield name
+    if not tenant.is_gone(name):
+        tenant.delete(name)
+    until(lambda: tenant.is_gone(name), f"{name} is gone", seconds=20)
+
+
+# --- what has the operator's names already ---------------------------------------------------------------------------
+
+
+def body_of(kind: str, name: str) -> dict[str, Any]:
+    if kind == "pod":
+        return {"metadata": {"name": name}, "spec": {"containers": [{"name": "hers", "image": "hers"}]}}
+    value = {"config_map": {"data": {"hers": "1"}}, "secret": {"stringData": {"hers": "1"}}}[kind]
+    return {"metadata": {"name": name}} | value
+
+
+NAMES: dict[str, tuple[str, Callable[[str, str], str]]] = {
+    "the Secret of prepare": ("secret", lambda job, uid: names.secret_name(job, names.PREPARE, uid)),
+    "the ConfigMap": ("config_map", names.config_name),
+    "the pod of prepare": ("pod", lambda job, uid: names.pod_name(job, names.PREPARE, 0)),
+}
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_what_has_our_name_stays_hers_and_is_named(tenant: Tenant, job: str, what: str) -> None:
+    kind, name_of = NAMES[what]
+    name = name_of(job, tenant.make(job, suspend=True))
+    tenant.wait_for_phase(HOSTILE, job, "Suspended")
+    made = getattr(tenant.core, f"create_namespaced_{kind}")(HOSTILE, body_of(kind, name))
+    tenant.change(job, spec={"suspend": False})
+    tenant.says(job, "BadConfig", word=name)
+    read = getattr(tenant.core, f"read_namespaced_{kind}")
+    assert read(name, HOSTILE).metadata.resource_version == made.metadata.resource_version
+    getattr(tenant.core, f"delete_namespaced_{kind}")(name, HOSTILE, grace_period_seconds=0)
+    until(lambda: owner_of(tenant.pod(job)) and tenant.status(HOSTILE, job)["reason"] != "BadConfig", "it goes on")
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_what_has_our_name_stays_hers_when_the_job_goes(tenant: Tenant, job: str, what: str) -> None:
+    kind, name_of = NAMES[what]
+    name = name_of(job, tenant.make(job, suspend=True))
+    made = getattr(tenant.core, f"create_namespaced_{kind}")(HOSTILE, body_of(kind, name))
+    tenant.change(job, spec={"suspend": False})
+    tenant.says(job, "BadConfig", word=name)
+    tenant.delete(job, "Foreground")
+    until(lambda: tenant.is_gone(job), "it is gone")
+    there = getattr(tenant.core, f"read_namespaced_{kind}")(name, HOSTILE).metadata
+    assert (there.uid, there.deletion_timestamp) == (made.metadata.uid, None)
+    getattr(tenant.core, f"delete_namespaced_{kind}")(name, HOSTILE, grace_period_seconds=0)
+
+
+def test_a_pod_of_hers_where_a_stage_would_be(tenant: Tenant, job: str) -> None:
+    tenant.begun(job)
+    name = names.pod_name(job, "reward", 0)
+    tenant.core.create_namespaced_pod(HOSTILE, body_of("pod", name))
+    tenant.ends(HOSTILE, names.pod_name(job, names.PREPARE, 0))
+    tenant.says(job, "BadConfig", word=name)
+    tenant.core.delete_namespaced_pod(name, HOSTILE, grace_period_seconds=0)
+    until(lambda: owner_of(tenant.pod(job, "reward")), "it goes on")
+
+
+def test_what_an_orphaned_job_left_is_in_the_way_and_named(tenant: Tenant, job: str) -> None:
+    tenant.begun(job)
+    tenant.delete(job, "Orphan")
+    until(lambda: tenant.is_gone(job), "it is gone")
+    tenant.make(job)
+    tenant.says(job, "BadConfig", word=names.pod_name(job, names.PREPARE, 0))
+    tenant.core.delete_namespaced_pod(names.pod_name(job, names.PREPARE, 0), HOSTILE, grace_period_seconds=0)
+    until(lambda: owner_of(tenant.pod(job)) == tenant.job(HOSTILE, job)["metadata"]["uid"], "it goes on")
+
+
+def owner_of(pod: Any) -> str:
+    return pod.metadata.owner_references[0].uid if pod is not None and pod.metadata.owner_references else ""
+
+
+# --- pods that are, or seem to be, the job's -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["by its labels", "of a job that is no controller", "of calm's job"])
+def test_a_pod_that_says_it_completed_is_not_believed(world: World, tenant: Tenant, job: str, how: str) -> None:
+    uid = tenant.running(job)
+    calms = world.job(CALM, "works")["metadata"]["uid"]
+    owners = {"by its labels": [], "of calm's job": [owner("works", calms)]}
+    owners["of a job that is no controller"] = [owner(job, uid, controller=False)]
+    run = tenant.status(HOSTILE, job)["run"]["uid"]
+    labels = names.labels_of(job, "trainer", 0) | {names.RUN: run}
+    tenant.fake(f"{job}-fake", labels, *owners[how])
+    try:
+        tenant.ends(HOSTILE, f"{job}-fake", 0, "completed: step 30")
+    except client.ApiException as error:
+        assert error.status == 404, "whose owner is not there is taken away"  # noqa: PT017
+    time.sleep(1.0)
+    assert tenant.status(HOSTILE, job)["phase"] == "Starting"
+    tenant.kubernetes.kubectl("delete", "pod", "-n", HOSTILE, f"{job}-fake", "--ignore-not-found", "--now")
+
+
+@pytest.mark.parametrize("label", [names.RUN, names.MANAGED_BY])
+def test_labels_that_she_takes_away_are_put_back_or_missed(tenant: Tenant, job: str, label: str) -> None:
+    """The pod has them again, or another is made."""
+    tenant.begun(job)
+    before = tenant.pod(job).metadata
+    tenant.core.patch_namespaced_pod(before.name, HOSTILE, {"metadata": {"labels": {label: None}}})
+
+    def answered() -> bool:
+        now = tenant.pod(job)
+        return now is not None and now.metadata.labels.keys() == before.labels.keys()
+
+    until(answered, f"{tenant.status(HOSTILE, job)} {tenant.pod(job)}", seconds=SAYS_SECONDS)
+
+
+@pytest.mark.parametrize("label", [names.JOB, names.ROLE, names.WORKER])
+def test_whose_a_pod_is_its_owner_and_name_say(tenant: Tenant, job: str, label: str) -> None:
+    tenant.begun(job)
+    name = names.pod_name(job, names.PREPARE, 0)
+    tenant.core.patch_namespaced_pod(name, HOSTILE, {"metadata": {"labels": {label: "another"}}})
+    tenant.ends(HOSTILE, name)
+    tenant.wait_for_phase(HOSTILE, job, "Starting")
+
+
+def test_a_pod_that_is_the_jobs_no_more_is_in_its_way(tenant: Tenant, job: str) -> None:
+    tenant.begun(job)
+    name = names.pod_name(job, names.PREPARE, 0)
+    tenant.core.patch_namespaced_pod(name, HOSTILE, {"metadata": {"ownerReferences": None}})
+    tenant.says(job, "BadConfig", word=name)
+    tenant.core.delete_namespaced_pod(name, HOSTILE, grace_period_seconds=0)
+    until(lambda: tenant.status(HOSTILE, job)["reason"] == "" and owner_of(tenant.pod(job)), "it goes on")
+
+
+def test_pods_that_she_deletes_are_made_again(tenant: Tenant, job: str) -> None:
+    tenant.running(job)
+    before = {name: pod.metadata.uid for name, pod in tenant.pods(HOSTILE).items() if name.startswith(job)}
+    tenant.core.delete_collection_namespaced_pod(HOSTILE, label_selector=f"{names.JOB}={job}", grace_period_seconds=0)
+    stages = set(before) - {names.pod_name(job, names.PREPARE, 0)}
+    until(lambda: all(n in tenant.pods(HOSTILE) and tenant.pods(HOSTILE)[n].metadata.uid != before[n] for n in stages),
+          "all are made again")  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+def test_a_pod_that_she_says_has_ended(tenant: Tenant, job: str, phase: str) -> None:
+    """Without a word of how."""
+    tenant.running(job)
+    tenant.core.patch_namespaced_pod_status(names.pod_name(job, "reward", 0), HOSTILE, {"status": {"phase": phase}})
+    tenant.says(job, "PodsNotReady", "Evicted", "CrashLoop", word="reward-0")
+
+
+def test_a_finalizer_on_a_pod_of_a_job_that_is_deleted(tenant: Tenant, operator: Operator, job: str) -> None:
+    """It stays as long as she likes, and the operator does not run in circles."""
+    tenant.begun(job)
+    name = names.pod_name(job, names.PREPARE, 0)
+    tenant.core.patch_namespaced_pod(name, HOSTILE, {"metadata": {"finalizers": [FOREIGN]}})
+    tenant.delete(job)
+    until(lambda: tenant.pods(HOSTILE)[name].metadata.deletion_timestamp, "the pod is to go")
+    before = operator.num_writes
+    time.sleep(3.0)
+    assert operator.num_writes - before < 10
+    tenant.core.patch_namespaced_pod(name, HOSTILE, {"metadata": {"finalizers": None}})
+    until(lambda: tenant.is_gone(job) and name not in tenant.pods(HOSTILE), "all is gone")
+
+
+def test_a_crowd_of_pods_with_our_labels(tenant: Tenant, calm: Calm, job: str) -> None:
+    tenant.begun(job)
+    with calm.goes_on():
+        for number in range(100):
+            labels = names.labels_of(job, "generator", number) | {names.RUN: "3a9d33b1"}
+            tenant.fake(f"crowd-{number}", labels | {"crowd": "yes"})
+    tenant.core.delete_collection_namespaced_pod(HOSTILE, label_selector="crowd=yes", grace_period_seconds=0)
+    assert owner_of(tenant.pod(job))
