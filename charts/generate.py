@@ -171,11 +171,12 @@ def files() -> dict[Path, str]:
 
 
 def rbac_file() -> dict[str, Any]:
-    gang = {"volcano": "scheduling.volcano.sh", "coscheduling": "scheduling.x-k8s.io"}
+    gang = {"kueue": "kueue.x-k8s.io", "volcano": "scheduling.volcano.sh", "coscheduling": "scheduling.x-k8s.io"}
     return {
         "install": rbac.as_rules(rbac.INSTALL),
         "release": rbac.as_rules(rbac.RELEASE),
         "reviews": rbac.as_rules(rbac.CLUSTER),
+        "kueue": rbac.as_rules(rbac.KUEUE),
         "jobs": rbac.as_rules(rbac.JOBS),
         "spaces": rbac.as_rules(rbac.SPACES),
         "gang": {name: rbac.as_rules(tuple(r for r in rbac.GANG if r.group == group)) for name, group in gang.items()},

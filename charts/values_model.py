@@ -99,8 +99,8 @@ class Operator(Pod):
         "rlhfspec.io/jobs=enabled",
         description="with scope cluster: of namespaces where jobs run; the operator makes there what jobs need",
     )
-    gang: list[Literal["volcano", "coscheduling"]] = Field(
-        [], description="whose PodGroups it may make, for jobs with `scheduling.gang`; Kueue needs none"
+    gang: list[Literal["kueue", "volcano", "coscheduling"]] = Field(
+        [], description="what jobs may name as `scheduling.gang`: whose Workloads or PodGroups it may make"
     )
     resources: Resources = resources("100m", "192Mi", "512Mi", "of each replica")
     service_account: Account = part(Account, "")

@@ -249,8 +249,9 @@ def writes_of(kubernetes: ControlPlane, operator: Operator, since: datetime) -> 
     ]
 
 
-def grant(kubernetes: ControlPlane, namespaces: tuple[str, ...]) -> Path:
+def grant(kubernetes: ControlPlane, namespaces: tuple[str, ...], *, kueue: bool = False) -> Path:
     """A user with the operator's rights and no other: its kubeconfig."""
+    queues = tuple(rule for rule in rbac.GANG if kueue and rule.group == "kueue.x-k8s.io")
     subject = [{"kind": "User", "name": USER, "apiGroup": "rbac.authorization.k8s.io"}]
     version, api = "rbac.authorization.k8s.io/v1", "rbac.authorization.k8s.io"
 
@@ -261,10 +262,10 @@ def grant(kubernetes: ControlPlane, namespaces: tuple[str, ...]) -> Path:
         binding = {"kind": f"{kind}Binding", "metadata": {"name": name} | place, "roleRef": reference}
         return [role, {"apiVersion": version, **binding, "subjects": subject}]
 
-    things = bound("ClusterRole", "operator-cluster", rbac.CLUSTER, None)
+    things = bound("ClusterRole", "operator-cluster", rbac.CLUSTER + (rbac.KUEUE if kueue else ()), None)
     things += bound("Role", "operator-release", rbac.RELEASE, RELEASE_NAMESPACE)
     for namespace in namespaces:
-        things += bound("Role", "operator-jobs", rbac.JOBS, namespace)
+        things += bound("Role", "operator-jobs", rbac.JOBS + queues, namespace)
     kubernetes.apply(*things)
     return kubernetes.kubeconfig_of(USER)
 

@@ -154,7 +154,7 @@ POD: dict[str, Any] = {
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "namespaces": {"operator": {"jobNamespaces": ["matrix", "matrix-jobs"], "replicas": 1}},
-    "cluster": {"operator": {"scope": "cluster", "gang": ["volcano", "coscheduling"]}},
+    "cluster": {"operator": {"scope": "cluster", "gang": ["kueue", "volcano"]}},
     "external": {
         "nats": {"enabled": False, "external": {"url": "tls://n:4222", "existingSecret": "my-nats"}},
         "redis": {"enabled": False, "external": {"url": "rediss://r:6379", "existingSecret": "my-redis"}},

@@ -40,7 +40,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "scheduling": {"topologyKey": "kubernetes.io/hostname", "priorityClass": "high"},
         "storage": {"claim": "c", "runFolder": "a/b"},
     },
-    "kueue": {"scheduling": {"gang": "kueue", "queue": "gpus"}},
     "volcano": {"scheduling": {"gang": "volcano", "queue": "gpus"}},
     "coscheduling": {"scheduling": {"gang": "coscheduling"}},
     "template": {"roles": {"reward": {"podTemplate": EXTRA}}},

@@ -16,10 +16,11 @@ from rlhfspec.cluster.report import Report
 from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob
 from rlhfspec.operator.observed import Images, JobView, Observed, PodView, Refusal, Said, Settings, Trial
-from rlhfspec.operator.plan import Delete, Event, Plan
+from rlhfspec.operator.plan import Delete, Event, Plan, WorkloadWrite
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.times import maybe_time_of, text_of, time_of
 from rlhfspec.operator.views import manifest_of, pod_view, read
+from rlhfspec.operator.workloads import Queueing, workload_view
 
 _READ: dict[str, tuple[RLHFJob | None, tuple[Problem, ...]]] = {}  # by its spec
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -101,6 +102,10 @@ class World:
     events: list[Event] = field(default_factory=list)
     deletes: list[Delete] = field(default_factory=list)
     made: list[str] = field(default_factory=list)  # names of pods, in order
+    workload: dict[str, Any] | None = None  # Kueue's, of the job
+    flavors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    priorities: dict[str, int] = field(default_factory=dict)
+    workload_writes: list[str] = field(default_factory=list)
     is_gone: bool = False
     num_uids: int = 0
     log: list[str] = field(default_factory=list)
@@ -113,6 +118,7 @@ class World:
             pods=tuple(view for view in views if view is not None), report=self.report, report_at=self.report_at,
             refusals=tuple(self.refusals.values()), broker=self.broker, listening_since=self.listening_since,
             trial=self.trial,
+            queueing=Queueing(workload_view(self.workload) if self.workload else None, self.flavors, self.priorities),
         )  # fmt: skip
 
     def plan(self) -> Plan:
@@ -141,6 +147,8 @@ class World:
         for manifest in plan.create:
             if works():
                 self.accept(manifest)
+        if plan.workload is not None and works():
+            self.write_workload(plan.workload)
 
     def settle(self, most: int = 60) -> Plan:
         """Looks until there is nothing more to do at this moment."""
@@ -188,6 +196,55 @@ class World:
             del self.pods[delete.name]
         else:
             pod["metadata"].setdefault("deletionTimestamp", text_of(self.now + timedelta(seconds=grace)))
+
+    # --- Kueue ---
+
+    def write_workload(self, write: WorkloadWrite) -> None:
+        self.workload_writes.append(write.verb)
+        if write.verb == "create":
+            if self.workload is not None:  # 409
+                return
+            self.num_uids += 1
+            self.workload = json.loads(json.dumps(write.body))
+            self.workload["metadata"] |= {
+                "uid": f"workload-{self.num_uids}", "resourceVersion": "1", "creationTimestamp": text_of(self.now),
+            }  # fmt: skip
+            return
+        if self.workload is None or self.workload["metadata"]["uid"] != write.uid:  # gone, or another by now
+            return
+        if write.verb == "delete":
+            self.workload = None
+        elif write.body["metadata"]["resourceVersion"] == self.workload["metadata"]["resourceVersion"]:
+            self._workload_status(**write.body["status"])
+
+    def _workload_status(self, **changes: Any) -> None:
+        assert self.workload is not None
+        status = self.workload.get("status", {}) | changes
+        self.workload["status"] = {name: value for name, value in status.items() if value is not None}
+        self.workload["metadata"]["resourceVersion"] += "1"
+
+    def kueue_says(self, type_: str, is_true: bool, reason: str = "", message: str = "") -> None:
+        assert self.workload is not None
+        conditions = {each["type"]: each for each in self.workload.get("status", {}).get("conditions", ())}
+        conditions[type_] = self.condition(type_, is_true, reason or type_, message)
+        self._workload_status(conditions=list(conditions.values()))
+
+    def admit(self, **flavors: str) -> None:
+        """`flavors`: of a role; the others are of `spot`."""
+        assert self.workload is not None
+        assigned = [
+            {"name": each["name"], "count": each["count"], "flavors": {"cpu": flavors.get(each["name"], "spot")}}
+            for each in self.workload["spec"]["podSets"]
+        ]
+        self._workload_status(admission={"clusterQueue": "all", "podSetAssignments": assigned})
+        for type_ in ("QuotaReserved", "Admitted"):
+            self.kueue_says(type_, True)
+        self.kueue_says("Evicted", False, "QuotaReserved")
+
+    def evict(self, reason: str, message: str) -> None:
+        self.kueue_says("Evicted", True, reason, message)
+
+    # --- its user ---
 
     def edit(self, **changes: Any) -> None:
         self.body["spec"] |= changes

@@ -504,3 +504,14 @@ def test_a_wrong_value_is_refused_and_its_key_is_named(values: dict[str, Any], k
 @needs_helm
 def test_an_umbrella_chart_may_hand_its_globals_on() -> None:
     assert template({"global": {"anything": 1}})[0] == 0
+
+
+@needs_helm
+@pytest.mark.parametrize("gang", [[], ["kueue"], ["volcano"]])
+def test_kueue_is_watched_where_jobs_may_name_it(gang: list[str]) -> None:
+    things = rendered({"operator": {"gang": gang}})
+    rules = [rule for thing in things if thing["kind"] in ("Role", "ClusterRole") for rule in thing["rules"]]
+    asked = {resource for rule in rules if "kueue.x-k8s.io" in rule["apiGroups"] for resource in rule["resources"]}
+    assert asked == ({"workloads", "workloads/status", "resourceflavors"} if "kueue" in gang else set())
+    (told,) = (thing["data"] for thing in things if thing["kind"] == "ConfigMap" and "settings.json" in thing["data"])
+    assert OperatorFile.model_validate_json(told["settings.json"]).kueue is ("kueue" in gang)

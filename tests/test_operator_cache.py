@@ -218,3 +218,11 @@ def test_what_was_in_the_way_and_is_gone_is_forgotten() -> None:
     cache.remove_pod(older)
     assert cache.observed(KEY).refusals == ()
     assert not cache.is_leaving(KEY, name)
+
+
+def test_a_job_of_another_manager_is_not_known() -> None:
+    cache, theirs = Cache(), job()
+    theirs["spec"] = {"managedBy": "kueue.x-k8s.io/multikueue"}
+    assert (cache.put_job(theirs), cache.jobs()) == (None, [])
+    theirs["spec"] = {"managedBy": "rlhfspec.io/operator"}
+    assert (cache.put_job(theirs), cache.jobs()) == (KEY, [KEY])

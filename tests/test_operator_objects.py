@@ -292,23 +292,6 @@ def test_resources_and_gpus_are_counted() -> None:
 # --- gangs -----------------------------------------------------------------------------------------------------------
 
 
-def test_kueue_gets_a_group_of_all_that_start_together() -> None:
-    generator = {"workers": 2, "replicas": {"min": 1, "max": 3}}
-    things = objects_of(scheduling={"gang": "kueue", "queue": "gpus"}, roles={"generator": generator})
-    group = f"sums-{names.run_uid('6f1c-42', 1)}"
-    members = [
-        pod["metadata"]
-        for (kind, _), pod in things.items()
-        if kind == "Pod" and "kueue.x-k8s.io/pod-group-name" in pod["metadata"]["labels"]
-    ]
-    assert {metadata["labels"]["kueue.x-k8s.io/pod-group-name"] for metadata in members} == {group}
-    counts = {metadata["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for metadata in members}
-    assert counts == {str(len(members))}, "a group that says another number than it has never starts"
-    for (kind, _), pod in things.items():
-        if kind == "Pod":
-            assert pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
-
-
 @pytest.mark.parametrize(
     ("gang", "version"),
     [("volcano", "scheduling.volcano.sh/v1beta1"), ("coscheduling", "scheduling.x-k8s.io/v1alpha1")],

@@ -318,7 +318,8 @@ def test_the_page_shows_the_table() -> None:
 
 
 def test_every_reason_is_tried_here_or_in_the_life_of_a_job() -> None:
-    files = [Path(__file__).with_name(f"test_operator_{name}.py") for name in ("reasons", "reconcile", "hostile")]
+    names = ("reasons", "reconcile", "hostile", "kueue")
+    files = [Path(__file__).with_name(f"test_operator_{name}.py") for name in names]
     tried = set(re.findall(r'"([A-Z][A-Za-z]+)"', " ".join(file.read_text() for file in files)))
     assert {cause.reason for cause in CAUSES} | set(OTHERS) <= tried
 

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_world import World, job_body, view_of
+from operator_world import SETTINGS, World, job_body, view_of
 
 from rlhfspec.cluster import names
 from rlhfspec.operator.observed import Observed
-from rlhfspec.operator.plan import Plan
+from rlhfspec.operator.plan import Plan, WorkloadWrite
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.views import pod_view
+from rlhfspec.operator.workloads import Queueing, workload_view
 
 Json = dict[str, Any]
 
@@ -31,9 +32,10 @@ class Wild:
 
     def __init__(self, seed: int, **spec: Any) -> None:
         self.rng = random.Random(seed)
-        self.world = World(job_body(**spec))
+        self.world = World(job_body(**spec), settings=replace(SETTINGS, kueue=True), flavors={"spot": {}})
         self.seen_pods: dict[str, Json] = {}
         self.seen_body: Json = {}
+        self.seen_workload: Json | None = None
         self.version = 1
         self.num_ended, self.num_counted = 0, 0  # what truly ended of itself, and of that what counts
         self.watch()
@@ -43,12 +45,16 @@ class Wild:
     def watch(self) -> None:
         self.watch_pods()
         self.watch_job()
+        self.watch_workload()
 
     def watch_pods(self) -> None:
         self.seen_pods = json.loads(json.dumps(self.world.pods))
 
     def watch_job(self) -> None:
         self.seen_body = json.loads(json.dumps(self.world.body))
+
+    def watch_workload(self) -> None:
+        self.seen_workload = json.loads(json.dumps(self.world.workload))
 
     def operate(self, *, fails: bool = False) -> None:
         world = self.world
@@ -58,6 +64,7 @@ class Wild:
         observed = Observed(
             pods=tuple(views), report=world.report, report_at=world.report_at,
             refusals=tuple(world.refusals.values()), trial=world.trial,
+            queueing=Queueing(workload_view(self.seen_workload) if self.seen_workload else None, world.flavors, {}),
         )  # fmt: skip
         job = view_of(self.seen_body)
         plan = reconcile(job, observed, world.settings, world.now)
@@ -85,6 +92,7 @@ class Wild:
         second = reconcile(view_of(again), observed, self.world.settings, self.world.now)
         assert second.status == plan.status, "its own result changes nothing more"
         assert second.events == ()
+        self.judge_queue(plan, observed)
         restart = self.seen_body["spec"].get("restart", {})
         made = Counter(manifest["metadata"]["name"] for manifest in plan.create if manifest["kind"] == "Pod")
         assert all(count == 1 for count in made.values())
@@ -111,6 +119,21 @@ class Wild:
             if trainer and trainer["status"]["phase"] == "Running" and not is_open and role != "trainer":
                 pass_on = trainer["metadata"].get("deletionTimestamp") is None
                 assert not pass_on, "the trainer goes first"
+
+    def judge_queue(self, plan: Plan, observed: Observed) -> None:
+        before, after = (body.get("memory", {}).get("number", 0) for body in (self.seen_body["status"], plan.status))
+        if before < after and self.seen_body["spec"].get("scheduling"):
+            seen = observed.queueing.workload
+            assert seen is not None
+            assert seen.is_admitted, "no run opens without quota"
+        if plan.workload is not None and plan.workload.verb in ("delete", "status"):
+            is_ready = any(each["type"] == "PodsReady" for each in self.changed_by(plan.workload))
+            is_running = any(not pod.is_finished for pod in observed.pods)
+            assert is_ready or not is_running, "quota is given back once nothing of the job runs"
+
+    def changed_by(self, write: WorkloadWrite) -> list[Json]:
+        was = (self.seen_workload or {}).get("status", {}).get("conditions", [])
+        return [each for each in write.body.get("status", {}).get("conditions", ()) if each not in was]
 
     def judge_pods(self, before: dict[str, Json]) -> None:
         for name, pod in self.world.pods.items():
@@ -199,6 +222,18 @@ class Wild:
     def refuse(self) -> None:
         self.world.refuse = {} if self.world.refuse else {"reward": "exceeded quota: pods"}
 
+    def kueue_admits(self) -> None:
+        workload = self.world.workload
+        if workload and not workload_view(workload).is_true("Finished") and not workload_view(workload).holds_quota:
+            self.world.admit()
+
+    def kueue_evicts(self) -> None:
+        if self.world.workload and workload_view(self.world.workload).is_admitted:
+            self.world.evict(self.rng.choice(["Preempted", "Deactivated"]), "for another")
+
+    def somebody_deletes_the_workload(self) -> None:
+        self.world.workload = None
+
     def edit(self, **changes: Any) -> None:
         if not self.world.is_gone:
             self.world.edit(**changes)
@@ -212,7 +247,8 @@ class Wild:
     HAPPENINGS = (
         start_pod, start_pod, start_pod, ready_pod, ready_pod, fail_pod, evict_pod, remove_pod, finish_prepare,
         finish_prepare, finish_trainer, progress, lose_node, node_comes_back, end_those_asked, end_those_asked,
-        pass_time, pass_time, toggle_suspend, restart, refuse, delete_job,
+        pass_time, pass_time, toggle_suspend, restart, refuse, delete_job, kueue_admits, kueue_admits, kueue_evicts,
+        somebody_deletes_the_workload,
     )  # fmt: skip
 
     def be_wild(self, num_events: int) -> None:
@@ -225,6 +261,8 @@ class Wild:
             if self.rng.random() < 0.7:
                 self.watch_job()
             if self.rng.random() < 0.7:
+                self.watch_workload()
+            if self.rng.random() < 0.7:
                 self.operate(fails=self.rng.random() < 0.3)
 
     def be_kind(self) -> None:
@@ -233,6 +271,7 @@ class Wild:
         world.refuse = {}
         world.lost_nodes.clear()
         for round_ in range(80):
+            self.kueue_admits()
             self.watch()
             self.operate()
             world.end_those_asked()
@@ -268,6 +307,7 @@ SPECS: tuple[Json, ...] = (
     {"roles": {"generator": {"workers": 2, "replicas": {"min": 1, "max": 4}}, "reward": {"workers": 2}}},
     {"failurePolicy": {"maxRestarts": 1, "counted": ["error", "temporary", "killed"]}},
     {"suspend": True, "deletionPolicy": {"succeeded": "delete", "failed": "delete"}},
+    {"scheduling": {"gang": "kueue"}, "roles": {"generator": {"workers": 2}}},
 )
 
 
@@ -278,7 +318,10 @@ def test_laws_hold_at_every_moment_and_every_job_comes_to_its_end(
 ) -> None:
     wild = Wild(seed, **json.loads(json.dumps(spec)))
     if is_warm and not spec.get("suspend"):
+        wild.world.settle()
+        wild.kueue_admits()
         wild.world.to_running()
+        wild.watch()
     wild.be_wild(num_events)
     wild.be_kind()
     world = wild.world
@@ -291,6 +334,8 @@ def test_laws_hold_at_every_moment_and_every_job_comes_to_its_end(
     assert running == [], "what is over frees everything"
     if world.phase == "Suspended":
         assert world.pods == {}
+    if world.workload is not None and world.phase != "Suspended":
+        assert workload_view(world.workload).is_true("Finished"), "the quota too"
     wild.watch()
     assert world.plan().is_quiet
 

@@ -1,7 +1,8 @@
 """Builds Kubernetes and its companions from Go modules, once for each go.sum and Go version: `make e2e-tools`.
 
-python e2e/build.py            builds what is missing and prints the folder
-python e2e/build.py --where    prints the folder
+python e2e/cluster/build.py                 builds what is missing and prints the folder
+python e2e/cluster/build.py --where         prints the folder
+python e2e/cluster/build.py --with kueue    builds Kueue too, which only its own test needs: minutes more
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -39,6 +41,10 @@ BUILDS: dict[str, tuple[dict[str, str], str]] = {
     "kwok": ({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, ""),
     "nats-server": ({"nats-server": "github.com/nats-io/nats-server/v2"}, ""),
 }
+# Built when somebody asks for it, each into a folder of its own.
+ON_DEMAND: dict[str, tuple[dict[str, str], str]] = {"kueue": ({"kueue": "sigs.k8s.io/kueue/cmd/kueue"}, "")}
+# What else of the module is kept beside the binary: by the module's name, where it lies in it.
+FILES = {"kueue": ("sigs.k8s.io/kueue", "config/components")}
 BINARIES = tuple(binary for binaries, _ in BUILDS.values() for binary in binaries)
 
 
@@ -60,9 +66,17 @@ def alone(what: str) -> Iterator[None]:
 def binaries_folder() -> Path:
     """One folder for each state of the modules; a hash over their files, so that no Go is needed to find it."""
     digest = hashlib.sha256(repr(BUILDS).encode())
-    for path in sorted([*GO_MODULES.glob("*/go.mod"), *GO_MODULES.glob("*/go.sum")]):
+    for path in sorted(GO_MODULES / module / name for module in BUILDS for name in ("go.mod", "go.sum")):
         digest.update(path.relative_to(GO_MODULES).as_posix().encode() + b"\0" + path.read_bytes())
     return cache_folder() / "bin" / digest.hexdigest()[:16]
+
+
+def folder_of(module: str) -> Path:
+    """Of one that is built on demand."""
+    digest = hashlib.sha256(repr((ON_DEMAND[module], FILES.get(module))).encode())
+    for name in ("go.mod", "go.sum"):
+        digest.update((GO_MODULES / module / name).read_bytes())
+    return cache_folder() / "bin" / f"{module}-{digest.hexdigest()[:16]}"
 
 
 def missing() -> list[str]:
@@ -80,8 +94,8 @@ def go_command() -> str:
 
 def build(module: str) -> None:
     """Builds into a scratch folder and renames: a build that was cut off leaves nothing that looks complete."""
-    binaries, flags = BUILDS[module]
-    folder = binaries_folder()
+    binaries, flags = (BUILDS | ON_DEMAND)[module]
+    folder = binaries_folder() if module in BUILDS else folder_of(module)
     if all((folder / name).exists() for name in binaries):
         return
     print(f"building {', '.join(binaries)}", file=sys.stderr, flush=True)
@@ -91,6 +105,8 @@ def build(module: str) -> None:
         source = Path(scratch) / "module"
         shutil.copytree(GO_MODULES / module, source)
         environment = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=mod -buildvcs=false", "GOTOOLCHAIN": "local"}
+        if module in FILES:
+            _copy_files(source, folder, *FILES[module])
         for name, package in binaries.items():
             target = Path(scratch) / name
             command = [go_command(), "build", "-trimpath", "-o", str(target), "-ldflags", f"-s -w {flags}", package]
@@ -98,12 +114,20 @@ def build(module: str) -> None:
             target.rename(folder / name)
 
 
+def _copy_files(source: Path, folder: Path, name: str, path: str) -> None:
+    asked = [go_command(), "mod", "download", "-json", name]
+    told = subprocess.run(asked, cwd=source, check=True, capture_output=True, text=True)
+    shutil.copytree(Path(json.loads(told.stdout)["Dir"]) / path, folder / Path(path).name, dirs_exist_ok=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--where", action="store_true", help="only print the folder of the binaries")
-    if not parser.parse_args().where:
+    parser.add_argument("--with", dest="also", nargs="*", default=[], choices=ON_DEMAND, help="what is built beside")
+    asked = parser.parse_args()
+    if not asked.where:
         with alone("bin"):
-            for module in BUILDS:
+            for module in [*BUILDS, *asked.also]:
                 build(module)
     print(binaries_folder())
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster import kwok, pki
+from cluster import kueue, kwok, pki
 from cluster.build import binaries_folder
 from cluster.guardian import Guardian, clean
 from cluster.instance import claim, free_ports
@@ -93,6 +93,10 @@ class ControlPlane(Kubernetes):
         binary = binaries_folder() / "kwok"
         self.processes.start("kwok", kwok.command(binary, self.kubeconfig, self.folder, free_ports(1)[0]))
         self.apply(*(kwok.node(f"kwok{number}", gpus=gpus) for number in range(1, num + 1)))
+
+    def start_kueue(self) -> None:
+        """See kueue.py; `why_no_kueue` says whether it is here."""
+        kueue.start(self)
 
     def stop_api_server(self) -> None:
         self.processes.kill("kube-apiserver")

@@ -13,22 +13,21 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-LIFE = timedelta(days=30)
+LIFE = timedelta(days=365)  # Kueue makes new ones of those that end within 90 days
 
 
 class Authority:
     """A certificate authority of its own, its files in `folder`/NAME.crt and .key."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, *, hosts: tuple[str, ...] = (), key: rsa.RSAPrivateKey | None = None
+    ) -> None:
         self.folder, self.name = folder, name
-        self.key = ec.generate_private_key(ec.SECP256R1())
+        self.key = key or ec.generate_private_key(ec.SECP256R1())
         self.subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = (
-            _builder(self.subject, self.subject, self.key.public_key())
-            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-            .sign(self.key, hashes.SHA256())
-        )
-        self.pem = certificate.public_bytes(serialization.Encoding.PEM)
+        builder = _builder(self.subject, self.subject, self.key.public_key(), hosts)
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        self.pem = builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
         self.certificate_file = folder / f"{name}.crt"
         self.certificate_file.write_bytes(self.pem)
         _write_key(folder / f"{name}.key", self.key)
@@ -39,11 +38,9 @@ class Authority:
         parts = [x509.NameAttribute(NameOID.COMMON_NAME, common_name)]
         parts += [x509.NameAttribute(NameOID.ORGANIZATION_NAME, group)] if group else []
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
-        builder = _builder(x509.Name(parts), self.subject, key.public_key()).add_extension(
+        builder = _builder(x509.Name(parts), self.subject, key.public_key(), hosts).add_extension(
             x509.ExtendedKeyUsage(usages), critical=False
         )
-        if hosts:
-            builder = builder.add_extension(x509.SubjectAlternativeName([_general(each) for each in hosts]), False)
         certificate = self.folder / f"{name}.crt"
         certificate.write_bytes(builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
         _write_key(self.folder / f"{name}.key", key)
@@ -74,12 +71,15 @@ def write_kubeconfig(path: Path, server: str, authority: Authority, files: tuple
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey, hosts: tuple[str, ...]
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())
-    return builder.not_valid_before(now - timedelta(minutes=5)).not_valid_after(now + LIFE)
+    builder = builder.not_valid_before(now - timedelta(minutes=5)).not_valid_after(now + LIFE)
+    if not hosts:
+        return builder
+    return builder.add_extension(x509.SubjectAlternativeName([_general(each) for each in hosts]), critical=False)
 
 
 def _general(host: str) -> x509.GeneralName:

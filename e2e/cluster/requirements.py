@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from cluster.build import missing
+from cluster.build import folder_of, missing
 
 DEBIAN_PACKAGES = (
     "containerd runc containernetworking-plugins busybox-static iptables conntrack debootstrap iproute2",
@@ -18,6 +18,12 @@ _COMMANDS = ("containerd", "ctr", "runc", "busybox", "iptables", "conntrack", "d
 
 def why_no_control_plane() -> str:
     return f"{', '.join(missing())} not built: make e2e-tools" if missing() else ""
+
+
+def why_no_kueue() -> str:
+    return (
+        "" if (folder_of("kueue") / "kueue").exists() else "kueue not built: python e2e/cluster/build.py --with kueue"
+    )
 
 
 def why_no_nodes() -> str:

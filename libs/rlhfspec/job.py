@@ -21,7 +21,18 @@ from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from rlhfspec.job_block import MOST_SECONDS, Block, Count, Fraction, Natural, Positive, Rate, Seconds, WholeSeconds
-from rlhfspec.job_cluster import DeletionPolicy, PodOptions, PodTemplate, Replicas, Restart, Rule, Scheduling, Storage
+from rlhfspec.job_cluster import (
+    MANAGER,
+    OPERATOR,
+    DeletionPolicy,
+    PodOptions,
+    PodTemplate,
+    Replicas,
+    Restart,
+    Rule,
+    Scheduling,
+    Storage,
+)  # fmt: skip
 
 API_VERSION = "rlhfspec.io/v1alpha1"
 AlgorithmName = Literal["ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo"]
@@ -383,6 +394,11 @@ class Spec(Block):
     )
     storage: Storage = Storage()
     restart: Restart = Restart()
+    managed_by: str | None = Field(
+        None, max_length=63, pattern=MANAGER,
+        description=f"Who runs the job in a cluster, such as kueue.x-k8s.io/multikueue; null: {OPERATOR}. The operator "
+        "leaves a job of somebody else entirely alone. Never changes.",
+    )  # fmt: skip
 
     @property
     def max_context(self) -> int:

@@ -44,12 +44,15 @@ _PLURALS = {
     "NetworkPolicy": "networkpolicies",
     "PersistentVolumeClaim": "persistentvolumeclaims",
     "Pod": "pods",
+    "PriorityClass": "priorityclasses",
+    "ResourceFlavor": "resourceflavors",
     "PodGroup": "podgroups",
     "RoleBinding": "rolebindings",
     "Secret": "secrets",
     "ServiceAccount": "serviceaccounts",
     "SubjectAccessReview": "subjectaccessreviews",
     "TokenReview": "tokenreviews",
+    "Workload": "workloads",
     names.KIND: names.PLURAL,
 }
 JOB_VERSION = f"{names.GROUP}/{names.VERSION}"
@@ -158,9 +161,11 @@ class Api:
         query = {"fieldManager": names.FIELD_MANAGER}
         return await self._write("PATCH", "patch", f"{names.KIND}Status", path, patch, query, PATCH)
 
-    async def merge(self, version: str, kind: str, namespace: str, name: str, patch: Json) -> Answer:
-        path = path_of(version, kind, namespace, name)
-        return await self._write("PATCH", "merge", kind, path, patch, content=MERGE)
+    async def merge(
+        self, version: str, kind: str, namespace: str, name: str, patch: Json, *, status: bool = False
+    ) -> Answer:
+        path = path_of(version, kind, namespace, name) + ("/status" if status else "")
+        return await self._write("PATCH", "merge", f"{kind}Status" if status else kind, path, patch, content=MERGE)
 
     async def delete(
         self, version: str, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int | None

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from rlhfspec.job import ALGORITHM_DEFAULTS, Optimizer, Spec
 from rlhfspec.job_block import Block
+from rlhfspec.job_cluster import OPERATOR
 from rlhfspec.job_file.checks import CLASS, GROUP_ALGORITHMS, MODULE_MEMBER, OWN_LABELS
 from rlhfspec.job_file.schema import in_cel
 
@@ -36,7 +37,14 @@ _DEEPER = ("roles",)
 
 def job_rules(schema: dict[str, Any]) -> list[dict[str, Any]]:
     """At the root of the schema: from nowhere else status and spec are both seen."""
-    return [*_contradictions(), *_immutable(schema["properties"]["spec"])]
+    return [*_contradictions(), _one_manager(), *_immutable(schema["properties"]["spec"])]
+
+
+def _one_manager() -> dict[str, Any]:
+    """From its first moment on: two that manage one job would undo each other's work."""
+    has, had = _is_there("self", "managedBy"), _is_there("oldSelf", "managedBy")
+    same = f"({has} ? self.spec.managedBy : {_text(OPERATOR)}) == ({had} ? oldSelf.spec.managedBy : {_text(OPERATOR)})"
+    return _rule(same, "cannot be changed; make another job", ".spec.managedBy")
 
 
 def source_rules() -> list[dict[str, Any]]:
@@ -387,7 +395,7 @@ def _fields(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for name, field in node["properties"].items():
         path = f"{prefix}{name}"
-        if path in MUTABLE:
+        if path in MUTABLE or path == "managedBy":  # which has a rule of its own
             continue
         inner = field.get("properties", {})
         deeper = path.count(".") < (2 if path.startswith(_DEEPER) else 1)

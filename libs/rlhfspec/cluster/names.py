@@ -61,6 +61,11 @@ def secret_name(job: str, role: str, job_uid: str) -> str:
     return f"{job}-{role}-{job_uid[:8]}"
 
 
+def workload_name(job: str, job_uid: str) -> str:
+    """Of Kueue's Workload of a job that waits in a queue."""
+    return f"rlhfjob-{job}-{job_uid[:8]}"
+
+
 def labels_of(job: str, role: str, worker: int) -> dict[str, str]:
     return {NAME: "rlhfspec", MANAGED_BY: FIELD_MANAGER, JOB: job, ROLE: role, WORKER: str(worker)}
 

@@ -22,6 +22,7 @@ from rlhfspec.job import RLHFJob
 _OF_A_CLUSTER = (
     "suspend", "activeDeadlineSeconds", "preRunningDeadlineSeconds", "deletionPolicy",
     "ttlSecondsAfterFinished", "scheduling", "podTemplate", "storage", "restart", "failurePolicy.rules",
+    "managedBy",
 )  # fmt: skip
 _OF_A_ROLE = ("resources", "image", "podTemplate", "replicas")  # the same, of a role in a cluster
 

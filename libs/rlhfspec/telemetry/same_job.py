@@ -35,6 +35,7 @@ MAY_DIFFER = (
     "spec.scheduling",
     "spec.storage",
     "spec.restart",
+    "spec.managedBy",
 )
 # Of a reward source: how it is called, not what it says.
 _MAY_DIFFER_IN_SOURCES = ("name", "concurrency", "timeoutSeconds", "retries", "headers")

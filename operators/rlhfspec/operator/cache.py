@@ -16,12 +16,14 @@ from typing import Any, Literal
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
+from rlhfspec.job_cluster import OPERATOR
 from rlhfspec.operator.observed import JobView, Observed, PodView, Refusal, Said, Trial
 from rlhfspec.operator.queue import Key
 from rlhfspec.operator.views import job_view, owner_of, pod_view
+from rlhfspec.operator.workloads import Workloads
 
 Json = dict[str, Any]
-Kind = Literal["job", "pod"]
+Kind = Literal["job", "pod", "workload"]
 MOST_WARNINGS = 5  # of one pod
 MOST_GONE = 10_000  # uids that are remembered as gone
 WARNINGS = "type=Warning,involvedObject.kind=Pod"  # field selector of the events that are of use
@@ -61,10 +63,13 @@ class Cache:
         self._pod_by_uid: dict[str, tuple[Key, str]] = {}
         self.left: set[str] = set()  # namespaces that ceased to be watched, once at least
         self._gone: OrderedDict[str, int] = OrderedDict()  # uid: the resourceVersion that it went with
+        self.workloads = Workloads()
 
     # --- what the watches say: each returns the job that it concerns -------------------------------------------------
 
     def put_job(self, job: Json) -> Key | None:
+        if job["spec"].get("managedBy", OPERATOR) != OPERATOR:
+            return None  # somebody else's, for ever
         metadata = job["metadata"]
         key, version = (metadata["namespace"], metadata["name"]), int(metadata["resourceVersion"])
         held = self._jobs.get(key)
@@ -159,6 +164,8 @@ class Cache:
 
     def uids(self, kind: Kind, namespace: str | None) -> set[str]:
         """To be asked before a list begins."""
+        if kind == "workload":
+            return self.workloads.uids(namespace)
         if kind == "job":
             return {job.view.uid for key, job in self._jobs.items() if namespace in (None, key[0])}
         return {uid for uid, (key, _) in self._pod_by_uid.items() if namespace in (None, key[0])}
@@ -166,6 +173,8 @@ class Cache:
     def listed(self, kind: Kind, before: set[str], found: Iterable[str]) -> list[Key]:
         """What was here before the list began and is not in it is gone."""
         gone = before - set(found)
+        if kind == "workload":
+            return self.workloads.gone(gone)
         if kind == "pod":
             return [key for uid in gone if (key := self._remove_pod(uid)) is not None]
         keys = [key for key, job in self._jobs.items() if job.view.uid in gone]
@@ -182,6 +191,7 @@ class Cache:
         self._jobs = {key: job for key, job in self._jobs.items() if key[0] != namespace}
         self._pods = {key: pods for key, pods in self._pods.items() if key[0] != namespace}
         self._pod_by_uid = {uid: held for uid, held in self._pod_by_uid.items() if held[0][0] != namespace}
+        self.workloads.leave(namespace)
 
     # --- what the operator itself learns -----------------------------------------------------------------------------
 
@@ -246,6 +256,7 @@ class Cache:
             refusals=tuple(job.refusals.values()),
             trial=job.trial,
             broker=self.broker,
+            queueing=self.workloads.of(job.view.uid),
         )
 
     def pods(self, key: Key) -> list[PodView]:

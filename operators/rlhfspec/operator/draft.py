@@ -12,7 +12,7 @@ from rlhfspec.cluster.report import Report
 from rlhfspec.job import Spec
 from rlhfspec.operator.memory import Memory, Outcome, WorkerMemory
 from rlhfspec.operator.observed import JobView, Observed, PodView, Settings, Worker
-from rlhfspec.operator.plan import Delete
+from rlhfspec.operator.plan import Delete, WorkloadWrite
 
 LOST_SECONDS = 15.0  # past the end of its grace: a kubelet that answers would have removed the pod
 FRESH_SECONDS = 60.0  # so long a report is believed; control says something every 20 s
@@ -32,6 +32,7 @@ class Draft:
     trial: list[dict[str, Any]] = field(default_factory=list)
     create: list[dict[str, Any]] = field(default_factory=list)
     delete: list[Delete] = field(default_factory=list)
+    workload: WorkloadWrite | None = None
     requeue: float | None = None
     wanted: dict[tuple[int, bool], list[Worker]] = field(default_factory=dict)  # what `wanted_workers` found
 

@@ -1,4 +1,5 @@
-"""All pods of a run or none: what each provider wants to see on a pod, and beside it.
+"""All pods of a run or none: what each provider wants to see on a pod, and beside it. Kueue has said where they go
+before the run began (`kueue`).
 
 Example:
     >>> group_name("sums", "3a9d33b1")
@@ -14,7 +15,6 @@ from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.observed import Worker
 from rlhfspec.operator.wanted import counts_of
 
-KUEUE = "kueue.x-k8s.io"
 POD_GROUPS = {"volcano": "scheduling.volcano.sh/v1beta1", "coscheduling": "scheduling.x-k8s.io/v1alpha1"}
 
 
@@ -35,16 +35,8 @@ def overlay(draft: Draft, key: Worker) -> dict[str, Any]:
     counts = group_counts(draft)
     is_member = role != names.PREPARE and worker < counts.get(role, 0)
     if scheduling.gang == "kueue":
-        labels = {f"{KUEUE}/queue-name": scheduling.queue or "default"}
-        if not is_member:
-            return {"metadata": {"labels": labels}}
-        labels[f"{KUEUE}/pod-group-name"] = name
-        return {
-            "metadata": {
-                "labels": labels,
-                "annotations": {f"{KUEUE}/pod-group-total-count": str(sum(counts.values()))},
-            }
-        }
+        place = draft.memory.placed.get(names.CONTROL if role == names.PREPARE else role, {})
+        return {part: place[part] for part in ("metadata", "spec") if part in place}
     if scheduling.gang == "volcano":
         annotations = {"scheduling.k8s.io/group-name": name} if is_member else {}
         queue = {"scheduling.volcano.sh/queue-name": scheduling.queue} if scheduling.queue else {}

@@ -15,11 +15,11 @@ from typing import Any
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import JOB_VERSION, Answer, Api, in_parallel
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
-from rlhfspec.operator import trial
+from rlhfspec.operator import trial, workloads
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.events import Events
 from rlhfspec.operator.observed import JobView, Observed, Refusal, Settings, Trial
-from rlhfspec.operator.plan import Delete, Event, Plan
+from rlhfspec.operator.plan import Delete, Event, Plan, WorkloadWrite
 from rlhfspec.operator.queue import Key, Looked
 from rlhfspec.operator.reasons import LEAVING
 from rlhfspec.operator.reconcile import reconcile
@@ -84,8 +84,9 @@ class Looks:
             answers = await in_parallel([self._api.create(pod, dry_run=True) for pod in plan.trial])
             self._cache.tried(key, Trial(job.generation, trial.problem_of(plan.trial, answers)))
         await in_parallel([self._delete(key, each) for each in plan.delete])
-        learned = await self._create(key, plan.create, now) or bool(plan.trial)
-        return 0.0 if learned else put_off
+        learned = await self._create(key, plan.create, now)
+        learned |= await self._write_workload(key, plan.workload, now)
+        return 0.0 if learned or plan.trial else put_off
 
     async def _write_status(self, key: Key, job: JobView, status: dict[str, Any], now: datetime) -> None:
         if status != job.status:
@@ -129,6 +130,29 @@ class Looks:
                 break
         return learned
 
+    async def _write_workload(self, key: Key, write: WorkloadWrite | None, now: datetime) -> bool:
+        """409: it is there already, or somebody wrote since: the watch tells."""
+        if write is None:
+            return False
+        version, kind, known = workloads.VERSION, workloads.KIND, self._cache.workloads
+        if write.verb == "create":
+            answer = await self._api.create(write.body)
+        elif write.verb == "status":
+            answer = await self._api.merge(version, kind, key[0], write.name, write.body, status=True)
+        else:
+            answer = await self._api.delete(version, kind, key[0], write.name, uid=write.uid, grace_seconds=None)
+        if answer.code == 409:
+            return False
+        is_gone = answer.is_missing if write.verb == "status" else write.verb == "delete"
+        if answer.is_refused and not (is_gone and answer.is_missing):
+            LOG.warning("%s: %s of %s %s is refused: %s", "/".join(key), write.verb, kind, write.name, answer.message)
+            reason = str(answer.body.get("reason") or answer.code)
+            return self._cache.refused(key, Refusal(kind, write.name, reason, answer.message, now))
+        LOG.info("%s: %s of %s %s", "/".join(key), write.verb, kind, write.name)
+        known.remove({"metadata": {"uid": write.uid}}) if is_gone else known.put(answer.body)
+        self._cache.accepted(key, kind, write.name)
+        return True
+
     async def _make(self, thing: dict[str, Any]) -> Answer:
         """What has its name is ours by its owner, or is left alone."""
         answer = await self._api.create(thing)
@@ -154,4 +178,5 @@ class Looks:
 def _deeds(plan: Plan) -> object:
     """What two plans that do the same have in common."""
     made = [(thing["kind"], thing["metadata"]["name"]) for thing in plan.create]
-    return (made, plan.delete, [pod["metadata"]["name"] for pod in plan.trial])
+    queued = plan.workload and (plan.workload.verb, plan.workload.uid)
+    return (made, plan.delete, queued, [pod["metadata"]["name"] for pod in plan.trial])

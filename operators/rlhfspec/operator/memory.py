@@ -74,6 +74,7 @@ class Memory:
     counted: int = 0  # of them, by the failure policy
     step: int = 0  # the last one trained of which we heard
     workers: dict[str, WorkerMemory] = field(default_factory=dict)
+    placed: dict[str, dict[str, Any]] = field(default_factory=dict)  # by role: where Kueue wants the run's pods
     started: datetime | None = None
     completed: datetime | None = None
     outcome: Outcome | None = None  # it stands in the conditions

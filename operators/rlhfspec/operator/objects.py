@@ -20,7 +20,7 @@ def objects_for(draft: Draft, workers: Sequence[Worker]) -> list[dict[str, Any]]
     if not workers:
         return []
     roles = dict.fromkeys(role for role, _ in workers)
-    group = [] if set(roles) <= {names.PREPARE} else gang.pod_group(draft, _metadata(draft))
+    group = [] if set(roles) <= {names.PREPARE} else gang.pod_group(draft, metadata(draft))
     return [
         config_map(draft),
         *(secret(draft, role) for role in roles),
@@ -75,7 +75,7 @@ def config_map(draft: Draft) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(draft) | {"name": names.config_name(draft.job.name, draft.job.uid)},
+        "metadata": metadata(draft) | {"name": names.config_name(draft.job.name, draft.job.uid)},
         "data": {name: json.dumps(value, indent=2, sort_keys=True) for name, value in data.items()},
     }
 
@@ -83,18 +83,18 @@ def config_map(draft: Draft) -> dict[str, Any]:
 def secret(draft: Draft, role: str) -> dict[str, Any]:
     job = draft.job
     data = draft.settings.credentials(job.namespace, job.name, job.uid, draft.run_uid, role, job.created)
-    metadata = _metadata(draft) | {"name": names.secret_name(job.name, role, job.uid)}
-    metadata["labels"] = metadata["labels"] | {names.ROLE: role}
+    own = metadata(draft) | {"name": names.secret_name(job.name, role, job.uid)}
+    own["labels"] = own["labels"] | {names.ROLE: role}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "type": "Opaque",
-        "metadata": metadata,
+        "metadata": own,
         "data": {name: base64.b64encode(value).decode() for name, value in sorted(data.items())},
     }
 
 
-def _metadata(draft: Draft) -> dict[str, Any]:
+def metadata(draft: Draft) -> dict[str, Any]:
     job = draft.job
     labels = {names.NAME: "rlhfspec", names.MANAGED_BY: names.FIELD_MANAGER, names.JOB: job.name}
     return {"namespace": job.namespace, "labels": labels, "ownerReferences": [_owner(draft)]}

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from rlhfspec.cluster.report import Report
 from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob
+from rlhfspec.operator.workloads import Queueing
 
 Worker = tuple[str, int]  # role, number
 # (namespace, job's name, job's uid, run's uid, role, when the job was made) -> the data of the role's Secret
@@ -137,6 +138,7 @@ class Observed:
     refusals: tuple[Refusal, ...] = ()
     trial: Trial | None = None  # the last one
     broker: Said | None = None  # why NATS or Redis cannot be reached; None: nothing speaks against it
+    queueing: Queueing = field(default_factory=Queueing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,4 +169,5 @@ class Settings:
     chooses_user: bool = True  # False: the cluster chooses user and groups of pods, as OpenShift does
     coscheduler: str = "scheduler-plugins-scheduler"
     max_workers: int = 1000  # of a job
+    kueue: bool = False  # jobs may wait in its queues
     install: str = ""  # stands in what its runs leave on servers (`service.redis_users.install_of`)

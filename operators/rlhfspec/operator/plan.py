@@ -8,7 +8,7 @@ Example:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -21,6 +21,17 @@ class Delete:
     name: str
     grace_seconds: int | None
     uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadWrite:
+    """To Kueue's Workload of the job. `body`: what is created, or a patch of its status that names the version it is
+    of; where somebody wrote since, the next look writes again."""
+
+    verb: Literal["create", "delete", "status"]
+    name: str
+    uid: str = ""
+    body: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +51,11 @@ class Plan:
     trial: tuple[dict[str, Any], ...] = ()  # pods that the API server is asked about, and does not make
     create: tuple[dict[str, Any], ...] = ()  # in this order
     delete: tuple[Delete, ...] = ()
+    workload: WorkloadWrite | None = None
     events: tuple[Event, ...] = ()
     requeue_seconds: float | None = None  # look again then, even if nothing happens
 
     @property
     def is_quiet(self) -> bool:
         """Nothing to do but perhaps to write the status."""
-        return not (self.trial or self.create or self.delete)
+        return not (self.trial or self.create or self.delete or self.workload)

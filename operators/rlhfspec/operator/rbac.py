@@ -3,8 +3,9 @@
 | rules | bound in |
 |---|---|
 | JOBS | every namespace with jobs |
-| GANG | the same, when jobs use Volcano or coscheduling |
+| GANG | the same, when jobs use Kueue, Volcano or coscheduling |
 | SPACES | the cluster, when the operator's scope is cluster: where a namespace has the label, it makes the rest |
+| KUEUE | the cluster, when jobs use Kueue |
 | RELEASE | the operator's own namespace |
 | CLUSTER | the cluster: a TokenReview has no namespace |
 | INSTALL | the operator's own namespace, for the install hook (`keys`) alone |
@@ -42,10 +43,17 @@ JOBS = (
 GANG = (
     Rule("scheduling.volcano.sh", ("podgroups",), ("create", "patch")),
     Rule("scheduling.x-k8s.io", ("podgroups",), ("create", "patch")),
+    Rule("kueue.x-k8s.io", ("workloads",), ("list", "watch", "create", "delete")),
+    Rule("kueue.x-k8s.io", ("workloads/status",), ("patch",)),
 )
 RELEASE = (
     Rule("coordination.k8s.io", ("leases",), ("get", "create", "update")),
     Rule("", ("pods",), ("list", "patch")),  # the label of who leads
+)
+# What has no namespace, of Kueue: which nodes a flavor means, and what a priority class is worth.
+KUEUE = (
+    Rule("kueue.x-k8s.io", ("resourceflavors",), ("list", "watch")),
+    Rule("scheduling.k8s.io", ("priorityclasses",), ("list", "watch")),
 )
 # The chart adds names: only those objects may be patched, and only the role JOBS be bound.
 SPACES = (

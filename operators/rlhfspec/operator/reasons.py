@@ -4,7 +4,7 @@ The first cause that holds is the one that is shown: what explains others stands
 
 Example:
     >>> [cause.reason for cause in CAUSES][:3]
-    ['BadConfig', 'MissingSecret', 'QuotaExceeded']
+    ['BadConfig', 'Queued', 'MissingSecret']
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from rlhfspec.cluster import names
 from rlhfspec.job import RLHFJob
 from rlhfspec.loop import workers_of
+from rlhfspec.operator import kueue
 from rlhfspec.operator.draft import FRESH_SECONDS, Draft, worker_name
 from rlhfspec.operator.failures import is_about_storage_away
 from rlhfspec.operator.memory import WorkerMemory
 from rlhfspec.operator.observed import PodView, Refusal, Said
 from rlhfspec.operator.wanted import wanted_workers
+from rlhfspec.operator.workloads import KIND as WORKLOAD
 from rlhfspec.service.exits import is_about_full_disk
 
 READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # so long a pod may take after the job ran, and before
@@ -74,6 +76,8 @@ def config_problem(draft: Draft) -> str:
             "spec.storage.claim: name a PersistentVolumeClaim of this namespace, or an object store as "
             "spec.storage.uri: the operator has no claim by default"
         )
+    if kueue.is_queued(draft) and not draft.settings.kueue:
+        return "spec.scheduling.gang: kueue is not among operator.gang of the operator's chart: add it there"
     if too_many := _too_many(job.job, draft.settings.max_workers):
         return too_many
     last = draft.observed.trial
@@ -124,7 +128,9 @@ def _down(draft: Draft) -> Iterator[tuple[str, WorkerMemory]]:
 def _refusals(draft: Draft) -> Iterator[Refusal]:
     wanted = {names.pod_name(draft.job.name, *key) for key in wanted_workers(draft)}
     for refusal in draft.observed.refusals:
-        if refusal.kind != "Pod" or (refusal.name in wanted and refusal.name not in {pod.name for pod in draft.pods}):
+        if refusal.kind not in ("Pod", WORKLOAD) or (
+            refusal.name in wanted and refusal.name not in {pod.name for pod in draft.pods}
+        ):
             yield refusal
 
 
@@ -308,6 +314,12 @@ CAUSES = (
         "Correct the field, and the job begins; one that ran and failed by it is to be made again. Remove what is in "
         "the way, and it goes on.",
         _bad_config,
+    ),
+    Cause(
+        "Queued",
+        "The job waits in a queue of Kueue, or was evicted. The message is Kueue's own.",
+        "Wait. If it asks for more than the queue has at all: lower roles.ROLE.resources, or raise the quota.",
+        kueue.why_it_waits,
     ),
     Cause(
         "MissingSecret",

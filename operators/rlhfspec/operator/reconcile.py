@@ -15,7 +15,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from rlhfspec.cluster import names
-from rlhfspec.operator import runs, status, trial
+from rlhfspec.operator import kueue, runs, status, trial
 from rlhfspec.operator.draft import MOST_AT_ONCE, Draft, worker_name
 from rlhfspec.operator.failures import count_in, forget_after_progress, is_complete
 from rlhfspec.operator.memory import Memory
@@ -70,9 +70,9 @@ def _decide(draft: Draft) -> None:
         return _over(draft)
     runs.turn(draft)
     if draft.memory.state == "open":
+        _look_whether_all_run(draft)  # how many generators there should be depends on it
         settle_generators(draft)
         _keep_workers(draft)
-        _look_whether_all_run(draft)
     elif draft.memory.state == "closing":
         runs.take_down(draft, keep_finished=False)
     return None
@@ -213,10 +213,11 @@ def _deleting(draft: Draft) -> Plan:
 
 
 def _finish(draft: Draft) -> Plan:
+    kueue.settle(draft)
     new, events = status.render(draft)
     if draft.memory.state != "closed":
         draft.look_again_in(SEEN_AGAIN_SECONDS)
     return Plan(
         status=new, trial=tuple(draft.trial), create=tuple(draft.create), delete=tuple(draft.delete),
-        events=tuple(events), requeue_seconds=draft.requeue,
+        workload=draft.workload, events=tuple(events), requeue_seconds=draft.requeue,
     )  # fmt: skip

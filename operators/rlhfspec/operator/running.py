@@ -77,7 +77,7 @@ class Operator:
         self._watching = Watching(
             self._cache, told.namespaces, self._tell,
             label="" if told.namespaces else told.namespace_label,
-            joins=self._spaces.joins, leaves=self._spaces.leaves,
+            joins=self._spaces.joins, leaves=self._spaces.leaves, kueue=told.kueue,
         )  # fmt: skip
         self._reports = Reports(
             self._cache, self._api.review_token, self._tell, is_acting=lambda: self._lease.is_held and self._is_in_sync

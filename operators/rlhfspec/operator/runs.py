@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhfspec.cluster import names
 from rlhfspec.loop import workers_of
-from rlhfspec.operator import trial
+from rlhfspec.operator import kueue, trial
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.wanted import whole_restart_is_wanted
 
@@ -14,13 +14,13 @@ STOP_SECONDS = 30  # for everybody but the trainer, where nobody is left to hand
 def turn(draft: Draft) -> None:
     """open -> closing -> closed -> open: the next run. Within one look as far as it goes."""
     memory = draft.memory
-    if memory.state == "open" and (draft.spec.suspend or whole_restart_is_wanted(draft)):
+    if memory.state == "open" and (draft.spec.suspend or whole_restart_is_wanted(draft) or kueue.withdraws(draft)):
         memory.state = "closing"
     if memory.state == "closed" and memory.number and draft.pods:
         memory.state = "closing"  # made just before the end, and not seen then
     if memory.state == "closing" and not draft.pods:
         close(draft)
-    if memory.state == "closed" and not draft.spec.suspend and trial.is_passed(draft):
+    if memory.state == "closed" and not draft.spec.suspend and trial.is_passed(draft) and kueue.admits(draft):
         _open(draft)
 
 
@@ -38,6 +38,7 @@ def _open(draft: Draft) -> None:
     memory.opened, memory.running_since = draft.now, None
     memory.restart_id = draft.spec.restart.id
     memory.workers.clear()
+    memory.placed = kueue.places(draft)
     memory.asked = 0  # the generators that the job itself says
     memory.rebalanced = "rebalancer" in workers_of(draft.job.job) if draft.job.job else False
     memory.started = memory.started or draft.now

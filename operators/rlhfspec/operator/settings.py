@@ -51,6 +51,7 @@ class OperatorFile(Part):
     priority_classes: dict[Role, str] = Field({}, description="Of roles of a job that names none.")
     chooses_user: bool = Field(True, description="False: the cluster chooses user and groups of pods.")
     coscheduler: str = "scheduler-plugins-scheduler"
+    kueue: bool = Field(False, description="Jobs may wait in queues of Kueue, whose Workloads are watched then.")
     max_workers: int = Field(1000, ge=1, le=5000, description="Pods of one job; one that asks for more is refused.")
 
     @model_validator(mode="before")
@@ -106,5 +107,6 @@ class OperatorFile(Part):
             chooses_user=self.chooses_user,
             coscheduler=self.coscheduler,
             max_workers=self.max_workers,
+            kueue=self.kueue,
             install=install,
         )

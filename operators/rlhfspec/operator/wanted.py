@@ -14,7 +14,14 @@ from rlhfspec.operator.observed import Worker
 
 
 def settle_generators(draft: Draft) -> None:
-    """How many should run from now on; one more or one fewer at a time."""
+    """How many should run from now on; never more than have quota of Kueue."""
+    _settle(draft)
+    if (place := draft.memory.placed.get("generator")) is not None:
+        draft.memory.generators = min(draft.memory.generators, place["count"])
+
+
+def _settle(draft: Draft) -> None:
+    """One more or one fewer at a time."""
     memory, generator = draft.memory, draft.spec.roles.generator
     if generator.replicas is None:
         memory.generators = memory.asked = generator.workers

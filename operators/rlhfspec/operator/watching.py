@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import JOB_VERSION, Api
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable
+from rlhfspec.operator import workloads
 from rlhfspec.operator.cache import WARNINGS, Cache, Json, Kind
 from rlhfspec.operator.queue import Key
+from rlhfspec.operator.workloads import Workloads
 
 PODS = f"{names.MANAGED_BY}={names.FIELD_MANAGER}"
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
@@ -47,6 +49,7 @@ class Watching:
     def __init__(
         self, cache: Cache, namespaces: Sequence[str], tell: Callable[[Key], None], *, label: str = "",
         joins: Callable[[str], None] = lambda namespace: None, leaves: Callable[[str], None] = lambda namespace: None,
+        kueue: bool = False,
     ) -> None:  # fmt: skip
         self._cache = cache
         self._tell = tell
@@ -59,7 +62,9 @@ class Watching:
             Source(JOB_VERSION, names.KIND, cache.put_job, cache.remove_job, "job"),
             Source("v1", "Pod", cache.put_pod, cache.remove_pod, "pod", labels=PODS),
             Source("v1", "Event", cache.put_warning, lambda event: None, fields=WARNINGS),
+            *(_workloads(cache.workloads) if kueue else ()),
         )
+        self._of_cluster = tuple(_of_kueue(cache.workloads)) if kueue else ()
         self._problems: dict[tuple[str | None, str], str] = {}  # by namespace and kind
 
     async def run(self, api: Api) -> None:
@@ -68,8 +73,8 @@ class Watching:
             self._start = lambda namespace, source: group.create_task(self._keep(api, source, namespace))
             for namespace in self._namespaces:
                 self._watch_all_of(namespace)
-            if self._labelled is not None:
-                group.create_task(self._keep(api, self._labelled, None))
+            for source in (*self._of_cluster, *([self._labelled] if self._labelled else ())):
+                group.create_task(self._keep(api, source, None))
 
     def _watch_all_of(self, namespace: str) -> None:
         if self._start is not None:
@@ -126,8 +131,9 @@ class Watching:
         found = (self._problems.get((namespace, source.kind)) for source in self._sources)
         return next((problem for problem in found if problem), "")
 
-    def _places(self) -> Iterator[tuple[str, Source]]:
-        return ((namespace, source) for namespace in self._namespaces for source in self._sources)
+    def _places(self) -> Iterator[tuple[str | None, Source]]:
+        yield from ((None, source) for source in self._of_cluster)
+        yield from ((namespace, source) for namespace in self._namespaces for source in self._sources)
 
     async def _keep(self, api: Api, source: Source, namespace: str | None) -> None:
         wait = FIRST_WAIT_SECONDS
@@ -183,3 +189,14 @@ class Watching:
         if now != before:
             where = f"{source.kind}s of {namespace or 'the cluster'}"
             LOG.warning("%s are not watched: %s", where, now) if now else LOG.info("%s are watched again", where)
+
+
+def _workloads(known: Workloads) -> Iterator[Source]:
+    """Where Kueue is not installed they are tried again and again, and jobs say that they wait."""
+    yield Source(workloads.VERSION, workloads.KIND, known.put, known.remove, "workload", labels=PODS)
+
+
+def _of_kueue(known: Workloads) -> Iterator[Source]:
+    """What has no namespace."""
+    yield Source(workloads.VERSION, workloads.FLAVOR, known.put_flavor, known.remove_flavor)
+    yield Source(workloads.PRIORITY_VERSION, workloads.PRIORITY, known.put_priority, known.remove_priority)
