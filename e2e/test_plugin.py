@@ -109,10 +109,10 @@ def healthy(status: str, reason: str, message: str = "") -> dict[str, Any]:
     return {"type": "Healthy", "status": status, "reason": reason, "message": message, "lastTransitionTime": SINCE}
 
 
-def warn(plane: ControlPlane, kind: str, name: str, reason: str, message: str) -> None:
+def warn(plane: ControlPlane, kind: str, name: str, reason: str, message: str, **about: str) -> None:
     event = {
         "apiVersion": "v1", "kind": "Event", "metadata": {"name": f"{name}.{reason.lower()}", "namespace": "rl"},
-        "involvedObject": {"kind": kind, "name": name, "namespace": "rl"}, "type": "Warning", "reason": reason,
+        "involvedObject": {"kind": kind, "name": name, "namespace": "rl"} | about, "type": "Warning", "reason": reason,
         "message": message, "lastTimestamp": SINCE, "source": {"component": "test"},
     }  # fmt: skip
     plane.apply(event)
@@ -192,6 +192,9 @@ def test_why_of_jobs_that_are_well_or_unseen(plane: ControlPlane, rlhf: Rlhf) ->
     make_job(plane, "unseen")
     assert "is one running, and does it watch this namespace?" in rlhf("why", "unseen")
     make_job(plane, "well", {"phase": "Running", "progress": {"shown": "1/2"}, "conditions": [healthy("True", "x")]})
+    make_pod(plane, "well", "trainer", status=running(ready=False))  # it starts, and its probe fails until it has
+    warn(plane, "Pod", "well-trainer-0", "Unhealthy", "Startup probe failed: connection refused")
+    warn(plane, "RLHFJob", "well", "Evicted", "an older job of this name", uid="0")
     assert rlhf("why", "well") == "well is Running, step 1/2; nothing speaks against it\n"
     make_job(plane, "asleep", {"phase": "Suspended", "conditions": [healthy("True", "x")]}, suspend=True)
     assert "`kubectl rlhf resume` goes on" in rlhf("why", "asleep")
@@ -204,6 +207,9 @@ def test_suspend_and_resume(plane: ControlPlane, rlhf: Rlhf) -> None:
     assert "true already" in rlhf("suspend", "paused")
     assert "goes on from its checkpoint" in rlhf("resume", "paused")
     assert plane.get("-n", "rl", "rlhf", "paused")["spec"]["suspend"] is False
+    make_job(plane, "over", {"phase": "Succeeded"})
+    assert "nothing to suspend" in rlhf("suspend", "over")
+    assert plane.get("-n", "rl", "rlhf", "over")["spec"]["suspend"] is False
 
 
 def test_drain_evicts_what_was_named_and_waits(plane: ControlPlane, cluster: Cluster) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from operator_world import World, job_body
+from operator_world import World, job_body, view_of
 
 from rlhfspec.cluster import names
+from rlhfspec.cluster.api import Answer
+from rlhfspec.operator import trial
 
 ODD = {
     "roles": {
@@ -68,3 +70,15 @@ def test_a_suspended_job_is_tried_when_it_is_edited_and_goes_on_when_it_is_right
     world.edit(roles={"reward": {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}}})
     world.settle()
     assert list(world.pods) == [names.pod_name("sums", names.PREPARE, 0)]
+
+
+def test_the_problem_names_what_the_user_wrote_in_words_of_the_job() -> None:
+    told = 'Pod in version "v1" cannot be handled as a Pod: '
+    wrong = told + "json: cannot unmarshal string into Go struct field PodSpec.spec.tolerations of type []v1.Toleration"
+    for body, where in (
+        (job_body(podTemplate={"spec": {"tolerations": "all"}}), "spec.podTemplate"),
+        (job_body(roles={"prepare": {"podTemplate": {"spec": {}}}}), "spec.roles.prepare"),
+    ):
+        tried = World(body).look().trial
+        said = trial.problem_of(view_of(body).job, tried, [Answer(400, {"message": wrong})])
+        assert said == f"{where}: no pod can be made of it: spec.tolerations must be a list of Toleration, not a string"

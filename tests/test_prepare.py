@@ -182,6 +182,26 @@ def test_models_and_data_of_this_house_are_made_in_the_cache_of_the_storage(
 
 
 @pytest.mark.usefixtures("object_credentials")
+def test_a_model_of_the_hub_is_fetched_to_the_storage_and_the_pods_read_its_folder(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's part is its own cache, filled before; nobody is asked."""
+    cached = place.storage / "cache" / "huggingface" / "hub" / "models--owner--name"
+    monkeypatch.setenv("HF_HOME", str(place.storage / "cache" / "huggingface"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    place.job["spec"]["model"] = {"path": "owner/name"}
+    assert place.run() == exits.ERROR
+    assert place.said().startswith("owner/name: spec.model.path is no folder in the job's storage, so it is a hub id")
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("c0ffee")
+    (cached / "snapshots" / "c0ffee").mkdir(parents=True)
+    (cached / "snapshots" / "c0ffee" / "config.json").write_text("{}")
+    assert place.run() == 0
+    assert place.resolved()["spec"]["model"]["path"] == str(cached / "snapshots" / "c0ffee")
+    written = yaml.safe_load((place.folder / "job.yaml").read_text())
+    assert written["spec"]["model"]["path"] == "owner/name"
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
 def test_a_model_that_a_job_before_had_made_is_fetched_unless_it_was_not_sent_to_the_end(
     place: Place, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool

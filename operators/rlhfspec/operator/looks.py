@@ -84,7 +84,7 @@ class Looks:
             await self._say(job, event)
         if plan.trial:
             answers = await in_parallel([self._api.create(pod, dry_run=True) for pod in plan.trial])
-            self._cache.tried(key, Trial(job.generation, trial.problem_of(plan.trial, answers)))
+            self._cache.tried(key, Trial(job.generation, trial.problem_of(job.job, plan.trial, answers)))
         await in_parallel([self._delete(key, each) for each in plan.delete])
         learned = await self._create(key, plan.create, now)
         learned |= await self._write_workload(key, plan.workload, now)

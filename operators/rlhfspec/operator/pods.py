@@ -153,7 +153,7 @@ def _num_processes(draft: Draft, role: str) -> int:
 def _environment(draft: Draft) -> list[dict[str, Any]]:
     values = {
         "RLHFSPEC_CACHE": str(names.CACHE), "RLHFSPEC_RUN": draft.run_uid, "HOME": "/tmp",
-        "HF_HOME": str(names.CACHE / "huggingface"),
+        "HF_HOME": str(names.CACHE / "huggingface"), "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # they are no lines of a log
     }  # fmt: skip
     host = {"name": "RLHFSPEC_HOST", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}}
     return [host, *({"name": name, "value": value} for name, value in values.items())]

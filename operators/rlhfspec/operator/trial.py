@@ -6,11 +6,13 @@ it refuses for another reason, such as a quota, is left for the pods themselves:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import Answer
+from rlhfspec.job import RLHFJob
 from rlhfspec.job_cluster import PodOptions
 from rlhfspec.loop import workers_of
 from rlhfspec.operator import objects
@@ -20,6 +22,10 @@ from rlhfspec.operator.draft import Draft
 _NOT_ABOUT_WORDS = ("webhook", "dry run", "dryRun")
 MOST_CHARACTERS = 2000
 _TYPES_ARE_WRONG = "failed to create typed patch object"
+_CANNOT_READ = 'Pod in version "v1" cannot be handled as a Pod: '
+_WRONG_TYPE = re.compile(r"cannot unmarshal (\w+) into Go struct field \w+\.(\S+) of type (\S+)")
+_GIVEN = {"array": "a list", "object": "a mapping", "bool": "true or false"}
+_TYPES = {"string": "a string", "bool": "true or false"} | dict.fromkeys(("int", "int32", "int64"), "a whole number")
 
 
 def is_due(draft: Draft) -> bool:
@@ -47,13 +53,49 @@ def _roles(draft: Draft) -> list[str]:
     return [role for role in roles if options[role].pod_template or options[role].resources or role in for_all]
 
 
-def problem_of(tried: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> str:
+def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> str:
     """The first; empty: none is the user's."""
     for pod, answer in zip(tried, answers, strict=True):
         if _is_about_words(answer):
-            where = f"spec.roles.{pod['metadata']['labels'][names.ROLE]} (or spec.podTemplate)"
-            return f"{where}: no pod can be made of it: {answer.message}"[:MOST_CHARACTERS]
+            where = _where(job, pod["metadata"]["labels"][names.ROLE])
+            return f"{where}: no pod can be made of it: {_in_words(answer.message)}"[:MOST_CHARACTERS]
     return ""
+
+
+def _where(job: RLHFJob | None, role: str) -> str:
+    """What the user wrote that is in the role's pods."""
+    if job is None:
+        return f"spec.roles.{role}"
+    options: PodOptions = getattr(job.spec.roles, role)
+    written = [f"spec.roles.{role}"] if options.pod_template or options.resources else []
+    return " or ".join([*written, *(["spec.podTemplate"] if job.spec.pod_template else [])])
+
+
+def _in_words(message: str) -> str:
+    """What the API server says of a pod that it cannot read, without the words of its own code.
+
+    >>> told = 'Pod in version "v1" cannot be handled as a Pod: '
+    >>> field = "PodSpec.spec.tolerations of type []v1.Toleration"
+    >>> _in_words(told + f"json: cannot unmarshal string into Go struct field {field}")
+    'spec.tolerations must be a list of Toleration, not a string'
+    >>> _in_words(told + 'strict decoding error: unknown field "spec.nodeselector"')
+    'unknown field "spec.nodeselector"'
+    >>> _in_words("Required value")
+    'Required value'
+    """
+    found = _WRONG_TYPE.search(message)
+    if found is None:
+        return message.removeprefix(_CANNOT_READ).removeprefix("strict decoding error: ")
+    is_given, place, wanted = found.groups()
+    return f"{place} must be {_type_in_words(wanted)}, not {_GIVEN.get(is_given, 'a ' + is_given)}"
+
+
+def _type_in_words(kind: str) -> str:
+    if kind.startswith("[]"):
+        return f"a list of {kind.removeprefix('[]').rpartition('.')[2]}"
+    if kind.startswith("map["):
+        return "a mapping"
+    return _TYPES.get(kind, f"a mapping ({kind.rpartition('.')[2]})")
 
 
 def _is_about_words(answer: Answer) -> bool:

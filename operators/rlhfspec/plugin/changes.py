@@ -16,7 +16,10 @@ LOOK_SECONDS = 1.0
 
 
 def suspend(cluster: Cluster, job: str, *, is_on: bool) -> str:
-    old = bool(cluster.job(job)["spec"].get("suspend"))
+    found = cluster.job(job)
+    if is_on and (found.get("status") or {}).get("phase") == "Succeeded":
+        return f"{job}: has Succeeded, there is nothing to suspend"
+    old = bool(found["spec"].get("suspend"))
     if old == is_on:
         return f"{job}: suspend is {str(is_on).lower()} already"
     cluster.change_job(job, {"spec": {"suspend": is_on}})

@@ -33,7 +33,7 @@ Role = Annotated[str | None, typer.Option("--role", help="Only this role, such a
 
 @app.command()
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Else all jobs.", show_default=False)] = None,
+    job: Annotated[str | None, typer.Argument(metavar="JOB", help="Else all jobs.", show_default=False)] = None,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
@@ -95,7 +95,7 @@ def why(job: Job, namespace: Namespace = None, context: Context = None, kubeconf
 @app.command()
 def drain(
     job: Job,
-    worker: Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Such as generator-1.")] = None,
+    worker: Annotated[str | None, typer.Argument(metavar="WORKER", help="Such as generator-1.")] = None,
     node: Annotated[str | None, typer.Option("--node", help="Every pod of the job on this node.")] = None,
     timeout_seconds: Annotated[float, typer.Option("--timeout-seconds", min=1, help="To wait for them.")] = 180.0,
     namespace: Namespace = None,
@@ -159,7 +159,7 @@ def view(job: Job, namespace: Namespace = None, context: Context = None, kubecon
 @app.command("get-run")
 def get_run(
     job: Job,
-    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Else out/JOB.", show_default=False)] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Else out/JOB.", show_default=False)] = None,
     claim: Annotated[str | None, typer.Option("--claim", help="Where the folder lies, when no pod is left.")] = None,
     image: Annotated[str | None, typer.Option("--image", help="With tar, when no pod is left.")] = None,
     namespace: Namespace = None,
@@ -177,7 +177,7 @@ def get_run(
 
 
 def main() -> None:
-    app()
+    app(prog_name="kubectl rlhf")
 
 
 def _suspend(job: str, is_on: bool, namespace: str | None, context: str | None, kubeconfig: str | None) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 MOST_PODS, MOST_EVENTS, LOG_LINES = 4, 6, 6
+PROBE_FAILED = "Unhealthy"  # the kubelet's reason
 _OVER = ("Ready", "Completed", "Terminating")
 
 
@@ -29,7 +30,7 @@ def explanation(cluster: Cluster, job: Json) -> Iterator[str]:
     if len(unwell) > MOST_PODS:
         yield f"and {len(unwell) - MOST_PODS} more pods like these"
     # A pod that is ready, or was, has got over what it was warned of.
-    yield from _events(cluster, {name, *(name_of(pod) for pod in pods if state_of(pod).word not in _OVER)})
+    yield from _events(cluster, job, [pod for pod in pods if state_of(pod).word not in _OVER])
     for pod in (unwell or _named_in(status, pods))[:MOST_PODS]:
         yield from _log(cluster, pod)
 
@@ -60,9 +61,18 @@ def _waited_for(status: Json) -> list[tuple[str, Json]]:
     return [(role, counts) for role, counts in roles if counts.get("ready", 0) < counts.get("wanted", 0)]
 
 
-def _events(cluster: Cluster, about: set[str]) -> Iterator[str]:
+def _events(cluster: Cluster, job: Json, pods: list[Json]) -> Iterator[str]:
+    """Not those of an older job or pod of the same name. Of a job that is well, probes that fail say only that a
+    worker is starting."""
+    is_well = condition_of(job, "Healthy").get("status") == "True"
+    uids = {name_of(each): each["metadata"]["uid"] for each in (job, *pods)}
     seen = set[tuple[str, ...]]()
-    for event in reversed(cluster.warnings(about)):
+    for event in reversed(cluster.warnings(set(uids))):
+        about = event["involvedObject"]
+        if about.get("uid", uids[about["name"]]) != uids[about["name"]]:
+            continue
+        if is_well and event.get("reason") == PROBE_FAILED:
+            continue
         told = (
             event["involvedObject"]["name"],
             str(event.get("reason")),

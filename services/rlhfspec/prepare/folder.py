@@ -19,6 +19,7 @@ from rlhfspec.job_file import read_job
 from rlhfspec.loop import workers_of
 from rlhfspec.object_store import ObjectStore
 from rlhfspec.prepare.checks import check_as_run_does, check_made_here, checked_rows
+from rlhfspec.prepare.hub import with_hub_models
 from rlhfspec.prepare.tiny_paths import fetch_made, with_tiny_paths
 from rlhfspec.servers.program import write_secret
 from rlhfspec.service.connections import Connections
@@ -67,6 +68,8 @@ def _prepare(connections: Connections, source: Path, store: ObjectStore | None) 
         if store is not None:
             fetch_made(written, store)
         job = with_tiny_paths(written, log.info)
+        if store is None:  # without a place that all pods see each fetches its own
+            job = with_hub_models(job, log.info)
         rows = checked_rows(job)
         columns = None if rows is None else columns_of_rows(rows, job.spec.dataset, range(len(rows)))
         check_as_run_does(job, base, columns)

@@ -1,0 +1,70 @@
+"""Models of the Hugging Face hub, fetched once to the cache that all pods read: only `prepare` reaches the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rlhfspec.errors import InvalidRequest, StorageError
+from rlhfspec.job import ModelSource, RLHFJob
+from rlhfspec.job_file.files import MODEL_FIELDS
+from rlhfspec.job_file.paths import MADE_HERE
+
+# Weights in other formats than the one that is read, and what is no part of the model.
+NOT_READ = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.tflite", "original/*"]
+
+
+def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
+    """The same job with the folder of each model in place of its hub id; paths are resolved already.
+
+    Raises InvalidRequest for a model that the hub does not give, StorageError where the hub cannot be reached."""
+    model, rewards = job.spec.model, job.spec.rewards
+    ids = {name: value for name in MODEL_FIELDS if _is_hub_id(value := getattr(model, name))}
+    folders = {name: _fetched(value, f"spec.model.{name}", report) for name, value in ids.items()}
+    sources = list(rewards.sources)
+    for number, source in _reward_models(job):
+        folder = _fetched(source.path, f"spec.rewards.sources[{number}].path", report)
+        sources[number] = source.model_copy(update={"path": folder})
+    changes = {
+        "model": model.model_copy(update=folders),
+        "rewards": rewards.model_copy(update={"sources": sources}),
+    }
+    return job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
+
+
+def _is_hub_id(path: str | None) -> bool:
+    """
+    >>> _is_hub_id("owner/name"), _is_hub_id("/storage/models/mine"), _is_hub_id("tiny:sums"), _is_hub_id(None)
+    (True, False, False, False)
+    """
+    return path is not None and not path.startswith(MADE_HERE) and not Path(path).is_absolute()
+
+
+def _reward_models(job: RLHFJob) -> Iterator[tuple[int, ModelSource]]:
+    for number, source in enumerate(job.spec.rewards.sources):
+        if isinstance(source, ModelSource) and _is_hub_id(source.path):
+            yield number, source
+
+
+def _fetched(hub_id: str, field: str, report: Callable[[str], None]) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    report(f"fetching {hub_id} from the hub, unless it is there already")
+    try:
+        return snapshot_download(hub_id, ignore_patterns=NOT_READ)
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        problem = f"neither a folder in the job's storage nor a model that the hub gives: {_first_line(error)}"
+        raise InvalidRequest(field, hub_id, problem) from error
+    except LocalEntryNotFoundError as error:
+        problem = (
+            f"{field} is no folder in the job's storage, so it is a hub id, and the hub cannot be reached; "
+            "a folder is written ./NAME"
+        )
+        raise StorageError(hub_id, problem) from error
+    except OSError as error:
+        raise StorageError(hub_id, f"{field} cannot be fetched from the hub: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
