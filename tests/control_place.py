@@ -21,6 +21,8 @@ import yaml
 from shared_servers import SharedServers, free_port
 
 from rlhfspec.cluster.report import Report
+from rlhfspec.job import RLHFJob
+from rlhfspec.loop import workers_of
 from rlhfspec.servers.guardian import MARK
 from rlhfspec.service.connections import Connections
 
@@ -94,10 +96,11 @@ class Job:
         self.run_folder = self.storage / "run"
         self._folder, self.servers = folder, servers
         self.operator = Operator(servers)
-        servers.open_run(UID)
         self.token = folder / "token"
         self.token.write_text("first\n")
         self.job: dict[str, Any] = yaml.safe_load(job_file.read_text())
+        stages = workers_of(RLHFJob.model_validate(self.job))
+        servers.open_run(UID, job=self.job["metadata"]["name"], stages=stages)
         self.control_port = free_port()
         self._ending = ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
