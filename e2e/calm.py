@@ -81,7 +81,7 @@ class Calm:
     def begin(self, num: int) -> dict[str, float]:
         """So many jobs, one after the other: the delay of each."""
         made = [self._one() for _ in range(num)]
-        measured = delays(self.world.kubernetes.audit(), self.namespace)
+        measured = delays(self.world.kubernetes.audit(self.namespace), self.namespace)
         return {name: measured[name] for name in made}
 
     def _one(self) -> str:
@@ -116,7 +116,7 @@ class Calm:
             stop.set()
             thread.join()
         assert not problems, problems
-        took = delays(self.world.kubernetes.audit(), self.namespace)
+        took = delays(self.world.kubernetes.audit(self.namespace), self.namespace)
         during = {f"probe{each}": took[f"probe{each}"] for each in range(first, self._num)}
         assert during, "no job began meanwhile"
         print(f"{len(during)} jobs began within {max(during.values()):.2f} s, {self.baseline:.2f} s before")

@@ -102,6 +102,11 @@ def owner(name: str, uid: str, **fields: Any) -> dict[str, Any]:
     return {"apiVersion": OWNED, "kind": names.KIND, "name": name, "uid": uid, "controller": True, **fields}
 
 
+def owner_of(pod: Any) -> str:
+    """Its uid; empty: there is no such pod, or it is nobody's."""
+    return pod.metadata.owner_references[0].uid if pod is not None and pod.metadata.owner_references else ""
+
+
 # --- the other tenant ------------------------------------------------------------------------------------------------
 
 

@@ -101,7 +101,6 @@ def test_a_job_goes_from_prepare_to_succeeded(world: World, operator: Operator) 
     assert sorted(secret) == ["ca.pem", "redis.password", "redis.user", *mine, "servers-ca.pem"]
     assert leaders(world) == ["rl-operator-a"]
     until(lambda: world.job("life", "sums") is None, "it is deleted when its time is over")
-    world.wait_for_pods("life", set())
 
 
 def test_what_has_a_name_of_the_jobs_is_its_own_or_left_alone(world: World, operator: Operator) -> None:

@@ -76,6 +76,7 @@ def view_of(body: dict[str, Any]) -> JobView:
         namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"], generation=metadata["generation"],
         resource_version=metadata["resourceVersion"], created=time_of(metadata["creationTimestamp"]),
         deleting_since=maybe_time_of(metadata.get("deletionTimestamp")), manifest=manifest_of(body),
+        leaves_orphans="orphan" in metadata.get("finalizers", ()),
         status=body["status"], job=job, problems=problems,
     )  # fmt: skip
 

@@ -35,7 +35,12 @@ def pod(uid: str = "p1", version: int = 1, phase: str = "Pending", worker: int =
 
 
 def warning(name: str, message: str, uid: str = "p1") -> dict[str, Any]:
-    return {"metadata": {"name": name}, "involvedObject": {"uid": uid}, "reason": "Failed", "message": message}
+    return {
+        "metadata": {"name": name, "namespace": "team"},
+        "involvedObject": {"uid": uid},
+        "reason": "Failed",
+        "message": message,
+    }
 
 
 def cache_of_a_job(**clock: Any) -> Cache:
@@ -95,6 +100,15 @@ def test_another_pod_of_the_name_takes_its_place_and_none_of_its_warnings() -> N
     assert cache.put_warning(warning("e1", "again")) is None
     assert cache.remove_pod(pod()) is None
     assert phases(cache) == [("p2", "Pending")]
+
+
+def test_a_warning_of_another_namespace_is_none() -> None:
+    """Whoever may write events there may write any uid."""
+    cache, foreign = cache_of_a_job(), warning("e1", "no such image")
+    cache.put_pod(pod())
+    foreign["metadata"]["namespace"] = "hostile"
+    assert cache.put_warning(foreign) is None
+    assert cache.pods(KEY)[0].warnings == ()
 
 
 def test_a_warning_that_is_told_again_is_one_warning() -> None:

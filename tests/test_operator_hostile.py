@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,31 @@ def test_restarts_of_workers_that_cannot_be_are_not_told() -> None:
     counts = {"trainer-0": 2, "nonsense": 1, "x-1": 3, "-": 4, "reward-": 5}
     cache.put_job(job_body() | {"status": {"restarts": {"byWorker": counts}}})
     assert [tuple(told) for told in restarted(cache)] == [("rl", "sums", "trainer", 0, 2)]
+
+
+def test_a_job_whose_pods_are_to_stay_leaves_them() -> None:
+    """`kubectl delete --cascade=orphan`: until Kubernetes has let go of them, the job is still there."""
+    world = World()
+    world.to_running()
+    world.body["metadata"]["finalizers"] = ["orphan"]
+    world.delete_job()
+    assert world.look().is_quiet
+    world.body["metadata"]["finalizers"] = ["foregroundDeletion"]
+    assert world.look().delete
+
+
+def test_a_status_that_says_a_run_of_no_number_is_open_begins_anew() -> None:
+    world = World()
+    world.settle()
+    world.body["status"] = {"memory": {"number": 0, "state": "open"}}
+    world.now += timedelta(seconds=60)
+    world.settle()
+    assert world.body["status"]["run"]["number"] == 1
+
+
+def test_a_condition_without_a_time_is_no_riddle() -> None:
+    world = World()
+    world.settle()
+    world.body["status"]["conditions"] = [{"type": "Healthy", "status": "False"}, {"type": "Ready", "status": "False"}]
+    world.settle()
+    assert all(each["lastTransitionTime"] for each in world.body["status"]["conditions"])

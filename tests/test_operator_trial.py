@@ -21,6 +21,11 @@ def test_nothing_is_asked_of_a_job_that_says_nothing_of_pods() -> None:
     assert world.num_trials == 0
 
 
+def test_what_is_written_for_all_pods_is_tried_by_one() -> None:
+    plan = World(job_body(podTemplate={"spec": {"tolerations": []}})).look()
+    assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-prepare-0"]
+
+
 def test_pods_are_tried_and_then_made() -> None:
     world = World(job_body(**ODD))
     plan = world.look()

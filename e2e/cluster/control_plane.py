@@ -83,10 +83,12 @@ class ControlPlane(Kubernetes):
         files = self.authority.issue(f"user-{name.replace(':', '-')}", name, group=group)
         return pki.write_kubeconfig(self.folder / f"user-{name}.kubeconfig", self.server, self.authority, files)
 
-    def audit(self) -> Iterator[dict[str, Any]]:
-        """Every request that the API server has answered, oldest first: verb, user, objectRef, responseStatus, ..."""
+    def audit(self, namespace: str = "") -> Iterator[dict[str, Any]]:
+        """Every request that the API server has answered, oldest first: verb, user, objectRef, responseStatus, ...
+        `namespace`: only those about what is in it."""
+        part = f'"namespace":"{namespace}"' if namespace else ""
         with (self.folder / "audit.log").open() as lines:
-            yield from (json.loads(line) for line in lines if line.endswith("\n"))
+            yield from (json.loads(line) for line in lines if part in line and line.endswith("\n"))
 
     def start_kwok(self, num: int, *, gpus: int = 0) -> None:
         """Adds `num` nodes kwok1, kwok2, ... that only pretend: see kwok.py for how pods land there."""

@@ -138,9 +138,11 @@ class Cache:
         return key
 
     def put_warning(self, event: Json) -> Key | None:
-        """Of a pod that we know; the same event told again replaces what it said."""
+        """Of a pod that we know; the same event told again replaces what it said. In another namespace than its pod's
+        anybody may have written it."""
         about, name = event["involvedObject"], event["metadata"]["name"]
-        if (found := self._pod_by_uid.get(about.get("uid", ""))) is None:
+        found = self._pod_by_uid.get(about.get("uid", ""))
+        if found is None or found[0][0] != event["metadata"]["namespace"]:
             return None
         key, pod = found
         warnings = self._pods[key][pod].warnings

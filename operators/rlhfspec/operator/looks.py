@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
@@ -66,7 +67,8 @@ class Looks:
         except (ClusterUnavailable, LeadershipLost) as error:
             LOG.warning("%s: %s", "/".join(key), error)
             if isinstance(error, ClusterRefused):  # such a status: it has another that says so
-                await self._write_status(key, job, undecided(job, error, now)[0], now)
+                with suppress(Conflict, ClusterUnavailable):
+                    await self._write_status(key, job, undecided(job, error, now)[0], now)
             return Looked(failed=True)
         soonest = min((each for each in (plan.requeue_seconds, again_seconds) if each is not None), default=None)
         return Looked(soonest, None if plan.is_quiet else _deeds(plan))

@@ -88,6 +88,7 @@ class Memory:
         kept = dict(status.get("memory") or {})
         for name in _TIMES:
             kept[name] = maybe_time_of(kept.get(name))
+        kept["state"] = kept.get("state", "closed") if kept.get("number") else "closed"
         kept["generators"] = min(kept.get("generators", 0), MOST_WORKERS)  # whoever may write a status could say any
         kept["workers"] = {name: WorkerMemory.of(worker) for name, worker in (kept.get("workers") or {}).items()}
         known = {name: value for name, value in kept.items() if name in cls.__slots__}  # another version's has more

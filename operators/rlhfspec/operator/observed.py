@@ -43,6 +43,7 @@ class JobView:
     resource_version: str
     created: datetime
     deleting_since: datetime | None = None
+    leaves_orphans: bool = False  # it is being deleted, and what it owns is to stay
     manifest: Mapping[str, Any]  # as a user would write it: without status and what only the server writes
     status: Mapping[str, Any] = field(default_factory=dict)
     job: RLHFJob | None = None  # None: it has problems

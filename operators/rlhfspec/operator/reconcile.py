@@ -26,7 +26,7 @@ from rlhfspec.operator.reasons import all_ready, config_problem, roles_that_lack
 from rlhfspec.operator.times import in_milliseconds
 from rlhfspec.operator.wanted import must_restart, settle_generators, wanted_workers
 
-STALE_SECONDS, STALE_AT_MOST_SECONDS = 1.0, 60.0
+STALE_SECONDS, STALE_AT_MOST_SECONDS = 1.0, 5.0
 SEEN_AGAIN_SECONDS = 15.0  # while something goes on, the job is looked at so often whatever happens
 
 
@@ -206,6 +206,8 @@ def _remove_surplus(draft: Draft, wanted: set[Worker]) -> None:
 
 def _deleting(draft: Draft) -> Plan:
     """Somebody else holds it, such as a deletion in the foreground: until it is gone nothing is made any more."""
+    if draft.job.leaves_orphans:
+        return Plan(status=dict(draft.job.status))
     runs.take_down(draft, keep_finished=False)
     if draft.memory.number and not draft.pods:
         runs.close(draft)

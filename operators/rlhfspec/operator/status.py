@@ -164,7 +164,7 @@ def _condition(
     job: JobView, now: datetime, type_: str, is_true: bool, said: Said, before: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     status = "True" if is_true else "False"
-    since = before["lastTransitionTime"] if before is not None and before["status"] == status else None
+    since = before.get("lastTransitionTime") if before is not None and before["status"] == status else None
     return {
         "type": type_,
         "status": status,

@@ -18,6 +18,7 @@ from rlhfspec.operator.draft import Draft
 
 # Of a webhook that takes no part in a trial, or denies it: what it says is no fault of the job's words.
 _NOT_ABOUT_WORDS = ("webhook", "dry run", "dryRun")
+MOST_CHARACTERS = 2000
 _TYPES_ARE_WRONG = "failed to create typed patch object"
 
 
@@ -37,21 +38,21 @@ def pods(draft: Draft) -> list[dict[str, Any]]:
 
 
 def _roles(draft: Draft) -> list[str]:
-    """Of whose pods the user wrote more than which image."""
+    """Of whose pods the user wrote more than which image; what is written for all of them is tried by one."""
     if draft.job.job is None:
         return []
     roles = (names.PREPARE, names.CONTROL, *workers_of(draft.job.job))
     options: dict[str, PodOptions] = {role: getattr(draft.spec.roles, role) for role in roles}
-    return [role for role in roles if options[role].pod_template or options[role].resources]
+    for_all = [names.PREPARE] if draft.spec.pod_template else []
+    return [role for role in roles if options[role].pod_template or options[role].resources or role in for_all]
 
 
 def problem_of(tried: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> str:
     """The first; empty: none is the user's."""
     for pod, answer in zip(tried, answers, strict=True):
         if _is_about_words(answer):
-            return f"spec.roles.{pod['metadata']['labels'][names.ROLE]}: no pod can be made of it: {answer.message}"[
-                :2000
-            ]
+            where = f"spec.roles.{pod['metadata']['labels'][names.ROLE]} (or spec.podTemplate)"
+            return f"{where}: no pod can be made of it: {answer.message}"[:MOST_CHARACTERS]
     return ""
 
 

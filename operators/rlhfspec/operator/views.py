@@ -43,6 +43,7 @@ def job_view(body: Mapping[str, Any], before: JobView | None = None) -> JobView:
         generation=metadata.get("generation", 1), resource_version=metadata.get("resourceVersion", ""),
         created=time_of(metadata["creationTimestamp"]),
         deleting_since=maybe_time_of(metadata.get("deletionTimestamp")),
+        leaves_orphans="orphan" in (metadata.get("finalizers") or ()),
         manifest=manifest, status=tidy(body.get("status") or {}), job=job, problems=problems,
     )  # fmt: skip
 
