@@ -366,7 +366,7 @@ def test_the_cache_knows_which_runs_are_open_and_tells_when_that_changes() -> No
     told.clear()
     cache.put_job(of_run(1, "open", 2))
     [(namespace, uid)] = cache.open_runs()
-    assert (namespace, len(uid), cache.live_runs(), len(told)) == ("team", 8, {uid}, 1)
+    assert (namespace, len(uid), cache.live_runs(), len(told)) == ("team", 16, {uid}, 1)
     cache.put_job(of_run(1, "closing", 3))
     assert (cache.live_runs(), len(told)) == ({uid}, 1), "nothing new"
     cache.put_job(of_run(1, "closed", 4))
