@@ -99,8 +99,7 @@ class Job:
         self.token = folder / "token"
         self.token.write_text("first\n")
         self.job: dict[str, Any] = yaml.safe_load(job_file.read_text())
-        stages = workers_of(RLHFJob.model_validate(self.job))
-        servers.open_run(UID, job=self.job["metadata"]["name"], stages=stages)
+        self._is_open = False
         self.control_port = free_port()
         self._ending = ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -132,7 +131,15 @@ class Job:
         (place / "job.json").write_text(json.dumps(self.job))
         return place / "connections.json"
 
-    def start(self, role: str, worker: int | None = 0) -> subprocess.Popen[bytes]:
+    def open(self) -> None:
+        """As the operator does, and again when a server lost what it had."""
+        self._is_open = True
+        stages = workers_of(RLHFJob.model_validate(self.job))
+        self.servers.open_run(UID, job=self.job["metadata"]["name"], stages=stages)
+
+    def start(self, role: str, worker: int | None = 0, *, opened: bool = True) -> subprocess.Popen[bytes]:
+        if opened and not self._is_open:
+            self.open()
         arguments = ["-m", f"rlhfspec.{role}", "--connections", str(self.mounted(role))]
         arguments += ["--token", str(self.token)] if role == "control" else []
         arguments += ["--worker", str(worker)] if role not in ("control", "prepare") else []
