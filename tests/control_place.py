@@ -21,6 +21,8 @@ import yaml
 from shared_servers import SharedServers, free_port
 
 from rlhfspec.cluster.report import Report
+from rlhfspec.job import RLHFJob
+from rlhfspec.loop import workers_of
 from rlhfspec.servers.guardian import MARK
 from rlhfspec.service.connections import Connections
 
@@ -94,10 +96,10 @@ class Job:
         self.run_folder = self.storage / "run"
         self._folder, self.servers = folder, servers
         self.operator = Operator(servers)
-        servers.open_run(UID)
         self.token = folder / "token"
         self.token.write_text("first\n")
         self.job: dict[str, Any] = yaml.safe_load(job_file.read_text())
+        self._is_open = False
         self.control_port = free_port()
         self._ending = ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -129,7 +131,15 @@ class Job:
         (place / "job.json").write_text(json.dumps(self.job))
         return place / "connections.json"
 
-    def start(self, role: str, worker: int | None = 0) -> subprocess.Popen[bytes]:
+    def open(self) -> None:
+        """As the operator does, and again when a server lost what it had."""
+        self._is_open = True
+        stages = workers_of(RLHFJob.model_validate(self.job))
+        self.servers.open_run(UID, job=self.job["metadata"]["name"], stages=stages)
+
+    def start(self, role: str, worker: int | None = 0, *, opened: bool = True) -> subprocess.Popen[bytes]:
+        if opened and not self._is_open:
+            self.open()
         arguments = ["-m", f"rlhfspec.{role}", "--connections", str(self.mounted(role))]
         arguments += ["--token", str(self.token)] if role == "control" else []
         arguments += ["--worker", str(worker)] if role not in ("control", "prepare") else []

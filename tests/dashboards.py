@@ -184,7 +184,7 @@ class LiveRun:
         place, credentials = self._place, self._place / "credentials"
         place.mkdir()
         keys = create_credentials(credentials, ROLES)
-        users = {role: User.of(key, rights_of(role, "sums", UID)) for role, key in keys.items()}
+        users = {role: User.of(key, rights_of(role, "sums", UID, declares=True)) for role, key in keys.items()}
         self._nats = NatsServer(place / "nats", run=UID, users=users, tls=ServerTls.of(credentials, "nats"))
         self._sockets = TemporaryDirectory(prefix="rlhfspec-")  # pytest's folders may be too long for one
         self._redis = RedisServer(

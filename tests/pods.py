@@ -17,6 +17,8 @@ import yaml
 from shared_servers import SharedServers
 
 from rlhfspec.cluster import names
+from rlhfspec.job import RLHFJob
+from rlhfspec.loop import workers_of
 from rlhfspec.service.connections import Connections
 
 PATIENCE_SECONDS = 150.0
@@ -99,7 +101,8 @@ class Job:
 
     def _connections(self, role: str, content: dict[str, Any], others: dict[str, Any]) -> Connections:
         name = content["metadata"]["name"]
-        self.servers.open_run(self.uid)
+        if not self.pods:
+            self.servers.open_run(self.uid, job=name, stages=workers_of(RLHFJob.model_validate(content)))
         told: dict[str, Any] = {
             "uid": self.uid, "job_file": self.folder / "processes" / "job.json",
             "base_folder": self.job_file.parent, "folder": self.folder, "nats_url": self.servers.nats_url,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import socket
+import ssl
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,12 +18,28 @@ from typing import Self
 import redis
 from nats_servers import BINARY
 
+from rlhfspec import loop
+from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.leftovers import OpenRun, Runs
+from rlhfspec.operator.streams import Streams
 from rlhfspec.service import redis_users
-from rlhfspec.service.credentials import Keys, credentials_of, install_secrets, new_keys
+from rlhfspec.service.credentials import Keys, credentials_of, install_secrets, new_keys, operator_creds
+from rlhfspec.service.rights import inbox_of
 
 CREATED = datetime(2026, 7, 1, 12, 0, tzinfo=UTC)
 REDIS = shutil.which("redis-server")  # of the system: the package's Valkey has no TLS
 NO_REDIS = "needs a redis-server with TLS in the PATH (apt-get install redis-server)"
+
+
+class _Opening(Runs):
+    """One that opens, of which alone this operator knows."""
+
+    def __init__(self, run: OpenRun) -> None:
+        super().__init__(Cache(), set, lambda: True)
+        self._run = run
+
+    def to_declare(self) -> list[OpenRun]:
+        return [self._run]
 
 
 class SharedServers:
@@ -65,8 +83,11 @@ class SharedServers:
         assert REDIS is not None
         self._redis = self._program([REDIS, str(self.folder / "redis" / "redis.conf")], self._redis_port)
 
-    def open_run(self, run: str, *, namespace: str = "rl") -> None:
-        """Makes its users in Redis, as the operator does."""
+    def open_run(
+        self, run: str, *, job: str = "sums", namespace: str = "rl", stages: Collection[str] = loop.BY_NAME
+    ) -> None:
+        """Makes its streams in NATS and its users in Redis, as the operator does."""
+        asyncio.run(self.make_streams(run, job=job, namespace=namespace, stages=stages))
         if self.redis_url is None:
             return
         master, known = self.keys.master, redis_users.ClusterRun(namespace, run)
@@ -75,6 +96,14 @@ class SharedServers:
             for role in redis_users.WRITERS:
                 rules = redis_users.rules_of(master, known, role)
                 client.execute_command("ACL SETUSER", redis_users.user_of(master, known, role), *rules)
+
+    async def make_streams(
+        self, run: str, *, job: str = "sums", namespace: str = "rl", stages: Collection[str] = loop.BY_NAME
+    ) -> None:
+        tls = ssl.create_default_context(cadata=self.keys.ca_pem.decode())
+        install, inbox = redis_users.install_of(self.keys.master), inbox_of(redis_users.OPERATOR, "release")
+        streams = Streams(self.nats_url, install, operator_creds(self.keys), inbox, tls)
+        await streams.settle(_Opening(OpenRun(namespace, job, run, frozenset(stages))))
 
     def credentials(
         self, role: str, *, job: str = "sums", job_uid: str = "6f1c", run: str = "3f2a", namespace: str = "rl"

@@ -25,7 +25,6 @@ from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.records import Sample
 from rlhfspec.servers.certificates import client_tls, server_tls, servers_tls
 from rlhfspec.servers.jwt import claims_of
-from rlhfspec.service.bus import Bus
 from rlhfspec.service.connecting import connect
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.credentials import (
@@ -182,10 +181,11 @@ async def denied(servers: SharedServers, creds: Path, publish: list[str], subscr
 
 @pytest.mark.parametrize("role", [role for role in ROLES if role != "view"])
 def test_every_role_has_its_own_rights_and_no_other(servers: SharedServers, role: str) -> None:
-    """As on the laptop (test_rights), by tokens."""
+    """As on the laptop (test_rights), by tokens; but nobody makes a stream or a consumer."""
 
     async def main() -> None:
-        may = {f"publish {to}".lower(): roles for to, roles in test_rights.may_publish().items()}
+        may_publish = test_rights.may_publish(in_a_cluster=True)
+        may = {f"publish {to}".lower(): roles for to, roles in may_publish.items()}
         may |= {f"subscription {of}".lower(): roles for of, roles in test_rights.may_subscribe().items()}
         attempts = list(test_rights.may_publish()), list(test_rights.may_subscribe())
         refused = await denied(servers, servers.credentials(role) / f"{role}.creds", *attempts)
@@ -209,29 +209,88 @@ def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, run: str
     asyncio.run(main())
 
 
-def test_a_generator_may_help_as_who_it_helps(servers: SharedServers) -> None:
+@pytest.mark.parametrize("role", ROLES)
+def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServers, role: str) -> None:
+    """Whatever their names: of a stream of its own one could have what another run says, and of a consumer too."""
+
     async def main() -> None:
-        control = await opened(servers, CONTROL)
-        await Bus.open(control, JOB, uid=UID, workers=test_rights.WORKERS)
-        place = connections(servers, servers.credentials("generator"))
-        guest = await connect(place, "reference", name="guest")
-        await guest.subscribe(loop.subject(JOB, UID, Sample), loop.work_consumer(loop.BY_NAME["reference"]))
-        await asyncio.gather(guest.close(), control.close())
+        await servers.make_streams("a0a0")
+        theirs = f"rlhf_{JOB}_a0a0_sample"
+        attempts = []
+        for record in loop.KINDS:
+            mine = test_rights.stream_name(test_rights.subject(record))
+            attempts += [f"$JS.API.STREAM.{verb}.{mine}" for verb in ("CREATE", "UPDATE", "RESTORE", "PURGE", "DELETE")]
+            for stream, name in itertools.product((mine, theirs), (role, "trainer", "spy")):
+                attempts += [f"$JS.API.CONSUMER.{verb}.{stream}.{name}" for verb in ("CREATE", "DURABLE.CREATE")]
+                attempts += [f"$JS.API.CONSUMER.CREATE.{stream}.{name}.rlhf.>", f"$JS.API.CONSUMER.CREATE.{stream}"]
+        theirs_alone = ("STREAM.MSG.GET", "STREAM.INFO", "DIRECT.GET", "CONSUMER.LIST", "CONSUMER.NAMES")
+        attempts += [f"$JS.API.{call}.{theirs}" for call in theirs_alone]
+        attempts += [f"$JS.API.CONSUMER.MSG.NEXT.{theirs}.trainer", f"$JS.ACK.{theirs}.trainer.1.1.1.1.0"]
+        refused = await denied(servers, servers.credentials(role) / f"{role}.creds", attempts, [])
+        assert refused == {f"publish {attempt}".lower() for attempt in attempts}
 
     asyncio.run(main())
 
 
-def test_the_operator_deletes_streams_and_hears_nothing(servers: SharedServers, tmp_path: Path) -> None:
+def test_an_answer_of_the_server_makes_and_deletes_no_stream(servers: SharedServers) -> None:
+    """Its asker names the subject that it goes to, and rights do not bound that: here, one of JetStream's own."""
+
     async def main() -> None:
-        control = await opened(servers, CONTROL, "0dd0")
-        await Bus.open(control, JOB, uid="0dd0", workers=test_rights.WORKERS)
-        await control.close()
-        (tmp_path / "operator.creds").write_bytes(operator_creds(servers.keys))
-        (tmp_path / "servers-ca.pem").write_bytes(servers.keys.ca_pem)
+        await asyncio.gather(*(servers.make_streams(uid) for uid in ("b1b1", "b2b2")))
+        generator, role = await opened(servers, "generator", "b1b1"), "reward"
+        wanted = {"name": f"rlhf_{JOB}_b1b1_spy", "subjects": ["latest.>"]}
+        await generator.publish(loop.subject(JOB, "b1b1", Sample), json.dumps(wanted).encode(), id="1")
+        creds = servers.credentials(role, run="b1b1") / f"{role}.creds"
         client = await nats.connect(
-            servers.nats_url, user_credentials=str(tmp_path / "operator.creds"), tls=servers_tls(tmp_path, "operator"),
-            inbox_prefix=inbox_of("operator", "release").encode(), allow_reconnect=False,
+            servers.nats_url, user_credentials=str(creds), tls=servers_tls(creds.parent, role), allow_reconnect=False,
+            inbox_prefix=inbox_of(role, "b1b1").encode(),
         )  # fmt: skip
+        mine, pull = f"rlhf_{JOB}_b1b1_sample", b'{"batch": 1, "expires": 5000000000}'
+        reply = f"$JS.API.STREAM.CREATE.{wanted['name']}"
+        await client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{mine}.{role}", pull, reply)
+        await client.publish(f"$JS.API.STREAM.INFO.{mine}", b"", f"$JS.API.STREAM.DELETE.rlhf_{JOB}_b2b2_sample")
+
+        async def num_delivered() -> int:
+            asked = f"$JS.API.CONSUMER.INFO.{mine}.{role}"
+            return int(json.loads((await client.request(asked, timeout=20)).data)["delivered"]["consumer_seq"])
+
+        while not await num_delivered():
+            await asyncio.sleep(0.05)
+        operator = await as_operator(servers)
+        names = json.loads((await operator.request("$JS.API.STREAM.NAMES", b"{}", timeout=20)).data)["streams"]
+        assert f"rlhf_{JOB}_b2b2_sample" in names
+        assert wanted["name"] not in names
+        await asyncio.gather(generator.close(), client.close(), operator.close())
+
+    asyncio.run(main())
+
+
+async def as_operator(servers: SharedServers) -> nats.NATS:
+    place = servers.folder / "seen"
+    place.mkdir(exist_ok=True)
+    (place / "operator.creds").write_bytes(operator_creds(servers.keys))
+    (place / "servers-ca.pem").write_bytes(servers.keys.ca_pem)
+    return await nats.connect(
+        servers.nats_url, user_credentials=str(place / "operator.creds"), tls=servers_tls(place, "operator"),
+        inbox_prefix=inbox_of("operator", "release").encode(), allow_reconnect=False,
+    )  # fmt: skip
+
+
+def test_a_generator_may_help_as_who_it_helps(servers: SharedServers) -> None:
+    async def main() -> None:
+        await servers.make_streams(UID)
+        place = connections(servers, servers.credentials("generator"))
+        guest = await connect(place, "reference", name="guest")
+        await guest.subscribe(loop.subject(JOB, UID, Sample), loop.work_consumer(loop.BY_NAME["reference"]))
+        await guest.close()
+
+    asyncio.run(main())
+
+
+def test_the_operator_deletes_streams_and_hears_nothing(servers: SharedServers) -> None:
+    async def main() -> None:
+        await servers.make_streams("0dd0")
+        client = await as_operator(servers)
 
         async def asked(what: str) -> dict[str, Any]:
             said: dict[str, Any] = json.loads((await client.request(f"$JS.API.STREAM.{what}", b"{}", timeout=20)).data)
@@ -244,7 +303,9 @@ def test_the_operator_deletes_streams_and_hears_nothing(servers: SharedServers, 
             assert (await asked(f"DELETE.{name}"))["success"]
         assert not [name for name in (await asked("NAMES"))["streams"] or () if "_0dd0_" in name]
         await client.close()
-        heard = await denied(servers, tmp_path / "operator.creds", ["rlhf.sums.3f2a.sample"], [">", "rlhf.>"])
+        heard = await denied(
+            servers, servers.folder / "seen" / "operator.creds", ["rlhf.sums.3f2a.sample"], [">", "rlhf.>"]
+        )
         assert len(heard) == 3
 
     asyncio.run(main())
@@ -270,7 +331,7 @@ def test_a_killed_server_finds_everybody_again(servers: SharedServers) -> None:
     async def main() -> None:
         uid = "ee11"
         control, trainer = await opened(servers, CONTROL, uid), await opened(servers, "trainer", uid)
-        await Bus.open(control, JOB, uid=uid, workers=test_rights.WORKERS)
+        await servers.make_streams(uid)
         await asyncio.to_thread(servers.kill_nats)
         await asyncio.to_thread(servers.start_nats)
         info = loop.subject(JOB, uid, loop.DatasetInfo)

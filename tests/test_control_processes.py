@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 import urllib.request
@@ -50,6 +51,37 @@ def shown_once(job: Job, holds: Callable[[set[str]], bool]) -> dict[str, Any]:
         if holds({worker["name"] for worker in shown["workers"]}):
             return shown
         assert time.monotonic() < end, shown
+
+
+def test_control_waits_for_the_run_to_be_opened_and_lives_on_where_nats_lost_all(
+    tmp_path: Path, job_file: Path
+) -> None:
+    (tmp_path / "pods").mkdir()
+    with SharedServers(tmp_path / "release") as servers, Job(tmp_path / "pods", servers, job_file) as job:
+        assert job.start("prepare", opened=False).wait(100) == exits.DONE, job.words("prepare").read_text()
+        control = job.start("control", opened=False)
+        job.operator.until(lambda report: not report.troubles, "a control that waits")
+        assert not said(job, "the run is open")
+        job.open()
+        until_said(job, "the run is open")
+        servers.kill_nats()
+        shutil.rmtree(servers.folder / "store")
+        until_said(job, "the broker does not answer")
+        servers.start_nats()
+        job.open()
+        until_said(job, "the broker answers again")
+        assert stopped(control) == 0
+
+
+def said(job: Job, what: str) -> bool:
+    return any(what in line.get("message", "") for line in job.log("control"))
+
+
+def until_said(job: Job, what: str) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not said(job, what):
+        assert time.monotonic() < end, job.log("control")
+        time.sleep(0.05)
 
 
 def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> None:

@@ -560,11 +560,10 @@ def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_path: P
             hearing = Hearing(address, heard.put_nowait)
             listening = asyncio.create_task(hearing.run())
             speaker = await connect(servers, "generator", servers.credentials("generator", run=UID))
-            opener = await connect(servers, "control", servers.credentials("control", run=UID))
-            bus = await Bus.open(opener, "sums", uid=UID, workers={"generator": 1})
+            await servers.make_streams(UID)
             while hearing.problem:
                 await asyncio.sleep(0.01)
-            await Bus(speaker, "sums", uid=UID, workers=bus.workers).publish(load(3))
+            await Bus(speaker, "sums", uid=UID, workers={"generator": 1}).publish(load(3))
             async with asyncio.timeout(60):
                 assert await heard.get() == load(3)
             silent = await connect(servers, "dashboard", mine)
@@ -572,7 +571,7 @@ def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_path: P
                 await silent.publish(f"rlhf.sums.{UID}.sample", b"forged", id="1")
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
-            for transport in (speaker, opener, silent):
+            for transport in (speaker, silent):
                 await transport.close()
 
     run(check)

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shared_servers import NO_REDIS, REDIS, SharedServers, free_port
@@ -20,19 +22,20 @@ from rlhfspec.errors import LeadershipLost
 from rlhfspec.operator import streams
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.leftovers import Runs, ServerAway, Tending
+from rlhfspec.operator.observed import JobView
 from rlhfspec.operator.redis_users import RedisUsers
 from rlhfspec.operator.release import redis_login, servers_of
 from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.operator.streams import Streams, metadata_of
 from rlhfspec.service import redis_users as users
 from rlhfspec.service.bus import Bus
-from rlhfspec.service.connecting import connect
-from rlhfspec.service.connections import Connections
-from rlhfspec.service.credentials import new_keys
+from rlhfspec.service.credentials import new_keys, operator_creds
 from rlhfspec.service.redis_client import client_of
 from rlhfspec.service.redis_users import ClusterRun, install_of
 from rlhfspec.service.rights import CONTROL, inbox_of
 from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.transport.nats_proof import Proof
+from rlhfspec.transport.nats_streams import Keeping
 
 JOB = "sums"
 PATIENCE_SECONDS = 60.0
@@ -49,6 +52,9 @@ class Known(Cache):
 
     def open_runs(self) -> set[tuple[str, str]]:
         return self.runs
+
+    def jobs_of_open_runs(self) -> dict[str, JobView]:
+        return {}
 
     def live_runs(self) -> set[str]:
         return {uid for _, uid in self.runs}
@@ -74,15 +80,24 @@ def operators(servers: SharedServers) -> tuple[Streams, RedisUsers | None]:
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 
+async def asked_by_the_operator(servers: SharedServers, **keeping: Any) -> NatsTransport:
+    file = servers.folder / "operator.creds"
+    file.write_bytes(operator_creds(servers.keys))
+    return await NatsTransport.connect(
+        servers.nats_url,
+        name="opening",
+        inbox_prefix=inbox_of("operator", "release"),
+        proof=Proof(creds=file),
+        tls=ssl.create_default_context(cadata=servers.keys.ca_pem.decode()),
+        keeping=Keeping(**keeping),
+    )
+
+
 async def opened(servers: SharedServers, uid: str, metadata: dict[str, str]) -> NatsTransport:
-    place = servers.folder
-    connections = Connections(
-        uid=uid, job_file=place, base_folder=place, folder=place, nats_url=servers.nats_url, weights="grpc",
-        credentials=servers.credentials(CONTROL, run=uid), stream_metadata=metadata,
-    )  # fmt: skip
-    control = await connect(connections, CONTROL, name="control")
-    await Bus.open(control, JOB, uid=uid, workers=dict.fromkeys(loop.BY_NAME, 1))
-    return control
+    """By another install too: it has the same account."""
+    transport = await asked_by_the_operator(servers, metadata=metadata)
+    await Bus.open(transport, JOB, uid=uid, workers=dict.fromkeys(loop.BY_NAME, 1))
+    return transport
 
 
 async def is_there(control: NatsTransport, uid: str) -> bool:
@@ -144,7 +159,8 @@ def test_only_work_that_nobody_takes_has_an_end(servers: SharedServers) -> None:
     """The last word of a subject stays: a data set says but once in a run what it is."""
 
     async def main() -> None:
-        control = await opened(servers, "66ff", {})
+        await servers.make_streams("66ff")
+        control = await asked_by_the_operator(servers)
         for record, kind in loop.KINDS.items():
             info = await control._connection.api(f"STREAM.INFO.rlhf_{JOB}_66ff_{record.__name__.lower()}")
             days = info["config"]["max_age"] / 86400e9
@@ -350,7 +366,7 @@ def test_the_cache_knows_which_runs_are_open_and_tells_when_that_changes() -> No
     told.clear()
     cache.put_job(of_run(1, "open", 2))
     [(namespace, uid)] = cache.open_runs()
-    assert (namespace, len(uid), cache.live_runs(), len(told)) == ("team", 8, {uid}, 1)
+    assert (namespace, len(uid), cache.live_runs(), len(told)) == ("team", 16, {uid}, 1)
     cache.put_job(of_run(1, "closing", 3))
     assert (cache.live_runs(), len(told)) == ({uid}, 1), "nothing new"
     cache.put_job(of_run(1, "closed", 4))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from operator_world import World, job_body
 
+from rlhfspec.operator.runs import STOP_SECONDS
 from rlhfspec.operator.views import pod_view
 
 ENDED = {"exitCode": 0, "reason": "Completed", "message": "completed: step 10"}
@@ -61,6 +62,8 @@ def test_a_job_with_sidecars_trains_to_its_end(native: bool) -> None:
     world.settle()
     assert (world.phase, world.status["message"]) == ("Succeeded", "completed: step 10")
     assert world.status["restarts"]["total"] == 1
+    waited_for = [each.grace_seconds for each in world.deletes if each.name == "sums-trainer-0"]
+    assert waited_for == ([] if native else [STOP_SECONDS]), "no checkpoint is to be written any more"
     running = [name for name, pod in world.pods.items() if pod["status"]["phase"] == "Running"]
     assert running == [], "a pod whose worker ended is taken down, or its sidecar would run for ever"
 

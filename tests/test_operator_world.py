@@ -104,7 +104,7 @@ class Wild:
             pod = self.seen_pods[delete.name]
             assert delete.grace_seconds != 0 or delete.name in lost, "nobody is forced within its grace"
             role, phase = pod["metadata"]["labels"][names.ROLE], pod["status"]["phase"]
-            if role == "trainer":
+            if role == "trainer" and phase not in ("Succeeded", "Failed"):
                 assert delete.grace_seconds is None, "a trainer has its grace, always"
             counted_in = plan.status.get("memory", {}).get("workers", {}).get(delete.name.removeprefix("sums-"), {})
             is_open = plan.status.get("memory", {}).get("state") == "open" and plan.status["phase"] in (

@@ -51,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     for role in ROLES:
         seed, public_key = new_nkey()
         (folder / f"{role}.seed").write_text(seed)
-        users[role] = User.of(public_key, rights_of(role, JOB, UID))
+        users[role] = User.of(public_key, rights_of(role, JOB, UID, declares=True))
     with NatsServer(folder / "nats", nats_config(users, None)) as server:
         yield Place(server.url, folder)
 
@@ -160,9 +160,10 @@ def test_a_refusal_names_the_subject_and_comes_at_once(place: Place) -> None:
     asyncio.run(main())
 
 
-def may_publish() -> dict[str, set[str]]:
+def may_publish(*, in_a_cluster: bool = False) -> dict[str, set[str]]:
     """Every subject that something could be sent to, and by the map, the roles that may."""
     everybody = {*STAGES}
+    opening = set() if in_a_cluster else {CONTROL}
     may: dict[str, set[str]] = {}
     for record, kind in loop.KINDS.items():
         stream = stream_name(subject(record))
@@ -174,7 +175,7 @@ def may_publish() -> dict[str, set[str]]:
         may[f"latest.{subject(record)}.x"] = set()
         may[f"signal.{subject(record)}"] = set()
         may[f"$JS.API.STREAM.INFO.{stream}"] = producers | lookers | pullers | {CONTROL}
-        may[f"$JS.API.STREAM.CREATE.{stream}"] = {CONTROL}
+        may[f"$JS.API.STREAM.CREATE.{stream}"] = opening
         may[f"$JS.API.STREAM.MSG.GET.{stream}"] = pullers | (lookers if kind == "state" else set())
         may[f"$JS.API.CONSUMER.LIST.{stream}"] = producers if kind == "work" else set()
         for verb in ("STREAM.DELETE", "STREAM.PURGE", "STREAM.UPDATE", "STREAM.MSG.DELETE", "STREAM.SNAPSHOT"):
@@ -182,15 +183,16 @@ def may_publish() -> dict[str, set[str]]:
         for name in ROLES:
             pulls = {name} & pullers
             may[f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}"] = pulls
-            may[f"$JS.ACK.{stream}.{name}.1.1.1.1.0"] = pulls | ({CONTROL} if pulls else set())
-            may[f"$JS.API.CONSUMER.INFO.{stream}.{name}"] = pulls | ({CONTROL} if pulls else set())
-            may[f"$JS.API.CONSUMER.CREATE.{stream}.{name}"] = {CONTROL} if pulls else set()
+            may[f"$JS.ACK.{stream}.{name}.1.1.1.1.0"] = pulls | (opening if pulls else set())
+            may[f"$JS.API.CONSUMER.INFO.{stream}.{name}"] = pulls | (opening if pulls else set())
+            may[f"$JS.API.CONSUMER.CREATE.{stream}.{name}"] = opening if pulls else set()
             may[f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.{name}"] = set()
             may[f"$JS.API.CONSUMER.DELETE.{stream}.{name}"] = set()
         may[f"$JS.API.CONSUMER.CREATE.{stream}"] = set()
     may[f"{DEAD}.x"] = {name for name, stage in STAGES.items() if set(stage.consumes) & set(WORK)}
     may[f"$JS.API.STREAM.MSG.GET.{stream_name(DEAD)}"] = {CONTROL}
     may[f"$JS.API.STREAM.DELETE.{stream_name(DEAD)}"] = set()
+    may[f"$JS.API.STREAM.CREATE.{stream_name(DEAD)}"] = opening
     for other in ("$JS.API.STREAM.LIST", "$JS.API.STREAM.NAMES", "$JS.API.INFO", "$SYS.REQ.SERVER.PING", "anything"):
         may[other] = set()
     for name in ROLES:

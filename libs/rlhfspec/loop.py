@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlhfspec.job import Algorithm, RLHFJob
 from rlhfspec.records import (
@@ -46,9 +47,11 @@ KINDS: dict[type, Kind] = {
     Load: "signal", StepReport: "signal", EvaluationReport: "signal", Heartbeat: "signal",
     Move: "signal", Moved: "signal", Plan: "signal",
 }  # fmt: skip
+MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job
 # What every process says of itself, whatever its stage; of these, what every process may also read.
 OF_A_PROCESS: tuple[type[Record], ...] = (Heartbeat, WorkerInfo)
 SEEN_BY_ALL: tuple[type[Record], ...] = (WorkerInfo,)
+LAST_DECLARED = WorkerInfo  # of all records: once it is, all are; everybody may ask for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +192,35 @@ def work_consumers(record: type[Record], running: Collection[str]) -> list[Consu
     ['reward', 'trainer']
     """
     return [work_consumer(stage) for stage in consumers_of(record) if stage.name in running]
+
+
+class Declaration(NamedTuple):
+    """What `Transport.declare` is told."""
+
+    subject: str
+    kind: Kind
+    consumers: tuple[Consumer, ...] = ()
+
+
+def declarations(job: str, uid: str, running: Collection[str]) -> list[Declaration]:
+    """All that opens a run, in this order. Work is kept for the stages that run alone: a job without a critic has no
+    consumer `critic`.
+
+    >>> [each.subject for each in declarations("sums", "3f2a", {"reward", "trainer"})][-2:]
+    ['rlhf.sums.3f2a.dead', 'rlhf.sums.3f2a.workerinfo']
+    """
+    made = [_declaration(job, uid, record, running) for record in KINDS if record is not LAST_DECLARED]
+    return [
+        *made,
+        Declaration(dead_letters(job, uid), "state"),
+        _declaration(job, uid, LAST_DECLARED, running),
+    ]
+
+
+def _declaration(job: str, uid: str, record: type, running: Collection[str]) -> Declaration:
+    kind = KINDS[record]
+    consumers = work_consumers(record, running) if kind == "work" else ()
+    return Declaration(subject(job, uid, record), kind, tuple(consumers))
 
 
 def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:

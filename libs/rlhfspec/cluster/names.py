@@ -5,7 +5,7 @@ anything else starts, and `control`, which opens the run on the bus, looks on, a
 
 Example:
     >>> pod_name("sums", "generator", 2), secret_name("sums", "generator", "6f1c-42"), run_uid("6f1c-42", 1)
-    ('sums-generator-2', 'sums-generator-6f1c-42', 'c0e43711')
+    ('sums-generator-2', 'sums-generator-6f1c-42', 'c0e43711065c73ab')
     >>> labels_of("sums", "generator", 2)["rlhfspec.io/role"]
     'generator'
 """
@@ -72,8 +72,9 @@ def labels_of(job: str, role: str, worker: int) -> dict[str, str]:
 
 def run_uid(job_uid: str, number: int) -> str:
     """Of the job's n-th run: a job that was suspended, or restarted as a whole, goes on under another, with subjects
-    of its own, from its last checkpoint."""
-    return hashlib.sha256(f"{job_uid}/{number}".encode()).hexdigest()[:8]
+    of its own, from its last checkpoint. So long that whoever may write a job's status, and with it the number, finds
+    none that gives the uid of somebody else's run."""
+    return hashlib.sha256(f"{job_uid}/{number}".encode()).hexdigest()[:16]
 
 
 def run_folder(job: str, job_uid: str) -> PurePosixPath:

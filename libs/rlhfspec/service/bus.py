@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Generic, Self, TypeVar, get_args
+from typing import Generic, Self, TypeVar
 
 from rlhfspec import loop
 from rlhfspec.errors import InvalidRequest, MalformedRecord
-from rlhfspec.records import Record, WorkerInfo
+from rlhfspec.records import Record
 from rlhfspec.service.logs import about
 from rlhfspec.tracing.base import Delivered, How, Place, Progress, Watcher
 from rlhfspec.transport.base import Message, Receipt, Subscription, Transport
@@ -36,7 +36,6 @@ from rlhfspec.wire.codec import decode, encode
 
 log = logging.getLogger("rlhfspec.service")
 R = TypeVar("R", bound=Record)
-LAST_DECLARED = WorkerInfo  # of all records; everybody may ask for it
 AT_ONCE = 512  # acknowledgements on their way together
 Tell = Callable[[How, Progress | None], None]
 
@@ -277,13 +276,14 @@ class Bus:
         return bus
 
     async def declare(self) -> None:
-        """Opens every subject of the run; before anybody publishes or reads. LAST_DECLARED says that all are."""
-        for record_type in sorted(get_args(Record), key=lambda each: each is LAST_DECLARED):
-            if record_type is LAST_DECLARED:
-                await self.transport.declare(loop.dead_letters(self.job, self.uid), "state")
-            kind = loop.KINDS[record_type]
-            consumers = loop.work_consumers(record_type, self.workers) if kind == "work" else []
-            await self.transport.declare(self.subject(record_type), kind, consumers)
+        """Opens every subject of the run; before anybody publishes or reads."""
+        for declaration in loop.declarations(self.job, self.uid, self.workers):
+            await self.transport.declare(*declaration)
+
+    @property
+    def last_declared(self) -> str:
+        """The subject that says, by being declared, that all are."""
+        return self.subject(loop.LAST_DECLARED)
 
     def subject(self, record_type: type) -> str:
         return loop.subject(self.job, self.uid, record_type)

@@ -6,7 +6,7 @@ transport = await connect(connections, "reward", name="reward-0", clock=clock)
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhfspec.servers.certificates import LIFETIME, servers_tls
@@ -21,7 +21,6 @@ from rlhfspec.transport.nats_streams import FOR_EVER, Keeping
 MAX_PENDING = 8192  # messages; as of NatsTransport
 KEEP_SECONDS = LIFETIME.total_seconds()  # longer than any message waits in a run that goes on
 ON_A_GIVEN_SERVER = Keeping(work_seconds=KEEP_SECONDS, state_seconds=KEEP_SECONDS)
-IN_A_CLUSTER = Keeping(work_seconds=KEEP_SECONDS)  # the last word of a subject is small, and said once in a long run
 GIVEN_INBOX = "_INBOX"  # every client's: what users of a server may listen to in any case
 
 
@@ -46,7 +45,7 @@ def access_of(folder: Path | None, role: str, uid: str) -> Access:
     tls = servers_tls(folder, role) if given is None else given.tls()
     creds = folder / f"{role}.creds"
     if creds.exists():
-        return Access(proof=Proof(creds=creds), tls=tls, inbox_prefix=inbox_of(role, uid), keeping=IN_A_CLUSTER)
+        return Access(proof=Proof(creds=creds), tls=tls, inbox_prefix=inbox_of(role, uid))
     if given is not None:
         return access_to(given)
     return Access(proof=Proof(nkey_seed=folder / f"{role}.seed"), tls=tls, inbox_prefix=inbox_of(role, uid))
@@ -77,5 +76,5 @@ async def connect(
         clock=clock,
         max_pending=max_pending,
         publish_timeout_seconds=publish_timeout_seconds,
-        keeping=replace(access.keeping, metadata=connections.stream_metadata),
+        keeping=access.keeping,
     )

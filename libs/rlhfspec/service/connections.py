@@ -12,7 +12,6 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
@@ -39,7 +38,6 @@ class Connections(BaseModel):
     folder: Path  # the run's
     storage_uri: str | None = None  # of the object store that base_folder is a copy of; None: it is the storage itself
     nats_url: str
-    stream_metadata: Mapping[str, str] = {}  # of the run's streams: whoever takes away what runs leave knows them by it
     redis_url: str | None = None
     credentials: Path | None = None
     weights: Literal["file", "grpc"] = "file"

@@ -42,7 +42,7 @@ from rlhfspec.service.rights import GUESTS, ROLES, Rights, inbox_of, rights_of
 
 JOB_LIFETIME = timedelta(days=1096)  # of its certificates, from its creation: longer than any job
 RELEASE_LIFETIME = timedelta(days=3652)
-_JETSTREAM = "$JS.API.STREAM"
+_JETSTREAM = "$JS.API"
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,9 @@ def _creds(keys: Keys, seed: str, name: str, rights: Rights, issued: int = 0) ->
 
 
 def operator_creds(keys: Keys) -> bytes:
-    """NATS: to find streams of runs that are over, and to delete them."""
-    publish = tuple(f"{_JETSTREAM}.{call}" for call in ("NAMES", "INFO.*", "DELETE.*"))
+    """NATS: to make what open runs need, to find streams of runs that are over, and to delete them."""
+    calls = ("STREAM.NAMES", "STREAM.INFO.*", "STREAM.CREATE.*", "STREAM.DELETE.*", "CONSUMER.CREATE.*.*")
+    publish = tuple(f"{_JETSTREAM}.{call}" for call in calls)
     return _release_creds(keys, "operator", publish, ())
 
 
@@ -134,7 +135,7 @@ def dashboard_creds(keys: Keys) -> bytes:
     """NATS: to look on as `view` does, at every run."""
     in_one_run = rights_of("view", "job", "run").subscribe
     looks_on = tuple(each.replace("rlhf.job.run.", "rlhf.*.*.") for each in in_one_run if "rlhf." in each)
-    return _release_creds(keys, DASHBOARD, (f"{_JETSTREAM}.INFO.*", f"{_JETSTREAM}.MSG.GET.*"), looks_on)
+    return _release_creds(keys, DASHBOARD, (f"{_JETSTREAM}.STREAM.INFO.*", f"{_JETSTREAM}.STREAM.MSG.GET.*"), looks_on)
 
 
 def _release_creds(keys: Keys, role: str, publish: tuple[str, ...], subscribe: tuple[str, ...]) -> bytes:

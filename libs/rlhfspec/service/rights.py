@@ -1,7 +1,11 @@
 """What each role may do on the bus, as subjects of NATS: the least it needs for its part of the map (`rlhfspec.loop`).
 
-A role is a stage, `view` or `control`, who opens the run: it declares, looks on at everything, and gives back what a
-dead worker held. All others publish what they produce, pull and end what they consume, and hear their own answers only.
+A role is a stage, `view` or `control`, who looks on at everything. All others publish what they produce, pull and end
+what they consume, and hear their own answers only.
+
+On a laptop `control` is the supervisor: it opens the run (`declares`), and gives back what a dead worker held. In a
+cluster, where runs of many share one account, nobody of a run makes streams or consumers: such a right is by the name
+of the stream, and says nothing of what the stream takes in. The operator makes them (`rlhfspec.operator.streams`).
 
 Example:
     >>> reward = rights_of("reward", "sums", "3f2a")
@@ -40,13 +44,16 @@ def inbox_of(role: str, uid: str) -> str:
     return f"_INBOX_{role}_{uid}"
 
 
-def rights_of(role: str, job: str, uid: str) -> Rights:
-    """In one run of a job."""
+def rights_of(role: str, job: str, uid: str, *, declares: bool = False) -> Rights:
+    """In one run of a job. `declares`: `control` makes the run's streams and consumers; only where it has a NATS of its
+    own."""
     if role not in ROLES:
         raise InvalidRequest("role", role, f"must be one of {', '.join(ROLES)}")
     granted = _Granted(role, job, uid)
     if role == CONTROL:
-        granted.to_open_the_run()
+        if declares:
+            granted.to_open_the_run()
+        granted.to_look_on_at_all()
     elif loop.BY_NAME[role] in loop.OBSERVERS:
         granted.to_look_on(loop.BY_NAME[role].consumes)
     else:
@@ -85,6 +92,8 @@ class _Granted:
                     self.publish.append(f"$JS.API.CONSUMER.CREATE.{stream}.{stage.name}")
                     self._to_release(stream, stage.name)
         self.publish.append(f"$JS.API.STREAM.CREATE.{stream_name(self._dead)}")
+
+    def to_look_on_at_all(self) -> None:
         self.to_look_on(loop.KINDS)
         self._to_watch(self._dead, of_state=True)
 

@@ -25,7 +25,7 @@ from rlhfspec.records import WorkerInfo
 from rlhfspec.service import exits
 from rlhfspec.service.activity import ActivityFile
 from rlhfspec.service.base import Service
-from rlhfspec.service.bus import LAST_DECLARED, Bus
+from rlhfspec.service.bus import Bus
 from rlhfspec.service.connecting import connect
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.context import Context, Run
@@ -133,7 +133,7 @@ class StageWorker:
         [transport] = self._transports
         waiting = self._vitals.worker(self._stage, self._worker).waiting("the run to be opened")
         with waiting:
-            await transport.until_declared(bus.subject(LAST_DECLARED), OPENING_SECONDS)
+            await transport.until_declared(bus.last_declared, OPENING_SECONDS)
 
     def _ends(self) -> Ends | None:
         if self._stage != "generator":

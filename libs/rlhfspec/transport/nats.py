@@ -30,10 +30,9 @@ from rlhfspec.transport.nats_streams import (
     FOR_EVER,
     Declared,
     Keeping,
-    consumer_config,
     declared_of,
     key_word,
-    stream_config,
+    requests_for,
     stream_name,
 )
 
@@ -96,16 +95,12 @@ class NatsTransport:
         wanted = Declared(kind, {consumer.name: consumer for consumer in consumers})
         if kind != "work" and wanted.consumers:
             raise InvalidRequest("consumers", list(wanted.consumers), f"{subject} is {kind}: who reads it watches")
-        stream = stream_name(subject)
         there = await self._look(subject)
-        if there is None:
-            config = stream_config(subject, wanted, self._max_pending, self._keeping)
-            _raise_error(subject, await self._connection.api(f"STREAM.CREATE.{stream}", config))
-        elif there != wanted:
+        if there is not None and there != wanted:
             raise InvalidRequest("subject", subject, f"was declared as {there.kind} for {dict(there.consumers)}")
-        for consumer in wanted.consumers.values():
-            body = {"stream_name": stream, "config": consumer_config(consumer)}
-            _raise_error(subject, await self._connection.api(f"CONSUMER.CREATE.{stream}.{consumer.name}", body))
+        of_stream, *of_consumers = requests_for(subject, wanted, self._max_pending, self._keeping)
+        for call, body in of_consumers if there is not None else (of_stream, *of_consumers):
+            _raise_error(subject, await self._connection.api(call, body))
         self._known[subject] = wanted
 
     async def _look(self, subject: str) -> Declared | None:
@@ -115,10 +110,13 @@ class NatsTransport:
         _raise_error(subject, info)
         return declared_of(subject, info)
 
+    async def is_declared(self, subject: str) -> bool:
+        return await self._look(subject) is not None
+
     async def until_declared(self, subject: str, seconds: float) -> None:
         """Waits for who opens the run; TransportUnavailable when nobody has after so long."""
         end = self._clock.now() + seconds
-        while await self._look(subject) is None:
+        while not await self.is_declared(subject):
             if self._clock.now() >= end:
                 raise TransportUnavailable(self._connection.url, f"nobody has declared {subject} for {seconds:g} s")
             await self._clock.sleep(LONGEST_WAIT_SECONDS)

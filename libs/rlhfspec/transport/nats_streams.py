@@ -107,6 +107,19 @@ def consumer_config(consumer: Consumer) -> dict[str, Any]:
     }
 
 
+def requests_for(
+    subject: str, declared: Declared, max_pending: int, keeping: Keeping = FOR_EVER
+) -> list[tuple[str, dict[str, Any]]]:
+    """What JetStream is asked to declare it: the call and its body, of the stream first, then of each consumer. Asked
+    for what is there already, the server changes nothing."""
+    stream = stream_name(subject)
+    of_consumers = [
+        (f"CONSUMER.CREATE.{stream}.{each.name}", {"stream_name": stream, "config": consumer_config(each)})
+        for each in declared.consumers.values()
+    ]
+    return [(f"STREAM.CREATE.{stream}", stream_config(subject, declared, max_pending, keeping)), *of_consumers]
+
+
 def declared_of(subject: str, info: Mapping[str, Any]) -> Declared:
     """What a stream says of itself."""
     metadata = info["config"].get("metadata", {})

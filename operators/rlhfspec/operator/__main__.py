@@ -15,7 +15,6 @@ from rlhfspec.operator.running import Operator, Place
 from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.service import logs
 from rlhfspec.service.exits import PERMANENT
-from rlhfspec.service.redis_users import install_of
 
 
 def main() -> int:
@@ -34,7 +33,7 @@ def _operator(asked: argparse.Namespace) -> Operator:
     keys = keys_of(asked.keys)
     pod = os.environ.get("RLHFSPEC_POD") or None
     place = Place(pod, asked.host, asked.http_port, asked.report_port, asked.tls)
-    settings = told.settings(credentials_by(keys), install_of(keys.master))
+    settings = told.settings(credentials_by(keys))
     return Operator(told, settings, place, servers_of(told, keys, asked.keys))
 
 

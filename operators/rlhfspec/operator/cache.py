@@ -241,7 +241,11 @@ class Cache:
 
     def open_runs(self) -> set[tuple[str, str]]:
         """Namespace and uid of each run that its job says is not over."""
-        return {(key[0], uid) for key, job in self._jobs.items() if (uid := _open_run(job.view))}
+        return {(job.namespace, uid) for uid, job in self.jobs_of_open_runs().items()}
+
+    def jobs_of_open_runs(self) -> dict[str, JobView]:
+        """By the run's uid."""
+        return {uid: job.view for job in self._jobs.values() if (uid := _open_run(job.view))}
 
     def live_runs(self) -> set[str]:
         """Uids of these, and of all of which a pod may still run."""

@@ -1,4 +1,4 @@
-"""What runs leave behind in NATS and Redis, set right beside the reconciles: streams, users, keys.
+"""What runs have in NATS and Redis, and leave there, set right beside the reconciles: streams, users, keys.
 
 Each server has a task of its own, which looks at what is there, again and again, and at once when a run opens or is
 over. It needs no memory and no finalizer of a job: a run that ended while the operator was away is seen to be over when
@@ -17,9 +17,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from rlhfspec.errors import LeadershipLost
+from rlhfspec.loop import workers_of
 from rlhfspec.operator.cache import Cache
 from rlhfspec.service.redis_client import words_of
 from rlhfspec.service.redis_users import ClusterRun
@@ -34,6 +36,16 @@ class ServerAway(Exception):
     """NATS or Redis cannot be asked now, or refuses; the words say why."""
 
 
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """As much of it as its subjects derive from (`loop.declarations`)."""
+
+    namespace: str
+    job: str
+    uid: str
+    stages: frozenset[str]
+
+
 class Runs:
     """`watched`: namespaces of which all is known now. `may_act`: whether we still lead; asked before everything that
     is written or taken away."""
@@ -46,6 +58,14 @@ class Runs:
 
     def open(self) -> set[ClusterRun]:
         return {ClusterRun(namespace, uid) for namespace, uid in self._cache.open_runs()}
+
+    def to_declare(self) -> list[OpenRun]:
+        """Of those that are open, all whose job can be read."""
+        return [
+            OpenRun(view.namespace, view.name, uid, frozenset(workers_of(view.job)))
+            for uid, view in self._cache.jobs_of_open_runs().items()
+            if view.job is not None
+        ]
 
     def live(self) -> set[str]:
         """By uid: what is of these is left alone."""
@@ -138,8 +158,10 @@ class Tending:
             self._failed(self._server.name)
         if problem and problem != self._problem:
             LOG.warning(
-                "%s: %s; jobs go on, and what runs leave there stays until it is back", self._server.name, problem
+                "%s: %s; jobs go on, but until it is back a run that opens waits, and what others left there stays",
+                self._server.name,
+                problem,
             )
         elif self._problem and not problem:
-            LOG.info("%s: what runs leave there is looked after again", self._server.name)
+            LOG.info("%s: what runs have there is looked after again", self._server.name)
         self._problem = problem

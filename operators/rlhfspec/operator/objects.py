@@ -12,7 +12,6 @@ from rlhfspec.cluster import names
 from rlhfspec.operator import gang, pods
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.observed import Worker
-from rlhfspec.operator.streams import metadata_of
 
 
 def objects_for(draft: Draft, workers: Sequence[Worker]) -> list[dict[str, Any]]:
@@ -47,7 +46,6 @@ def connections(draft: Draft) -> dict[str, Any]:
         "base_folder": str(names.STORAGE),
         "folder": folder,
         "nats_url": settings.nats_url,
-        "stream_metadata": metadata_of(settings.install, job.namespace),
         "redis_url": settings.redis_url,
         "credentials": str(names.CREDENTIALS),
         "weights": "grpc",

@@ -171,4 +171,3 @@ class Settings:
     coscheduler: str = "scheduler-plugins-scheduler"
     max_workers: int = 1000  # of a job
     kueue: bool = False  # jobs may wait in its queues
-    install: str = ""  # stands in what its runs leave on servers (`service.redis_users.install_of`)

@@ -222,6 +222,7 @@ class Operator:
     def _broker_is(self, said: Said | None) -> None:
         LOG.warning("%s", said.message) if said else LOG.info("NATS and Redis answer")
         self._cache.broker = said
+        self._runs_changed()  # a server that was started anew has nothing
         for key in self._cache.jobs():
             self._tell(key)
 

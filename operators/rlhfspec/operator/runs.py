@@ -59,7 +59,7 @@ def take_down(draft: Draft, *, keep_finished: bool) -> None:
     pods = [pod for pod in draft.pods if pod.lingers or not (keep_finished and pod.is_finished)]
     trainers = [pod for pod in pods if pod.role == "trainer" and not pod.is_finished]
     for pod in trainers or pods:
-        draft.remove(pod, None if pod.role == "trainer" else STOP_SECONDS)
+        draft.remove(pod, None if pod.role == "trainer" and not pod.is_finished else STOP_SECONDS)
 
 
 def next_runs(draft: Draft) -> set[str]:

@@ -82,7 +82,7 @@ class OperatorFile(Part):
         """Empty: those with the label."""
         return () if self.scope == "cluster" else self.job_namespaces or (self.namespace,)
 
-    def settings(self, credentials: Credentials, install: str) -> Settings:
+    def settings(self, credentials: Credentials) -> Settings:
         """As `reconcile` has them."""
         images = Images(
             slim=self.images.slim,
@@ -108,5 +108,4 @@ class OperatorFile(Part):
             coscheduler=self.coscheduler,
             max_workers=self.max_workers,
             kueue=self.kueue,
-            install=install,
         )

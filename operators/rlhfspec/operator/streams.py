@@ -1,5 +1,8 @@
-"""Streams in NATS of runs that are over. A stream says in its metadata of which install and namespace it is, so that
-several may share one server; one that says nothing is somebody else's.
+"""Streams in NATS: those of open runs are made, with their consumers, and those of runs that are over are deleted.
+
+Nobody of a run makes streams: all runs share one account, and who may make one, whatever its name, may have it take in
+what others say. A stream says in its metadata of which install and namespace it is, so that several installs may share
+one server; one that says nothing is somebody else's. What a NATS lost that was started anew is made at the next look.
 
 Example:
     >>> metadata_of("6eb63d927a08", "team")
@@ -13,22 +16,27 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
 import nats.errors
 from nats.aio.client import Client, RawCredentials
 
-from rlhfspec.operator.leftovers import Runs, ServerAway
+from rlhfspec import loop
+from rlhfspec.operator.leftovers import OpenRun, Runs, ServerAway
+from rlhfspec.service.connecting import KEEP_SECONDS
 from rlhfspec.service.redis_client import words_of
 from rlhfspec.service.redis_users import ClusterRun
 from rlhfspec.service.tasks import to_the_end
+from rlhfspec.transport.nats_streams import Declared, Keeping, requests_for, stream_name
 
-LOOK_SECONDS = 15.0
+LOOK_SECONDS = 3.0
 CALL_SECONDS = 2.0  # for one answer
 CLOSE_SECONDS = 0.5
 SWEEP_SECONDS = 60.0  # for all of them
+RUNS_AT_ONCE = 16  # whose streams are made
+Call = tuple[str, dict[str, Any]]  # of JetStream, and its body
 _INSTALL, _NAMESPACE = "rlhfspec.install", "rlhfspec.namespace"
 
 
@@ -42,8 +50,24 @@ def run_in(stream: str) -> str:
     return words[-2] if words[0] == "rlhf" and len(words) >= 4 else ""
 
 
+def calls_of(run: OpenRun, install: str, there: Collection[str]) -> list[Call]:
+    """What NATS is asked to make all streams and consumers of the run, whose last stream says that it is open; nothing
+    where every stream is there already."""
+    keeping = Keeping(work_seconds=KEEP_SECONDS, metadata=metadata_of(install, run.namespace))
+    calls: list[Call] = []
+    is_lacking = False
+    for subject, kind, consumers in loop.declarations(run.job, run.uid, run.stages):
+        declared = Declared(kind, {each.name: each for each in consumers})
+        of_stream, *of_consumers = requests_for(subject, declared, loop.MOST_PENDING, keeping)
+        if stream_name(subject) not in there:
+            is_lacking = True
+            calls.append(of_stream)
+        calls += of_consumers
+    return calls if is_lacking else []
+
+
 class Streams:
-    """`creds`: of a user who may find and delete them (`service.credentials.operator_creds`)."""
+    """`creds`: of a user who may make, find and delete them (`service.credentials.operator_creds`)."""
 
     name, seconds = "NATS", LOOK_SECONDS
 
@@ -61,11 +85,15 @@ class Streams:
         try:
             async with asyncio.timeout(SWEEP_SECONDS):
                 await self._connect(client)
-                await self._sweep(client, runs)
+                names = await self._names(client)  # first: a run that opens meanwhile is not among them
+                refused = await self._declare(client, names, runs)
+                await self._sweep(client, names, runs)
         except (OSError, TimeoutError, nats.errors.Error) as error:
             raise ServerAway(words_of(error)) from error
         finally:
             await to_the_end(_closed(client))
+        if refused:
+            raise ServerAway(refused[0])
 
     async def close(self) -> None:
         """Each look has a connection of its own."""
@@ -74,9 +102,20 @@ class Streams:
         async with asyncio.timeout(2 * CALL_SECONDS):
             await client.connect(self._url, name="operator", allow_reconnect=False, error_cb=_quiet, **self._options)
 
-    async def _sweep(self, client: Client, runs: Runs) -> None:
-        """Names are listed first: a run that opens meanwhile is not among them."""
-        names = await self._names(client)
+    async def _declare(self, client: Client, names: set[str], runs: Runs) -> list[str]:
+        """What open runs lack. Returns what the server refuses, which is no reason to leave the other runs without."""
+        lacking = [calls for run in runs.to_declare() if (calls := calls_of(run, self._install, names))]
+        refused: list[str] = []
+        for start in range(0, len(lacking), RUNS_AT_ONCE):
+            some = lacking[start : start + RUNS_AT_ONCE]
+            made = await asyncio.gather(*(_make(client, calls, runs) for calls in some), return_exceptions=True)
+            for error in filter(None, made):
+                if not isinstance(error, ServerAway):
+                    raise error
+                refused.append(words_of(error))
+        return refused
+
+    async def _sweep(self, client: Client, names: set[str], runs: Runs) -> None:
         self._of_others &= names
         live = runs.live()
         left = sorted(name for name in names - self._of_others if (uid := run_in(name)) and uid not in live)
@@ -85,12 +124,12 @@ class Streams:
         for name, owner in owners.items():
             if owner in over:
                 runs.check()
-                await _call(client, f"DELETE.{name}", {})
+                await _call(client, f"STREAM.DELETE.{name}", {})
 
     async def _names(self, client: Client) -> set[str]:
         names, offset, total = set[str](), 0, 1
         while offset < total:
-            page = await _call(client, "NAMES", {"offset": offset})
+            page = await _call(client, "STREAM.NAMES", {"offset": offset})
             found, total = page.get("streams") or [], page.get("total", 0)
             if not found:
                 break
@@ -99,7 +138,7 @@ class Streams:
         return names
 
     async def _owner(self, client: Client, name: str) -> ClusterRun | None:
-        info = await _call(client, f"INFO.{name}", {})
+        info = await _call(client, f"STREAM.INFO.{name}", {})
         if "config" not in info:  # it is gone meanwhile
             return None
         metadata: Mapping[str, str] = info["config"].get("metadata") or {}
@@ -109,8 +148,14 @@ class Streams:
         return ClusterRun(metadata.get(_NAMESPACE, ""), run_in(name))
 
 
+async def _make(client: Client, calls: list[Call], runs: Runs) -> None:
+    for what, asked in calls:
+        runs.check()
+        await _call(client, what, asked)
+
+
 async def _call(client: Client, what: str, asked: dict[str, Any]) -> dict[str, Any]:
-    answer = await client.request(f"$JS.API.STREAM.{what}", json.dumps(asked).encode(), timeout=CALL_SECONDS)
+    answer = await client.request(f"$JS.API.{what}", json.dumps(asked).encode(), timeout=CALL_SECONDS)
     said: dict[str, Any] = json.loads(answer.data)
     if "error" in said and said["error"].get("code") != 404:
         raise ServerAway(f"{what}: {said['error'].get('description')}")

@@ -20,7 +20,6 @@ from rlhfspec.telemetry.view import View
 
 Say = Callable[[str], None]
 Models = dict[str, dict[str, Any]]  # by role: how each was found right when it was loaded
-MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job that one machine can run
 
 
 class JobRun(ABC):

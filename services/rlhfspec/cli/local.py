@@ -14,10 +14,10 @@ from importlib import import_module
 from pathlib import Path
 
 from rlhfspec.awake_clock import AwakeClock
-from rlhfspec.cli.job_run import MOST_PENDING, JobRun, Say
+from rlhfspec.cli.job_run import JobRun, Say
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.loop import workers_of
+from rlhfspec.loop import MOST_PENDING, workers_of
 from rlhfspec.migration.control import DirectControl
 from rlhfspec.prompts.service import PromptsService
 from rlhfspec.ranks import rank_told

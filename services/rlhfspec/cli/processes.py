@@ -19,11 +19,11 @@ from pathlib import Path
 from rlhfspec import ranks
 from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.cli.given_options import GivenServers
-from rlhfspec.cli.job_run import MOST_PENDING, JobRun, Models, Say
+from rlhfspec.cli.job_run import JobRun, Models, Say
 from rlhfspec.errors import DataExhausted, StageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.job_file.memory import weights_bytes
-from rlhfspec.loop import workers_of
+from rlhfspec.loop import MOST_PENDING, workers_of
 from rlhfspec.records import DatasetInfo, WorkerInfo
 from rlhfspec.servers.certificates import ServerTls, create_credentials
 from rlhfspec.servers.guardian import MARK, NOBODY_STARTS, UID, Guardians, end_run
@@ -221,7 +221,7 @@ class ProcessRun(JobRun):
 
     def _own_nats(self, keys: Mapping[str, str]) -> NatsServer:
         name = self._job.metadata.name
-        users = {role: User.of(key, rights_of(role, name, self._uid)) for role, key in keys.items()}
+        users = {role: User.of(key, rights_of(role, name, self._uid, declares=True)) for role, key in keys.items()}
         tls = ServerTls.of(self._credentials, "nats")
         return NatsServer(self._place / "nats", run=self._uid, users=users, tls=tls)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -135,20 +135,11 @@ def view_of(job: RLHFJob, console: Console, *, shown: bool) -> View:
 
 
 class BrokerWatch(Service):
-    """consumes, produces: nothing; waits for: its next question; unblocked by: time. It declares anew what a broker may
-    have lost while it was away."""
+    """consumes, produces: nothing; waits for: its next question; unblocked by: time."""
 
-    def __init__(
-        self,
-        vitals: Vitals,
-        transport: NatsTransport,
-        bus: Bus,
-        knowledge: Knowledge,
-        again: Callable[[], Awaitable[None]],
-    ) -> None:
+    def __init__(self, vitals: Vitals, transport: NatsTransport, bus: Bus, knowledge: Knowledge) -> None:
         super().__init__("broker", 0, vitals)
         self._transport, self._subject, self._knowledge = transport, bus.subject(Heartbeat), knowledge
-        self._again = again
 
     async def run(self) -> None:
         was_away = False
@@ -157,7 +148,6 @@ class BrokerWatch(Service):
                 self._knowledge.broker_answered()
                 if was_away:
                     log.info("the broker answers again")
-                    await self._again()
                 was_away = False
             elif not was_away:
                 was_away = True

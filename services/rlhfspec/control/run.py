@@ -27,7 +27,7 @@ from rlhfspec.control.looking import (
 from rlhfspec.control.reporting import Reporter
 from rlhfspec.errors import TransportUnavailable
 from rlhfspec.job import RLHFJob
-from rlhfspec.loop import workers_of
+from rlhfspec.loop import MOST_PENDING, workers_of
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.connecting import connect
@@ -48,7 +48,8 @@ from rlhfspec.tracing.prometheus import text_of
 from rlhfspec.transport.nats import NatsTransport
 
 RETRY_SECONDS = 1.0
-MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job
+LOOK_SECONDS = 0.2  # between two looks at whether the run is open
+OPENED_SECONDS = 15.0  # after which an operator that has not opened it is worth a word
 GRACE_SECONDS = 5.0
 log = logging.getLogger("rlhfspec.service")
 
@@ -125,7 +126,7 @@ class Control:
     async def _look_on(self, service: Service, health: Health, transport: NatsTransport) -> None:
         name, uid, clock = self._job.metadata.name, self._connections.uid, self._vitals.clock
         bus = Bus(transport, name, uid=uid, workers=workers_of(self._job) | {"view": 1}, clock=clock)
-        asking = BrokerWatch(self._vitals, transport, bus, self._knowledge, bus.declare)
+        asking = BrokerWatch(self._vitals, transport, bus, self._knowledge)
         watch = WatchService(
             self._vitals, bus.of("view"), view=view_of(self._job, Console(quiet=True), shown=False), recent=self._recent
         )
@@ -134,15 +135,27 @@ class Control:
         )
 
         async def open_and_look() -> None:
-            with service.vitals.waiting("the broker, to open the run's subjects"):
-                await bus.declare()
-            health.ready()
-            log.info("the run is open")
-            supervisor = Supervisor(self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=())
-            await supervisor.run([looking, watch], service.stopping)
+            if await self._until_open(service, transport, bus):
+                health.ready()
+                log.info("the run is open")
+                supervisor = Supervisor(self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=())
+                await supervisor.run([looking, watch], service.stopping)
             await asking.stop()
 
         await together(asking.run(), open_and_look())
+
+    async def _until_open(self, service: Service, transport: NatsTransport, bus: Bus) -> bool:
+        """However long that takes; False: it was asked to leave meanwhile."""
+        clock = self._vitals.clock
+        tell_at = clock.now() + OPENED_SECONDS
+        while not service.stopping.is_set():
+            if await transport.is_declared(bus.last_declared):
+                return True
+            if clock.now() >= tell_at:
+                log.warning("the operator has not made the run's streams in NATS yet; its log says why")
+                tell_at = float("inf")
+            await service.pause("the operator, to make the run's streams", LOOK_SECONDS)
+        return False
 
     async def _connected(self, service: Service) -> NatsTransport | None:
         """However long that takes; None: it was asked to leave meanwhile."""
