@@ -60,9 +60,15 @@ def wait_until_gone(cluster: Cluster, things: dict[str, Callable[[], Any]]) -> N
     """All of it, in time: each thing is asked for by what shows what is left."""
     began = time.monotonic()
     while left := {name: found for name, find in things.items() if (found := find())}:
-        assert time.monotonic() - began < GONE_SECONDS, left
+        assert time.monotonic() - began < GONE_SECONDS, f"{left}\n{last_words(cluster)}"
         time.sleep(0.5)
     print(f"all is gone after {time.monotonic() - began:.0f} s")
+
+
+def last_words(cluster: Cluster) -> str:
+    """Of the pods that are still there."""
+    pods = cluster.kubectl("get", "pods", "-n", NAMESPACE, "-l", names.JOB, "-o", "name", check=False).split()
+    return "\n".join(cluster.kubectl("logs", "-n", NAMESPACE, "--tail=25", pod, check=False)[-4000:] for pod in pods)
 
 
 def exists(cluster: Cluster, *what: str) -> Callable[[], str]:
