@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from cluster import ControlPlane
+from manifests import pod
 
 Patches = list[dict[str, Any]]
 Answer = Callable[[dict[str, Any]], Patches | int]  # to the object that is asked about
@@ -51,10 +52,8 @@ def webhook(
 
 def _is_asked(cluster: ControlPlane, name: str, namespace: str) -> bool:
     """A webhook is configured some moments before it is asked."""
-    container = {"name": "probe", "image": "probe"}
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "probe"}, "spec": {"containers": [container]}}
     how = ("create", "-n", namespace, "-f", "-", "--dry-run=server", "-o", "yaml")
-    said = cluster.kubectl(*how, stdin=json.dumps(pod), check=False)
+    said = cluster.kubectl(*how, stdin=json.dumps(pod("probe")), check=False)
     return f"{name}.example.com" in said or ASKED in said
 
 
@@ -111,7 +110,7 @@ def _handler(answer: Answer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _annotation(pod: dict[str, Any]) -> dict[str, Any]:
-    if pod["metadata"].get("annotations"):
+def _annotation(asked: dict[str, Any]) -> dict[str, Any]:
+    if asked["metadata"].get("annotations"):
         return {"op": "add", "path": f"/metadata/annotations/{ASKED}", "value": "true"}
     return {"op": "add", "path": "/metadata/annotations", "value": {ASKED: "true"}}

@@ -189,6 +189,29 @@ def test_who_waits_too_long_for_a_server_is_told(tmp_path: Path) -> None:
     run(tmp_path, check)
 
 
+def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Path) -> None:
+    """Also where it waited before it was asked to."""
+
+    async def story(server: NatsServer) -> None:
+        transport = await opened(server.url, REWARD)
+        held = await transport.subscribe(SUBJECT, REWARD)
+        await transport.publish(SUBJECT, b"1", id="1")
+        [message] = await held.pull(1, 5.0)
+        server.kill()
+        waits = [transport.publish(SUBJECT, b"2", id="2"), message.ack(), transport.is_declared(SUBJECT)]
+        tasks = [asyncio.create_task(wait) for wait in waits]
+        await asyncio.sleep(0.5)
+        assert not any(task.done() for task in tasks)
+        transport.hurry(1.0)
+        async with asyncio.timeout(20.0):
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [TransportUnavailable] * 3
+        await transport.close()
+
+    with NatsServer(tmp_path) as server:
+        asyncio.run(story(server))
+
+
 def test_dead_letters_of_what_no_letter_has_room_for(tmp_path: Path) -> None:
     async def check(server: NatsServer) -> None:
         transport = await opened(server.url, REWARD)

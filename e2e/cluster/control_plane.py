@@ -107,6 +107,17 @@ class ControlPlane(Kubernetes):
         self.processes.start("kube-apiserver", self._api_server_command())
         self.processes.wait_for("kube-apiserver", self._is_ready)
 
+    def compact_etcd(self) -> None:
+        """What was before now is forgotten: who watches from there is told that it is gone (410)."""
+        revision = self._ask_etcd("range", {"key": "eA=="})["header"]["revision"]
+        self._ask_etcd("compaction", {"revision": revision, "physical": True})
+
+    def _ask_etcd(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked = urllib.request.Request(f"http://127.0.0.1:{self._etcd_port}/v3/kv/{what}", json.dumps(body).encode())
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+
     def _keep_audit(self) -> None:
         """Where somebody asks for it (E2E_AUDIT=FOLDER): verbs.py compares the logs of a whole run with the roles."""
         folder, log = os.environ.get("E2E_AUDIT"), self.folder / "audit.log"

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from rlhfspec.service.ends import Ends
 
 HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
+LEAVING_SECONDS = 15.0  # for a server that is away, where this worker was asked to leave: it may be gone for good
 OPENING_SECONDS = 300.0  # for `control`, or the supervisor, to open the run
 log = logging.getLogger("rlhfspec.service")
 
@@ -116,6 +117,8 @@ class StageWorker:
             os._exit(exits.DONE)
         self._stop.set()
         self._health.draining()
+        for transport in self._transports:
+            transport.hurry(LEAVING_SECONDS)
 
     async def _connect(self, stage: str, worker: int) -> Bus:
         """With the rights of that stage. Who was started by hand may have a higher number than the job says."""

@@ -89,6 +89,10 @@ class NatsTransport:
             keeping=keeping,
         )
 
+    def hurry(self, seconds: float) -> None:
+        """Whoever leaves waits for a server that is away only so long, also where it waits already."""
+        self._connection.hurry(seconds)
+
     # --- subjects ------------------------------------------------------------------------------------------------
 
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
@@ -164,10 +168,10 @@ class NatsTransport:
 
     async def _store(self, subject: str, place: str, data: bytes, headers: Mapping[str, str]) -> bool:
         """Sent again, with the same id, until the server says that it has it."""
-        end = self._clock.now() + self._publish_timeout_seconds
+        began = self._clock.now()
         wait, problem = SHORTEST_WAIT_SECONDS, ""
         while True:
-            left = max(end - self._clock.now(), SHORTEST_WAIT_SECONDS)
+            left = max(began + self._patience_seconds(problem) - self._clock.now(), SHORTEST_WAIT_SECONDS)
             answer = await self._connection.ask(place, data, headers, seconds=min(ANSWER_SECONDS, left))
             if answer is None:
                 problem = "no answer"
@@ -183,13 +187,19 @@ class NatsTransport:
                 if error["err_code"] != FULL and error["code"] < 500:
                     _raise_error(subject, said)
                 problem = "full" if error["err_code"] == FULL else error["description"]
-            if self._clock.now() >= end:
+            left = began + self._patience_seconds(problem) - self._clock.now()
+            if left <= 0.0:
                 raise await self._gave_up(subject, problem)
-            await self._clock.sleep(min(wait, max(end - self._clock.now(), 0.0)))
+            await self._clock.sleep(min(wait, left))
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
+    def _patience_seconds(self, problem: str) -> float:
+        """With a subject that is full as long as ever: it will have room again."""
+        allowed = self._publish_timeout_seconds
+        return allowed if problem == "full" else min(allowed, self._connection.patience_seconds)
+
     async def _gave_up(self, subject: str, problem: str) -> Exception:
-        seconds = self._publish_timeout_seconds
+        seconds = self._patience_seconds(problem)
         if problem != "full":
             return TransportUnavailable(self._connection.url, f"{subject} not stored for {seconds:g} s: {problem}")
         stream = stream_name(subject)

@@ -117,6 +117,10 @@ class Connection:
         if self._nc.is_connected:
             await self._nc.close()
 
+    def hurry(self, seconds: float) -> None:
+        """From now on, and for what waits already."""
+        self.patience_seconds = min(self.patience_seconds, seconds)
+
     # --- sending -------------------------------------------------------------------------------------------------
 
     async def ask(
@@ -146,25 +150,25 @@ class Connection:
 
     async def until_answered(self, subject: str, data: bytes = b"") -> Msg:
         """For what may be heard twice. Raises TransportUnavailable when the server is away for too long."""
-        end = self.clock.now() + self.patience_seconds
+        began = self.clock.now()
         while True:
             answer = await self.ask(subject, data)
             if answer is not None and status_of(answer) != "503":
                 return answer
-            if self.clock.now() >= end:
+            if self.clock.now() - began >= self.patience_seconds:
                 raise TransportUnavailable(self.url, f"no answer to {subject} for {self.patience_seconds:g} s")
             await self.clock.sleep(RETRY_SECONDS)
 
     async def api(self, call: str, body: object = None) -> dict[str, Any]:
         """Of JetStream. An error of the server's is raised, but `error` 404 and what the request is to blame for."""
-        end = self.clock.now() + self.patience_seconds
+        began = self.clock.now()
         while True:
             answer = await self.until_answered(f"$JS.API.{call}", b"" if body is None else json.dumps(body).encode())
             found: dict[str, Any] = json.loads(answer.data)
             error = found.get("error")
             if error is None or error["code"] < 500:
                 return found
-            if self.clock.now() >= end:
+            if self.clock.now() - began >= self.patience_seconds:
                 raise TransportUnavailable(self.url, f"{call}: {error['description']}")
             await self.clock.sleep(RETRY_SECONDS)
 

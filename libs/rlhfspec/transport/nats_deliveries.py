@@ -79,14 +79,14 @@ class Consuming:
         it hears of no acknowledgement before it has delivered the message again, which `is_done` is there for."""
         connection = self.connection
         self._remember(id)
-        end = connection.clock.now() + connection.patience_seconds
+        began = connection.clock.now()
         while True:
             answer = await connection.ask(token, b"+ACK", seconds=ACK_SECONDS)
             if answer is not None and status_of(answer) != "503":
                 return
             if answer is None and connection.is_connected and await self._forgot(number):
                 return
-            if connection.clock.now() >= end:
+            if connection.clock.now() - began >= connection.patience_seconds:
                 raise TransportUnavailable(connection.url, f"{token} is not confirmed")
             await connection.clock.sleep(RETRY_SECONDS)
 
