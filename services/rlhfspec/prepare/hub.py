@@ -10,8 +10,9 @@ from rlhfspec.job import ModelSource, RLHFJob
 from rlhfspec.job_file.files import MODEL_FIELDS
 from rlhfspec.job_file.paths import MADE_HERE
 
-# Weights in other formats than the one that is read, and what is no part of the model.
-NOT_READ = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.tflite", "original/*"]
+# Weights in formats that are not read, and what is no part of the model.
+NOT_READ = ["*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.tflite", "original/*"]
+OLDER = "*.bin"  # weights as older models have them alone, and others beside their safetensors
 
 
 def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
@@ -52,6 +53,9 @@ def _fetched(hub_id: str, field: str, report: Callable[[str], None]) -> str:
 
     report(f"fetching {hub_id} from the hub, unless it is there already")
     try:
+        folder = snapshot_download(hub_id, ignore_patterns=[*NOT_READ, OLDER])
+        if any(Path(folder).glob("*.safetensors")):
+            return folder
         return snapshot_download(hub_id, ignore_patterns=NOT_READ)
     except (HFValidationError, RepositoryNotFoundError) as error:
         problem = f"neither a folder in the job's storage nor a model that the hub gives: {_first_line(error)}"
