@@ -21,7 +21,9 @@ from rlhfspec.operator.wanted import restart_id_of
 
 USER = 65532  # the images' own; any other works as well
 SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences
-GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 150
+# Kubernetes comes back to a namespace that is deleted after half of the longest grace of its pods, gone or not: with 80
+# seconds all is gone within a minute. Who needs more for a step and a checkpoint says so in the podTemplate.
+GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 80
 NODE_SECONDS = 60  # a node may be away so long before its pods are made elsewhere
 TOKEN_SECONDS = 3600
 LOAD_SECONDS = 600  # for a start: libraries, and a file system that is slow
