@@ -279,13 +279,21 @@ def test_a_lost_node_s_pods_are_forced_but_never_the_trainer_s() -> None:
 # --- suspend, restart, deadlines -----------------------------------------------------------------------------------
 
 
+def test_a_trainer_that_needs_longer_for_its_checkpoint_has_it_when_suspended() -> None:
+    template = {"spec": {"terminationGracePeriodSeconds": 3600}}
+    world = running(roles={"trainer": {"podTemplate": template}})
+    world.edit(suspend=True)
+    world.settle()
+    assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-trainer-0", 3600)]
+
+
 def test_suspend_asks_the_trainer_first_and_resume_opens_the_next_run() -> None:
     world = running()
     first = world.run_uid
     world.edit(suspend=True)
     world.settle()
     assert world.phase == "Suspending"
-    assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-trainer-0", None)]
+    assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-trainer-0", 600)]
     world.end_those_asked()
     world.settle()
     world.end_those_asked()

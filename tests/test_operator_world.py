@@ -19,6 +19,7 @@ from operator_world import SETTINGS, World, job_body, view_of
 from rlhfspec.cluster import names
 from rlhfspec.operator.observed import Observed
 from rlhfspec.operator.plan import Plan, WorkloadWrite
+from rlhfspec.operator.pods import CHECKPOINT_SECONDS
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.views import pod_view
 from rlhfspec.operator.workloads import Queueing, workload_view
@@ -105,7 +106,7 @@ class Wild:
             assert delete.grace_seconds != 0 or delete.name in lost, "nobody is forced within its grace"
             role, phase = pod["metadata"]["labels"][names.ROLE], pod["status"]["phase"]
             if role == "trainer" and phase not in ("Succeeded", "Failed"):
-                assert delete.grace_seconds is None, "a trainer has its grace, always"
+                assert delete.grace_seconds in (None, CHECKPOINT_SECONDS), "a trainer has its grace, always"
             counted_in = plan.status.get("memory", {}).get("workers", {}).get(delete.name.removeprefix("sums-"), {})
             is_open = plan.status.get("memory", {}).get("state") == "open" and plan.status["phase"] in (
                 "Running",

@@ -22,8 +22,9 @@ from rlhfspec.operator.wanted import restart_id_of
 USER = 65532  # the images' own; any other works as well
 SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences
 # Kubernetes comes back to a namespace that is deleted after half of the longest grace of its pods, gone or not: with 80
-# seconds all is gone within a minute. Who needs more for a step and a checkpoint says so in the podTemplate.
+# seconds all is gone within a minute. A trainer whose run is to go on from its checkpoint is asked with more patience.
 GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 80
+CHECKPOINT_SECONDS = 600
 NODE_SECONDS = 60  # a node may be away so long before its pods are made elsewhere
 TOKEN_SECONDS = 3600
 LOAD_SECONDS = 600  # for a start: libraries, and a file system that is slow
@@ -56,6 +57,13 @@ def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
 def _templates(draft: Draft, options: PodOptions) -> tuple[Mapping[Any, Any], ...]:
     """What is merged into a pod, the last word last: the cluster's, the job's, the role's."""
     return draft.settings.pod_template, draft.spec.pod_template, options.pod_template
+
+
+def trainer_seconds(draft: Draft) -> int:
+    """For its step and a checkpoint, where the job is suspended or begins anew; more, where a template says so."""
+    templates = _templates(draft, draft.spec.roles.trainer) if draft.job.job else ()
+    said = [template.get("spec", {}).get("terminationGracePeriodSeconds") for template in templates]
+    return max(CHECKPOINT_SECONDS, *(each for each in said if isinstance(each, int)), 0)
 
 
 def _spec(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:

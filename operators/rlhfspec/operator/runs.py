@@ -6,6 +6,7 @@ from rlhfspec.cluster import names
 from rlhfspec.loop import workers_of
 from rlhfspec.operator import kueue, trial
 from rlhfspec.operator.draft import Draft
+from rlhfspec.operator.pods import trainer_seconds
 from rlhfspec.operator.wanted import whole_restart_is_wanted
 
 STOP_SECONDS = 30  # for everybody but the trainer, where nobody is left to hand anything to
@@ -58,8 +59,10 @@ def take_down(draft: Draft, *, keep_finished: bool) -> None:
     """The trainer's pod first: it ends what it learns and writes a checkpoint while the others are still there."""
     pods = [pod for pod in draft.pods if pod.lingers or not (keep_finished and pod.is_finished)]
     trainers = [pod for pod in pods if pod.role == "trainer" and not pod.is_finished]
-    for pod in trainers or pods:
-        draft.remove(pod, None if pod.role == "trainer" and not pod.is_finished else STOP_SECONDS)
+    for pod in trainers:
+        draft.remove(pod, trainer_seconds(draft) if draft.memory.state == "closing" else None)
+    for pod in pods if not trainers else ():
+        draft.remove(pod, STOP_SECONDS)
 
 
 def next_runs(draft: Draft) -> set[str]:
