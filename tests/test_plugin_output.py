@@ -56,7 +56,7 @@ class Cluster:
 def pod(state: dict[str, Any]) -> dict[str, Any]:
     labels = {"rlhfspec.io/role": "reward", "rlhfspec.io/worker": "0"}
     status = {"phase": "Running", "containerStatuses": [{"name": "worker", "state": state}]}
-    metadata = {"name": "sums-reward-0", "labels": labels, "creationTimestamp": SINCE}
+    metadata = {"name": "sums-reward-0", "uid": "p1", "labels": labels, "creationTimestamp": SINCE}
     return {"metadata": metadata, "spec": {"nodeName": "node1"}, "status": status}
 
 
@@ -64,7 +64,7 @@ def job(said: str) -> dict[str, Any]:
     condition = {"type": "Healthy", "status": "False", "reason": said, "message": said, "lastTransitionTime": SINCE}
     status = {"phase": said, "reason": said, "message": said, "conditions": [condition], "roles": {said: {}},
               "run": {"number": 1, "folder": said}, "progress": {"shown": said}}  # fmt: skip
-    return {"metadata": {"name": "sums", "creationTimestamp": SINCE}, "spec": {}, "status": status}
+    return {"metadata": {"name": "sums", "uid": "j1", "creationTimestamp": SINCE}, "spec": {}, "status": status}
 
 
 @given(HOSTILE)

@@ -181,7 +181,6 @@ def test_models_and_data_of_this_house_are_made_in_the_cache_of_the_storage(
         place.prepare()
 
 
-@pytest.mark.usefixtures("object_credentials")
 def test_a_model_of_the_hub_is_fetched_to_the_storage_and_the_pods_read_its_folder(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +201,7 @@ def test_a_model_of_the_hub_is_fetched_to_the_storage_and_the_pods_read_its_fold
     assert written["spec"]["model"]["path"] == "owner/name"
 
 
+@pytest.mark.usefixtures("object_credentials")
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
 def test_a_model_that_a_job_before_had_made_is_fetched_unless_it_was_not_sent_to_the_end(
     place: Place, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
