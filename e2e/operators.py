@@ -134,6 +134,14 @@ def stopped_at_the_end(*operators: Operator) -> Iterator[None]:
             operator.stop()
 
 
+@contextmanager
+def acting(operator: Operator) -> Iterator[Operator]:
+    """Once it acts, until the end."""
+    with stopped_at_the_end(operator):
+        until(lambda: operator.acts, "it acts")
+        yield operator
+
+
 class World:
     """What the tests do as users and as the kubelet."""
 

@@ -14,7 +14,7 @@ import pytest
 from calm import Calm
 from cluster import ControlPlane
 from hostile_jobs import HARMLESS, REFUSED, TOLD, as_text, manifest
-from operators import RELEASE_NAMESPACE, Operator, World, define, grant, stopped_at_the_end, until
+from operators import RELEASE_NAMESPACE, Operator, World, acting, define, grant, until
 from shared_servers import SharedServers
 from webhooks import Answer, webhook
 
@@ -50,9 +50,9 @@ def operator(
     kubernetes: ControlPlane, world: World, servers: SharedServers, tmp_path_factory: Any
 ) -> Iterator[Operator]:
     kubeconfig = grant(kubernetes, NAMESPACES)
-    operator = Operator(tmp_path_factory.mktemp("operator") / "a", kubeconfig, servers, namespaces=NAMESPACES)
-    with stopped_at_the_end(operator):
-        until(lambda: operator.acts, "it acts")
+    with acting(
+        Operator(tmp_path_factory.mktemp("operator") / "a", kubeconfig, servers, namespaces=NAMESPACES)
+    ) as operator:
         yield operator
 
 

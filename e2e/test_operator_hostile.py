@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cluster import ControlPlane
 from kubernetes import client
-from operators import RELEASE_NAMESPACE, Operator, World, grant, stopped_at_the_end, until
+from operators import RELEASE_NAMESPACE, Operator, World, acting, grant, until
 from shared_servers import SharedServers
 
 from rlhfspec.cluster import names
@@ -31,9 +31,7 @@ def world(kubernetes: ControlPlane) -> World:
 @pytest.fixture
 def operator(kubernetes: ControlPlane, world: World, servers: SharedServers, tmp_path: Path) -> Iterator[Operator]:
     kubeconfig = grant(kubernetes, ("calm", "hostile", "lost"))
-    operator = Operator(tmp_path / "a", kubeconfig, servers, namespaces=("calm", "hostile", "lost"))
-    with stopped_at_the_end(operator):
-        until(lambda: operator.acts, "it acts")
+    with acting(Operator(tmp_path / "a", kubeconfig, servers, namespaces=("calm", "hostile", "lost"))) as operator:
         yield operator
 
 

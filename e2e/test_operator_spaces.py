@@ -12,7 +12,7 @@ import yaml
 from cluster import ControlPlane
 from installed import CHART, IMAGES_OF_NOBODY, kubeconfig_of_account
 from kubernetes import client
-from operators import RELEASE, RELEASE_NAMESPACE, Operator, World, stopped_at_the_end, until
+from operators import RELEASE, RELEASE_NAMESPACE, Operator, World, acting, until
 from shared_servers import SharedServers
 
 from rlhfspec.cluster import names
@@ -53,9 +53,7 @@ def operator(
     told = json.loads(config["data"]["settings.json"])
     more = {name: told[name] for name in ("namespace_label", "namespace_kit")}
     kubeconfig = kubeconfig_of_account(kubernetes, RELEASE_NAMESPACE, account)
-    operator = Operator(tmp_path / "a", kubeconfig, servers, namespaces=(), scope="cluster", **more)
-    with stopped_at_the_end(operator):
-        until(lambda: operator.acts, "it acts")
+    with acting(Operator(tmp_path / "a", kubeconfig, servers, namespaces=(), scope="cluster", **more)) as operator:
         yield operator
 
 

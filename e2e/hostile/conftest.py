@@ -13,7 +13,7 @@ from zlib import crc32
 import pytest
 from calm import Calm
 from cluster import ControlPlane
-from operators import RELEASE_NAMESPACE, Operator, World, define, grant, stopped_at_the_end, until
+from operators import RELEASE_NAMESPACE, Operator, World, acting, define, grant, until
 from shared_servers import SharedServers
 from tenant import CALM, HOSTILE, Tenant, belongings, settle_calm, trespasses
 
@@ -52,9 +52,9 @@ def operator(
     kubernetes: ControlPlane, world: World, tenant: Tenant, servers: SharedServers, tmp_path_factory: Any
 ) -> Iterator[Operator]:
     kubeconfig = grant(kubernetes, NAMESPACES)
-    operator = Operator(tmp_path_factory.mktemp("operator") / "a", kubeconfig, servers, namespaces=NAMESPACES)
-    with stopped_at_the_end(operator):
-        until(lambda: operator.acts, "it acts")
+    with acting(
+        Operator(tmp_path_factory.mktemp("operator") / "a", kubeconfig, servers, namespaces=NAMESPACES)
+    ) as operator:
         yield operator
 
 

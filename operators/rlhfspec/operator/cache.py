@@ -99,13 +99,13 @@ class Cache:
         metadata = pod["metadata"]
         if self._is_gone(metadata):
             return None
-        owner, view, known = owner_of(metadata), pod_view(pod), self._pod_by_uid.get(metadata["uid"])
+        owner, known = owner_of(metadata), self._pod_by_uid.get(metadata["uid"])
         key = (metadata["namespace"], owner["name"]) if owner is not None else None
-        if key is None or view is None or (known is not None and known[0] != key):  # somebody took that away
+        if key is None or (known is not None and known[0] != key):  # somebody took that away
             return self.remove_pod(pod) if known is not None else None
         name, version = metadata["name"], int(metadata["resourceVersion"])
         held = self._pods.get(key, {}).get(name)
-        if held is not None and held.version >= version:
+        if (held is not None and held.version >= version) or (view := pod_view(pod)) is None:
             return None
         if held is None or held.view.uid != view.uid:
             if held is not None:

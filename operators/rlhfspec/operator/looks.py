@@ -147,9 +147,7 @@ class Looks:
             return False
         is_gone = answer.is_missing if write.verb == "status" else write.verb == "delete"
         if answer.is_refused and not (is_gone and answer.is_missing):
-            LOG.warning("%s: %s of %s %s is refused: %s", "/".join(key), write.verb, kind, write.name, answer.message)
-            reason = str(answer.body.get("reason") or answer.code)
-            return self._cache.refused(key, Refusal(kind, write.name, reason, answer.message, now))
+            return self._refused(key, kind, write.name, answer, now)
         LOG.info("%s: %s of %s %s", "/".join(key), write.verb, kind, write.name)
         known.remove({"metadata": {"uid": write.uid}}) if is_gone else known.put(answer.body)
         self._cache.accepted(key, kind, write.name)
@@ -166,15 +164,18 @@ class Looks:
 
     def _made(self, key: Key, kind: str, name: str, answer: Answer, now: datetime) -> bool:
         if answer.is_refused:
-            reason = str(answer.body.get("reason") or answer.code)
-            if answer.is_taken and kind == "Pod" and self._cache.is_leaving(key, name):
-                reason = LEAVING
-            LOG.warning("%s: %s %s is refused: %s", "/".join(key), kind, name, answer.message)
-            return self._cache.refused(key, Refusal(kind, name, reason, answer.message, now))
+            return self._refused(key, kind, name, answer, now)
         LOG.info("%s: made %s %s", "/".join(key), kind, name)
         if kind == "Pod":
             self._cache.put_pod(answer.body)
         return self._cache.accepted(key, kind, name)
+
+    def _refused(self, key: Key, kind: str, name: str, answer: Answer, now: datetime) -> bool:
+        reason = str(answer.body.get("reason") or answer.code)
+        if answer.is_taken and kind == "Pod" and self._cache.is_leaving(key, name):
+            reason = LEAVING
+        LOG.warning("%s: %s %s is refused: %s", "/".join(key), kind, name, answer.message)
+        return self._cache.refused(key, Refusal(kind, name, reason, answer.message, now))
 
 
 def _deeds(plan: Plan) -> object:

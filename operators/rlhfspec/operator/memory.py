@@ -99,7 +99,6 @@ class Memory:
         kept = {name: getattr(self, name) for name in self.__slots__ if name != "outcome"}
         kept |= {name: _text(kept[name]) for name in _TIMES}
         kept["active_before"] = round(self.active_before, 3)
-        kept["generators"] = min(kept.get("generators", 0), MOST_WORKERS)  # whoever may write a status could say any
         kept["workers"] = {name: worker.as_status() for name, worker in sorted(self.workers.items())}
         return _without_empty(kept)
 

@@ -17,7 +17,6 @@ from rlhfspec.plugin.calls import Calls
 
 Json = dict[str, Any]
 AGENT = "kubectl-rlhf"
-CONTAINER = "worker"  # a pod's own, beside what a podTemplate may add
 _NO_SUCH_KIND = ("could not find the requested resource", "404 page not found")
 
 
@@ -95,7 +94,7 @@ class Cluster:
     def log(self, pod: str, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines as the kubelet keeps them, each after its time."""
         rest = b""
-        for chunk in self._calls.each(self._api.log(self.namespace, pod, CONTAINER, follow=follow, tail=tail)):
+        for chunk in self._calls.each(self._api.log(self.namespace, pod, names.CONTAINER, follow=follow, tail=tail)):
             *whole, rest = (rest + chunk).split(b"\n")
             yield from (line.decode(errors="replace") for line in whole)
         if rest:

@@ -6,9 +6,9 @@ import json
 import subprocess
 from typing import TYPE_CHECKING, Any
 
+from rlhfspec.cluster import names
 from rlhfspec.cluster.names import CONTROL
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest
-from rlhfspec.plugin.cluster import CONTAINER
 from rlhfspec.plugin.pods import is_running, name_of
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ _SHOW = ("python", "-m", "rlhfspec.control.show")
 
 
 def view_command(cluster: Cluster, job: str) -> list[str]:
-    return cluster.kubectl("exec", "-it", _pod(cluster, job), "-c", CONTAINER, "--", *_SHOW, "--view")
+    return cluster.kubectl("exec", "-it", _pod(cluster, job), "-c", names.CONTAINER, "--", *_SHOW, "--view")
 
 
 def asked(cluster: Cluster, job: str, *options: str) -> Any:
     """What `rlhfspec.control.show` prints, as JSON."""
-    command = cluster.kubectl("exec", _pod(cluster, job), "-c", CONTAINER, "--", *_SHOW, *options)
+    command = cluster.kubectl("exec", _pod(cluster, job), "-c", names.CONTAINER, "--", *_SHOW, *options)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=EXEC_SECONDS)
     except subprocess.TimeoutExpired:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from rlhfspec.cluster import names
 from rlhfspec.cluster.names import STORAGE
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest
-from rlhfspec.plugin.cluster import CONTAINER
 from rlhfspec.plugin.pods import is_running, name_of, state_of
 
 if TYPE_CHECKING:
@@ -51,14 +51,16 @@ def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image:
 def _fetch(cluster: Cluster, pod: str, uri: str, remote: str) -> None:
     """Into the helper's own folder: it has the credentials, and this machine may have none."""
     program = ["python", "-m", "rlhfspec.object_store", uri, str(STORAGE), remote]
-    done = subprocess.run(cluster.kubectl("exec", pod, "-c", CONTAINER, "--", *program), capture_output=True, text=True)
+    done = subprocess.run(
+        cluster.kubectl("exec", pod, "-c", names.CONTAINER, "--", *program), capture_output=True, text=True
+    )
     if done.returncode:
         said = [line for line in (done.stderr or done.stdout).splitlines() if line]
         raise ClusterUnavailable(f"{remote} of {uri}", next(iter(said), "nothing came"))
 
 
 def _copy(cluster: Cluster, pod: str, remote: str, folder: Path) -> int:
-    command = cluster.kubectl("exec", pod, "-c", CONTAINER, "--", "tar", "-C", remote, "-cf", "-", ".")
+    command = cluster.kubectl("exec", pod, "-c", names.CONTAINER, "--", "tar", "-C", remote, "-cf", "-", ".")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as copying:
         assert copying.stdout is not None
         assert copying.stderr is not None
@@ -121,7 +123,7 @@ def helper_pod(name: str, namespace: str, claim: str | None, image: str, *, secr
             },
             "containers": [
                 {
-                    "name": CONTAINER,
+                    "name": names.CONTAINER,
                     "image": image,
                     "command": ["sleep", str(HELPER_SECONDS)],
                     "envFrom": [{"secretRef": {"name": secret}}] if secret else [],
@@ -166,4 +168,4 @@ def _claim_of(pod: Json) -> str | None:
 
 def _image_of(pod: Json) -> str | None:
     containers = pod["spec"]["containers"]
-    return next((each["image"] for each in containers if each["name"] == CONTAINER), None)
+    return next((each["image"] for each in containers if each["name"] == names.CONTAINER), None)
