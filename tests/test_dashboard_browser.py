@@ -19,8 +19,10 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium in the 
 Check = Callable[[Page, str, LiveRun], Awaitable[None]]
 
 
-def look(folder: Path, check: Check, *, width: int = 1300, height: int = 1000, dark: bool = False) -> None:
-    """At a live run; nothing may be complained of, and nobody else asked."""
+def look(
+    folder: Path, check: Check, *, width: int = 1300, height: int = 1000, dark: bool = False, missing: str = ""
+) -> None:
+    """At a live run; nothing may be complained of but what is `missing` on purpose, and nobody else asked."""
 
     async def main() -> None:
         async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), browser() as page:
@@ -28,7 +30,7 @@ def look(folder: Path, check: Check, *, width: int = 1300, height: int = 1000, d
             await page.go(f"{url}/?token={TOKEN}")
             await page.until("document.querySelector('a[href=\"#/laptop/run\"]')")
             await check(page, url, live)
-            assert page.complaints == []
+            assert [each for each in page.complaints if not (missing and missing in each)] == []
             assert {each.split("/")[2] for each in page.requested if each.startswith("http")} == {url.split("/")[2]}
 
     asyncio.run(main())
@@ -121,7 +123,7 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         await page.value("location.hash = '#/'")
         await page.until("document.querySelector('a[href=\"#/laptop/run\"]')")
 
-    look(folder, check)
+    look(folder, check, missing="api/jobs/%3Cimg")  # its 404s come when they come
 
 
 def test_a_sample_shows_where_its_time_went(tmp_path: Path) -> None:
