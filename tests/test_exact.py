@@ -30,7 +30,7 @@ from rlhfspec.modeling.exact_functions import exact_gated_mlp, exact_linear, sto
 from rlhfspec.modeling.loading import prepared
 from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward
 from rlhfspec.modeling.lora import add_lora, merged_state
-from rlhfspec.modeling.packed import Packed, pack_sequences
+from rlhfspec.modeling.packed import Packed, Part, pack_sequences
 from rlhfspec.tiny import KINDS, random_model
 from rlhfspec.tiny.classes import tiny_config, tiny_model
 
@@ -284,17 +284,17 @@ def keep_keys_as(forward: ExactForward, dtype: torch.dtype) -> None:
 def test_attention_has_the_gradient_of_its_twin(
     dtype: torch.dtype, window: int | None, softcap: float, with_sinks: bool
 ) -> None:
-    forward, lengths = make_forward(random_model("qwen3", seed=0)), (9, 1, 20)
+    forward, parts = make_forward(random_model("qwen3", seed=0)), (Part(9), Part(1, 0), Part(20, 0), Part(7))
     keep_keys_as(forward, dtype)
     spec = dataclasses.replace(forward.parts.anatomy.attentions[0], window=window)
     torch.manual_seed(0)
-    inputs = [torch.randn(1, heads, sum(lengths), 16, requires_grad=True) for heads in (4, 2, 2)]
+    inputs = [torch.randn(1, heads, 37, 16, requires_grad=True) for heads in (4, 2, 2)]
     sinks = torch.randn(4, requires_grad=True) if with_sinks else None
     forward.parts.anatomy = dataclasses.replace(forward.parts.anatomy, attentions=(spec,))
-    with forward._laid_out(lengths):
+    with forward._laid_out(parts):
         ours = forward.attention(*inputs, 0.25, softcap, sinks)
     query, key, value = inputs
-    with packed.forward_layout(lengths, (spec,)):
+    with packed.forward_layout(parts, (spec,)):
         theirs, _ = packed.attend(
             None, query, stored(key, dtype), stored(value, dtype), None, scaling=0.25, softcap=softcap, s_aux=sinks,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.learning.packing import pack, split_evenly
+from rlhfspec.learning.packing import pack, pack_groups, split_evenly
 
 lengths_lists = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -70,3 +70,56 @@ def test_mini_batches_are_runs_of_nearly_one_size(count: int, parts: int) -> Non
 def test_an_even_load_over_ranks(multiple_of: int) -> None:
     packed = pack([7] * 12, 14, multiple_of=multiple_of)
     assert [len(members) for members in packed] == [2] * 6
+
+
+group_lists = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 20), min_size=1, max_size=6)), min_size=1, max_size=8
+)
+
+
+def samples_of(groups: list[tuple[int, list[int]]]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Neighbours with one prompt, and the tokens of each answer."""
+    prompts = [(number,) * length for number, (length, answers) in enumerate(groups) for _ in answers]
+    return prompts, [answer for _, answers in groups for answer in answers]
+
+
+def run_tokens(members: list[int], prompts: list[tuple[int, ...]], answers: list[int]) -> int:
+    """Of a micro-batch, each prompt once."""
+    return sum(map(len, {prompts[index] for index in members})) + sum(answers[index] for index in members)
+
+
+@given(group_lists, st.integers(1, 120), st.integers(1, 4))
+def test_micro_batches_of_groups_are_whole_ordered_and_within_the_budget(
+    groups: list[tuple[int, list[int]]], budget: int, ranks: int
+) -> None:
+    prompts, answers = samples_of(groups)
+    packed = pack_groups(prompts, answers, budget, multiple_of=ranks)
+    assert sorted(index for members in packed for index in members) == list(range(len(prompts)))
+    assert all(members == sorted(members) for members in packed)
+    assert len(packed) % ranks == 0
+    assert all(packed[: 1 - ranks or None]), "only ranks without a sample have nothing to do"
+    for members in packed:
+        assert run_tokens(members, prompts, answers) <= budget or len(members) == 1
+
+
+@given(group_lists)
+def test_a_group_that_fits_stays_whole(groups: list[tuple[int, list[int]]]) -> None:
+    prompts, answers = samples_of(groups)
+    packed = pack_groups(prompts, answers, 200)
+    assert all(sum(prompt in {prompts[index] for index in members} for members in packed) == 1 for prompt in prompts)
+
+
+@given(lengths_lists, st.integers(1, 100), st.integers(1, 4))
+def test_samples_of_different_prompts_are_packed_as_ever(lengths: list[int], budget: int, ranks: int) -> None:
+    prompts = [(number,) for number in range(len(lengths))]
+    groups = pack_groups(prompts, [length - 1 for length in lengths], budget, multiple_of=ranks)
+    assert groups == pack(lengths, budget, multiple_of=ranks)
+
+
+def test_a_group_is_cut_where_a_rank_would_have_less_to_do() -> None:
+    alone = pack_groups([(1,) * 10] * 8, [9] * 8, 100, multiple_of=2)
+    assert alone == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    two = pack_groups([(1,) * 10] * 4 + [(2,) * 10] * 4, [9] * 8, 100, multiple_of=2)
+    assert two == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    three = pack_groups([(number,) * 90 for number in (1, 1, 2, 2, 3, 3)], [5] * 6, 200, multiple_of=2)
+    assert three == [[0, 1, 4, 5], [2, 3]], "a prompt that is long beside its answers stays whole"

@@ -254,6 +254,9 @@ class Training(Block):
     epochs: Positive = Field(1, description="Passes over a step's samples.")
     mini_batches: Positive = Field(1, description="Optimizer steps a pass; samples are split by id order.")
     tokens_per_micro_batch: Positive = Field(4096, description="Packed tokens a forward; the rest is accumulated.")
+    share_prompts: bool = Field(
+        True, description="Answers to one prompt that are trained together run it once. false: each has its own copy."
+    )
     optimizer: Optimizer = Field(Optimizer(), description="Of the policy.")
     critic_optimizer: Optimizer = Field(Optimizer(learningRate=1e-5), description="Of the critic (ppo).")
     schedule: Schedule = Field(Schedule(), description="Of both learning rates.")

@@ -73,15 +73,16 @@ def fit_cache(states: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
     return states if states.shape[1] == num_heads else states.repeat_interleave(num_heads // states.shape[1], dim=1)
 
 
-def visible(size: int, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
-    """Which keys a query sees, from the beginning of a sequence: [size, size]."""
+def visible(size: int, spec: AttentionSpec, device: torch.device, *, last: int | None = None) -> torch.Tensor:
+    """Which keys a query sees, from the beginning of a sequence: [size, size], or its `last` rows only."""
     place = torch.arange(size, device=device)
-    distance = place[:, None] - place[None]
+    query = place[size - (size if last is None else last) :, None]
+    distance = query - place
     seen = distance >= 0
     if spec.window is not None:
         seen &= distance < spec.window
     if spec.chunk is not None:
-        seen &= place[:, None] // spec.chunk == place[None] // spec.chunk
+        seen &= query // spec.chunk == place // spec.chunk
     return seen
 
 

@@ -20,6 +20,7 @@ Example:
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ from rlhfspec.learning.algorithms import (
 )
 from rlhfspec.learning.distributed import Ranks
 from rlhfspec.learning.network import Network, State
-from rlhfspec.learning.packing import pack, split_evenly
+from rlhfspec.learning.packing import pack, pack_groups, split_evenly
 from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.learning.tally import Tally
 from rlhfspec.loop import scoring_stages
@@ -53,6 +54,8 @@ from rlhfspec.modeling.critic import Critic, load_critic
 from rlhfspec.modeling.loading import load_policy
 from rlhfspec.modeling.log_probs import PolicyForward, TorchForward
 from rlhfspec.modeling.packed import Packed, pack_sequences
+
+log = logging.getLogger("rlhfspec.learning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,9 @@ class Learner:
         self._policy = policy.to(self._device)
         self._forward = _policy_forward(spec, policy, self._ranks)
         training = spec.training
+        self._share_prompts = training.share_prompts and not self._lora_dropout
+        if training.share_prompts and self._lora_dropout and self._ranks.rank == 0:
+            log.info("every sample runs its own copy of the prompt: model.lora.dropout is drawn for each of them")
         self._policy_network = Network(policy, training.optimizer, training, field="spec.training.optimizer")
         self._critic_network: Network | None = None
         if "critic" in scoring_stages(spec.algorithm):
@@ -143,19 +149,22 @@ class Learner:
         )
 
     def _mini_batches(self, rollouts: Rollouts) -> list[MiniBatch]:
-        prompts = torch.tensor([len(prompt) for prompt in rollouts.prompt_token_ids])
-        lengths: list[int] = (prompts + rollouts.lengths - 1).tolist()  # of rows: the last token is not run
         training = self._spec.training
         minis = []
         for samples in split_evenly(rollouts.num_samples, training.mini_batches):
-            packed = pack(
-                [lengths[sample] for sample in samples],
-                training.tokens_per_micro_batch,
-                multiple_of=self._ranks.num_ranks,
-            )
+            prompts = rollouts.prompt_token_ids[samples.start : samples.stop]
+            answers: list[int] = (rollouts.lengths[samples.start : samples.stop] - 1).tolist()  # the last is not run
+            packed = self._pack(prompts, answers)
             shares = self._ranks.mine(packed)
             minis.append(MiniBatch(samples=samples, micro_batches=[[samples[i] for i in micro] for micro in shares]))
         return minis
+
+    def _pack(self, prompts: Sequence[tuple[int, ...]], answers: Sequence[int]) -> list[list[int]]:
+        budget, ranks = self._spec.training.tokens_per_micro_batch, self._ranks.num_ranks
+        if self._share_prompts:
+            return pack_groups(prompts, answers, budget, multiple_of=ranks)
+        lengths = [len(prompt) + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        return pack(lengths, budget, multiple_of=ranks)
 
     @torch.no_grad()
     def _keep_old_log_probs(self, rollouts: Rollouts, minis: Sequence[MiniBatch], tally: Tally) -> None:
@@ -250,7 +259,8 @@ class Learner:
     def _packed(self, rollouts: Rollouts, samples: Sequence[int]) -> Packed:
         tokens = torch.split(rollouts.token_ids[_tokens(rollouts, samples)], rollouts.lengths[list(samples)].tolist())
         prompts = [rollouts.prompt_token_ids[sample] for sample in samples]
-        return pack_sequences(prompts, [part.tolist() for part in tokens]).to(self._device)
+        answers = [part.tolist() for part in tokens]
+        return pack_sequences(prompts, answers, share_prompts=self._share_prompts).to(self._device)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.training.autocast == "bfloat16")

@@ -5,13 +5,20 @@ Example:
     [[0, 3], [1], [2, 4]]
     >>> pack([500, 1], tokens_per_micro_batch=10)  # whole, however long
     [[0], [1]]
+
+Where neighbours answer one prompt, it is run once for all of them that are together:
+    >>> four, two = (5, 6, 7, 8), (9, 9)
+    >>> pack_groups([four, four, four, two], [2, 2, 2, 3], tokens_per_micro_batch=10)
+    [[0, 1, 2], [3]]
+    >>> pack_groups([four, four, four, two], [2, 2, 2, 3], tokens_per_micro_batch=9)  # cut between answers
+    [[0, 1], [2], [3]]
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: int = 1) -> list[list[int]]:
@@ -28,6 +35,51 @@ def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: in
     while (bins := _spread(lengths, order, count, budget)) is None:
         count += multiple_of
     return sorted((sorted(members) for members in bins), key=lambda members: (not members, members))
+
+
+def pack_groups(
+    prompts: Sequence[tuple[int, ...]],
+    answers: Sequence[int],
+    tokens_per_micro_batch: int,
+    *,
+    multiple_of: int = 1,
+) -> list[list[int]]:
+    """Micro-batches of indices where neighbours with the same prompt share it. answers: tokens of each that are run.
+
+    Groups stay whole, but for one that is longer than a micro-batch, and but for ranks that would have less to do:
+    all groups are cut into as many parts as let the busiest rank run the fewest tokens. Else as `pack`.
+    """
+    found: tuple[int, list[list[int]]] | None = None
+    for num_parts in range(1, multiple_of + 1):
+        runs = list(_runs(prompts, answers, tokens_per_micro_batch, num_parts))
+        lengths = [len(prompts[run[0]]) + sum(answers[index] for index in run) for run in runs]
+        packed = pack(lengths, tokens_per_micro_batch, multiple_of=multiple_of)
+        loads = [sum(lengths[place] for place in members) for members in packed]
+        busiest = sum(max(loads[start : start + multiple_of]) for start in range(0, len(loads), multiple_of))
+        if found is None or busiest < found[0]:
+            found = busiest, [[index for place in members for index in runs[place]] for members in packed]
+    assert found is not None
+    return found[1]
+
+
+def _runs(
+    prompts: Sequence[tuple[int, ...]], answers: Sequence[int], budget: int, num_parts: int
+) -> Iterator[list[int]]:
+    """Neighbours that share a prompt: every group in `num_parts`, and in more where the budget asks for it."""
+    for _, group in itertools.groupby(range(len(prompts)), key=prompts.__getitem__):
+        members = list(group)
+        for part in split_evenly(len(members), num_parts):
+            run: list[int] = []
+            filled = 0
+            for index in members[part.start : part.stop]:
+                if run and filled + answers[index] > budget:
+                    yield run
+                    run = []
+                if not run:
+                    filled = len(prompts[index])
+                run.append(index)
+                filled += answers[index]
+            yield run
 
 
 def _spread(lengths: Sequence[int], order: Sequence[int], count: int, budget: int) -> list[list[int]] | None:

@@ -52,7 +52,7 @@ from rlhfspec.modeling import packed
 from rlhfspec.modeling.exact_functions import exact, exact_log_probs, stored
 from rlhfspec.modeling.exact_modules import ExactModules
 from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
-from rlhfspec.modeling.packed import Packed
+from rlhfspec.modeling.packed import Packed, Part
 from rlhfspec.modeling.probed import answers, every_row, probes_of, random_keys
 
 ATTENTION_NAME = "rlhfspec_exact"
@@ -115,7 +115,7 @@ class ExactForward(TorchForward):
         return super().forward(batch, entropy_gradient=entropy_gradient)
 
     def hidden(self, batch: Packed) -> torch.Tensor:
-        with self._laid_out(batch.lengths):
+        with self._laid_out(batch.parts):
             return super().hidden(batch)
 
     def weights_changed(self) -> None:
@@ -140,8 +140,8 @@ class ExactForward(TorchForward):
             self._packed_versions = versions
 
     @contextmanager
-    def _laid_out(self, lengths: tuple[int, ...]) -> Iterator[None]:
-        self._row = _Row.of(lengths, self.parts.anatomy.attentions)
+    def _laid_out(self, parts: tuple[Part, ...]) -> Iterator[None]:
+        self._row = _Row.of(parts, self.parts.anatomy.attentions)
         token = _running.set(self)
         try:
             yield
@@ -169,7 +169,7 @@ class ExactForward(TorchForward):
 
         def twin(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
             k, v = stored(k, cache.dtype), stored(v, cache.dtype)
-            return packed.row_attention(q, k, v, row.lengths, spec, scale, softcap, s)
+            return packed.row_attention(q, k, v, row.parts, spec, scale, softcap, s)
 
         return exact(kernel, twin, query, key, value, sinks)
 
@@ -222,25 +222,35 @@ def _check_possible(model: Any) -> None:
 class _Row:
     """Who sees whom in a packed row, as the engine's attention kernel reads it, and which attention comes next."""
 
-    lengths: tuple[int, ...]
+    parts: tuple[Part, ...]
     num_tokens: int
     meta: AttentionMeta
     coming: Iterator[AttentionSpec]
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], attentions: tuple[AttentionSpec, ...]) -> _Row:
-        sizes = np.asarray(lengths, np.int32)
-        starts = np.concatenate(([0], sizes.cumsum()[:-1])).astype(np.int32)
-        rows = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        slots = np.arange(sizes.sum(), dtype=np.int32)
+    def of(cls, parts: tuple[Part, ...], attentions: tuple[AttentionSpec, ...]) -> _Row:
+        """The KV of part i is at its tokens' own places; an answer's table of slots begins with its prompt's."""
+        lengths = [part.length for part in parts]
+        slots = np.arange(sum(lengths), dtype=np.int32)
+        own = np.split(slots, np.cumsum(lengths)[:-1])
+        seen = [
+            places if part.behind is None else np.concatenate((own[part.behind], places))
+            for places, part in zip(own, parts, strict=True)
+        ]
+        slot_table = np.zeros((len(parts), max(map(len, seen))), np.int32)
+        for row, places in enumerate(seen):
+            slot_table[row, : len(places)] = places
+        sizes = np.array([len(places) for places in seen], np.int32)
+        rows = np.repeat(np.arange(len(parts), dtype=np.int32), lengths)
+        ends = np.cumsum(lengths, dtype=np.int32)
         meta = AttentionMeta(
             slots=slots,
             table_rows=rows,
-            context_lens=slots - starts[rows] + np.int32(1),
+            context_lens=slots + np.int32(1) + (sizes - ends)[rows],
             extra=np.empty((len(slots), 0), np.int32),
-            slot_table=starts[:, None] + np.arange(sizes.max(), dtype=np.int32),
+            slot_table=slot_table,
         )
-        return cls(lengths, len(slots), meta, iter(attentions))
+        return cls(parts, len(slots), meta, iter(attentions))
 
 
 class _Scratch:
