@@ -4,15 +4,20 @@ One learner, in a thread of its own as in a run, trains the same made-up step a 
 tokens, GRPO). Of each step: seconds, processor seconds in the program and in the system, page faults, and the digest
 of the weights, which may not change when something is made faster. Then what each kind of operation took, by torch's
 profiler.
+
+--sharing: what it saves that answers share their prompt. One prompt, 16 answers of 48 tokens; steps with and without
+training.sharePrompts take turns, by prompts of several lengths.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import statistics
 import threading
 import time
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -21,10 +26,11 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.learning.learner import Learner
 from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.modeling.digest import digest
-from rlhfspec.tiny.corpus import prompts
+from rlhfspec.tiny.corpus import prompts, token_stream
 from rlhfspec.tiny.models import ensure
 
 NUM_SAMPLES, NUM_TOKENS, GROUP = 16, 256, 4
+SHARED_BY, ANSWER_TOKENS, PROMPT_TOKENS = 16, 48, (768, 96, 8)
 KINDS = {
     "aten::mm": "matrix products",
     "aten::addmm": "matrix products",
@@ -36,24 +42,24 @@ KINDS = {
 }
 
 
-def rollouts() -> Rollouts:
+def rollouts(asked: list[list[int]], group: int, num_tokens: int) -> Rollouts:
     random = torch.Generator().manual_seed(0)
-    asked = prompts(NUM_SAMPLES // GROUP, seed=20)
-    log_probs = -5 * torch.rand(NUM_SAMPLES * NUM_TOKENS, generator=random)
+    num_samples = len(asked) * group
+    log_probs = -5 * torch.rand(num_samples * num_tokens, generator=random)
     return Rollouts(
-        ids=tuple(f"bench/1/{place // GROUP}/{place % GROUP}" for place in range(NUM_SAMPLES)),
-        group_index=torch.arange(NUM_SAMPLES) // GROUP,
-        lengths=torch.full((NUM_SAMPLES,), NUM_TOKENS),
-        prompt_token_ids=tuple(tuple(asked[place // GROUP]) for place in range(NUM_SAMPLES)),
-        token_ids=torch.randint(200, (NUM_SAMPLES * NUM_TOKENS,), generator=random),
+        ids=tuple(f"bench/1/{place // group}/{place % group}" for place in range(num_samples)),
+        group_index=torch.arange(num_samples) // group,
+        lengths=torch.full((num_samples,), num_tokens),
+        prompt_token_ids=tuple(tuple(asked[place // group]) for place in range(num_samples)),
+        token_ids=torch.randint(200, (num_samples * num_tokens,), generator=random),
         generator_log_probs=log_probs,
         log_probs=log_probs,
-        weights_versions=torch.zeros(NUM_SAMPLES * NUM_TOKENS, dtype=torch.int64),
-        rewards=torch.rand(NUM_SAMPLES, generator=random, dtype=torch.float64),
+        weights_versions=torch.zeros(num_samples * num_tokens, dtype=torch.int64),
+        rewards=torch.rand(num_samples, generator=random, dtype=torch.float64),
         reward_components={},
         reference_log_probs=log_probs - 0.1,
         values=None,
-        truncated=torch.ones(NUM_SAMPLES, dtype=torch.bool),
+        truncated=torch.ones(num_samples, dtype=torch.bool),
     )
 
 
@@ -83,19 +89,43 @@ def profile(learner: Learner, step: Rollouts) -> None:
         print(f"{kind:<16} {spent:7.2f} s {spent / total:6.1%}")
 
 
+def compare_sharing(job: dict[str, Any], num_steps: int) -> None:
+    """The first step of each is not counted."""
+    learners = {}
+    for share in (False, True):
+        job["spec"]["training"]["sharePrompts"] = share
+        learners[share] = Learner.from_spec(RLHFJob.model_validate(job).spec)
+    for length in PROMPT_TOKENS:
+        step = rollouts([token_stream(length, seed=20)], SHARED_BY, ANSWER_TOKENS)
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for number in range(num_steps + 1):
+            for share in (False, True) if number % 2 else (True, False):
+                began = time.process_time()
+                learners[share].learn(step)
+                seconds[share].append(time.process_time() - began)
+        copies, shared = (statistics.median(seconds[share][1:]) for share in (False, True))
+        ratio = statistics.median(a / b for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True))
+        print(f"prompt of {length} tokens: copies {copies:.2f} s, shared {shared:.2f} s, {ratio:.2f} times as fast")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", default="wide", help="wide (77M parameters) or target (3.3M)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--exact", action="store_true", help="exactly on-policy: the forward on our kernels")
+    parser.add_argument("--sharing", action="store_true", help="with and without training.sharePrompts")
     parser.add_argument("--steps", type=int, default=3)
     given = parser.parse_args()
     model = str(getattr(ensure(given.tiny), given.tiny))
     job = job_of(StepSettings(model=model, draft=model, dtype=given.dtype), "off")
     job["spec"]["training"]["exactOnPolicy"] = given.exact
-    learner, step = Learner.from_spec(RLHFJob.model_validate(job).spec), rollouts()
 
     def work() -> None:
+        if given.sharing:
+            compare_sharing(job, given.steps)
+            return
+        learner = Learner.from_spec(RLHFJob.model_validate(job).spec)
+        step = rollouts(prompts(NUM_SAMPLES // GROUP, seed=20), GROUP, NUM_TOKENS)
         train(learner, step, given.steps)
         profile(learner, step)
 

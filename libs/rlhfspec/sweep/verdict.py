@@ -9,6 +9,8 @@ has the law written a second time. A model is *right* when
   drafts, with the suffix drafter, preempted, and moved from engine to engine in the middle; in float32 and in bfloat16;
 - the trainer's forward finds the same log-probs to 1e-5, and the exact trainer the same bits, with gradients like
   torch's; also under a low-rank update;
+- answers that share their prompt in a row have the log-probs that they have with a copy each, to 1e-6 of the largest,
+  the exact trainer's to the bit, and the gradients to 1e-5 (where float32 rounding is larger: in float64);
 - the trainer in bfloat16 is as near to float32 as Hugging Face in bfloat16, at every position of a long row.
 
 It is *refused* when loading it says why. Anything else is *wrong*. A large model may be judged in fewer ways: two
@@ -55,6 +57,7 @@ Kind = Literal["right", "refused", "wrong", "not made"]
 PROMPT_LENGTHS = (5, 37, 2, 70)  # shorter and longer than blocks of keys, and than most windows of the sweep
 TOLERANCE = 1e-5  # of log-probs and their margins
 GRADIENT_TOLERANCE = 1e-4
+SHARED_TOLERANCE, SHARED_GRADIENT_TOLERANCE = 1e-6, 1e-5  # of shared prompts, in parts of the largest number
 _TREE = Plan(drafter="model", depth=4, width=2, branch=2)
 _RANK = 2
 _BESIDE = 1e-3  # standard deviations of a weight matrix
@@ -115,6 +118,7 @@ class _Judge:
         difference = self._check_oracle(alone)
         rounded = self.check_ways(alone)
         self._check_trainer(alone)
+        self._check_shared(alone)
         found: dict[str, Any] = {"difference": difference, "report": report}
         try:
             self.check_training(self._check_exact(alone, "float32"), alone)
@@ -204,6 +208,26 @@ class _Judge:
         if difference > TOLERANCE and not self._is_rounding(samples, found):
             raise Wrong(f"the trainer's log-probs differ by {difference:.1e}")
 
+    def _check_shared(self, samples: Samples) -> None:
+        """A prompt that stands once in a row, against a copy of it for each answer."""
+        problem = self._shared_problem(samples, torch.float32)
+        if problem and (problem := self._shared_problem(samples, torch.float64)):
+            raise Wrong(f"answers that share their prompt have other {problem}")
+
+    @torch.no_grad()
+    def _shared_problem(self, samples: Samples, dtype: torch.dtype) -> str:
+        forward = self._in(dtype)
+        copies, shared = (forward(batch).log_probs for batch in _siblings(samples))
+        apart = _apart(shared, copies)
+        return f"log-probs, by {apart:.1e} of the largest" if not apart <= SHARED_TOLERANCE else ""
+
+    def _in(self, dtype: torch.dtype, *, seed: int = 0) -> TorchForward:
+        """The trainer's forward in another dtype than it was prepared for."""
+        model = self._prepared(seed=seed)
+        cast(model, Precision(dtype))
+        use_eager_experts(model)  # grouped products know no float64
+        return TorchForward(model, 1.0)
+
     def _check_positions(self, vocab_size: int) -> Band:
         """In bfloat16. One row may be unlucky: what is wrong is wrong with other tokens too."""
         num_tokens = self._longest()
@@ -233,10 +257,15 @@ class _Judge:
     def _same_exactly(self, exact: ExactForward, samples: Samples, how: str) -> ExactForward:
         if not torch.equal(exact(_packed(samples)).untempered, _generated(samples)):
             raise Wrong(f"the exact trainer gives other bits {how}")
+        with torch.no_grad():
+            copies, shared = (exact(batch).untempered for batch in _siblings(samples))
+        if not torch.equal(copies, shared):
+            raise Wrong(f"the exact trainer gives other bits {how} to answers that share their prompt")
         return exact
 
     def check_training(self, exact: ExactForward, samples: Samples) -> None:
         self._check_gradients(exact, _packed(samples))
+        self._check_shared_gradients(samples)
         self._check_lora()
 
     def _check_gradients(self, exact: ExactForward, batch: Packed) -> None:
@@ -249,14 +278,23 @@ class _Judge:
         if problem:
             raise Wrong(problem)
 
+    def _check_shared_gradients(self, samples: Samples) -> None:
+        problem = self._shared_gradient_problem(samples, torch.float32)
+        if problem and (problem := self._shared_gradient_problem(samples, torch.float64)):
+            raise Wrong(problem)
+
+    def _shared_gradient_problem(self, samples: Samples, dtype: torch.dtype) -> str:
+        copies, shared = (_gradients(self._in(dtype), batch) for batch in _siblings(samples))
+        for name, gradient in copies.items():
+            if not (apart := _apart(shared[name], gradient)) <= SHARED_GRADIENT_TOLERANCE:
+                return f"answers that share their prompt have another gradient of {name}, by {apart:.1e} of the largest"
+        return ""
+
     def _gradient_problem(self, exact: ExactForward, batch: Packed, *, seed: int) -> str:
         """They are torch's; where they are 1e-4 of the largest from them, float64 is the judge."""
 
         def torchs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-            model = self._prepared(seed=seed)
-            cast(model, Precision(dtype))
-            use_eager_experts(model)  # grouped products know no float64
-            return _gradients(TorchForward(model, 1.0), batch)
+            return _gradients(self._in(dtype, seed=seed), batch)
 
         ours, theirs = _gradients(exact, batch), torchs(torch.float32)
         if ours.keys() != theirs.keys():
@@ -330,6 +368,20 @@ def _whole(model: Any, samples: Samples) -> torch.Tensor:
 
 def _packed(samples: Samples) -> Packed:
     return pack_sequences([s.prompt_token_ids for s in samples.values()], [s.token_ids for s in samples.values()])
+
+
+def _siblings(samples: Samples) -> tuple[Packed, Packed]:
+    """Every prompt with answers of several lengths: a copy for each of them, and shared."""
+    answers = [list(sample.token_ids) for sample in samples.values()]
+    answers = [answers[0], answers[-1][:1], answers[-1][::-1][: len(answers[-1]) // 2 + 1]]
+    prompts = [sample.prompt_token_ids for sample in samples.values() for _ in answers]
+    responses = answers * len(samples)
+    return pack_sequences(prompts, responses), pack_sequences(prompts, responses, share_prompts=True)
+
+
+def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """In parts of the largest number."""
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
 
 
 def _generated(samples: Samples) -> torch.Tensor:
