@@ -136,6 +136,18 @@ def test_our_side_runs_a_job_and_generates_every_token_asked_for(tmp_path: Path)
     assert {"generation", "reference", "training"} <= {name for name, spent in step.by_stage.items() if spent > 0}
 
 
+def test_long_prompts_are_of_one_length_and_all_different(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, **bench.LONG_PROMPTS)
+    texts, encode = settings.prompts(), hugging_face_tokenizer()
+    assert {len(encode(text)["input_ids"]) for text in texts} == {768}
+    assert len(set(texts)) == settings.num_steps * settings.prompts_per_step
+    job = RLHFJob.model_validate(bench_step.job_of(settings, "off"))
+    assert job.spec.dataset.max_prompt_tokens == 768, "none of them is left out"
+    assert job.spec.algorithm.samples_per_prompt == 16
+    with pytest.raises(InvalidRequest, match="num_prompt_tokens"):
+        replace(SETTINGS, num_prompt_tokens=1)
+
+
 def test_our_side_says_why_a_run_failed(tmp_path: Path) -> None:
     settings = replace(SETTINGS, model=str(tmp_path / "missing"), draft=str(tmp_path / "missing"))
     with pytest.raises(WorkerFailed, match="exit code 2"):

@@ -28,7 +28,7 @@ from typing import Any
 from rlhfspec.bench.processor import Processor, processor
 from rlhfspec.bench.worker import RIVALS, Worker, WorkerFailed, environment
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.tiny.corpus import prompts
+from rlhfspec.tiny.corpus import prompts, text
 from rlhfspec.tiny.tokenizer import decode
 
 TRL, PLAIN, ADAPTIVE = "trl", "plain", "adaptive"
@@ -54,6 +54,7 @@ class StepSettings:
     draft: str
     modes: tuple[str, ...] = MODES
     trl_python: str | None = None
+    num_prompt_tokens: int | None = None  # of every prompt; None: beginnings of documents, 24 to 96
     prompts_per_step: int = 4
     samples_per_prompt: int = 4
     num_tokens: int = 256
@@ -71,6 +72,8 @@ class StepSettings:
                 raise InvalidRequest("modes", mode, f"must be among {', '.join(MODES)}")
         if self.samples_per_prompt < 2:
             raise InvalidRequest("samples_per_prompt", self.samples_per_prompt, "must be >= 2: GRPO compares samples")
+        if self.num_prompt_tokens is not None and self.num_prompt_tokens < 2:
+            raise InvalidRequest("num_prompt_tokens", self.num_prompt_tokens, "must be >= 2: the first is BOS")
         for name in ("prompts_per_step", "num_tokens", "steps", "repeats", "num_threads"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, getattr(self, name), "must be >= 1")
@@ -81,7 +84,12 @@ class StepSettings:
 
     def prompts(self) -> list[str]:
         """As many as all steps need, so that nobody meets one twice."""
-        return [decode(ids) for ids in prompts(self.num_steps * self.prompts_per_step, seed=_PROMPTS_SEED)]
+        count = self.num_steps * self.prompts_per_step
+        if self.num_prompt_tokens is None:
+            return [decode(ids) for ids in prompts(count, seed=_PROMPTS_SEED)]
+        size = self.num_prompt_tokens - 1  # BOS comes before it
+        whole = text(count * size, seed=_PROMPTS_SEED)
+        return [whole[start : start + size] for start in range(0, count * size, size)]
 
     def published(self) -> dict[str, Any]:
         """For the JSON: models by the names of their folders, no path of the machine."""
@@ -287,9 +295,10 @@ def run_ours(settings: StepSettings, speculation: str, *arguments: str) -> str:
 def job_of(settings: StepSettings, speculation: str) -> dict[str, Any]:
     """The job that does what TRL is told to do."""
     bfloat16 = settings.dtype == "bfloat16"
+    longest = {} if settings.num_prompt_tokens is None else {"maxPromptTokens": settings.num_prompt_tokens}
     spec = {
         "model": {"path": settings.model, "drafter": settings.draft},
-        "dataset": {"path": "prompts.jsonl", "shuffle": False},
+        "dataset": {"path": "prompts.jsonl", "shuffle": False} | longest,
         "algorithm": {
             "name": "grpo",
             "samplesPerPrompt": settings.samples_per_prompt,

@@ -122,6 +122,20 @@ def token_stream(num_tokens: int, *, seed: int) -> list[int]:
     return stream[:num_tokens]
 
 
+def text(num_bytes: int, *, seed: int) -> str:
+    """Documents one after the other, cut there: as many tokens as bytes.
+
+    >>> len(text(500, seed=1)), text(500, seed=1).isascii()
+    (500, True)
+    """
+    found = ""
+    for document in _endless(seed):
+        found += document + " "
+        if len(found) >= num_bytes:
+            break
+    return found[:num_bytes]
+
+
 def prompts(count: int, *, seed: int, shortest: int = 24, longest: int = 96) -> list[list[int]]:
     """Beginnings of documents of varying length, BOS first, cut after a space so that a word comes next."""
     rng = random.Random(seed)

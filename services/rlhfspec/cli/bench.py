@@ -32,6 +32,8 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 # A whole step, small: says whether it works and roughly how it compares.
 QUICK_STEP: dict[str, Any] = {"num_tokens": 128, "steps": 2, "repeats": 1}
+# A document and a short answer, as in summaries or judging: nearly all tokens are prompts that answers have in common.
+LONG_PROMPTS: dict[str, Any] = {"num_prompt_tokens": 768, "samples_per_prompt": 16, "num_tokens": 48}
 
 
 @app.command()
@@ -117,6 +119,9 @@ def step(
     model: Model = None,
     draft: Draft = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small model and few tokens; done in minutes.")] = False,
+    long_prompts: Annotated[
+        bool, typer.Option("--long-prompts", help="16 answers of 48 tokens to each prompt of 768.")
+    ] = False,
     modes: Annotated[str, typer.Option(help="Among trl, plain, adaptive.")] = "trl,plain,adaptive",
     prompts: Annotated[int | None, typer.Option(min=1, help="Prompts a step.")] = None,
     samples: Annotated[int | None, typer.Option(min=2, help="Samples a prompt.")] = None,
@@ -135,7 +140,7 @@ def step(
     from rlhfspec.bench.step_report import render
 
     given = chosen(
-        QUICK_STEP if quick else {},
+        (QUICK_STEP if quick else {}) | (LONG_PROMPTS if long_prompts else {}),
         prompts_per_step=prompts,
         samples_per_prompt=samples,
         num_tokens=tokens,
