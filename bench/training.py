@@ -117,7 +117,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     given = parser.parse_args()
     model = str(getattr(ensure(given.tiny), given.tiny))
-    job = job_of(StepSettings(model=model, draft=model, dtype=given.dtype), "off")
+    longest = max(PROMPT_TOKENS) if given.sharing else None
+    job = job_of(StepSettings(model=model, draft=model, dtype=given.dtype, num_prompt_tokens=longest), "off")
     job["spec"]["training"]["exactOnPolicy"] = given.exact
 
     def work() -> None:
