@@ -18,8 +18,8 @@ from rlhfspec.loop import workers_of
 from rlhfspec.operator import objects
 from rlhfspec.operator.draft import Draft
 
-# Of a webhook that takes no part in a trial, or denies it: what it says is no fault of the job's words.
-_NOT_ABOUT_WORDS = ("webhook", "dry run", "dryRun")
+# What a webhook says that takes no part in a trial or denies it, or an admission policy: no fault of the job's words.
+_NOT_ABOUT_WORDS = ("webhook", "dry run", "dryRun", "is forbidden: ")
 MOST_CHARACTERS = 2000
 _TYPES_ARE_WRONG = "failed to create typed patch object"
 _CANNOT_READ = 'Pod in version "v1" cannot be handled as a Pod: '
@@ -103,6 +103,9 @@ def _is_about_words(answer: Answer) -> bool:
     >>> _is_about_words(Answer(422, {"message": 'Pod "a" is invalid: spec.containers[0].env[0].name: Required value'}))
     True
     >>> _is_about_words(Answer(403, {"message": "exceeded quota: a"}))
+    False
+    >>> denied = 'pods "a" is forbidden: ValidatingAdmissionPolicy "b" with binding "b" denied request: not today'
+    >>> _is_about_words(Answer(422, {"message": denied}))
     False
     """
     is_wrong = answer.code in (400, 422) or (answer.code == 500 and _TYPES_ARE_WRONG in answer.message)
