@@ -329,8 +329,13 @@ def digest(out: torch.Tensor) -> str:
 # ---- Triton ---------------------------------------------------------------------------------------------------------
 
 
-TRITON = [Sequence(125, (-1, 0, 0, 1), as_tree=True), Sequence(66, chain(2), as_tree=False), Sequence(9, (-1,), True)]
-TRITON_OPTIONS = [{}, {"sliding_window": 70, "softcap": 30.0, "sinks": torch.linspace(120.0, -1.0, 8)}, {"chunk": 90}]
+TRITON = [Sequence(145, (-1, 0, 0, 1), as_tree=True), Sequence(66, chain(2), as_tree=False), Sequence(9, (-1,), True)]
+TRITON_OPTIONS = [
+    {},
+    {"sliding_window": 70, "softcap": 30.0, "sinks": torch.linspace(120.0, -1.0, 8)},
+    {"sliding_window": 15},  # nothing is seen of the first two splits
+    {"chunk": 90},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -256,10 +256,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     for part in range(1, num_splits):
         place = first + part * (2 + DIM)
         part_largest, part_sum = tl.load(place), tl.load(place + 1)
-        seen = part_sum != 0.0
         new_largest = tl.maximum(largest, part_largest)
-        before = tl.where(seen, tl.exp(largest - new_largest), 1.0)
-        after = tl.where(seen, tl.exp(part_largest - new_largest), 0.0)
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # nothing is seen so far
+        before, after = tl.exp(largest - shift), tl.exp(part_largest - shift)
         part_sums = tl.load(place + 2 + d, mask=d < DIM, other=0.0)
         weight_sum = weight_sum * before + part_sum * after
         sums = sums * before + part_sums * after
