@@ -154,6 +154,17 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
     assert torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
+def with_padding(meta: AttentionMeta, count: int) -> AttentionMeta:
+    """`meta` with padding rows behind."""
+    zeros = np.zeros(count, np.int32)
+    return AttentionMeta(
+        slots=np.concatenate([meta.slots, zeros - 1]), table_rows=np.concatenate([meta.table_rows, zeros]),
+        context_lens=np.concatenate([meta.context_lens, zeros]),
+        extra=np.concatenate([meta.extra, np.full((count, meta.extra.shape[1]), -1, np.int32)]),
+        slot_table=meta.slot_table,
+    )  # fmt: skip
+
+
 def triton_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int,
                   meta: AttentionMeta, **options: Any) -> torch.Tensor:  # fmt: skip
     """On the GPU where there is one, else in Triton's interpreter; the cache is updated in place either way.

@@ -25,6 +25,7 @@ from attention_cases import (
     sequences,
     shapes,
     triton_kernel,
+    with_padding,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,8 +34,8 @@ from rlhfspec.kernels import attention_splits
 from rlhfspec.kernels import tree_attention as module
 from rlhfspec.kernels.attention_splits import SPLIT, Partials, merge
 from rlhfspec.kernels.cpu import build
-from rlhfspec.kernels.tree_attention import AttentionMeta, attend_partial
-from rlhfspec.kernels.tree_attention_twin import attend_partial_reference, tree_attention_reference
+from rlhfspec.kernels.tree_attention import AttentionMeta, attend_partial, tree_attention
+from rlhfspec.kernels.tree_attention_twin import tree_attention_reference
 
 UNSPLIT = 1 << 20  # longer than any context here
 LONG_OPTIONS: list[Options] = [
@@ -167,6 +168,20 @@ def test_a_sick_row_hurts_only_those_who_see_it(poison: float) -> None:
     assert_same_bits(out[~hurt], healthy[~hurt])
 
 
+@needs_native
+@pytest.mark.parametrize("kernel", [tree_attention, tree_attention_reference, triton_kernel])
+@pytest.mark.parametrize("sinks", [None, torch.ones(8)])
+def test_a_padding_row_writes_nothing_and_gets_zeros(
+    kernel: Callable[..., torch.Tensor], sinks: torch.Tensor | None
+) -> None:
+    forest = [Sequence(150, (-1, 0), as_tree=True)]
+    case, plain = make_case(forest, Shape()), make_case(forest, Shape()).run(kernel, split=64, sinks=sinks)
+    padded = [torch.cat([x, torch.full_like(x[:2], 5.0)]) for x in (case.query, case.key, case.value)]
+    out = Case(*padded, case.kv, with_padding(case.meta, 2)).run(kernel, split=64, sinks=sinks)
+    assert torch.equal(out[-2:], torch.zeros(2, 8, 16))
+    assert_same_bits(out[:-2], plain)
+
+
 # ---- two calls ------------------------------------------------------------------------------------------------------
 
 
@@ -246,8 +261,7 @@ def test_the_twins_parts_merge_too() -> None:
     case = make_case(LONG, Shape()).doubled()
     for options in LONG_OPTIONS:
         expected = make_case(LONG, Shape()).doubled().run(tree_attention_reference, split=64, **options)
-        numbers = parts_of(case, (0, 1, 3, 4), 64, attend_partial_reference, options)
-        parts = [Partials(part, first, 64) for part, first in zip(numbers, (0, 1, 3), strict=True)]
+        parts = parts_of(case, (0, 1, 3, 4), 64, attend_partial, options)  # float64 always goes to the twin
         found = merge(parts, sinks=options.get("sinks"), dtype=torch.float64)
         assert (found - expected).abs().max() < 1e-12
 

@@ -27,6 +27,7 @@ from attention_cases import (
     needs_native,
     shapes,
     triton_kernel,
+    with_padding,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,7 +160,7 @@ def test_padding_row_writes_nothing_and_gets_zeros(sinks: torch.Tensor | None) -
     plain = make_case(MIXED, Shape()).run(sinks=sinks)
     for kernel in (tree_attention, tree_attention_reference):
         before = case.kv.clone()
-        pad = replace_rows(case.meta, 3)
+        pad = with_padding(case.meta, 3)
         extended = [torch.cat([x, torch.full_like(x[:3], 5.0)]) for x in (case.query, case.key, case.value)]
         out = Case(*extended, case.kv, pad).run(kernel, sinks=sinks)
         assert torch.equal(out[-3:], torch.zeros(3, 8, 16))
@@ -167,17 +168,6 @@ def test_padding_row_writes_nothing_and_gets_zeros(sinks: torch.Tensor | None) -
         untouched = before[:, 0].isnan()
         assert torch.equal(case.kv[:, 0].isnan(), untouched)  # layer 0 was not asked for
         case.kv.copy_(before)
-
-
-def replace_rows(meta: AttentionMeta, count: int) -> AttentionMeta:
-    """`meta` with padding rows behind."""
-    zeros = np.zeros(count, np.int32)
-    return AttentionMeta(
-        slots=np.concatenate([meta.slots, zeros - 1]), table_rows=np.concatenate([meta.table_rows, zeros]),
-        context_lens=np.concatenate([meta.context_lens, zeros]),
-        extra=np.concatenate([meta.extra, np.full((count, meta.extra.shape[1]), -1, np.int32)]),
-        slot_table=meta.slot_table,
-    )  # fmt: skip
 
 
 @needs_native
