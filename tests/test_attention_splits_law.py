@@ -30,6 +30,7 @@ from rlhfspec.scoring import log_probs as scoring
 from rlhfspec.scoring.log_probs import LogProbScorer
 from rlhfspec.sweep.ways import Samples, check_same, moving, one_by_one, preempt, together
 from rlhfspec.tiny import KINDS, perturbed, random_model
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
 SPLIT = 64
@@ -167,6 +168,32 @@ def test_the_exact_trainer_differs_by_nothing(kind: str, dtype: str) -> None:
     assert float((found(SPLIT) - wanted).abs().max()) == 0.0
     if dtype == "float32":  # in bfloat16 the rounding of activations may hide it
         assert float((found(4096) - wanted).abs().max()) > 0.0
+
+
+def test_across_the_default_split_engine_trainer_and_scorer_agree() -> None:
+    config = tiny_config("llama", num_hidden_layers=2, max_position_embeddings=8192)
+    context = 4224
+    prompt = tuple(np.random.default_rng(0).integers(3, 60, 4090).tolist())
+    params = SamplingParams(temperature=0.8, max_tokens=20, ignore_eos=True)
+
+    def sampled(**options: Any) -> Samples:
+        chosen = {"max_sequences": 2, "max_context": context, "kv_cache_tokens": 2 * context, "profile": False}
+        engine = make_engine(tiny_model(config), EngineConfig(**(chosen | {"speculation": "off"} | options)))
+        return together(engine, [Request(id=f"{n}", prompt_token_ids=prompt, params=params, seed=n) for n in (1, 2)])
+
+    samples = sampled()
+    check_same("drafting", samples, sampled(speculation="suffix", prefill_chunk=300))
+    batch, wanted = packed(samples)
+    with torch.no_grad():
+        found = ExactForward(prepared(tiny_model(config)), 0.8, max_context=context)(batch).log_probs
+    assert torch.equal(found, wanted)
+    scorer = LogProbScorer(tiny_model(config), temperature=0.8, max_context=context)
+    assert scorer.log_probs(prompt, samples["1"].token_ids) == list(samples["1"].tempered_log_probs)
+    unsplit = sampled(attention_split=8192)
+    before, after = zip(samples["1"].log_probs, unsplit["1"].log_probs, strict=True), 4096 - 4090
+    same = [one == other for one, other in before]
+    assert all(same[: after + 1])
+    assert not all(same)
 
 
 def test_its_gradients_are_those_of_one_softmax() -> None:
