@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from rlhfspec.modeling.exact import ExactForward
 from rlhfspec.modeling.loading import prepared
 from rlhfspec.modeling.log_probs import TorchForward
 from rlhfspec.modeling.packed import Packed, Part, explicit_attention, pack_sequences, row_attention
+from rlhfspec.sweep import verdict
 from rlhfspec.tiny import KINDS, random_model
 from rlhfspec.tiny.classes import tiny_config, tiny_model
 
@@ -221,3 +223,15 @@ def test_a_low_rank_update_shares_prompts_unless_it_has_dropout(caplog: pytest.L
         assert num_tokens_run(with_dropout) == 2 * (own + 4 * (3 + 2)), "old log-probs, then the update"
     assert [message for message in caplog.messages if "model.lora.dropout" in message] == caplog.messages
     assert len(caplog.messages) == 1
+
+
+def test_the_sweep_notices_answers_at_other_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def misplaced(*sequences: Any, share_prompts: bool = False) -> Packed:
+        batch = pack_sequences(*sequences, share_prompts=share_prompts)
+        starts = [torch.arange(length) for length in batch.lengths]
+        return replace(batch, position_ids=torch.cat(starts)[None]) if share_prompts else batch
+
+    monkeypatch.setattr(verdict, "pack_sequences", misplaced)
+    found = verdict.judge(lambda: tiny_model(tiny_config("qwen2")))
+    assert found.kind == "wrong"
+    assert "answers that share their prompt have other log-probs" in found.detail
