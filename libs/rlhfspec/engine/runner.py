@@ -37,6 +37,7 @@ from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
 ATTENTION_NAME = "rlhfspec_tree"
+SPARE_BYTES = 1 << 30  # of KV; an 8B model's keys and values of 8,000 tokens, one sixteenth of its weights
 # Its products are torch's, in fewer bits. In bfloat16 a sound model was seen to be .011 to .017 from the reference.
 _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 
@@ -50,6 +51,7 @@ class RunnerConfig:
     max_context: int
     num_blocks: int
     block_size: int
+    num_spare_blocks: int = 0  # beyond `num_blocks`, as far as SPARE_BYTES last: for what is only kept to save time
 
 
 class ModelRunner:
@@ -78,7 +80,8 @@ class ModelRunner:
         reference = ask(model, anatomy, probes, name=config.name, rounding=rounding)
         self.fused = self._prepare(model, precision)
         self.kv = new_kv(
-            num_blocks=config.num_blocks, num_layers=len(anatomy.attentions), block_size=config.block_size,
+            num_blocks=config.num_blocks + self._num_spare_blocks, num_layers=self.kv_shape[0],
+            block_size=config.block_size,
             num_kv_heads=self.kv_shape[2], head_dim=self.kv_shape[3], dtype=config.dtype, device=config.device,
         )  # fmt: skip
         self.parts = CausalLM(model)
@@ -116,7 +119,12 @@ class ModelRunner:
     @property
     def bytes_per_position(self) -> int:
         """Of KV, over all layers."""
-        return math.prod(self.kv_shape) * self.kv.element_size()
+        return math.prod(self.kv_shape) * self.config.dtype.itemsize
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        most = SPARE_BYTES // (self.bytes_per_position * self.config.block_size)
+        return min(self.config.num_spare_blocks, most)
 
     def fingerprint(self) -> str:
         """What two engines must share for a sequence's KV to move between them: weights, configuration, arithmetic.
