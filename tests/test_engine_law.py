@@ -94,8 +94,8 @@ def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
     requests = some_requests(rng, int(rng.integers(1, 12)), temperature)
     expected = {request.id: run(plain, [request])[request.id] for request in requests}  # one at a time
     driven.set_speculation(mode)
-    driven.scheduler.prefix_sharing = sharing
-    driven.scheduler.prefill_chunk = int(rng.choice([3, 17, 512]))
+    chunk = int(rng.choice([3, 17, 512]))
+    driven.state.config = dataclasses.replace(driven.state.config, prefix_sharing=sharing, prefill_chunk=chunk)
     shuffled = [requests[index] for index in rng.permutation(len(requests))]
     results = run(driven, shuffled, rng)
     for request in requests:

@@ -20,7 +20,7 @@ import torch
 from transformers import AttentionInterface
 
 from rlhfspec.arrays import IntArray
-from rlhfspec.engine.cache import new_kv
+from rlhfspec.engine.cache import give_back, new_kv
 from rlhfspec.engine.graphs import GraphedForward
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.anatomy import examine
@@ -90,6 +90,7 @@ class ModelRunner:
         tolerances = TOLERANCES if config.device.type == "cpu" else _TOLERANCES_OF_CUDA
         proof = Proof(self, anatomy, reference, self.is_row_invariant, tolerances[config.dtype])
         self.report: ModelReport = prove(proof, began=began)
+        give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)
         if config.device.type == "cuda" and not self.expert_load.rows():  # which experts run is decided on the host
             self._graphs = GraphedForward(self._run_layers, config.device)
