@@ -175,3 +175,20 @@ def test_what_cannot_be_extended_is_refused_and_what_stays_is_left_as_it_is() ->
     with pytest.raises(InvalidRequest, match=r"^stays: "):
         engine.submit(Request(id="odd", prompt_token_ids=(1,), params=PARAMS, seed=0, stays=1))  # type: ignore[arg-type]
     assert talk(engine, range(1, 2)) <= len(said(1)) + 1
+
+
+def test_what_was_accepted_behind_a_stop_token_is_no_part_of_what_stays() -> None:
+    engine = make(speculation=Plan(drafter="model", depth=6), draft=model())  # it is always right
+    engine.submit(request("free", max_tokens=20))
+    free = drain(engine)["free"].token_ids
+    too_far = 0
+    for token in free[4:12]:
+        engine.submit(staying("chat", params=SamplingParams(max_tokens=20, stop_token_ids=(token,))))
+        stopped = drain(engine)["chat"]
+        assert stopped.finish_reason == "stop"
+        engine.extend("chat", said(1), seed=4, params=PARAMS)
+        done = drain(engine)["chat"]
+        assert bits(done) == fresh(done, seed=4)
+        engine.cancel("chat")
+        too_far += stopped.stats.num_drafted > stopped.stats.num_accepted  # all of them are accepted, some too late
+    assert too_far

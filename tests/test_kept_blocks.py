@@ -271,19 +271,23 @@ def test_siblings_that_come_together_run_their_prompt_once_and_copy_its_tail() -
         engine.scheduler.drop_kv()
 
 
-def test_a_tail_is_read_before_its_block_is_written_by_another() -> None:
-    """Kept for nobody, it may be given out in the very step in which it is copied."""
-    engine = make(speculation="off", kv_cache_tokens=16 * 4, max_sequences=2)
-    for name, prompt, seed in (("first", PROMPT, 7), ("again", PROMPT, 8)):
-        engine.submit(request(name, prompt, seed=seed, max_tokens=8))  # 3 blocks, and one for what follows
-        engine.step()
-        if name == "again":
-            assert engine.stats().num_prefill_tokens == len(PROMPT)
-        done = drain(engine)
-    blocked = request("wide", tokens(seed=5, count=40), max_tokens=8)
-    engine.submit(blocked)
+def test_a_tail_whose_block_is_given_out_meanwhile_is_copied_all_the_same() -> None:
+    """To the very newcomer that copies it: it is read before anything is written, and the next one, for which one that
+    stays gives way, does not read what is not written yet."""
+    engine = make(speculation="off", kv_cache_tokens=16 * 8, max_sequences=3)
+    prompt = tokens(seed=3, count=48)  # two whole blocks, and 15 tokens behind them
+    engine.submit(request("stays", stays=True, max_tokens=13))
+    engine.submit(request("first", prompt, max_tokens=2))
     drain(engine)
-    assert bits(done["again"])[0] == alone(8)[0][:8]
+    assert (engine.stats().num_kept_blocks, engine.stats().num_free_blocks) == (3, 4)
+    for seed in (1, 2):
+        engine.submit(request(str(seed), prompt, seed=seed, max_tokens=12))
+    done = drain(engine)
+    assert engine.stats().num_prefill_tokens == len(PROMPT) + len(prompt)
+    plain = make(speculation="off")
+    for seed in (1, 2):
+        plain.submit(request(str(seed), prompt, seed=seed, max_tokens=12))
+        assert bits(drain(plain)[str(seed)]) == bits(done[str(seed)])
 
 
 def test_on_a_device_whose_kernels_are_torch_tails_are_copied_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
