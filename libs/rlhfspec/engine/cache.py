@@ -215,8 +215,25 @@ def give_back(kv: torch.Tensor, *, first_block: int = 0) -> None:
     page, end = mmap.PAGESIZE, kv.data_ptr() + kv.nbytes
     start = -(-(kv.data_ptr() + first_block * kv[0].nbytes) // page) * page
     if start < end:
-        failed = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
-        assert not failed, f"madvise: {os.strerror(ctypes.get_errno())}"
+        _advise_unused(start, end - start)
+
+
+def resident_bytes(kv: torch.Tensor) -> int:
+    """How much of a tensor's memory is there, in whole pages; on Linux."""
+    start = kv.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = kv.data_ptr() + kv.nbytes - start
+    is_there = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+    _call("mincore", start, length, ctypes.c_void_p(is_there.ctypes.data))
+    return mmap.PAGESIZE * int((is_there & 1).sum())
+
+
+def _advise_unused(start: int, length: int) -> None:
+    _call("madvise", start, length, mmap.MADV_DONTNEED)
+
+
+def _call(name: str, start: int, length: int, third: object) -> None:
+    failed = getattr(_libc(), name)(ctypes.c_void_p(start), ctypes.c_size_t(length), third)
+    assert not failed, f"{name}: {os.strerror(ctypes.get_errno())}"
 
 
 @functools.cache
