@@ -1,10 +1,14 @@
-"""What KV memory that is mapped on demand takes, and what it costs: against memory written when it is made.
+"""What KV memory costs: mapped on demand against written when it is made, and tails copied against run by each sibling.
 
     python bench/kv_memory.py [--pairs 9] [--rows 32] [--tokens 96]
+    python bench/kv_memory.py --tails 8 [--group 16] [--rows 128] [--tokens 32]
 
-Two engines of the synthetic 3.3M model (fp32, no drafts, room for 64 rows of 1,024 tokens) do the same training steps
-in turn: groups of 8 answers, then new weights. Printed: resident KV memory after the start, after a step, after a step
-four times as large and after the two steps behind it; and CPU seconds, as the median ratio of pairs. Linux only.
+The first: two engines of the synthetic 3.3M model (fp32, no drafts, room for 64 rows of 1,024 tokens) do the same
+training steps in turn, groups of 8 answers and then new weights. Printed: resident KV memory after the start, after a
+step, after a step four times as large and after the two steps behind it. Linux only.
+
+The second: a training step of prompts of so many tokens, on one engine. Either way CPU seconds are told as the median
+ratio of pairs, which take turns at being first.
 """
 
 from __future__ import annotations
@@ -16,10 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.cache import resident_bytes
+from rlhfspec.engine.prefixes import Found, Prefixes
+from rlhfspec.engine.sequences import Sequence
 from rlhfspec.tiny import ensure
 from rlhfspec.tiny.library import prompts
 
@@ -53,12 +60,52 @@ def step(engine: Engine, number: int, rows: int, tokens: int) -> float:
     return time.process_time() - began
 
 
+def without_tails(self: Prefixes, sequence: Sequence) -> Found:
+    """As it was when only whole blocks were shared."""
+    found = find(self, sequence)
+    return Found(blocks=found.blocks) if len(found.blocks) == len(sequence.prefix.hashes) else found
+
+
+find = Prefixes.find
+
+
+def tails(length: int, group: int, rows: int, tokens: int, pairs: int) -> None:
+    engine, ratios = make(), []
+    for number in range(pairs):
+        rng, seconds, done = np.random.default_rng(number), {}, []
+        prompts = [prompt for _ in range(rows // group) for prompt in [rng.integers(0, 250, length).tolist()] * group]
+        params = [SamplingParams(max_tokens=int(n), ignore_eos=True) for n in rng.integers(tokens // 2, tokens, rows)]
+        for way in (find, without_tails) if number % 2 else (without_tails, find):
+            with patch.object(Prefixes, "find", way):
+                began = time.process_time()
+                done.append([each.token_ids for each in engine.generate(prompts, params)])
+                seconds[way] = time.process_time() - began
+            engine.scheduler.drop_kv()
+        assert done[0] == done[1]
+        ratios.append(seconds[find] / seconds[without_tails])
+    tell("tails copied / run by each sibling", ratios)
+
+
+def tell(what: str, ratios: list[float]) -> None:
+    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+    print(f"CPU seconds, {what}: median {statistics.median(ratios):.3f} of {len(ratios)} pairs ({spread})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tails", type=int, metavar="PROMPT_TOKENS")
+    parser.add_argument("--group", type=int, default=8)
     given = parser.parse_args()
+    if given.tails:
+        tails(given.tails, given.group, given.rows, given.tokens, given.pairs)
+    else:
+        memory(given)
+
+
+def memory(given: argparse.Namespace) -> None:
     with the_old_way():
         before = make()
     engines = {"at once": before, "on demand": make()}
@@ -81,8 +128,7 @@ def main() -> None:
     for rows in (4 * given.rows, given.rows, given.rows):
         step(engine, 99, rows, given.tokens)
         print(f"after one of {rows}: on demand {resident_bytes(engine.state.target.runner.kv) / MEGABYTE:.1f} MB")
-    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-    print(f"CPU seconds, on demand / at once: median {statistics.median(ratios):.3f} of {len(ratios)} pairs ({spread})")
+    tell("on demand / at once", ratios)
 
 
 if __name__ == "__main__":
