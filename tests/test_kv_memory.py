@@ -34,6 +34,11 @@ def resident(engine: Engine) -> int:
     return resident_bytes(engine.state.target.runner.kv)
 
 
+def test_the_proof_of_a_model_leaves_nothing_in_memory() -> None:
+    config = EngineConfig(max_sequences=4, max_context=256, num_threads=1, speculation="off")
+    assert resident(make_engine(large_kv_model(vocab_size=260), config)) == 0
+
+
 def step_with(engine: Engine, count: int) -> int:
     """A training step with so many prompts of 400 tokens; bytes of the blocks that it used."""
     for index in range(count):
