@@ -72,6 +72,34 @@ def test_a_suspended_job_is_tried_when_it_is_edited_and_goes_on_when_it_is_right
     assert list(world.pods) == [names.pod_name("sums", names.PREPARE, 0)]
 
 
+def test_a_job_that_begins_anew_is_tried_by_the_look_that_finds_its_last_pod_gone() -> None:
+    """Nothing happens after it that would bring about another."""
+    world = World(job_body(roles={"reward": {"resources": {"limits": {"cpu": 1}}}}))
+    world.to_running()
+    world.edit(restart={"id": "again"})
+    plan = world.settle()
+    while world.pods:
+        world.end_those_asked()
+        plan = world.look()
+    assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-reward-0"]
+    world.to_running()
+    assert (world.phase, world.status["run"]["number"]) == ("Running", 2)
+
+
+def test_a_pod_that_is_refused_in_its_trial_is_refused_at_once_if_it_is_the_first_and_would_be_again() -> None:
+    pods = [{"metadata": {"name": role, "labels": {names.ROLE: role}}} for role in (names.PREPARE, "reward")]
+
+    def told(code: int, message: str) -> list[str]:
+        answer = Answer(code, {"message": message, "reason": "AlreadyExists" if code == 409 else ""})
+        return [name for name, _ in trial.refusals(pods, [answer, answer])]
+
+    assert told(500, 'failed calling webhook "a": context deadline exceeded') == [names.PREPARE]
+    assert told(403, "exceeded quota: a") == [names.PREPARE]
+    assert told(400, 'admission webhook "a" does not support dry run') == []
+    assert told(409, "already exists") == []
+    assert told(201, "") == []
+
+
 def test_the_problem_names_what_the_user_wrote_in_words_of_the_job() -> None:
     told = 'Pod in version "v1" cannot be handled as a Pod: '
     wrong = told + "json: cannot unmarshal string into Go struct field PodSpec.spec.tolerations of type []v1.Toleration"

@@ -83,12 +83,18 @@ class Looks:
         for event in plan.events:
             await self._say(job, event)
         if plan.trial:
-            answers = await in_parallel([self._api.create(pod, dry_run=True) for pod in plan.trial])
-            self._cache.tried(key, Trial(job.generation, trial.problem_of(job.job, plan.trial, answers)))
+            await self._try(key, job, plan.trial, now)
         await in_parallel([self._delete(key, each) for each in plan.delete])
         learned = await self._create(key, plan.create, now)
         learned |= await self._write_workload(key, plan.workload, now)
         return 0.0 if learned or plan.trial else put_off
+
+    async def _try(self, key: Key, job: JobView, pods: tuple[dict[str, Any], ...], now: datetime) -> None:
+        answers = await in_parallel([self._api.create(pod, dry_run=True) for pod in pods])
+        problem = trial.problem_of(job.job, pods, answers)
+        self._cache.tried(key, Trial(job.generation, problem))
+        for name, answer in () if problem else trial.refusals(pods, answers):
+            self._refused(key, "Pod", name, answer, now)
 
     async def _write_status(self, key: Key, job: JobView, status: dict[str, Any], now: datetime) -> None:
         if status != job.status:

@@ -41,6 +41,8 @@ def reconcile(job: JobView, observed: Observed, settings: Settings, now: datetim
         _refuse(draft, problem)
     else:
         _decide(draft)
+        if trial.is_due(draft):  # also where the last pod of a run is gone only now: nothing else would bring us back
+            draft.trial += trial.pods(draft)
     return _finish(draft)
 
 
@@ -60,8 +62,6 @@ def _refuse(draft: Draft, problem: str) -> None:
 
 
 def _decide(draft: Draft) -> None:
-    if trial.is_due(draft):
-        draft.trial += trial.pods(draft)
     runs.reopen(draft)
     forget_after_progress(draft)
     _look_at_ends(draft)

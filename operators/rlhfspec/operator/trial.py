@@ -18,8 +18,9 @@ from rlhfspec.loop import workers_of
 from rlhfspec.operator import objects
 from rlhfspec.operator.draft import Draft
 
-# Of a webhook that takes no part in a trial, or denies it: what it says is no fault of the job's words.
-_NOT_ABOUT_WORDS = ("webhook", "dry run", "dryRun")
+_ONLY_A_TRIAL = ("dry run", "dryRun")  # a webhook that takes no part in one
+# What a webhook says that cannot be asked or denies it, or an admission policy: no fault of the job's words.
+_NOT_ABOUT_WORDS = ("webhook", "is forbidden: ", *_ONLY_A_TRIAL)
 MOST_CHARACTERS = 2000
 _TYPES_ARE_WRONG = "failed to create typed patch object"
 _CANNOT_READ = 'Pod in version "v1" cannot be handled as a Pod: '
@@ -60,6 +61,19 @@ def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Se
             where = _where(job, pod["metadata"]["labels"][names.ROLE])
             return f"{where}: no pod can be made of it: {_in_words(answer.message)}"[:MOST_CHARACTERS]
     return ""
+
+
+def refusals(tried: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> list[tuple[str, Answer]]:
+    """By name, pods that are made at once when the trial is over, and would be refused just so: a webhook that cannot
+    be asked takes its time, which nobody should have to wait for twice."""
+    return [
+        (pod["metadata"]["name"], answer)
+        for pod, answer in zip(tried, answers, strict=True)
+        if pod["metadata"]["labels"][names.ROLE] == names.PREPARE
+        and answer.is_refused
+        and not answer.is_taken
+        and not any(word in answer.message for word in _ONLY_A_TRIAL)
+    ]
 
 
 def _where(job: RLHFJob | None, role: str) -> str:
@@ -103,6 +117,9 @@ def _is_about_words(answer: Answer) -> bool:
     >>> _is_about_words(Answer(422, {"message": 'Pod "a" is invalid: spec.containers[0].env[0].name: Required value'}))
     True
     >>> _is_about_words(Answer(403, {"message": "exceeded quota: a"}))
+    False
+    >>> denied = 'pods "a" is forbidden: ValidatingAdmissionPolicy "b" with binding "b" denied request: not today'
+    >>> _is_about_words(Answer(422, {"message": denied}))
     False
     """
     is_wrong = answer.code in (400, 422) or (answer.code == 500 and _TYPES_ARE_WRONG in answer.message)
