@@ -85,6 +85,20 @@ def test_a_sequence_that_stays_has_no_row_and_gives_way_when_memory_is_needed() 
     assert bits(done) == fresh(done, seed=1)
 
 
+def test_nobody_gives_way_in_vain() -> None:
+    """For a newcomer that would not fit all the same, behind those that run."""
+    engine = make(speculation="off", kv_cache_tokens=16 * 12)
+    engine.submit(staying())
+    drain(engine)
+    engine.submit(request("runs", tuple(range(100, 196))))  # seven of the twelve blocks
+    engine.step()
+    engine.submit(request("waits", tuple(range(90)), seed=2, max_tokens=30))
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
+    assert engine.scheduler.staying["chat"].resting
+    assert set(drain(engine)) == {"runs", "waits"}
+
+
 def test_room_counts_what_would_give_way() -> None:
     engine = make(speculation="off", kv_cache_tokens=16 * 16)
     before = engine.stats()

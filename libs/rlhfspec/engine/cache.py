@@ -16,7 +16,6 @@ import functools
 import hashlib
 import math
 import mmap
-import os
 import sys
 from dataclasses import dataclass, field
 
@@ -223,22 +222,23 @@ def resident_bytes(kv: torch.Tensor) -> int:
     start = kv.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = kv.data_ptr() + kv.nbytes - start
     is_there = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
-    _call("mincore", start, length, ctypes.c_void_p(is_there.ctypes.data))
+    failed = _call("mincore", start, length, ctypes.c_void_p(is_there.ctypes.data))
+    assert not failed, "mincore"
     return mmap.PAGESIZE * int((is_there & 1).sum())
 
 
 def _advise_unused(start: int, length: int) -> None:
+    """It may be refused, of memory that is locked: then it stays."""
     _call("madvise", start, length, mmap.MADV_DONTNEED)
 
 
-def _call(name: str, start: int, length: int, third: object) -> None:
-    failed = getattr(_libc(), name)(ctypes.c_void_p(start), ctypes.c_size_t(length), third)
-    assert not failed, f"{name}: {os.strerror(ctypes.get_errno())}"
+def _call(name: str, start: int, length: int, third: object) -> int:
+    return int(getattr(_libc(), name)(ctypes.c_void_p(start), ctypes.c_size_t(length), third))
 
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    return ctypes.CDLL(None)
 
 
 def check_blocks(pool: BlockPool, owned: list[list[int]], filled: BoolArray) -> None:

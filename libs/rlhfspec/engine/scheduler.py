@@ -13,7 +13,7 @@ from itertools import count
 
 import numpy as np
 
-from rlhfspec.arrays import IntArray
+from rlhfspec.arrays import BoolArray, IntArray
 from rlhfspec.engine.cache import Prefix, check_blocks, check_slots, give_back
 from rlhfspec.engine.prefixes import Found, Prefixes
 from rlhfspec.engine.sequences import PREEMPTIONS, Sequence
@@ -265,9 +265,10 @@ class Scheduler:
         """Does the row own slots for so many tokens, if need be after it was given more?"""
         missing = num_tokens - int(self.state.target.table.capacity[sequence.row])
         blocks = self.pool.blocks_for(max(missing, 0))
-        while blocks > self.pool.num_free:
-            if not self.give_way():
-                return False
+        if blocks > self.num_available:
+            return False
+        while blocks > self.pool.num_free and self.give_way():
+            pass
         self._grow(sequence, blocks)
         return True
 
@@ -297,9 +298,20 @@ class Scheduler:
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free, or that a sequence without a row would let go of."""
-        holders = [each for each in (*self.staying.values(), *self.waiting) if each.resting]
-        return self.pool.num_free + sum(int((self.pool.references[each.blocks] == 1).sum()) for each in holders)
+        """Blocks that no row owns: those that are free, and those that sequences without a row would let go of."""
+        return int(self._available.sum())
+
+    @property
+    def _available(self) -> BoolArray:
+        owners = self.pool.references.copy()
+        for holder in self._holders:
+            owners[holder.blocks] -= 1
+        return np.equal(owners, 0)
+
+    @property
+    def _holders(self) -> list[Sequence]:
+        """Of blocks, without a row."""
+        return [each for each in (*self.staying.values(), *self.waiting) if each.resting]
 
     @property
     def _spare_blocks(self) -> int:
@@ -308,9 +320,12 @@ class Scheduler:
     def _has_room(self, sequence: Sequence, num_tokens: int, shared: list[int]) -> bool:
         """For a newcomer that shares these blocks; of those that are free, they are no longer free for others."""
         need = self.pool.blocks_for(num_tokens + 1) - len(shared) - len(sequence.blocks)
-        while max(need, 0) + self.pool.num_kept(shared) + self._spare_blocks > self.pool.num_free:
-            if not self.give_way():
-                return False
+        need = max(need, 0) + self._spare_blocks
+        available = self._available
+        if need + available[shared].sum() > available.sum():
+            return False  # and nobody lets go of anything for it
+        while need + self.pool.num_kept(shared) > self.pool.num_free and self.give_way():
+            pass
         return True
 
     def _enter_row(self, sequence: Sequence, num_tokens: int, shared: list[int]) -> None:
@@ -374,7 +389,7 @@ class Scheduler:
     def check(self) -> None:
         """Free plus owned blocks are everything, and every sequence is in one place; AssertionError if not."""
         on_rows = list(self.state.by_row.values())
-        resting = [each for each in (*self.staying.values(), *self.waiting) if each.resting]
+        resting = self._holders
         check_blocks(self.pool, [each.blocks for each in (*on_rows, *resting)], self.state.target.filled)
         for sequence in resting:
             assert not sequence.has_row, f"{sequence.request.id} rests, and has a row"
