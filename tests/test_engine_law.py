@@ -69,6 +69,7 @@ def what_counts(done: Completion) -> tuple[object, ...]:
 
 def run(engine: Engine, requests: list[Request], rng: np.random.Generator | None = None) -> dict[str, Completion]:
     """Submit in some order over some steps, preempting at random when an rng is given."""
+    engine.forget_kept()  # each run computes its prompts itself; what comes of kept ones, test_engine_memory.py sees
     waiting, done = list(requests), {}
     while waiting or engine.has_work:
         arriving = len(waiting) if rng is None else int(rng.integers(0, 4))

@@ -222,6 +222,22 @@ def test_new_weights_void_what_is_kept() -> None:
     assert bits(done) == bits(drain(plain)["new"])
 
 
+def test_a_measurement_forgets_what_is_kept_and_nothing_that_is_in_use() -> None:
+    engine = make()
+    engine.submit(request("first"))
+    drain(engine)
+    engine.submit(request("runs", PROMPT[::-1]))
+    engine.step()
+    engine.forget_kept()
+    engine.check_integrity()
+    assert engine.stats().num_kept_blocks == 0
+    before = engine.stats().num_prefill_tokens
+    for name, prompt in (("again", PROMPT), ("sibling", PROMPT[::-1])):
+        engine.submit(request(name, prompt))
+    assert bits(drain(engine)["again"]) == alone()
+    assert engine.stats().num_prefill_tokens - before == len(PROMPT), "the sibling's is there"
+
+
 def test_measuring_costs_writes_over_what_is_kept() -> None:
     engine = make(speculation="off", profile=True)
     engine.submit(request("first"))

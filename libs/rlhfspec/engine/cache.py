@@ -141,6 +141,11 @@ class BlockPool:
         self.free = list(range(self.num_blocks - 1, -1, -1))
         self.num_touched = 0
 
+    def forget_kept(self) -> None:
+        """Of these blocks alone; nobody owns them."""
+        while self.kept:
+            self.free.append(self._give_up())
+
     def _give_up(self) -> int:
         block = next(iter(self.kept))
         del self.kept[block]

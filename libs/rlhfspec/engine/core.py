@@ -273,6 +273,10 @@ class Engine:
         self.scheduler.preempt(sequence)
         return True
 
+    def forget_kept(self) -> None:
+        """No sequence finds what an earlier one left of its prompt: for measurements that use prompts again."""
+        self.state.pool.forget_kept()
+
     def set_speculation(self, speculation: str | Plan) -> None:
         """Change how drafts are made, at any time; the tokens stay the same."""
         self.speculation.choose(speculation)
