@@ -176,7 +176,7 @@ def test_a_one_call_decoder_with_other_windows_is_not_used(
     assert load(make).reports["model"].path == "native"
     genuine = native.DecoderParts
     monkeypatch.setattr(
-        native, "DecoderParts", lambda trunk, head, scale, windows: genuine(trunk, head, scale, [0] * 4)
+        native, "DecoderParts", lambda trunk, head, scale, windows, split: genuine(trunk, head, scale, [0] * 4, split)
     )
     with caplog.at_level(logging.WARNING):
         assert load(make).reports["model"].path == "layers"

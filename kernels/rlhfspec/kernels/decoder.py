@@ -58,7 +58,7 @@ class _DecoderStruct(ctypes.Structure):
         ("layers", _POINTER), ("embedding", _POINTER), ("cosine", _POINTER), ("sine", _POINTER),
         ("final_norm", _Norm), ("head", _Linear), ("kv", _POINTER),
         ("num_layers", _LONG), ("hidden", _LONG), ("num_heads", _LONG), ("num_kv_heads", _LONG), ("head_dim", _LONG),
-        ("block_size", _LONG), ("kv_is_bf16", _LONG), ("scale", _FLOAT),
+        ("block_size", _LONG), ("kv_is_bf16", _LONG), ("split", _LONG), ("scale", _FLOAT),
     ]  # fmt: skip
 
 
@@ -70,6 +70,7 @@ class DecoderParts:
     head: PackedLinear
     scale: float
     sliding_windows: list[int]  # per layer, 0 = none
+    split: int  # positions of attention that have a softmax of their own
 
 
 class NativeDecoder:
@@ -106,7 +107,7 @@ class NativeDecoder:
             self.rotary[0].data_ptr(), self.rotary[1].data_ptr(),
             _norm(inner.norm), _linear(self.parts.head), self.kv.data_ptr(),
             num_layers, inner.embed_tokens.embedding_dim, self.num_heads, num_kv_heads, head_dim,
-            block_size, self.kv.dtype == torch.bfloat16, self.parts.scale,
+            block_size, self.kv.dtype == torch.bfloat16, self.parts.split, self.parts.scale,
         )  # fmt: skip
         self.address = ctypes.addressof(self._struct)
 

@@ -32,7 +32,9 @@ import numpy.typing as npt
 import torch
 
 from rlhfspec.kernels.attention_indices import AttentionIndices
+from rlhfspec.kernels.attention_splits import SPLIT, Partials, check_split
 from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.tree_attention_twin import attend_partial_reference, tree_attention_reference
 
 IndexArray = npt.NDArray[np.int32] | torch.Tensor
 
@@ -97,32 +99,65 @@ def tree_attention(
     chunk: int | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [H]
+    split: int = SPLIT,
 ) -> torch.Tensor:
     """Writes all rows' keys and values into `kv`, then attends. Returns [N, H, D], contiguous, in the query's dtype.
 
     query, key and value may be any strided views. sliding_window w: only keys at positions above query position - w.
     chunk c: only keys in the query's own chunk of c positions.
     softcap c: scores become c * tanh(score / c). sinks: one more logit per head in the softmax's denominator.
+    split: positions that have a softmax of their own (`attention_splits`); the bits depend on it.
     """
-    _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, sinks)
+    _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, sinks, split)
     if query.is_cuda:
         from rlhfspec.kernels import tree_attention_triton  # lazily: a CPU machine may lack triton
 
         return tree_attention_triton.tree_attention(
             query, key, value, kv, layer, meta.tensors(query.device),
-            scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, sinks=sinks,
+            scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, sinks=sinks, split=split,
         )  # fmt: skip
-    if query.dtype == torch.float32 and kv.dtype in (torch.float32, torch.bfloat16) and build.load() is not None:
-        return _native(query, key, value, kv, layer, meta.native(), scale, sliding_window, chunk, softcap, sinks)
+    if _has_native(query, kv):
+        return _native(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, sinks, split)
     return tree_attention_reference(
         query, key, value, kv, layer, meta,
-        scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, sinks=sinks,
+        scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, sinks=sinks, split=split,
     )  # fmt: skip
+
+
+def attend_partial(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
+    *, splits: tuple[int, int], scale: float, sliding_window: int | None = None, chunk: int | None = None,
+    softcap: float = 0.0, split: int = SPLIT,
+) -> Partials:  # fmt: skip
+    """Only the splits [first, stop) of what the rows see: `attention_splits.merge` makes the whole of all parts.
+
+    For who holds a part of a sequence's keys and values. Rows whose slot is -1 are stored elsewhere. What `meta` says
+    of other splits is checked like the rest, and never read from the cache: any slot will do, 0 for one.
+    """
+    _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, None, split)
+    if not 0 <= splits[0] < splits[1]:
+        raise ValueError(f"splits: must be [first, stop) with at least one split (got {splits})")
+    if query.is_cuda:
+        from rlhfspec.kernels import tree_attention_triton
+
+        numbers = tree_attention_triton.attend_partial(
+            query, key, value, kv, layer, meta.tensors(query.device), splits=splits,
+            scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, split=split,
+        )  # fmt: skip
+    elif _has_native(query, kv):
+        options = (scale, sliding_window, chunk, softcap, None, split)
+        numbers = _native(query, key, value, kv, layer, meta, *options, splits=splits)
+    else:
+        numbers = attend_partial_reference(
+            query, key, value, kv, layer, meta, splits=splits,
+            scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, split=split,
+        )  # fmt: skip
+    return Partials(numbers, splits[0], split)
 
 
 def _check_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
-    scale: float, sliding_window: int | None, chunk: int | None, softcap: float, sinks: torch.Tensor | None,
+    scale: float, sliding_window: int | None, chunk: int | None, softcap: float, sinks: torch.Tensor | None, split: int,
 ) -> None:  # fmt: skip
     num_rows, num_heads, dim = query.shape
     _, num_layers, planes, block_size, num_kv_heads, kv_dim = kv.shape
@@ -148,71 +183,7 @@ def _check_call(
         raise ValueError(f"softcap: must be >= 0 (got {softcap})")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks: must be [{num_heads}] (got {tuple(sinks.shape)})")
-
-
-# ---- the slow twin --------------------------------------------------------------------------------------------------
-
-
-def tree_attention_reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
-    *, scale: float, sliding_window: int | None = None, chunk: int | None = None, softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The same, one row at a time in plain torch: gather, softmax, sum; float64 for float64 queries, else float32."""
-    indices = meta.tensors(query.device)
-    write_kv_reference(key, value, kv, layer, indices.slots)
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    groups = query.shape[1] // key.shape[1]
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    for row in range(meta.num_rows):
-        slots = visible_slots(indices, row, sliding_window, chunk)  # [T]
-        if len(slots) == 0:
-            continue
-        keys, values = _gather(kv, layer, slots, dtype, groups)  # [T, H, D] each
-        scores = torch.einsum("hd,thd->ht", query[row].to(dtype), keys) * scale
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.to(dtype)[:, None]], dim=1)
-        weights = torch.softmax(scores, dim=1)[:, : len(slots)]
-        out[row] = torch.einsum("ht,thd->hd", weights, values).to(query.dtype)
-    return out
-
-
-def visible_slots(
-    indices: AttentionIndices, row: int, sliding_window: int | None, chunk: int | None = None
-) -> torch.Tensor:
-    """The slots that a row attends, in ascending position: [T]."""
-    context = indices.slot_table[indices.table_rows[row], : indices.context_lens[row]]
-    extra = indices.extra[row]
-    slots = torch.cat([context, extra[extra >= 0]])
-    if chunk is not None and len(slots):
-        return slots[(len(slots) - 1) // chunk * chunk :]
-    return slots if sliding_window is None else slots[-sliding_window:]
-
-
-def write_kv_reference(
-    key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor
-) -> None:
-    """Stores each row's key and value [Hkv, D] in its slot; a slot of -1 stores nothing."""
-    rows = torch.nonzero(slots >= 0).flatten()
-    block, offset = _places(kv, slots[rows])
-    kv[block, layer, 0, offset] = key[rows].to(kv.dtype)
-    kv[block, layer, 1, offset] = value[rows].to(kv.dtype)
-
-
-def _gather(
-    kv: torch.Tensor, layer: int, slots: torch.Tensor, dtype: torch.dtype, groups: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    block, offset = _places(kv, slots)
-    both = kv[block, layer, :, offset].to(dtype).repeat_interleave(groups, dim=2)  # [T, 2, H, D]
-    return both[:, 0], both[:, 1]
-
-
-def _places(kv: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    block_size = kv.shape[3]
-    slots = slots.long()
-    return slots // block_size, slots % block_size
+    check_split(split)
 
 
 # ---- the C++ kernel -------------------------------------------------------------------------------------------------
@@ -227,7 +198,7 @@ PROBLEMS = (
 )
 
 
-CALL = struct.Struct("@23q2f")  # mirrors struct AttentionCall of csrc/attention.h; packing is cheaper than 25 arguments
+CALL = struct.Struct("@27q2f")  # mirrors struct AttentionCall of csrc/attention.h; packing is cheaper than 25 arguments
 
 
 class _BatchStruct(ctypes.Structure):
@@ -291,25 +262,33 @@ def _kernels(isa: str | None = None) -> _Kernels:
     return _Kernels(plan, attend)
 
 
+def _has_native(query: torch.Tensor, kv: torch.Tensor) -> bool:
+    return query.dtype == torch.float32 and kv.dtype in (torch.float32, torch.bfloat16) and build.load() is not None
+
+
 def _native(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, batch: NativeBatch,
-    scale: float, sliding_window: int | None, chunk: int | None, softcap: float, sinks: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
+    scale: float, sliding_window: int | None, chunk: int | None, softcap: float, sinks: torch.Tensor | None, split: int,
+    *, splits: tuple[int, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    """[N, H, D], or of `splits` [N, H, n, 2 + D]."""
+    batch = meta.native()
     num_rows, num_heads, dim = query.shape
     num_blocks, num_layers, _, block_size, num_kv_heads, _ = kv.shape
     if batch.highest_slot >= num_blocks * block_size:
         raise ValueError(f"meta: slot {batch.highest_slot} is outside the cache's {num_blocks * block_size}")
     query, key, value = _readable(query), _readable(key), _readable(value)
     sinks = None if sinks is None else sinks.float().contiguous()
-    out = torch.empty((num_rows, num_heads, dim), dtype=torch.float32)
+    first, stop = splits or (0, 0)
+    out = torch.empty((num_rows, num_heads, stop - first, 2 + dim) if splits else (num_rows, num_heads, dim))
     plane = block_size * num_kv_heads * dim
     call = CALL.pack(
         batch.address,
         query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2],
         kv.data_ptr() + layer * 2 * plane * kv.element_size(), kv.dtype == torch.bfloat16,
         num_layers * 2 * plane, plane, block_size, num_heads, num_kv_heads, dim,
-        sliding_window or 0, chunk or 0, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(), build.num_threads(),
-        scale, softcap,
+        sliding_window or 0, chunk or 0, split, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
+        splits is not None, first, stop, build.num_threads(), scale, softcap,
     )  # fmt: skip
     _kernels().attend(call)
     return out

@@ -1,9 +1,10 @@
 """Paged tree attention on a GPU: the Triton kernels behind `tree_attention` (contract and twin are there).
 
-One program serves one query row and the query heads of one kv head. It walks the row's positions in tiles whose borders
-are multiples of the tile size, online softmax from tile to tile; whether a position's slot comes from the table or from
-`extra` changes nothing but the place it is read from. Tile size and order depend on the model's geometry alone, so a
-row gives the same bits in every batch.
+One program serves one query row, the query heads of one kv head, and one split of positions. It walks them in tiles
+whose borders are multiples of the tile size, online softmax from tile to tile; whether a position's slot comes from the
+table or from `extra` changes nothing but the place it is read from. Where the slot table has room for more than one
+split, a second kernel merges them in ascending order: few rows with long contexts still fill the device. Tile size,
+splits and order depend on the model's geometry alone, so a row gives the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 from rlhfspec.kernels.attention_indices import AttentionIndices
 
 TILE_ELEMENTS = 8192  # query heads x positions x head dim that one program holds in registers
+MOST_PARTIAL_BYTES = 1 << 26  # of splits that wait to be merged: so many rows at a time
 
 
 def tree_attention(
@@ -30,37 +32,115 @@ def tree_attention(
     chunk: int | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [H]
+    split: int,
 ) -> torch.Tensor:
     """The arguments are checked by `rlhfspec.kernels.tree_attention.tree_attention`. Returns [N, H, D]."""
+    _write_kv(key, value, kv, layer, indices.slots)
     num_rows, num_heads, dim = query.shape
-    _, num_layers, _, block_size, num_kv_heads, _ = kv.shape
+    room = indices.slot_table.shape[1] + indices.extra.shape[1]  # how long rows are only the device knows
+    num_splits = triton.cdiv(room, split)
+    if num_splits <= 1:
+        out = torch.empty((num_rows, num_heads, dim), dtype=query.dtype, device=query.device)
+        _attend(query, kv, layer, indices, out, None, 0, scale, sliding_window, chunk, softcap, sinks, split)
+        return out
+    rows = max(1, MOST_PARTIAL_BYTES // (num_heads * num_splits * (2 + dim) * 4))
+    merged = []
+    for start in range(0, max(num_rows, 1), rows):
+        numbers = _partials(
+            query[start : start + rows], kv, layer, _rows_of(indices, start, start + rows), (0, num_splits), scale,
+            sliding_window, chunk, softcap, split,
+        )  # fmt: skip
+        merged.append(merge(numbers, sinks, query.dtype))
+    return merged[0] if len(merged) == 1 else torch.cat(merged)
+
+
+def attend_partial(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int,
+    indices: AttentionIndices, *, splits: tuple[int, int], scale: float, sliding_window: int | None = None,
+    chunk: int | None = None, softcap: float = 0.0, split: int,
+) -> torch.Tensor:  # fmt: skip
+    """[N, H, n, 2 + D] float32, as `rlhfspec.kernels.attention_splits.Partials` has them."""
+    _write_kv(key, value, kv, layer, indices.slots)
+    return _partials(query, kv, layer, indices, splits, scale, sliding_window, chunk, softcap, split)
+
+
+def merge(numbers: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """[N, H, n, 2 + D] -> [N, H, D] in `dtype`."""
+    num_rows, num_heads, num_splits, width = numbers.shape
+    out = torch.empty((num_rows, num_heads, width - 2), dtype=dtype, device=numbers.device)
+    if num_rows:
+        _merge_kernel[(num_rows, num_heads)](
+            numbers.contiguous(), out, sinks, num_splits, num_heads,
+            DIM=width - 2, PADDED_DIM=triton.next_power_of_2(width - 2), HAS_SINKS=sinks is not None,
+        )  # fmt: skip
+    return out
+
+
+def _rows_of(indices: AttentionIndices, start: int, stop: int) -> AttentionIndices:
+    return AttentionIndices(
+        indices.slots[start:stop], indices.table_rows[start:stop], indices.context_lens[start:stop],
+        indices.extra[start:stop], indices.slot_table,
+    )  # fmt: skip
+
+
+def _write_kv(key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
+    num_rows, num_kv_heads, dim = key.shape
+    if num_rows == 0:
+        return
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+    block_size, plane, block_stride, first = _strides(kv, layer)
+    _write_kv_kernel[(num_rows, num_kv_heads)](
+        key, value, kv, slots,
+        *key.stride()[:2], *value.stride()[:2], block_stride, plane, first, num_kv_heads,
+        DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), BLOCK_SIZE=block_size,
+    )  # fmt: skip
+
+
+def _partials(
+    query: torch.Tensor, kv: torch.Tensor, layer: int, indices: AttentionIndices, splits: tuple[int, int],
+    scale: float, sliding_window: int | None, chunk: int | None, softcap: float, split: int,
+) -> torch.Tensor:  # fmt: skip
+    num_rows, num_heads, dim = query.shape
+    shape = (num_rows, num_heads, splits[1] - splits[0], 2 + dim)
+    numbers = torch.empty(shape, dtype=torch.float32, device=query.device)
+    _attend(query, kv, layer, indices, None, numbers, splits[0], scale, sliding_window, chunk, softcap, None, split)
+    return numbers
+
+
+def _attend(
+    query: torch.Tensor, kv: torch.Tensor, layer: int, indices: AttentionIndices, out: torch.Tensor | None,
+    numbers: torch.Tensor | None, first_split: int, scale: float, sliding_window: int | None, chunk: int | None,
+    softcap: float, sinks: torch.Tensor | None, split: int,
+) -> None:  # fmt: skip
+    """The whole into `out`, where one split is all there is room for, else splits from `first_split` into `numbers`."""
+    num_rows, num_heads, dim = query.shape
+    num_kv_heads = kv.shape[4]
+    if num_rows == 0:
+        return
     extra, slot_table = indices.extra.contiguous(), indices.slot_table
     if slot_table.stride(1) != 1:
         slot_table = slot_table.contiguous()
-    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
-    out = torch.empty((num_rows, num_heads, dim), dtype=query.dtype, device=query.device)
-    if num_rows == 0:
-        return out
-    plane = block_size * num_kv_heads * dim
-    block_stride, first = num_layers * 2 * plane, layer * 2 * plane
-    padded_dim = triton.next_power_of_2(dim)
-    _write_kv_kernel[(num_rows, num_kv_heads)](
-        key, value, kv, indices.slots,
-        *key.stride()[:2], *value.stride()[:2], block_stride, plane, first, num_kv_heads,
-        DIM=dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size,
-    )  # fmt: skip
-    group = num_heads // num_kv_heads
+    query = query if query.stride(2) == 1 else query.contiguous()
+    block_size, plane, block_stride, first = _strides(kv, layer)
+    group, padded_dim = num_heads // num_kv_heads, triton.next_power_of_2(dim)
     padded_group = triton.next_power_of_2(group)
-    _attention_kernel[(num_rows, num_kv_heads)](
-        query, kv, out, sinks, indices.table_rows, indices.context_lens, extra, slot_table,
+    num_splits = 1 if numbers is None else numbers.shape[2]
+    _attention_kernel[(num_rows, num_kv_heads, num_splits)](
+        query, kv, out, numbers, sinks, indices.table_rows, indices.context_lens, extra, slot_table,
         *query.stride()[:2], slot_table.stride(0), extra.shape[1], block_stride, plane, first, num_heads, num_kv_heads,
-        scale, softcap, sliding_window or 0, chunk or 0,
+        scale, softcap, sliding_window or 0, chunk or 0, split, first_split, num_splits,
         GROUP=group, PADDED_GROUP=padded_group, DIM=dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size,
         PADDED_EXTRA=triton.next_power_of_2(max(extra.shape[1], 1)),
         TILE=min(64, max(8, TILE_ELEMENTS // (padded_group * padded_dim))),
-        HAS_SOFTCAP=softcap > 0.0, HAS_SINKS=sinks is not None,
+        HAS_SOFTCAP=softcap > 0.0, HAS_SINKS=sinks is not None, PARTIAL=numbers is not None,
     )  # fmt: skip
-    return out
+
+
+def _strides(kv: torch.Tensor, layer: int) -> tuple[int, int, int, int]:
+    """Block size, and in elements: from keys to values, from block to block, where the layer begins."""
+    _, num_layers, _, block_size, num_kv_heads, dim = kv.shape
+    plane = block_size * num_kv_heads * dim
+    return block_size, plane, num_layers * 2 * plane, layer * 2 * plane
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -82,14 +162,14 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attention_kernel(  # type: ignore[no-untyped-def]
-    query, kv, out, sinks, table_rows, context_lens, extra, slot_table,
+    query, kv, out, numbers, sinks, table_rows, context_lens, extra, slot_table,
     query_row, query_head, table_stride, extra_width, block_stride, plane, first, num_heads, num_kv_heads,
-    scale, softcap, window, chunk,
+    scale, softcap, window, chunk, split, first_split, num_splits,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PADDED_EXTRA: tl.constexpr, TILE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, d, t = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, TILE)
     heads = kv_head * GROUP + g
     inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
@@ -98,21 +178,18 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     q = q.to(tl.float32)  # [G, D]
 
     context = tl.load(context_lens + row)
-    e = tl.arange(0, PADDED_EXTRA)
-    extras = tl.load(extra + row * extra_width + e, mask=e < extra_width, other=-1)
-    total = context + tl.sum((extras >= 0).to(tl.int32), axis=0)
-    begin = tl.where(window > 0, tl.maximum(total - window, 0), 0)
-    begin = tl.where(chunk > 0, (total - 1) // tl.maximum(chunk, 1) * chunk, begin)
+    extra += row * extra_width
+    begin, end = _visible(context, extra, extra_width, window, chunk, (first_split + part) * split, split, PADDED_EXTRA)
     table = slot_table + tl.load(table_rows + row).to(tl.int64) * table_stride
 
     largest = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
     weight_sum = tl.zeros([PADDED_GROUP], tl.float32)
     sums = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    for start in range(begin // TILE * TILE, total, TILE):
+    for start in range(begin // TILE * TILE, end, TILE):  # none where nothing of the split is seen
         p = start + t  # [T] positions
-        seen = (p >= begin) & (p < total)
+        seen = (p >= begin) & (p < end)
         in_table = tl.load(table + p, mask=seen & (p < context), other=0)
-        in_extra = tl.load(extra + row * extra_width + p - context, mask=seen & (p >= context), other=0)
+        in_extra = tl.load(extra + p - context, mask=seen & (p >= context), other=0)
         slot = tl.where(p < context, in_table, in_extra).to(tl.int64)
         token = slot // BLOCK_SIZE * block_stride + (slot % BLOCK_SIZE * num_kv_heads + kv_head) * DIM
         place = kv + first + token[:, None] + d[None, :]  # [T, D]
@@ -130,16 +207,69 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         sums = sums * shrink[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], axis=1)
         largest = new_largest
 
+    if PARTIAL:
+        place = numbers + ((row * num_heads + heads) * num_splits + part) * (2 + DIM)
+        tl.store(place, largest, mask=g < GROUP)
+        tl.store(place + 1, weight_sum, mask=g < GROUP)
+        tl.store(place[:, None] + 2 + d[None, :], sums, mask=inside)
+    else:
+        if HAS_SINKS:
+            sink = tl.load(sinks + heads, mask=g < GROUP, other=0.0).to(tl.float32)
+            shrink, weight_sum = _with_sink(largest, weight_sum, sink)
+            sums = sums * shrink[:, None]
+        weight_sum = tl.where(end > 0, weight_sum, 1.0)  # a padding row sees nothing and gets zeros
+        result = sums / weight_sum[:, None]
+        place = out + (row * num_heads + heads[:, None]) * DIM + d[None, :]
+        tl.store(place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _visible(  # type: ignore[no-untyped-def]
+    context, extra, extra_width, window, chunk, first, split, PADDED_EXTRA: tl.constexpr
+):
+    # The positions [begin, end) that a row sees of the split that begins at `first`.
+    e = tl.arange(0, PADDED_EXTRA)
+    extras = tl.load(extra + e, mask=e < extra_width, other=-1)
+    total = context + tl.sum((extras >= 0).to(tl.int32), axis=0)
+    begin = tl.where(window > 0, tl.maximum(total - window, 0), 0)
+    begin = tl.where(chunk > 0, (total - 1) // tl.maximum(chunk, 1) * chunk, begin)
+    return tl.maximum(begin, first), tl.minimum(total, first + split)
+
+
+@triton.jit
+def _with_sink(largest, weight_sum, sink):  # type: ignore[no-untyped-def]
+    new_largest = tl.maximum(largest, sink)
+    shrink = tl.exp(largest - new_largest)
+    return shrink, weight_sum * shrink + tl.exp(sink - new_largest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    numbers, out, sinks, num_splits, num_heads,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, PADDED_DIM)
+    first = numbers + (row * num_heads + head) * num_splits * (2 + DIM)
+    largest, weight_sum = tl.load(first), tl.load(first + 1)
+    sums = tl.load(first + 2 + d, mask=d < DIM, other=0.0)
+    for part in range(1, num_splits):
+        place = first + part * (2 + DIM)
+        part_largest, part_sum = tl.load(place), tl.load(place + 1)
+        new_largest = tl.maximum(largest, part_largest)
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # nothing is seen so far
+        before, after = tl.exp(largest - shift), tl.exp(part_largest - shift)
+        part_sums = tl.load(place + 2 + d, mask=d < DIM, other=0.0)
+        weight_sum = weight_sum * before + part_sum * after
+        sums = sums * before + part_sums * after
+        largest = new_largest
+    has_any = weight_sum != 0.0
     if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=g < GROUP, other=0.0).to(tl.float32)
-        new_largest = tl.maximum(largest, sink)
-        shrink = tl.exp(largest - new_largest)
-        weight_sum = weight_sum * shrink + tl.exp(sink - new_largest)
-        sums = sums * shrink[:, None]
-    weight_sum = tl.where(total > 0, weight_sum, 1.0)  # a padding row sees nothing and gets zeros
-    result = sums / weight_sum[:, None]
-    place = out + (row * num_heads + heads[:, None]) * DIM + d[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=inside)
+        sink = tl.load(sinks + head).to(tl.float32)
+        shrink, weight_sum = _with_sink(largest, weight_sum, sink)
+        sums = sums * shrink
+    result = sums / tl.where(has_any, weight_sum, 1.0)
+    tl.store(out + (row * num_heads + head) * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
 
 
 @triton.jit

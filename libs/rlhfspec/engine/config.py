@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rlhfspec.drafting.base import Plan
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.kernels.attention_splits import SPLIT, UNIT
 
 _DTYPES = ("float32", "bfloat16", "float64")
 
@@ -17,6 +18,8 @@ class EngineConfig:
     device: "cpu" or "cuda".
     arithmetic: "auto", "fma", "amx", "dpbf16" or "torch": how CPU linear layers add up (docs/kernels.md). Part of
         what the tokens depend on, so pin it where machines of different kinds share one job.
+    attention_split: positions that have a softmax of their own in attention, a multiple of 64 (docs/kernels.md). Part
+        of what the tokens depend on in contexts that are longer; sequences move between engines with the same one only.
     speculation: "off", "suffix", "model", "adaptive", a static strategy's name, or a Plan.
     num_threads: CPU threads of the kernels; None takes torch's setting.
     max_sequences: rows decoded together. max_context: tokens of prompt and response of one sequence.
@@ -30,6 +33,7 @@ class EngineConfig:
     dtype: str = "float32"
     device: str = "cpu"
     arithmetic: str = "auto"
+    attention_split: int = SPLIT
     speculation: str | Plan = "adaptive"
     num_threads: int | None = None
     max_sequences: int = 64
@@ -50,6 +54,8 @@ class EngineConfig:
                 raise InvalidRequest(name, getattr(self, name), "must be >= 1")
         if self.block_size & (self.block_size - 1):
             raise InvalidRequest("block_size", self.block_size, "must be a power of two")
+        if self.attention_split < UNIT or self.attention_split % UNIT:
+            raise InvalidRequest("attention_split", self.attention_split, f"must be a multiple of {UNIT}")
         if self.dtype not in _DTYPES:
             raise InvalidRequest("dtype", self.dtype, f"must be one of {', '.join(_DTYPES)}")
         if self.device.split(":")[0] not in ("cpu", "cuda"):

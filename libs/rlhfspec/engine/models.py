@@ -80,6 +80,7 @@ def _runner_config(config: EngineConfig, name: str) -> RunnerConfig:
         max_context=config.max_context,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
+        attention_split=config.attention_split,
     )
 
 

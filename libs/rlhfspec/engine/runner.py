@@ -33,6 +33,7 @@ from rlhfspec.huggingface.fuse import FusedModel, fuse
 from rlhfspec.huggingface.native import native_decoder
 from rlhfspec.huggingface.probes import choose
 from rlhfspec.huggingface.reference import TOLERANCES, Rounding, ask
+from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
@@ -50,6 +51,7 @@ class RunnerConfig:
     max_context: int
     num_blocks: int
     block_size: int
+    attention_split: int = SPLIT
 
 
 class ModelRunner:
@@ -88,7 +90,8 @@ class ModelRunner:
         self._graphs: GraphedForward | None = None
         self._digest = ""
         tolerances = TOLERANCES if config.device.type == "cpu" else _TOLERANCES_OF_CUDA
-        proof = Proof(self, anatomy, reference, self.is_row_invariant, tolerances[config.dtype])
+        tolerance = tolerances[config.dtype]
+        proof = Proof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split)
         self.report: ModelReport = prove(proof, began=began)
         give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)
@@ -110,8 +113,8 @@ class ModelRunner:
     @cached_property
     def architecture(self) -> str:
         """What of the fingerprint stays when the weights change: shapes, attention, types, arithmetic."""
-        parts = (self.config.dtype, self.activation_dtype, self.config.arithmetic, self.attentions,
-                 type(self.fused.model).__name__, self.fused.shapes)  # fmt: skip
+        parts = (self.config.dtype, self.activation_dtype, self.config.arithmetic, self.config.attention_split,
+                 self.attentions, type(self.fused.model).__name__, self.fused.shapes)  # fmt: skip
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     @property
@@ -161,7 +164,7 @@ class ModelRunner:
         """The one-call decoder for a model that it knows; the layers stay as its slow twin."""
         if not self.is_row_invariant:
             return None
-        return native_decoder(self.parts, self.kv, self.activation_dtype)
+        return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split)
 
     def _run_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """[1, N] tokens and positions -> hidden [1, N, hidden]; attention finds `meta` through the runner."""
@@ -185,6 +188,7 @@ class ModelRunner:
         out = tree_attention(
             query, key, value, self.kv, spec.index, self._active,
             scale=scale, sliding_window=spec.window, chunk=spec.chunk, softcap=softcap, sinks=sinks,
+            split=self.config.attention_split,
         )  # fmt: skip
         return out[None, ..., : spec.value_dim].contiguous()
 

@@ -27,7 +27,8 @@ from rlhfspec.huggingface.probes import Probe, random_past
 from rlhfspec.huggingface.reference import Answer, ExpertChoices, Reference, compare, same_bits
 from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.kernels.decoder import NativeDecoder
-from rlhfspec.kernels.tree_attention import AttentionMeta, write_kv_reference
+from rlhfspec.kernels.tree_attention import AttentionMeta
+from rlhfspec.kernels.tree_attention_twin import write_kv_reference
 
 log = logging.getLogger(__name__)
 _ATTRIBUTE = "rlhfspec_report"
@@ -60,6 +61,7 @@ class ModelReport:
     difference: float  # the largest, of the probes' logits to Hugging Face's, in parts of the largest logit
     noise: float  # how far rounding alone moves Hugging Face's, likewise
     bits: str  # what is promised of them
+    attention_split: int | None  # positions that have a softmax of their own; None: torch's attention
     seconds: float
 
 
@@ -81,6 +83,7 @@ class Proof:
     reference: Reference
     is_row_invariant: bool
     tolerance: float  # of the logits, in parts of the largest one
+    attention_split: int
 
 
 def prove(proof: Proof, *, began: float) -> ModelReport:
@@ -118,6 +121,7 @@ def prove(proof: Proof, *, began: float) -> ModelReport:
         difference=difference,
         noise=reference.noise,
         bits=OWN_BITS if proof.is_row_invariant else BITS_BY_COMPANY,
+        attention_split=proof.attention_split,
         seconds=time.perf_counter() - began,
     )
 

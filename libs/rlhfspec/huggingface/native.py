@@ -26,8 +26,8 @@ _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _ATTENTION_NORMS = {"q_norm", "k_norm"}
 
 
-def native_decoder(parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype) -> NativeDecoder | None:
-    """The decoder of a model that it knows, or None."""
+def native_decoder(parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype, split: int) -> NativeDecoder | None:
+    """The decoder of a model that it knows, or None. split: of its attention."""
     trunk, specs, head = parts.trunk, parts.anatomy.attentions, _plain_head(parts.model)
     if build.load() is None or not _is_known(trunk) or head is None:
         return None
@@ -46,7 +46,8 @@ def native_decoder(parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype) -> Nat
     if tables is None or tables[0].shape[-1] != kv.shape[-1]:
         return None
     windows = [spec.window or 0 for spec in specs]
-    return NativeDecoder(DecoderParts(trunk, head, first.scale, windows), kv, tables[0], tables[1], first.num_heads)
+    decoder = DecoderParts(trunk, head, first.scale, windows, split)
+    return NativeDecoder(decoder, kv, tables[0], tables[1], first.num_heads)
 
 
 def _plain_head(model: Any) -> PackedLinear | None:

@@ -45,6 +45,7 @@ from rlhfspec.huggingface.reference import (
     ask,
     same_bits,
 )
+from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
@@ -84,14 +85,15 @@ def check_exact(spec: job.Spec) -> None:
 
 
 class ExactForward(TorchForward):
-    """The policy's forward with the engine's bits. dtype and arithmetic: the engine's own (EngineConfig).
+    """The policy's forward with the engine's bits. dtype, arithmetic, attention_split: the engine's own (EngineConfig).
 
     The model is prepared for packed rows, float32, on the CPU; afterwards it is not to be deep-copied.
     """
 
     def __init__(
-        self, model: Any, temperature: float, *, max_context: int, dtype: str = "float32", arithmetic: str = "auto"
-    ) -> None:
+        self, model: Any, temperature: float, *, max_context: int, dtype: str = "float32", arithmetic: str = "auto",
+        attention_split: int = SPLIT,
+    ) -> None:  # fmt: skip
         super().__init__(model, temperature)
         _check_possible(model)
         kept_as = getattr(torch, dtype)
@@ -100,6 +102,7 @@ class ExactForward(TorchForward):
         precision = precision_of(model, kept_as)
         reference = _rounded_reference(model, probes, precision, arithmetic)
         self.modules_on_kernels = ExactModules(self.parts, precision, arithmetic=arithmetic, max_context=max_context)
+        self._split = attention_split
         self._cache = _Scratch(kept_as, *cache_shape(self.parts.anatomy.attentions))
         self._row: _Row | None = None
         self._packed_versions: list[int] | None = None
@@ -163,7 +166,7 @@ class ExactForward(TorchForward):
             )
             out = tree_attention(
                 q, k, v, cache.kv(row.num_tokens), 0, row.meta,
-                scale=scale, sliding_window=spec.window, chunk=spec.chunk, softcap=softcap, sinks=s,
+                scale=scale, sliding_window=spec.window, chunk=spec.chunk, softcap=softcap, sinks=s, split=self._split,
             )  # fmt: skip
             return out[None, ..., : spec.value_dim].contiguous()
 
@@ -184,8 +187,9 @@ class ExactForward(TorchForward):
             problem = "a sequence's logits depend on its neighbours, so exactOnPolicy is not possible"
             raise UnsupportedModel("model", reference.kind, problem)
         report = replace(
-            report_of(self.model), path="exact", difference=difference, noise=reference.noise, bits=OWN_BITS
-        )
+            report_of(self.model), path="exact", difference=difference, noise=reference.noise, bits=OWN_BITS,
+            attention_split=self._split,
+        )  # fmt: skip
         keep_report(self.model, report)
 
     def _answers(self, probes: Sequence[Probe]) -> list[Answer]:

@@ -86,6 +86,7 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
         difference=difference,
         noise=reference.noise,
         bits=BITS_BY_COMPANY,
+        attention_split=None,
         seconds=time.perf_counter() - began,
     )
     keep_report(model, report)

@@ -6,7 +6,8 @@ has the law written a second time. A model is *right* when
 - every token is the oracle's, and every log-prob too, to 1e-5 (where float32 rounding is larger than that: at most
   twice as far from float64 as copies of plain Hugging Face are whose weights are moved within their last bit);
 - the same sequences give the same bits one at a time and together, in chunks, with one thread and two, with trees of
-  drafts, with the suffix drafter, preempted, and moved from engine to engine in the middle; in float32 and in bfloat16;
+  drafts, with the suffix drafter, preempted, and moved from engine to engine in the middle; in float32 and in bfloat16
+  (attention is split every 64 positions, so that the longest sample has two splits);
 - the trainer's forward finds the same log-probs to 1e-5, and the exact trainer the same bits, with gradients like
   torch's; also under a low-rank update;
 - the trainer in bfloat16 is as near to float32 as Hugging Face in bfloat16, at every position of a long row.
@@ -40,6 +41,7 @@ from rlhfspec.huggingface.casting import Precision, cast
 from rlhfspec.huggingface.causal_lm import anatomy_of, within_positions
 from rlhfspec.huggingface.check import ModelReport
 from rlhfspec.huggingface.trace import first_line
+from rlhfspec.kernels.attention_splits import UNIT
 from rlhfspec.modeling.exact import ExactForward
 from rlhfspec.modeling.loading import prepared
 from rlhfspec.modeling.log_probs import TorchForward
@@ -129,7 +131,7 @@ class _Judge:
 
     def engine(self, *, draft: Any = None, **options: Any) -> Engine:
         usual: dict[str, Any] = {"max_sequences": 4, "profile": False, "num_threads": 1, "speculation": "off"}
-        context = {"max_context": self.max_context, "kv_cache_tokens": self.max_context + 1024}
+        context = {"max_context": self.max_context, "kv_cache_tokens": self.max_context + 1024, "attention_split": UNIT}
         return make_engine(self.make(), EngineConfig(**(usual | context | options)), draft=draft)
 
     def _requests(self, num_token_ids: int) -> Iterator[Request]:
@@ -228,7 +230,7 @@ class _Judge:
         return self._same_exactly(self._exact(self._prepared(), dtype), samples, f"in {dtype}")
 
     def _exact(self, model: Any, dtype: str = "float32") -> ExactForward:
-        return ExactForward(model, 1.0, max_context=self.max_context, dtype=dtype)
+        return ExactForward(model, 1.0, max_context=self.max_context, dtype=dtype, attention_split=UNIT)
 
     def _same_exactly(self, exact: ExactForward, samples: Samples, how: str) -> ExactForward:
         if not torch.equal(exact(_packed(samples)).untempered, _generated(samples)):

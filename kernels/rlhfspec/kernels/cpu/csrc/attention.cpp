@@ -3,6 +3,9 @@
 // The promise: the bits of an output row depend on its query, its keys and values in order of position, and nothing
 // else: not on other rows, the slots' places, threads, the instruction set, or whether a key came from the table or
 // from `extra`. attention_math.h says how. Query rows of one sequence, and query heads of one kv head, share each key.
+//
+// Positions come in splits of a fixed length, each with a softmax of its own: what one process makes of some splits and
+// another of the rest merges to the same bits.
 #include <stdlib.h>
 
 #include "attention.h"
@@ -20,25 +23,29 @@ constexpr int kKeysAhead = 24, kValuesAhead = 16;  // how far a tile fetches ahe
 constexpr int64_t kSmall = 1 << 18;  // multiply-adds below which a second thread costs more than it brings
 using Layer = AttentionCall;
 
+RS_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+RS_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
 // ---- memory of one thread ------------------------------------------------------------------------------------------
 
 struct Scratch {
-    float* scores;         // [kMaxLanes][row_length]
-    float* sums;           // [kMaxLanes][padded dim]
+    float* scores;         // [kMaxLanes][row_length], of one split
+    float* sums;           // [kMaxLanes][padded dim], of one split
+    float* merged;         // [kMaxLanes][padded dim], of all splits before
     float* queries;        // [kMaxLanes][padded dim]
-    int64_t* context;      // [row_length] element offset of each context position
-    int64_t* extra;        // [row_length] and of each extra
+    int64_t* context;      // [longest + kPad] element offset of each context position
+    int64_t* extra;        // [longest + kPad] and of each extra
     int64_t row_length, padded_dim;
 };
 
-Scratch scratch_for(int64_t longest, int64_t dim) {
+Scratch scratch_for(int64_t longest, int64_t split, int64_t dim) {
     static thread_local char* memory = nullptr;
     static thread_local size_t capacity = 0;
     Scratch s;
-    s.row_length = (longest + 2 * kPad + 15) / 16 * 16;
+    s.row_length = (min64(longest, split) + 2 * kPad + 15) / 16 * 16;
     s.padded_dim = (dim + 15) / 16 * 16;
-    const size_t floats = kMaxLanes * (s.row_length + 2 * s.padded_dim);
-    const size_t bytes = floats * sizeof(float) + 2 * s.row_length * sizeof(int64_t);
+    const size_t floats = kMaxLanes * (s.row_length + 3 * s.padded_dim);
+    const size_t bytes = floats * sizeof(float) + 2 * (longest + kPad) * sizeof(int64_t);
     if (bytes > capacity) {
         free(memory);
         capacity = (2 * bytes + 63) / 64 * 64;
@@ -47,9 +54,10 @@ Scratch scratch_for(int64_t longest, int64_t dim) {
     }
     s.scores = (float*)memory;
     s.sums = s.scores + kMaxLanes * s.row_length;
-    s.queries = s.sums + kMaxLanes * s.padded_dim;
+    s.merged = s.sums + kMaxLanes * s.padded_dim;
+    s.queries = s.merged + kMaxLanes * s.padded_dim;
     s.context = (int64_t*)(memory + floats * sizeof(float));
-    s.extra = s.context + s.row_length;
+    s.extra = s.context + longest + kPad;
     return s;
 }
 
@@ -60,8 +68,15 @@ struct Lane {
     int64_t begin;    // first visible position
     int64_t context;  // positions below are in the table, the others in `extra`
     int64_t total;
+    int64_t extras;   // how many extras stand before `context`
 
     int64_t first_extra() const { return begin > context ? begin - context : 0; }
+
+    // What it sees of positions [first, last), counted from `first`.
+    Lane within(int64_t first, int64_t last) const {
+        auto clip = [&](int64_t p) { return (p < first ? first : p > last ? last : p) - first; };
+        return {row, head, clip(begin), clip(context), clip(total), context < first ? first - context : 0};
+    }
 };
 
 template <int Lanes>
@@ -78,14 +93,11 @@ RS_INLINE int with_tile(int left, Work work) {
 }
 
 Lane lane_of(const Batch& batch, const Layer& layer, int64_t row, int64_t head) {
-    Lane lane = {row, head, 0, batch.context_lens[row], batch.context_lens[row] + batch.extra_lens[row]};
+    Lane lane = {row, head, 0, batch.context_lens[row], batch.context_lens[row] + batch.extra_lens[row], 0};
     if (layer.window > 0 && lane.total > layer.window) lane.begin = lane.total - layer.window;
     if (layer.chunk > 0 && lane.total > 0) lane.begin = (lane.total - 1) / layer.chunk * layer.chunk;
     return lane;
 }
-
-RS_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-RS_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 RS_INLINE int64_t offset_of(const Layer& layer, int64_t slot) {
     const int64_t shift = __builtin_ctzll((unsigned long long)layer.block_size);  // a power of two
@@ -107,24 +119,39 @@ struct Pass {
     const Scratch& s;
     const T* keys;
     const T* values;
-    Lane lanes[kMaxLanes];
+    Lane whole[kMaxLanes];
     int count;
+    Weights merged[kMaxLanes];
+    // of the split at work, positions counted from its first
+    Lane lanes[kMaxLanes];
+    const int64_t* context;           // element offset of each context position
     int64_t low, high;                // union of the lanes' context ranges
     int64_t shared_low, shared_high;  // what all of them see
     int64_t block;                    // positions per block
 
     float* queries(int l) const { return s.queries + l * s.padded_dim; }
     float* sums(int l) const { return s.sums + l * s.padded_dim; }
+    float* merged_sums(int l) const { return s.merged + l * s.padded_dim; }
     float* scores(int l) const { return s.scores + l * s.row_length; }
 
     void begin() {
         const int64_t dim = layer.dim, padding = (s.padded_dim - dim) * (int64_t)sizeof(float);
+        for (int l = 0; l < count; l++) {
+            copy_row(queries(l), layer.query.at(whole[l].row, whole[l].head), dim);
+            memset(queries(l) + dim, 0, padding);
+            merged[l] = Weights::none();
+        }
+        block = max64(kBlockBytes / (dim * (int64_t)sizeof(T)), 1);
+    }
+
+    void enter(int64_t split) {
+        const int64_t first = split * layer.split;
+        context = s.context + first;
         low = shared_high = INT64_MAX;
         high = shared_low = 0;
         for (int l = 0; l < count; l++) {
+            lanes[l] = whole[l].within(first, first + layer.split);
             const Lane& lane = lanes[l];
-            copy_row(queries(l), layer.query.at(lane.row, lane.head), dim);
-            memset(queries(l) + dim, 0, padding);
             memset(sums(l), 0, s.padded_dim * sizeof(float));
             low = min64(low, min64(lane.begin, lane.context));
             high = max64(high, lane.context);
@@ -132,11 +159,10 @@ struct Pass {
             shared_high = min64(shared_high, lane.context);
         }
         shared_high = max64(shared_low, shared_high);
-        block = max64(kBlockBytes / (dim * (int64_t)sizeof(T)), 1);
     }
 
     Ahead all(const T* rows, int64_t first, int64_t last) const {
-        return {(const char*)rows, s.context, first, last, sizeof(T), layer.dim * (int64_t)sizeof(T)};
+        return {(const char*)rows, context, first, last, sizeof(T), layer.dim * (int64_t)sizeof(T)};
     }
 
     // The part of rows [first, last) that falls to the tile beginning with lane l > 0.
@@ -156,7 +182,7 @@ struct Pass {
                                     : last < high ? share(keys, last, min64(last + block, high), l)
                                                   : share(values, shared_low, first_block_end, l);
                 l += with_tile(count - l, [&](auto tile) {
-                    score<tile.lanes>(queries(l), s.padded_dim, keys, s.context, first, last, layer.dim, scores(l),
+                    score<tile.lanes>(queries(l), s.padded_dim, keys, context, first, last, layer.dim, scores(l),
                                       s.row_length, fetch);
                 });
             }
@@ -170,7 +196,7 @@ struct Pass {
                 const Ahead fetch = l == 0 ? all(values, first + kValuesAhead, last)
                                            : share(values, last, min64(last + block, shared_high), l);
                 l += with_tile(count - l, [&](auto tile) {
-                    weigh<tile.lanes>(scores(l), s.row_length, values, s.context, first, last, sums(l), s.padded_dim,
+                    weigh<tile.lanes>(scores(l), s.row_length, values, context, first, last, sums(l), s.padded_dim,
                                       layer.dim, fetch);
                 });
             }
@@ -182,61 +208,95 @@ struct Pass {
     }
 
     // Scores of the extras, softmax, and the values before those that all lanes see.
-    float soften(int l) {
+    Weights soften(int l) {
         const Lane& lane = lanes[l];
+        if (lane.begin == lane.total) return Weights::none();
         score<1, T>(queries(l), s.padded_dim, keys, s.extra, lane.first_extra(), find_extras(lane), layer.dim,
                     scores(l) + lane.context, s.row_length, {});
-        float total = exponentials(scores(l) + lane.begin, lane.total - lane.begin, layer.scale, layer.softcap,
-                                   layer.sinks == nullptr ? nullptr : layer.sinks + lane.head);
-        weigh_alone(l, scores(l), s.context, lane.begin, min64(shared_low, lane.context));
-        return total;
+        const Weights weights =
+            exponentials(scores(l) + lane.begin, lane.total - lane.begin, layer.scale, layer.softcap);
+        weigh_alone(l, scores(l), context, lane.begin, min64(shared_low, lane.context));
+        return weights;
     }
 
-    // The values behind those that all lanes see, and the result.
-    void finish(int l, float total) {
+    // The values behind those that all lanes see.
+    void weigh_rest(int l) {
         const Lane& lane = lanes[l];
-        weigh_alone(l, scores(l), s.context, max64(shared_high, lane.begin), lane.context);
+        weigh_alone(l, scores(l), context, max64(shared_high, lane.begin), lane.context);
         weigh_alone(l, scores(l) + lane.context, s.extra, lane.first_extra(), find_extras(lane));
-        float* out = layer.out + (lane.row * layer.num_heads + lane.head) * layer.dim;
-        for (int64_t d = 0; d < layer.dim; d++) out[d] = lane.begin < lane.total ? sums(l)[d] / total : 0.0f;
     }
 
     int64_t find_extras(const Lane& lane) {
         int64_t num_extra = lane.total - lane.context;
-        locate(layer, batch.extra + lane.row * batch.extra_width, lane.first_extra(), num_extra, s.extra);
+        const int32_t* slots = batch.extra + lane.row * batch.extra_width + lane.extras;
+        locate(layer, slots, lane.first_extra(), num_extra, s.extra);
         return num_extra;
     }
 
-    void attend() {
-        float totals[kMaxLanes];
-        begin();
+    void attend_split(int64_t split, bool is_only) {
+        Weights weights[kMaxLanes];
+        enter(split);
         score_context();
-        for (int l = 0; l < count; l++) totals[l] = soften(l);
+        for (int l = 0; l < count; l++) weights[l] = soften(l);
         weigh_shared();
-        for (int l = 0; l < count; l++) finish(l, totals[l]);
+        for (int l = 0; l < count; l++) {
+            weigh_rest(l);
+            if (layer.partials) write_partial(l, split, weights[l]);
+            else if (is_only) finish(l, weights[l], sums(l));
+            else merge(merged[l], merged_sums(l), weights[l], sums(l), layer.dim);
+        }
+    }
+
+    void write_partial(int l, int64_t split, const Weights& weights) {
+        const int64_t splits = layer.stop_split - layer.first_split, row_and_head = place(l);
+        float* out = layer.out + (row_and_head * splits + split - layer.first_split) * (2 + layer.dim);
+        out[0] = weights.largest;
+        out[1] = weights.sum;
+        memcpy(out + 2, sums(l), layer.dim * sizeof(float));
+    }
+
+    int64_t place(int l) const { return whole[l].row * layer.num_heads + whole[l].head; }
+
+    void finish(int l, const Weights& weights, const float* sums) {
+        const float* sink = layer.sinks == nullptr ? nullptr : layer.sinks + whole[l].head;
+        finish_softmax(weights, sums, sink, layer.dim, layer.out + place(l) * layer.dim);
+    }
+
+    void attend(int64_t first_split, int64_t stop_split) {
+        const bool is_only = stop_split - first_split == 1;
+        begin();
+        for (int64_t split = first_split; split < stop_split; split++) attend_split(split, is_only);
+        for (int l = 0; !layer.partials && !is_only && l < count; l++) finish(l, merged[l], merged_sums(l));
     }
 };
 
 // All query heads of one kv head, for a run of rows of one sequence.
 template <class T>
 void attend_group(const Batch& batch, const Layer& layer, int64_t group, int64_t kv_head) {
-    const Scratch s = scratch_for(batch.longest, layer.dim);
+    const Scratch s = scratch_for(batch.longest, layer.split, layer.dim);
     const int64_t first_row = batch.groups[group], last_row = batch.groups[group + 1];
     const int64_t heads = layer.num_heads / layer.num_kv_heads, num_lanes = (last_row - first_row) * heads;
     const T* keys = (const T*)layer.kv + kv_head * layer.dim;
-    int64_t low = INT64_MAX, high = 0;
+    int64_t low = INT64_MAX, high = 0, begin = INT64_MAX, end = 0;
     for (int64_t row = first_row; row < last_row; row++) {
         Lane lane = lane_of(batch, layer, row, 0);
         low = min64(low, min64(lane.begin, lane.context));
         high = max64(high, lane.context);
+        begin = min64(begin, lane.begin);
+        end = max64(end, lane.total);
+    }
+    int64_t first_split = begin / layer.split, stop_split = (end + layer.split - 1) / layer.split;
+    if (layer.partials) {
+        first_split = layer.first_split, stop_split = layer.stop_split;
+        low = max64(low, first_split * layer.split), high = min64(high, stop_split * layer.split);
     }
     locate(layer, batch.slot_table + batch.table_rows[first_row] * batch.table_stride, low, high, s.context);
     Pass<T> pass = {batch, layer, s, keys, keys + layer.plane_stride};
     for (int64_t done = 0; done < num_lanes; done += pass.count) {
         pass.count = (int)min64(num_lanes - done, kMaxLanes);
         for (int64_t l = 0; l < pass.count; l++)
-            pass.lanes[l] = lane_of(batch, layer, first_row + (done + l) / heads, kv_head * heads + (done + l) % heads);
-        pass.attend();
+            pass.whole[l] = lane_of(batch, layer, first_row + (done + l) / heads, kv_head * heads + (done + l) % heads);
+        pass.attend(first_split, stop_split);
     }
 }
 

@@ -3,8 +3,9 @@
 // "Lanes" are (query row, head) pairs that share each loaded key or value. Sharing decides which sums run side by side,
 // never the order within one:
 //   score    16 lanes over the head dimension, then rs_hsum's tree;
-//   softmax  16 lanes over positions counted from the first visible one, then the same tree;
-//   values   one chain of fused multiply-adds per output number, in ascending position.
+//   softmax  16 lanes over positions counted from the first visible one of a split, then the same tree;
+//   values   one chain of fused multiply-adds per output number and split, in ascending position;
+//   splits   one after the other, in ascending position, by `merge`.
 #pragma once
 
 #include <math.h>
@@ -167,9 +168,15 @@ void cap_scores(float* scores, int64_t count, float scale, float softcap) {
         rs_store(scores + i, rs_mul(tanh16(rs_div(rs_mul(rs_load(scores + i), factor), cap)), cap));
 }
 
-// Turns `count` dot products into exp(score - largest), in place, and returns their sum (with the sink's share).
-// The rest of the last vector comes out 0.
-float exponentials(float* scores, int64_t count, float scale, float softcap, const float* sink) {
+// Of a softmax: the largest score and the sum of exp(score - largest).
+struct Weights {
+    float largest, sum;
+
+    static Weights none() { return {-INFINITY, 0.0f}; }
+};
+
+// Turns `count` dot products into exp(score - largest), in place. The rest of the last vector comes out 0.
+Weights exponentials(float* scores, int64_t count, float scale, float softcap) {
     if (softcap > 0.0f) cap_scores(scores, count, scale, softcap);
     const f32x16 factor = rs_set1(softcap > 0.0f ? 1.0f : scale);
     rs_store(scores + count, rs_set1(-INFINITY));
@@ -187,9 +194,7 @@ float exponentials(float* scores, int64_t count, float scale, float softcap, con
         rs_store(scores + i, e);
         sum = rs_add(sum, e);
     }
-    float total = rs_hsum(sum);
-    if (sink != nullptr) total += rs_exp_scalar(*sink - largest);  // infinite for a vast sink: all weights vanish
-    return total;
+    return {largest, rs_hsum(sum)};
 }
 
 // ---- values --------------------------------------------------------------------------------------------------------
@@ -220,9 +225,9 @@ RS_INLINE void weigh_columns(const float* weights, int64_t row_length, const T* 
     for (int i = 0; i < Lanes * Vectors; i++) rs_store(sums + (i / Vectors) * padded_dim + (i % Vectors) * 16, acc[i]);
 }
 
-// The same for all columns.
+// The same for all columns. Not inlined: its registers would depend on what surrounds it.
 template <int Lanes, class T>
-void weigh(const float* weights, int64_t row_length, const T* values, const int64_t* offsets, int64_t first,
+__attribute__((noinline)) void weigh(const float* weights, int64_t row_length, const T* values, const int64_t* offsets, int64_t first,
            int64_t last, float* sums, int64_t padded_dim, int64_t dim, Ahead ahead) {
     if (first >= last) return;
     constexpr int kWide = kScores / Lanes < 8 ? kScores / Lanes : 8;  // vectors whose sums fit in registers
@@ -240,6 +245,35 @@ void weigh(const float* weights, int64_t row_length, const T* values, const int6
     if (d < dim)
         weigh_columns<Lanes, 1, true>(weights, row_length, values + d, offsets, first, last, sums + d, padded_dim,
                                       (int)(dim - d), ahead);
+}
+
+// ---- splits --------------------------------------------------------------------------------------------------------
+
+// Adds a split to those before it: their weights and weighted sums [dim] of values, both on the scale of the larger
+// maximum. A split of which nothing is seen has weights of 0 and changes nothing.
+void merge(Weights& weights, float* sums, const Weights& split, const float* split_sums, int64_t dim) {
+    if (split.sum == 0.0f) return;
+    if (weights.sum == 0.0f) {
+        weights = split;
+        memcpy(sums, split_sums, dim * sizeof(float));
+        return;
+    }
+    const float largest = split.largest > weights.largest ? split.largest : weights.largest;
+    const float before = rs_exp_scalar(weights.largest - largest), after = rs_exp_scalar(split.largest - largest);
+    weights = {largest, weights.sum * before + split.sum * after};
+    const f32x16 before16 = rs_set1(before), after16 = rs_set1(after);
+    for (int64_t d = 0; d < dim; d += 16) {
+        const int count = dim - d < 16 ? (int)(dim - d) : 16;
+        f32x16 sum = rs_mul(rs_load_n(sums + d, count), before16);
+        rs_store_n(sums + d, rs_fma(rs_load_n(split_sums + d, count), after16, sum), count);
+    }
+}
+
+// The result when all splits are there: zeros where nothing is seen. A vast sink is infinite here: all weights vanish.
+void finish_softmax(const Weights& weights, const float* sums, const float* sink, int64_t dim, float* out) {
+    const float total = sink == nullptr ? weights.sum : weights.sum + rs_exp_scalar(*sink - weights.largest);
+    const bool nothing = weights.sum == 0.0f;
+    for (int64_t d = 0; d < dim; d++) out[d] = nothing ? 0.0f : sums[d] / total;
 }
 
 }  // namespace

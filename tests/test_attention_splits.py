@@ -1,0 +1,399 @@
+"""Splits of attention: the same bits wherever they are computed, and up to one split the bits of one softmax."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import (
+    NEVER,
+    OPTIONS,
+    Case,
+    Options,
+    Sequence,
+    Shape,
+    assert_same_bits,
+    chain,
+    make_case,
+    needs_native,
+    sequences,
+    shapes,
+    triton_kernel,
+    with_padding,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec.kernels import attention_splits
+from rlhfspec.kernels import tree_attention as module
+from rlhfspec.kernels.attention_splits import SPLIT, Partials, merge
+from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.tree_attention import AttentionMeta, attend_partial, tree_attention
+from rlhfspec.kernels.tree_attention_twin import tree_attention_reference
+
+UNSPLIT = 1 << 20  # longer than any context here
+LONG_OPTIONS: list[Options] = [
+    *OPTIONS,
+    {"sliding_window": 64},
+    {"sliding_window": 100, "softcap": 3.0},
+    {"chunk": 48},
+    {"chunk": 90, "sinks": torch.linspace(-1.0, 3.0, 8)},
+]
+ISAS = [isa for isa in build.GENERAL_ISAS if build.supports(isa)]
+long_forests = st.lists(sequences(longest=220), min_size=1, max_size=3)
+LONG = [
+    Sequence(190, (-1, 0, 0, 1, -1, 3, 4, 2), as_tree=True),  # crosses a border in its branches
+    Sequence(60, chain(9), as_tree=False),
+    Sequence(0, chain(70), as_tree=False),
+    Sequence(127, (-1, 0, -1), as_tree=True),
+    Sequence(3, (-1,), as_tree=True),
+]
+
+
+@pytest.fixture
+def every_isa(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Choose the instruction set of attention and of merging."""
+    kernels, merge_kernel = module._kernels, attention_splits._kernel
+
+    def choose(isa: str) -> None:
+        attention, merging = kernels(isa), merge_kernel(isa)
+        monkeypatch.setattr(module, "_kernels", lambda: attention)
+        monkeypatch.setattr(attention_splits, "_kernel", lambda: merging)
+
+    return choose
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    yield build.set_num_threads
+    build.set_num_threads(None)
+
+
+# ---- one call -------------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@settings(max_examples=40)
+@given(forest=long_forests, shape=shapes, options=st.sampled_from(LONG_OPTIONS), seed=st.integers(0, 1000))
+def test_splits_are_the_softmax_over_all_positions(
+    forest: list[Sequence], shape: Shape, options: Options, seed: int
+) -> None:
+    case = make_case(forest, shape, data_seed=seed)
+    exact = case.doubled()
+    expected = exact.run(tree_attention_reference, split=UNSPLIT, **options)
+    assert (exact.run(tree_attention_reference, split=64, **options) - expected).abs().max() < 1e-12
+    assert (case.run(split=64, **options) - expected).abs().max() < 1e-6
+
+
+@needs_native
+@settings(max_examples=40)
+@given(
+    forest=long_forests, shape=shapes, options=st.sampled_from(LONG_OPTIONS), place_seed=st.integers(1, 1000),
+    split=st.sampled_from([64, 128]),
+)  # fmt: skip
+def test_a_row_has_the_same_bits_alone_and_anywhere(
+    forest: list[Sequence], shape: Shape, options: Options, place_seed: int, split: int
+) -> None:
+    case = make_case(forest, shape)
+    together = case.run(split=split, **options)
+    alone = torch.cat([case.row(i).run(split=split, **options) for i in range(case.meta.num_rows)])
+    assert_same_bits(alone, together)
+    assert_same_bits(make_case(forest, shape, place_seed=place_seed).run(split=split, **options), together)
+
+
+@needs_native
+@pytest.mark.parametrize("options", LONG_OPTIONS)
+@pytest.mark.parametrize("committed", [0, 50, 63, 64, 127])
+def test_a_chain_has_the_same_bits_as_tree_and_as_prefill(committed: int, options: Options) -> None:
+    chunk = Sequence(committed, chain(40), as_tree=False)
+    tree = make_case([replace(chunk, as_tree=True)], Shape()).run(split=64, **options)
+    assert_same_bits(make_case([chunk], Shape()).run(split=64, **options), tree)
+
+
+@needs_native
+@settings(max_examples=25)
+@given(
+    places=st.lists(st.integers(0, 170), min_size=2, max_size=12), options=st.sampled_from(LONG_OPTIONS),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_key_weighs_the_same_in_the_table_and_in_extra(places: list[int], options: Options, seed: int) -> None:
+    """Rows of one chain, each with its own border between table and extras, before or behind borders of splits."""
+    chunk = Sequence(150, chain(len(places)), as_tree=False)
+    expected = make_case([chunk], Shape()).run(split=64, **options)
+    case = make_case([chunk], Shape(), place_seed=seed)
+    row_table = case.meta.slot_table[case.meta.table_rows[0]]
+    lengths = case.meta.context_lens
+    contexts = np.minimum(np.array(places, np.int32), lengths)
+    extra = np.full((len(places), lengths.max()), -1, np.int32)
+    for i, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
+        extra[i, : length - context] = row_table[context:length]
+    case.meta = AttentionMeta(case.meta.slots, case.meta.table_rows, contexts, extra, case.meta.slot_table)
+    assert_same_bits(case.run(split=64, **options), expected)
+
+
+@needs_native
+def test_splits_matter_only_beyond_the_first() -> None:
+    """The comparisons above could find a difference; and a context of one split is one softmax."""
+    case = make_case(LONG, Shape())
+    split, unsplit = case.run(split=64), case.run(split=UNSPLIT)
+    is_long = torch.from_numpy(case.meta.context_lens + (case.meta.extra >= 0).sum(1) > 64)
+    assert (split != unsplit).any(dim=2).any(dim=1)[is_long].float().mean() > 0.9
+    assert_same_bits(split[~is_long], unsplit[~is_long])
+    window = {"sliding_window": 20}  # in which most rows see no border of a split
+    ends = torch.from_numpy(case.meta.context_lens + (case.meta.extra >= 0).sum(1))
+    crosses = ((ends - 1) // 64 != (ends - 20).clamp(0) // 64).numpy()
+    assert 0 < crosses.sum() < len(crosses)
+    split, unsplit = case.run(split=64, **window), case.run(split=UNSPLIT, **window)
+    assert_same_bits(split[~crosses], unsplit[~crosses])
+    assert not torch.equal(split, unsplit)
+
+
+@needs_native
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_sick_row_hurts_only_those_who_see_it(poison: float) -> None:
+    healthy = make_case(LONG, Shape()).run(split=64)
+    sick = make_case(LONG, Shape())
+    sick.key[1] = poison  # node 1 of the first tree: seen by itself and by its descendants 3 and 5
+    sick.query[10] = torch.nan
+    out = sick.run(split=64)
+    hurt = torch.zeros(len(out), dtype=torch.bool)
+    hurt[[1, 3, 5, 10]] = True
+    assert out[hurt].isnan().all(dim=(1, 2)).tolist() == [True] * 4
+    assert_same_bits(out[~hurt], healthy[~hurt])
+
+
+@needs_native
+@pytest.mark.parametrize("kernel", [tree_attention, tree_attention_reference, triton_kernel])
+@pytest.mark.parametrize("sinks", [None, torch.ones(8)])
+def test_a_padding_row_writes_nothing_and_gets_zeros(
+    kernel: Callable[..., torch.Tensor], sinks: torch.Tensor | None
+) -> None:
+    forest = [Sequence(150, (-1, 0), as_tree=True)]
+    case, plain = make_case(forest, Shape()), make_case(forest, Shape()).run(kernel, split=64, sinks=sinks)
+    padded = [torch.cat([x, torch.full_like(x[:2], 5.0)]) for x in (case.query, case.key, case.value)]
+    out = Case(*padded, case.kv, with_padding(case.meta, 2)).run(kernel, split=64, sinks=sinks)
+    assert torch.equal(out[-2:], torch.zeros(2, 8, 16))
+    assert_same_bits(out[:-2], plain)
+
+
+# ---- two calls ------------------------------------------------------------------------------------------------------
+
+
+def holding(case: Case, splits: tuple[int, int], split: int) -> Case:
+    """The part of a case that lies with who has these splits: of the others neither keys and values nor their slots."""
+    first, stop = splits[0] * split, splits[1] * split
+    meta, kv = case.meta, torch.full_like(case.kv, torch.nan)
+    table, extra, slots = meta.slot_table.copy(), meta.extra.copy(), meta.slots.copy()
+    held = np.unique(table[:, first:stop])
+    held = held[held != NEVER]
+    table[:, :first] = table[:, stop:] = 0
+    positions = np.arange(extra.shape[1]) + meta.context_lens[:, None]
+    extra[(extra >= 0) & ((positions < first) | (positions >= stop))] = 0
+    num_extra = (extra >= 0).sum(1)
+    own = meta.context_lens + num_extra - 1
+    slots[(own < first) | (own >= stop)] = -1
+    block, offset = np.divmod(held, case.kv.shape[3])
+    kv[block, :, :, offset] = case.kv[block, :, :, offset]
+    return replace(case, kv=kv, meta=AttentionMeta(slots, meta.table_rows, meta.context_lens, extra, table))
+
+
+def parts_of(case: Case, cuts: tuple[int, ...], split: int, kernel: Callable[..., Any], options: Options) -> list[Any]:
+    """As if each run of splits between two cuts lay with another process."""
+    options = {name: value for name, value in options.items() if name != "sinks"}  # they come in at the end
+    return [
+        holding(case, splits, split).run(kernel, splits=splits, split=split, **options) for splits in pairwise(cuts)
+    ]
+
+
+def merged(case: Case, cuts: tuple[int, ...], split: int, **options: Any) -> torch.Tensor:
+    return merge(parts_of(case, cuts, split, attend_partial, options), sinks=options.get("sinks"))
+
+
+@needs_native
+@settings(max_examples=40)
+@given(
+    forest=long_forests, shape=shapes, options=st.sampled_from(LONG_OPTIONS),
+    cuts=st.sets(st.integers(1, 4), max_size=3),
+)  # fmt: skip
+def test_parts_of_any_placement_merge_to_the_bits_of_one_call(
+    forest: list[Sequence], shape: Shape, options: Options, cuts: set[int]
+) -> None:
+    expected = make_case(forest, shape).run(split=64, **options)
+    assert_same_bits(merged(make_case(forest, shape), (0, *sorted(cuts), 5), 64, **options), expected)
+
+
+COMPARED = list(product((64, 256, 1024, SPLIT), (700, 4200, 9000), (1, 7, 33), (torch.float32, torch.bfloat16)))
+
+
+@needs_native
+@pytest.mark.parametrize(("split", "committed", "rows", "dtype"), COMPARED)
+def test_no_bit_of_a_long_context_depends_on_where_it_is_computed(
+    split: int, committed: int, rows: int, dtype: torch.dtype, every_isa: Callable[[str], None],
+    threads: Callable[[int], None],
+) -> None:  # fmt: skip
+    """72 contexts, over 600 comparisons: rows alone, placements, other slots and three threads, instruction sets."""
+    forest = [Sequence(committed, chain(rows), as_tree=bool(rows % 2)), Sequence(200, chain(20), as_tree=False)]
+
+    def case(place_seed: int = 0) -> Case:
+        return make_case(forest, Shape(dtype=dtype, num_heads=4), place_seed=place_seed)
+
+    whole, num_splits = case(), -(-(committed + rows) // split)
+    expected = whole.run(split=split)
+    for row in {0, rows - 1, rows}:
+        assert_same_bits(whole.row(row).run(split=split), expected[row : row + 1])
+    for cut in {num_splits // 3, num_splits - 1} - {0}:
+        assert_same_bits(merged(case(), (0, cut, num_splits), split), expected)
+    threads(3)
+    assert_same_bits(case(place_seed=5).run(split=split), expected)
+    for isa in ISAS:
+        every_isa(isa)
+        assert_same_bits(case().run(split=split), expected)
+        assert_same_bits(merged(case(), (0, num_splits), split), expected)
+
+
+def test_the_twins_parts_merge_too() -> None:
+    case = make_case(LONG, Shape()).doubled()
+    for options in LONG_OPTIONS:
+        expected = make_case(LONG, Shape()).doubled().run(tree_attention_reference, split=64, **options)
+        parts = parts_of(case, (0, 1, 3, 4), 64, attend_partial, options)  # float64 always goes to the twin
+        found = merge(parts, sinks=options.get("sinks"), dtype=torch.float64)
+        assert (found - expected).abs().max() < 1e-12
+
+
+@needs_native
+def test_parts_that_do_not_follow_each_other_are_refused() -> None:
+    first, third = Partials(torch.zeros(1, 1, 1, 3), 0, 64), Partials(torch.zeros(1, 1, 1, 3), 2, 64)
+    with pytest.raises(ValueError, match=r"^parts: split 1 must follow \(got 2\)"):
+        merge([first, third])
+    with pytest.raises(ValueError, match=r"^parts: must begin with split 0"):
+        merge([third])
+    with pytest.raises(ValueError, match=r"^parts: must have splits of one length \(got 64 and 128\)"):
+        merge([first, replace(first, first=1, split=128)])
+    for split in (0, 32, 100):
+        with pytest.raises(ValueError, match=r"^split: must be a multiple of 64"):
+            make_case(LONG, Shape()).run(split=split)
+    with pytest.raises(ValueError, match=r"^splits: must be \[first, stop\)"):
+        make_case(LONG, Shape()).run(attend_partial, splits=(1, 1))
+
+
+# ---- the bits before there were splits ------------------------------------------------------------------------------
+
+RECORDED = {
+    ("plain", torch.float32): "8961fd426fa1a339",
+    ("plain", torch.bfloat16): "16da86bd57290c98",
+    ("window", torch.float32): "4f1bfadb1077e8e6",
+    ("window", torch.bfloat16): "58bc09f40a58efb7",
+    ("chunk", torch.float32): "e50b5b1fa2b4e4ab",
+    ("chunk", torch.bfloat16): "613f392afebcb82e",
+    ("capped", torch.float32): "f83b35fa957159c3",
+    ("capped", torch.bfloat16): "e286c53c4ac650d2",
+    ("sinks", torch.float32): "8bfe9ec378aa9f03",
+    ("sinks", torch.bfloat16): "0291fd904910fbb1",
+}
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    """Multiples of 1/8192 in [-4, 4): the same on every machine and with every version of everything."""
+    places = np.arange(np.prod(shape), dtype=np.uint64) * np.uint64(2654435761) + np.uint64(seed * 40503)
+    mixed = (places ^ (places >> np.uint64(13))) * np.uint64(2246822519)
+    return torch.from_numpy(((mixed >> np.uint64(8)) % np.uint64(65536)).astype(np.float32) / 8192 - 4).reshape(shape)
+
+
+def recorded_case(dtype: torch.dtype) -> Case:
+    """A chunk at the end of SPLIT positions, of heads of 72."""
+    rows = 5
+    slots = np.arange(SPLIT, dtype=np.int32)
+    meta = AttentionMeta(
+        slots[-rows:], np.zeros(rows, np.int32), slots[-rows:] + np.int32(1), np.empty((rows, 0), np.int32), slots[None]
+    )
+    kv = numbers(SPLIT // 16, 1, 2, 16, 2, 72, seed=1).to(dtype)
+    query, key, value = (numbers(rows, heads, 72, seed=seed) for heads, seed in ((6, 2), (2, 3), (2, 4)))
+    return Case(query / 4, key, value, kv, meta)
+
+
+RECORDED_OPTIONS: dict[str, Options] = {
+    "plain": {}, "window": {"sliding_window": 1000}, "chunk": {"chunk": 1500}, "capped": {"softcap": 3.0},
+    "sinks": {"sinks": torch.linspace(-1.0, 3.0, 6)},
+}  # fmt: skip
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", RECORDED_OPTIONS)
+def test_up_to_a_split_the_bits_are_those_of_the_kernel_without_splits(
+    options: str, dtype: torch.dtype, isa: str, every_isa: Callable[[str], None]
+) -> None:
+    """Written down with the kernel of before: one softmax over all positions."""
+    every_isa(isa)
+    out = recorded_case(dtype).run(layer=0, **RECORDED_OPTIONS[options])
+    assert digest(out) == RECORDED[options, dtype]
+
+
+def digest(out: torch.Tensor) -> str:
+    return hashlib.sha256(out.numpy().tobytes()).hexdigest()[:16]
+
+
+# ---- Triton ---------------------------------------------------------------------------------------------------------
+
+
+TRITON = [Sequence(145, (-1, 0, 0, 1), as_tree=True), Sequence(66, chain(2), as_tree=False), Sequence(9, (-1,), True)]
+TRITON_OPTIONS = [
+    {},
+    {"sliding_window": 70, "softcap": 30.0, "sinks": torch.linspace(120.0, -1.0, 8)},
+    {"sliding_window": 15},  # nothing is seen of the first two splits
+    {"chunk": 90},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", TRITON_OPTIONS)
+def test_triton_agrees_with_the_other_kernels(options: Options, dtype: torch.dtype) -> None:
+    case = make_case(TRITON, Shape(dtype=dtype))
+    case.key, case.value = case.key.to(dtype).float(), case.value.to(dtype).float()  # the interpreter truncates
+    exact = case.doubled()
+    expected = exact.run(tree_attention_reference, split=UNSPLIT, **options)
+    found = case.run(triton_kernel, split=64, **options)
+    assert (found - expected).abs().max() < 2e-6
+    assert torch.equal(case.kv.double().nan_to_num(7.0), exact.kv.nan_to_num(7.0))
+    if build.load() is not None:
+        assert (found - case.run(split=64, **options)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("options", TRITON_OPTIONS)
+def test_triton_gives_a_row_the_same_bits_alone_in_parts_and_wherever(options: Options) -> None:
+    together = make_case(TRITON, Shape()).run(triton_kernel, split=64, **options)
+    from rlhfspec.kernels import tree_attention_triton
+
+    case = make_case(TRITON, Shape(), place_seed=3)
+    assert_same_bits(case.run(triton_kernel, split=64, **options), together)
+    alone = torch.cat([case.row(i).run(triton_kernel, split=64, **options) for i in range(len(together))])
+    assert_same_bits(alone, together)
+    for cuts in ((0, 3), (0, 1, 2, 3), (0, 2, 5)):
+        numbers = torch.cat(parts_of(case, cuts, 64, triton_kernel, options), dim=2)
+        assert_same_bits(tree_attention_triton.merge(numbers, options.get("sinks"), torch.float32), together)
+
+
+def test_triton_merges_as_many_rows_at_a_time_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = make_case(TRITON, Shape()).run(triton_kernel, split=64)
+    from rlhfspec.kernels import tree_attention_triton
+
+    monkeypatch.setattr(tree_attention_triton, "MOST_PARTIAL_BYTES", 3 * 8 * 3 * 18 * 4)  # three rows
+    assert_same_bits(make_case(TRITON, Shape()).run(triton_kernel, split=64), together)
+
+
+@pytest.mark.parametrize("options", TRITON_OPTIONS)
+def test_triton_gives_short_contexts_the_bits_of_one_softmax(options: Options) -> None:
+    """However much room the slot table has: what a context of up to a split is merged with is nothing."""
+    short = [Sequence(50, (-1, 0), as_tree=True), Sequence(0, chain(3), as_tree=False)]
+    expected = make_case(short, Shape()).run(triton_kernel, split=128, **options)
+    wide = make_case(short, Shape())
+    table = np.pad(wide.meta.slot_table, ((0, 0), (0, 200)))
+    wide.meta = AttentionMeta(wide.meta.slots, wide.meta.table_rows, wide.meta.context_lens, wide.meta.extra, table)
+    assert_same_bits(wide.run(triton_kernel, split=64, **options), expected)
