@@ -20,7 +20,7 @@ import torch
 from transformers import AttentionInterface
 
 from rlhfspec.arrays import IntArray
-from rlhfspec.engine.cache import new_kv
+from rlhfspec.engine.cache import give_back, new_kv
 from rlhfspec.engine.graphs import GraphedForward
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.anatomy import examine
@@ -96,6 +96,7 @@ class ModelRunner:
         tolerance = tolerances[config.dtype]
         proof = Proof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split)
         self.report: ModelReport = prove(proof, began=began)
+        give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)
         if config.device.type == "cuda" and not self.expert_load.rows():  # which experts run is decided on the host
             self._graphs = GraphedForward(self._run_layers, config.device)
