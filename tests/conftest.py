@@ -23,6 +23,7 @@ from shared_servers import SharedServers
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("whole", deadline=None, max_examples=250)  # another draw each time
 settings.load_profile("default")
 
 

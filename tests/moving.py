@@ -39,9 +39,11 @@ def make(**options: Any) -> Engine:
     return make_engine(copy.deepcopy(given), EngineConfig(**chosen), **extra)
 
 
-def request(name: str, prompt: tuple[int, ...] = PROMPT, *, seed: int = 7, **params: Any) -> Request:
+def request(
+    name: str, prompt: tuple[int, ...] = PROMPT, *, seed: int = 7, stays: bool = False, **params: Any
+) -> Request:
     params = {"max_tokens": 30, "ignore_eos": True} | params
-    return Request(id=name, prompt_token_ids=prompt, params=SamplingParams(**params), seed=seed)
+    return Request(id=name, prompt_token_ids=prompt, params=SamplingParams(**params), seed=seed, stays=stays)
 
 
 def bits(done: Completion) -> Bits:

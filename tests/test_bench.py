@@ -318,6 +318,9 @@ class FakeEngine:
             explain=kept.explain, start_totals=kept.start_totals, mode=speculation
         )
 
+    def forget_kept(self) -> None:
+        """It keeps nothing."""
+
     def submit(self, request: Any) -> None:
         self.groups.append(request.group)
         self._running.append([request, 0])

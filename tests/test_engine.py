@@ -150,7 +150,7 @@ def test_a_completion_says_under_which_strategies_it_decoded(model: Any) -> None
         steps[report.strategy] += report.num_decoding
     assert report.finished[0].stats.strategies == tuple(sorted(steps.items()))
     assert len(steps) == 3
-    engine.submit(request("next", max_tokens=1))
+    engine.submit(request("next", prompt=(4, 5, 6), max_tokens=1))
     assert drain(engine)["next"].stats.strategies == (), "a row starts from nothing"
 
 

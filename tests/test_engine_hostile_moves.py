@@ -97,7 +97,7 @@ HUGE = 1 << 2000
 MANIFESTS: list[tuple[str, Callable[[Any], Any]]] = [
     ("manifest", lambda m: None),
     ("manifest", lambda m: {"schema": 2}),
-    *(("schema", setting(schema=value)) for value in (1, 3, "2", None, 2.0, np.zeros(2))),
+    *(("schema", setting(schema=value)) for value in (1, 2, 4, "3", None, 3.0, np.zeros(2))),
     *(("fingerprints", setting(fingerprints=value)) for value in ((), ("a",) * 3, ["a"], (b"a",), None)),
     ("fingerprint", setting(fingerprints=("another model's",))),
     *(("architecture", setting(architecture=value)) for value in ("another", None, np.zeros(2))),

@@ -69,6 +69,7 @@ def what_counts(done: Completion) -> tuple[object, ...]:
 
 def run(engine: Engine, requests: list[Request], rng: np.random.Generator | None = None) -> dict[str, Completion]:
     """Submit in some order over some steps, preempting at random when an rng is given."""
+    engine.forget_kept()  # each run computes its prompts itself; what comes of kept ones, test_engine_memory.py sees
     waiting, done = list(requests), {}
     while waiting or engine.has_work:
         arriving = len(waiting) if rng is None else int(rng.integers(0, 4))
@@ -94,8 +95,8 @@ def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
     requests = some_requests(rng, int(rng.integers(1, 12)), temperature)
     expected = {request.id: run(plain, [request])[request.id] for request in requests}  # one at a time
     driven.set_speculation(mode)
-    driven.scheduler.prefix_sharing = sharing
-    driven.scheduler.prefill_chunk = int(rng.choice([3, 17, 512]))
+    chunk = int(rng.choice([3, 17, 512]))
+    driven.state.config = dataclasses.replace(driven.state.config, prefix_sharing=sharing, prefill_chunk=chunk)
     shuffled = [requests[index] for index in rng.permutation(len(requests))]
     results = run(driven, shuffled, rng)
     for request in requests:

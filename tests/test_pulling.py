@@ -18,6 +18,7 @@ from rlhfspec.critic.service import CriticService
 from rlhfspec.engine.base import EngineStep
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.generator.service import GeneratorService
+from rlhfspec.loop import workers_of
 from rlhfspec.prompts.lengths import Lengths
 from rlhfspec.prompts.service import PromptsService, prompts_of
 from rlhfspec.records import DatasetInfo, Prompt, Sample, Score
@@ -79,6 +80,54 @@ def test_a_generator_holds_what_runs_and_its_look_ahead_and_one_that_joins_takes
         tasks.append(asyncio.create_task(services[1].run()))
         await until(lambda: len(first.submitted) + len(second.submitted) == NUM_PROMPTS, "the other takes the rest")
         assert len(first.submitted) <= 8 + prefetch
+        for task, service in zip(tasks, services, strict=True):
+            await ends(task, service)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("workers", "mode", "samples_per_prompt", "given", "prefetch", "pulled"),
+    [
+        (1, "auto", 16, None, 4, 4),
+        (2, "off", 16, None, 4, 4),
+        (2, "auto", 16, None, 16, 16),
+        (2, "auto", 3, None, 4, 3),
+        (2, "auto", 16, 6, 6, 6),
+        (2, "auto", 16, 0, 0, 1),
+        ({"min": 1, "max": 3}, "auto", 8, None, 8, 8),
+    ],
+)
+def test_whole_groups_are_pulled_where_samples_move(
+    workers: Any, mode: str, samples_per_prompt: int, given: int | None, prefetch: int, pulled: int
+) -> None:
+    count = {"replicas": workers} if isinstance(workers, dict) else {"workers": workers}
+    job = a_job(
+        algorithm={"name": "grpo", "samplesPerPrompt": samples_per_prompt},
+        rebalance={"mode": mode},
+        roles={"generator": {"prefetch": given, **count}},
+    )
+    assert (job.spec.prefetch, job.spec.pulled_at_a_time) == (prefetch, pulled)
+    assert ("rebalancer" in workers_of(job)) == job.spec.moves_samples
+
+
+def test_a_generator_whose_samples_may_move_takes_whole_groups() -> None:
+    async def main() -> None:
+        job = a_job(
+            algorithm={"name": "grpo", "samplesPerPrompt": 5, "klCoefficient": 0.0},
+            training={"steps": 1, "promptsPerStep": 6},
+            roles={"generator": {"workers": 2}},
+        )
+        stages = await Stages.open(job, prompts=1, generator=2, trainer=1)
+        first, second = LongEngine(7), LongEngine(64)
+        services = [generator(stages, 0, first), generator(stages, 1, second)]
+        await stages.publish("prompts", *prompts_in(stages, 30))
+        tasks = [asyncio.create_task(services[0].run())]
+        await until(lambda: len(first.submitted) >= 10, "two groups: as long as one more has room")
+        tasks.append(asyncio.create_task(services[1].run()))
+        await until(lambda: len(first.submitted) + len(second.submitted) == 30, "the other takes the rest")
+        of_groups = [{sample.rpartition("/")[0] for sample in engine.submitted} for engine in (first, second)]
+        assert not of_groups[0] & of_groups[1]
         for task, service in zip(tasks, services, strict=True):
             await ends(task, service)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlhfspec.errors import InvalidRequest, RewardError
 from rlhfspec.job import Rewards
 from rlhfspec.records import Sample, Score
 from rlhfspec.scoring.rewards import RewardSources
+from rlhfspec.scoring.rewards.classifier import Classifier
 
 
 def sample(prompt: int = 0, *, text: str = "4") -> Sample:
@@ -138,3 +140,90 @@ def test_the_chat_template_of_the_reward_model_is_used_when_asked_for(judge: Pat
     (tmp_path / "chat" / "chat_template.jinja").write_text(template)
     (score,) = run(tmp_path, {"path": "chat", "chatTemplate": True}, sample())
     assert score.values == (output(judge / "one", list(b"[user]2+2=[assistant]4"), 0),)
+
+
+# ---- a prompt is run once for its answers ----------------------------------------------------------------------------
+
+
+def classifier(kind: str, **options: Any) -> Classifier:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    shape = {"num_labels": 2, "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.1}
+    config = AutoConfig.for_model(kind, **shape, **layers, **options)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    return Classifier(model, keep_prompts=True, name=kind)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 300, (count,), generator=drawn).tolist()  # type: ignore[no-any-return]
+
+
+PROMPTS = [tokens(1, 90), tokens(2, 64), tokens(1, 89), tokens(3, 20)]
+ANSWERS = [tokens(4, 30), tokens(5, 1), [7, 0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 20, "num_key_value_heads": 2}),
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+    ],
+)
+def test_a_kept_prompt_leads_to_the_bits_of_one_that_was_not(kind: str, options: dict[str, Any]) -> None:
+    """In any order, and to the numbers of Hugging Face's own forward of the whole text."""
+    kept, fresh = classifier(kind, **options), classifier(kind, **options)
+    assert kept._keeps_prompts
+    for _ in range(2):
+        for answer in ANSWERS:
+            for prompt in PROMPTS:
+                fresh.clear()
+                found = kept.logits(prompt + answer, len(prompt))
+                assert torch.equal(found, fresh.logits(prompt + answer, len(prompt)))
+                with torch.inference_mode():
+                    whole = fresh._model(torch.tensor([prompt + answer])).logits[0]
+                torch.testing.assert_close(found, whole, atol=2e-5, rtol=1e-5)
+    assert list(kept._caches) == [tuple(prompt) for prompt in PROMPTS[:3]]
+
+
+def test_a_prompt_is_run_once_and_the_longest_unused_goes_first() -> None:
+    model = classifier("llama")
+    run: list[int] = []
+    model._model.register_forward_pre_hook(lambda _, arguments: run.append(arguments[0].shape[1]))
+    for prompt in (0, 1, 0, 1):
+        model.logits(PROMPTS[prompt] + ANSWERS[0], len(PROMPTS[prompt]))
+    assert run == [90, 30, 64, 30, 30, 30]
+    model._most_bytes = 2 * 2 * 64 * 4 * (90 + 89)  # layers, keys and values, width, float32
+    model.logits(PROMPTS[2] + ANSWERS[0], 89)
+    assert list(model._caches) == [tuple(PROMPTS[1]), tuple(PROMPTS[2])]
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    model = classifier("llama")
+    expected = model.logits(PROMPTS[0] + ANSWERS[0], 90)
+    with pytest.raises(IndexError):
+        model.logits([*PROMPTS[0], 300], 90)
+    assert not model._caches
+    assert torch.equal(model.logits(PROMPTS[0] + ANSWERS[0], 90), expected)
+
+
+def test_a_class_that_looks_ahead_runs_every_text_whole_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        model = classifier("bert")
+        (said,) = [record.message for record in caplog.records if record.name.endswith("classifier")]
+        assert said.startswith("bert: every answer runs its prompt anew, for the model cannot go on behind one: ")
+        found = model.logits(PROMPTS[0] + ANSWERS[0], 90)
+        assert torch.equal(found, model._whole(PROMPTS[0] + ANSWERS[0]))
+        assert len([record for record in caplog.records if record.name.endswith("classifier")]) == 1
+
+
+def test_answers_of_a_long_prompt_share_it_whatever_the_tokenizer_makes_of_the_border(judge: Path) -> None:
+    prompt = "What is the sum of two and two, if nothing is carried and nobody asks for the reason? "
+    samples = [replace(sample(text=text), prompt_text=prompt, id=f"sums/1/0/{text}") for text in "456"]
+    together = run(judge, {"path": "one", "concurrency": 3}, *samples)
+    assert [score.values for score in together] == [run(judge, {"path": "one"}, one)[0].values for one in samples]
+    for one, score in zip(samples, together, strict=True):
+        assert score.values[0] == pytest.approx(by_hand(judge / "one", prompt + one.text, 0), abs=1e-5)

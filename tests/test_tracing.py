@@ -41,7 +41,8 @@ PROMPT = Prompt(
 WEIGHTS = Weights(id="sums/weights/3", job="sums", version=3, role="policy", uri="memory:3", digest="00")
 LOAD = Load(
     id="sums/load", job="sums", generator="generator-0", step=3, num_running=5, num_waiting=2, num_finished=1,
-    num_tokens=9, tokens_per_second=120.5, accepted_per_verification=1.75, strategy="suffix",
+    num_tokens=9, tokens_per_second=120.5, accepted_per_verification=1.75, strategy="suffix", num_prefilled=40,
+    num_found=600,
 )  # fmt: skip
 STAGES = ("prompts", "generator", "reward", "reference", "trainer")
 SPANS = ("prompt", "generation", "reward", "reference", "training")
@@ -405,6 +406,8 @@ def test_what_is_counted_of_what_passes() -> None:
         'rlhfspec_generator_waiting{stage="generator",worker="1"}': 2.0,
         'rlhfspec_weights_version{role="policy",stage="generator",worker="1"}': 2.0,
         'rlhfspec_generator_strategies_total{stage="generator",strategy="suffix",worker="1"}': 1.0,
+        'rlhfspec_generator_prefill_tokens_total{how="run",stage="generator",worker="1"}': 40.0,
+        'rlhfspec_generator_prefill_tokens_total{how="found",stage="generator",worker="1"}': 600.0,
         f'rlhfspec_records_ended_total{{how="term",{told}}}': 0.0,
         'rlhfspec_reconnects_total{server="nats"}': 1.0,
         'rlhfspec_reconnects_total{server="redis"}': 0.0,

@@ -135,6 +135,8 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
             prefill_tokens=counts,
             num_free_rows=counts,
             num_free_tokens=counts,
+            num_prefilled=counts,
+            num_found=counts,
             sample_ids=st.lists(texts, min_size=number, max_size=number).map(tuple),
             num_generated=st.lists(st.integers(0, 2**32 - 1), min_size=number, max_size=number).map(tuple),
             num_held=st.lists(st.integers(0, 2**32 - 1), min_size=number, max_size=number).map(tuple),

@@ -289,10 +289,10 @@ class GeneratorWorkers(Workers):
         description="In a cluster, how many may run; between the two the rebalancer's advice decides, from `workers` "
         "on. null: always `workers`.",
     )
-    prefetch: Natural = Field(
-        4,
-        description="Prompts a worker holds beyond what its engine can run, so that a free row never waits for one. "
-        "What is held cannot go to another worker that has room: few is better.",
+    prefetch: Natural | None = Field(
+        None,
+        description="Samples a worker holds beyond what its engine can run, so that a free row never waits for one. "
+        "null: 4, or all of one prompt where samples move between generators, so that they share its KV.",
     )
     link: Literal["auto", "shm", "tcp", "nixl", "torch"] = Field(
         "auto", description="How KV goes to another generator; auto: shm on one host, else tcp."
@@ -407,6 +407,27 @@ class Spec(Block):
     def max_context(self) -> int:
         """Tokens of the longest prompt and the longest response together."""
         return self.dataset.max_prompt_tokens + self.generation.max_tokens
+
+    @property
+    def moves_samples(self) -> bool:
+        """Do samples go on at another generator where that pays?"""
+        generator = self.roles.generator
+        most = max(generator.workers, generator.replicas.max if generator.replicas else 1)
+        return most > 1 and self.rebalance.mode == "auto"
+
+    @property
+    def prefetch(self) -> int:
+        """What is held cannot go to another generator that has room, so few is better; but what may move mends that,
+        and then a whole group at one generator runs its prompt once."""
+        given = self.roles.generator.prefetch
+        if given is not None:
+            return given
+        return max(4, self.algorithm.samples_per_prompt) if self.moves_samples else 4
+
+    @property
+    def pulled_at_a_time(self) -> int:
+        """Samples of one prompt, so that they share its KV; and no more, so that other generators get theirs."""
+        return max(min(self.algorithm.samples_per_prompt, self.prefetch), 1)
 
     @property
     def samples_in_flight(self) -> int:

@@ -237,9 +237,7 @@ def workers_of(job: RLHFJob) -> dict[str, int]:
     """The stages that run in this job, and how many workers each has."""
     roles = job.spec.roles
     running = {"prompts", "generator", "trainer", *scoring_stages(job.spec.algorithm)}
-    replicas = roles.generator.replicas
-    most_generators = max(roles.generator.workers, replicas.max if replicas else 1)
-    if most_generators > 1 and job.spec.rebalance.mode == "auto":
+    if job.spec.moves_samples:
         running.add("rebalancer")
     counts = {stage.name: getattr(roles, stage.name).workers for stage in STAGES if stage.name in running}
     return counts | {name: 1 for name in ("prompts", "trainer", "rebalancer") if name in counts}

@@ -212,6 +212,8 @@ class Load:
     sample_ids: tuple[str, ...] = ()
     num_generated: tuple[int, ...] = ()
     num_held: tuple[int, ...] = ()
+    num_prefilled: int = 0  # tokens run since it started before their sequences could decode: prompts, mostly
+    num_found: int = 0  # that would have been, but their KV was there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,9 @@ class Trace:
 
 
 def drain_and_watch(engine: Any, requests: list[Request], mode: str, on_step: Callable[[Trace], None]) -> Trace:
-    """Run the requests to their end, calling `on_step` after every step. Time is the engine's own step time."""
+    """Run the requests to their end, calling `on_step` after every step. Time is the engine's own step time; no prompt
+    is found that an earlier run left."""
+    engine.forget_kept()
     trace = Trace(mode=mode)
     for request in requests:
         engine.submit(request)

@@ -88,7 +88,8 @@ def requests_of(arguments: dict[str, Any], name: str) -> list[Request]:
 
 
 def drain(engine: Any, requests: list[Request]) -> list[Completion]:
-    """Generate everything; completions in the order of the requests."""
+    """Generate everything; completions in the order of the requests. No prompt is found that an earlier run left."""
+    engine.forget_kept()
     for request in requests:
         engine.submit(request)
     finished: dict[str, Completion] = {}

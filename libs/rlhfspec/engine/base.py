@@ -38,6 +38,7 @@ class Request:
     group: str = ""  # samples of one prompt share a group; empty: the prompt itself is the group
     history: tuple[tuple[int, ...], ...] = ()  # earlier rollouts of the same prompt, for the suffix drafter
     weights_version: int | None = None  # None: whatever is loaded
+    stays: bool = False  # when it is finished, its KV stays for `extend`, as long as nobody needs the memory
 
     def __post_init__(self) -> None:
         for name in ("seed", "weights_version"):
@@ -63,6 +64,7 @@ def check_types(request: Request) -> None:
         ("history", isinstance(request.history, tuple) and all(map(_are_ids, request.history)),
          "must be a tuple of tuples of whole numbers"),
         ("weights_version", version is None or is_int(version), "must be a whole number, or None"),
+        ("stays", isinstance(request.stays, bool), "must be true or false"),
     )  # fmt: skip
     for name, holds, problem in checks:
         if not holds:
@@ -126,13 +128,17 @@ class EngineStats:
     num_running: int
     num_waiting: int
     room: int  # for about so many more to run now: free rows, as far as free blocks last for what sequences here hold
-    num_free_blocks: int
+    num_free_blocks: int  # with those that are kept
     num_blocks: int
     weights_version: int
     num_steps: int
     num_generated_tokens: int
     num_preemptions: int
-    num_free_tokens: int = 0  # whose KV the free blocks have room for
+    num_free_tokens: int = 0  # whose KV there is room for: free blocks, and those of sequences that only stay
+    num_kept_blocks: int = 0  # of the free ones: that hold a prompt, should it come again
+    num_staying: int = 0  # finished sequences that may be extended
+    num_prefill_tokens: int = 0  # run before their sequences could decode: prompts, and again what lost its memory
+    num_found_tokens: int = 0  # that would have been, but their KV was there: siblings', kept, or of a turn before
     num_moves: int = 0  # sequences taken over from other engines
     num_recomputed_tokens: int = 0  # of these: what had run there, and had to run here again
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # each expert's, by layer
@@ -236,7 +242,7 @@ class EngineProtocol(Protocol):
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a sequence, also one that is on its way from or to here; False when it is not here."""
+        """Forget a sequence, also one that stays or is on its way from or to here; False when it is not here."""
         ...
 
     @property

@@ -6,38 +6,80 @@ of addressing. A row's slot table lists the slots of its positions, then its fre
     slot_table[row] = [ slot of position 0, 1, ..., length-1 | free slots of owned blocks ... ]
 
 Tree nodes are written into the free slots. Keeping an accepted branch swaps table entries; nothing is copied.
-Whole prompt blocks are shared by reference count between the samples of a prompt.
+Whole prompt blocks are shared by reference count between the samples of a prompt, and kept when the last one is gone.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
+import math
+import mmap
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from rlhfspec.arrays import IntArray
+from rlhfspec.arrays import BoolArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What samples of one prompt have in common: all of its tokens but the last, which has to be run through the model
+    to get the first logits."""
+
+    hashes: tuple[bytes, ...]  # one for every whole block, each over all tokens up to its end
+    tail_hash: bytes  # of the tokens behind the last whole block; empty where there are none
+    num_tail: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, tokens: tuple[int, ...], block_size: int) -> Prefix:
+        """
+        >>> prefix = Prefix.of(tuple(range(40)), block_size=16)
+        >>> len(prefix.hashes), prefix.num_tail, prefix.num_tokens
+        (2, 7, 39)
+        """
+        num_tokens = len(tokens) - 1
+        data = np.asarray(tokens[:num_tokens], np.int32)
+        previous, hashes = b"", []
+        for start in range(0, num_tokens, block_size):
+            part = data[start : start + block_size].tobytes()
+            previous = hashlib.blake2b(previous + part, digest_size=16).digest()
+            hashes.append(previous)
+        num_tail = num_tokens % block_size
+        tail_hash = hashes.pop() if num_tail else b""
+        return cls(tuple(hashes), tail_hash, num_tail, num_tokens)
 
 
 @dataclass(slots=True)
 class BlockPool:
-    """Reference-counted blocks and the registry of shareable prompt blocks.
+    """Reference-counted blocks, and the registry of those that hold a prompt.
+
+    A block that nobody owns any more and that holds a prompt is kept: whoever brings the prompt again takes it back,
+    and it is free all the same, the one that was used longest ago after all that hold nothing.
 
     >>> pool = BlockPool(num_blocks=4, block_size=16)
     >>> mine = pool.allocate(3)
     >>> pool.num_free
     1
-    >>> pool.release(mine), pool.num_free
-    ([0, 1, 2], 4)
+    >>> pool.register(b"a prompt", mine[0])
+    >>> pool.release(mine, filled=np.array([True, False, False, False]))
+    >>> pool.num_free, list(pool.kept), pool.free
+    (4, [0], [3, 2, 1])
     """
 
     num_blocks: int
     block_size: int
-    free: list[int] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)  # they hold nothing; the last one is given out first
+    kept: dict[int, None] = field(default_factory=dict)  # they hold a prompt; the first one is given out first
     references: IntArray = field(init=False)
-    shared: dict[bytes, int] = field(default_factory=dict)  # prefix hash -> whole prompt block; KVSpace: filled yet?
-    hash_of: dict[int, bytes] = field(default_factory=dict)  # block -> prefix hash
+    shared: dict[bytes, int] = field(default_factory=dict)  # hash of a prompt's part -> its block; KVSpace: filled yet?
+    hash_of: dict[int, bytes] = field(default_factory=dict)  # and back
+    num_touched: int = 0  # blocks below this one were given out since `forget`
+    keeps: bool = True  # the twin of the tests forgets a prompt with its last owner
 
     def __post_init__(self) -> None:
         self.free = list(range(self.num_blocks - 1, -1, -1))
@@ -45,49 +87,75 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self.free)
+        """With those that are kept."""
+        return len(self.free) + len(self.kept)
+
+    def num_kept(self, blocks: list[int]) -> int:
+        """How many of these are free as long as nobody takes them back."""
+        return sum(block in self.kept for block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        assert count <= len(self.free), "the scheduler allocates only what it saw free"
-        blocks = [self.free.pop() for _ in range(count)]
+        assert count <= self.num_free, "the scheduler allocates only what it saw free"
+        blocks = [self.free.pop() if self.free else self._give_up() for _ in range(count)]
         self.references[blocks] = 1
+        self.num_touched = max((self.num_touched, *(block + 1 for block in blocks)))
         return blocks
 
     def retain(self, blocks: list[int]) -> None:
         self.references[blocks] += 1
-
-    def release(self, blocks: list[int]) -> list[int]:
-        """Those of the blocks that nobody owns any more."""
-        freed = []
         for block in blocks:
+            self.kept.pop(block, None)
+
+    def touch(self, block: int) -> None:
+        """It was of use just now."""
+        if block in self.kept:
+            del self.kept[block]
+            self.kept[block] = None
+
+    def release(self, blocks: list[int], filled: BoolArray) -> None:
+        """`filled` [num_blocks]: whose KV is there. A prompt's end is given up before its beginning, without which
+        nobody finds it."""
+        for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
-                self.free.append(block)
-                freed.append(block)
-                prefix_hash = self.hash_of.pop(block, None)
-                if prefix_hash is not None:
-                    del self.shared[prefix_hash]
-        return freed
-
-    def prefix_hashes(self, tokens: tuple[int, ...]) -> list[bytes]:
-        """One chained hash for every whole block of `tokens`; the last token always stays outside,
-        because it has to be run through the model to get the first logits."""
-        hashes: list[bytes] = []
-        previous = b""
-        data = np.asarray(tokens, np.int32)
-        for start in range(0, len(tokens) - self.block_size, self.block_size):
-            block = data[start : start + self.block_size].tobytes()
-            previous = hashlib.blake2b(previous + block, digest_size=16).digest()
-            hashes.append(previous)
-        return hashes
+                if self.keeps and block in self.hash_of and filled[block]:
+                    self.kept[block] = None
+                else:
+                    self._unregister(block)
+                    self.free.append(block)
 
     def register(self, prefix_hash: bytes, block: int) -> None:
         if prefix_hash not in self.shared:
             self.shared[prefix_hash] = block
             self.hash_of[block] = prefix_hash
+
+    def forget(self) -> None:
+        """Nothing that any block holds is of use any more."""
+        assert not self.references.any(), "somebody owns a block"
+        self.shared.clear()
+        self.hash_of.clear()
+        self.kept.clear()
+        self.free = list(range(self.num_blocks - 1, -1, -1))
+        self.num_touched = 0
+
+    def forget_kept(self) -> None:
+        """Of these blocks alone; nobody owns them."""
+        while self.kept:
+            self.free.append(self._give_up())
+
+    def _give_up(self) -> int:
+        block = next(iter(self.kept))
+        del self.kept[block]
+        self._unregister(block)
+        return block
+
+    def _unregister(self, block: int) -> None:
+        prefix_hash = self.hash_of.pop(block, None)
+        if prefix_hash is not None:
+            del self.shared[prefix_hash]
 
 
 class SlotTable:
@@ -118,33 +186,87 @@ class SlotTable:
         self.slots[rows, position] = kept
 
 
+@dataclass(frozen=True, slots=True)
+class RestingKV:
+    """KV of a sequence that has no row, in one space."""
+
+    slots: IntArray  # as they stood in the row's table
+    num_cached: int  # leading positions whose KV is valid
+
+
 def new_kv(*, num_blocks: int, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int,
            dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # fmt: skip
     """One tensor for all layers, blocks first, so that a block is contiguous and travels in one piece.
 
+    On a CPU it is mapped, not written: a page takes memory from when its first slot is used.
     Returns [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
     """
     shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape)
+    if device.type != "cpu" or not count:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, count * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).reshape(shape)
 
 
-def check_blocks(pool: BlockPool, owned: list[list[int]]) -> None:
-    """Free plus owned is everything, and every reference is accounted for. AssertionError names what is off."""
+def give_back(kv: torch.Tensor, *, first_block: int = 0) -> None:
+    """The memory of this block of `new_kv` and all behind it; what they held is lost. They stay usable.
+
+    Only Linux takes it back at once; elsewhere, and on devices, nothing happens.
+    """
+    if sys.platform != "linux" or kv.device.type != "cpu" or not kv.numel():
+        return
+    page, end = mmap.PAGESIZE, kv.data_ptr() + kv.nbytes
+    start = -(-(kv.data_ptr() + first_block * kv[0].nbytes) // page) * page
+    if start < end:
+        _advise_unused(start, end - start)
+
+
+def resident_bytes(kv: torch.Tensor) -> int:
+    """How much of a tensor's memory is there, in whole pages; on Linux."""
+    start = kv.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = kv.data_ptr() + kv.nbytes - start
+    is_there = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+    failed = _call("mincore", start, length, ctypes.c_void_p(is_there.ctypes.data))
+    assert not failed, "mincore"
+    return mmap.PAGESIZE * int((is_there & 1).sum())
+
+
+def _advise_unused(start: int, length: int) -> None:
+    """It may be refused, of memory that is locked: then it stays."""
+    _call("madvise", start, length, mmap.MADV_DONTNEED)
+
+
+def _call(name: str, start: int, length: int, third: object) -> int:
+    return int(getattr(_libc(), name)(ctypes.c_void_p(start), ctypes.c_size_t(length), third))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def check_blocks(pool: BlockPool, owned: list[list[int]], filled: BoolArray) -> None:
+    """Free, kept and owned are everything, and every reference is accounted for. AssertionError names what is off."""
     references = np.zeros(pool.num_blocks, np.int32)
     for blocks in owned:
         assert len(set(blocks)) == len(blocks), f"a row owns a block twice: {blocks}"
         references[blocks] += 1
     wrong = np.flatnonzero(references != pool.references)
     assert len(wrong) == 0, f"reference counts differ at blocks {wrong[:8].tolist()}"
-    assert len(set(pool.free)) == len(pool.free), "a block is free twice"
-    assert int((references > 0).sum()) + len(pool.free) == pool.num_blocks, "blocks leaked"
-    assert not references[pool.free].any(), "a free block is owned"
-    assert all(references[block] > 0 for block in pool.hash_of), "a shared block is not owned by anyone"
+    unowned = [*pool.free, *pool.kept]
+    assert len(set(unowned)) == len(unowned), "a block is free twice"
+    assert int((references > 0).sum()) + len(unowned) == pool.num_blocks, "blocks leaked"
+    assert not references[unowned].any(), "a free block is owned"
+    assert pool.hash_of == {block: prefix_hash for prefix_hash, block in pool.shared.items()}, (
+        "a hash without its block"
+    )
+    assert pool.hash_of.keys().isdisjoint(pool.free), "a block is shared that holds nothing"
+    assert pool.hash_of.keys() >= pool.kept.keys(), "a block is kept that nobody would find"
+    assert filled[list(pool.kept)].all(), "a block is kept that was never filled"
 
 
-def check_slots(table: SlotTable, row: int, blocks: list[int]) -> None:
-    """A row's table is a permutation of exactly the slots of its blocks."""
-    size = table.block_size
-    expected = sorted(block * size + offset for block in blocks for offset in range(size))
-    have = sorted(table.slots[row, : table.capacity[row]].tolist())
-    assert have == expected, f"row {row}: slot table is not a permutation of its blocks' slots"
+def check_slots(name: str, slots: IntArray, blocks: list[int], block_size: int) -> None:
+    """A sequence's slots are a permutation of exactly the slots of its blocks."""
+    expected = sorted(block * block_size + offset for block in blocks for offset in range(block_size))
+    assert sorted(slots.tolist()) == expected, f"{name}: its slots are not a permutation of its blocks' slots"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class Engine:
         self._undelivered: list[Completion] = []  # for the next step's report
         self._num_steps = 0
         self._num_generated = 0
+        self._num_prefill = 0
         self.set_speculation(state.config.speculation)
 
     @classmethod
@@ -200,7 +202,11 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             room=self.scheduler.room,
             num_free_blocks=self.state.pool.num_free,
-            num_free_tokens=self.state.pool.num_free * self.state.pool.block_size,
+            num_free_tokens=self.scheduler.num_available * self.state.pool.block_size,
+            num_kept_blocks=len(self.state.pool.kept),
+            num_staying=len(self.scheduler.staying),
+            num_prefill_tokens=self._num_prefill,
+            num_found_tokens=self.scheduler.num_found_tokens,
             num_blocks=self.state.pool.num_blocks,
             weights_version=self.state.weights_version,
             num_steps=self._num_steps,
@@ -239,6 +245,26 @@ class Engine:
 
     # -- beyond the protocol --------------------------------------------------------------------------------
 
+    def extend(
+        self, request_id: str, token_ids: SequenceOf[int], *, seed: int, params: SamplingParams | None = None
+    ) -> None:
+        """Go on with a sequence that finished and stays (`Request.stays`): a turn of a chat, what a tool said.
+
+        It is a new request of the same id, whose prompt is all there was (prompt and response) and these tokens: by
+        the law it has that request's tokens. Of the prompt only what is new is run, unless the memory was needed
+        meanwhile. Positions of the response count from 0 again, so a turn has a `seed` of its own: under the one
+        before it would be drawn with the same noise. `params`: None, those of the turn before.
+        """
+        stayed = self.scheduler.staying.get(request_id)
+        if stayed is None:
+            raise InvalidRequest(
+                "request_id", request_id, "does not stay here: it needs stays=True, and to be finished"
+            )
+        prompt = (*stayed.generated.token_ids.tolist(), *token_ids)
+        request = replace(stayed.request, prompt_token_ids=prompt, seed=seed, params=params or stayed.request.params)
+        self.state.validate(request)
+        self.scheduler.extend(self.state.new_sequence(request, Generated.of_prompt(prompt)))
+
     def preempt(self, request_id: str) -> bool:
         """Take a running sequence's memory back; it recomputes and goes on with the same tokens."""
         sequence = self.state.sequences.get(request_id)
@@ -246,6 +272,10 @@ class Engine:
             return False
         self.scheduler.preempt(sequence)
         return True
+
+    def forget_kept(self) -> None:
+        """No sequence finds what an earlier one left of its prompt: for measurements that use prompts again."""
+        self.state.pool.forget_kept()
 
     def set_speculation(self, speculation: str | Plan) -> None:
         """Change how drafts are made, at any time; the tokens stay the same."""
@@ -264,7 +294,10 @@ class Engine:
 
     def _finish(self, row: int, reason: FinishReason) -> Completion:
         sequence = self.state.by_row[row]
-        self.scheduler.remove(sequence)
+        if sequence.request.stays and reason != "error":
+            self.scheduler.stay(sequence)
+        else:
+            self.scheduler.remove(sequence)
         response = sequence.generated.token_ids[len(sequence.request.prompt_token_ids) :].tolist()
         words = text.decode(self.state.tokenizer, response)
         if words is not None:
@@ -283,6 +316,7 @@ class Engine:
     ) -> EngineStep:
         self._num_steps += 1
         self._num_generated += num_committed
+        self._num_prefill += schedule.num_prefill_tokens
         undelivered, self._undelivered = self._undelivered, []
         return EngineStep(
             finished=(*undelivered, *finished),

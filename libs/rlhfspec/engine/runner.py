@@ -20,7 +20,7 @@ import torch
 from transformers import AttentionInterface
 
 from rlhfspec.arrays import IntArray
-from rlhfspec.engine.cache import new_kv
+from rlhfspec.engine.cache import give_back, new_kv
 from rlhfspec.engine.graphs import GraphedForward
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.anatomy import examine
@@ -38,6 +38,7 @@ from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
 ATTENTION_NAME = "rlhfspec_tree"
+SPARE_BYTES = 1 << 30  # of KV; an 8B model's keys and values of 8,000 tokens, one sixteenth of its weights
 # Its products are torch's, in fewer bits. In bfloat16 a sound model was seen to be .011 to .017 from the reference.
 _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 
@@ -51,6 +52,7 @@ class RunnerConfig:
     max_context: int
     num_blocks: int
     block_size: int
+    num_spare_blocks: int = 0  # beyond `num_blocks`, as far as SPARE_BYTES last: for what is only kept to save time
     attention_split: int = SPLIT
 
 
@@ -80,7 +82,8 @@ class ModelRunner:
         reference = ask(model, anatomy, probes, name=config.name, rounding=rounding)
         self.fused = self._prepare(model, precision)
         self.kv = new_kv(
-            num_blocks=config.num_blocks, num_layers=len(anatomy.attentions), block_size=config.block_size,
+            num_blocks=config.num_blocks + self._num_spare_blocks, num_layers=self.kv_shape[0],
+            block_size=config.block_size,
             num_kv_heads=self.kv_shape[2], head_dim=self.kv_shape[3], dtype=config.dtype, device=config.device,
         )  # fmt: skip
         self.parts = CausalLM(model)
@@ -93,6 +96,7 @@ class ModelRunner:
         tolerance = tolerances[config.dtype]
         proof = Proof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split)
         self.report: ModelReport = prove(proof, began=began)
+        give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)
         if config.device.type == "cuda" and not self.expert_load.rows():  # which experts run is decided on the host
             self._graphs = GraphedForward(self._run_layers, config.device)
@@ -119,7 +123,12 @@ class ModelRunner:
     @property
     def bytes_per_position(self) -> int:
         """Of KV, over all layers."""
-        return math.prod(self.kv_shape) * self.kv.element_size()
+        return math.prod(self.kv_shape) * self.config.dtype.itemsize
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        most = SPARE_BYTES // (self.bytes_per_position * self.config.block_size)
+        return min(self.config.num_spare_blocks, most)
 
     def fingerprint(self) -> str:
         """What two engines must share for a sequence's KV to move between them: weights, configuration, arithmetic.

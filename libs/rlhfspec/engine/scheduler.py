@@ -13,8 +13,9 @@ from itertools import count
 
 import numpy as np
 
-from rlhfspec.arrays import IntArray
-from rlhfspec.engine.cache import check_blocks
+from rlhfspec.arrays import BoolArray, IntArray
+from rlhfspec.engine.cache import Prefix, check_blocks, check_slots, give_back
+from rlhfspec.engine.prefixes import Found, Prefixes
 from rlhfspec.engine.sequences import PREEMPTIONS, Sequence
 from rlhfspec.engine.state import EngineState
 from rlhfspec.errors import InvalidRequest
@@ -51,15 +52,18 @@ class Scheduler:
         self.running: list[Sequence] = []  # the youngest is preempted first
         self.away: dict[str, Sequence] = {}  # exported, and still ours until they are cancelled or taken back
         self.arriving: dict[str, Sequence] = {}  # rows and blocks kept for what another engine sends
+        self.staying: dict[str, Sequence] = {}  # finished, and to be extended; the first one lets go of its KV first
+        self.prefixes = Prefixes(state)
         self.promised: dict[bytes, int] = {}  # prefix hash -> whole prompt block that one of the arriving will fill
         self.num_preemptions = 0
+        self.num_found_tokens = 0  # that had to run before their sequence could decode, and whose KV was there
         self.on_start: Callable[[Sequence], None] = lambda sequence: None
         self.on_leave: Callable[[Sequence], None] = lambda sequence: None
         self._epochs = count(time.time_ns())  # another engine's, or an earlier life's, are never taken for ours
 
     def find(self, request_id: str) -> Sequence | None:
-        """Waiting, running or on its way."""
-        places = (self.state.sequences, self.away, self.arriving)
+        """Waiting, running, on its way, or staying."""
+        places = (self.state.sequences, self.away, self.arriving, self.staying)
         return next((place[request_id] for place in places if request_id in place), None)
 
     def refuse_known(self, request_id: str) -> None:
@@ -73,6 +77,7 @@ class Scheduler:
         self._admit()
         while self.waiting and not self.running and self.reclaim((*self.away.values(), *self.arriving.values())):
             self._admit()  # nobody who runs could have made room
+        self.prefixes.copy_tails()
 
     def _admit(self) -> None:
         """One whose shared prefix is still being computed by a sibling waits for it rather than compute it twice;
@@ -80,17 +85,20 @@ class Scheduler:
         passed: list[Sequence] = []
         while self.waiting and self.rows.free_rows:
             sequence = self.waiting.popleft()
-            shared, pending = self._shareable(sequence)
-            if pending:
+            found = Found() if sequence.resting else self.prefixes.find(sequence)
+            if found.is_pending:
                 passed.append(sequence)
                 continue
-            need = self.pool.blocks_for(sequence.num_tokens + 1) - len(shared)
-            if need + self._spare_blocks > self.pool.num_free:
+            if not self._has_room(sequence, sequence.num_tokens, found.blocks):
                 passed.append(sequence)
                 break
-            self._enter_row(sequence, shared, need)
+            tails = self.prefixes.tails(found)
+            self._enter_row(sequence, sequence.num_tokens, found.blocks)
+            for space, block in tails:
+                space.copy_later(sequence, block)
+            self.num_found_tokens += int(self.state.target.cached[sequence.row])
             self.running.append(sequence)
-            self._register_prefix(sequence)
+            self.prefixes.register(sequence)
             self.on_start(sequence)
         self.waiting.extendleft(reversed(passed))
 
@@ -115,13 +123,14 @@ class Scheduler:
         capacity = self.state.target.table.capacity
         for sequence in list(self.running):
             while sequence.has_row and capacity[sequence.row] < self.rows.lengths[sequence.row] + 1:
-                if self.pool.num_free:
+                if self.pool.num_free or self.give_way():
                     self._grow(sequence, 1)
                 elif not self.reclaim(tuple(self.away.values())):
                     self.preempt(self.running[-1])
 
     def make_tree_room(self, decode_rows: IntArray, slots_wanted: int) -> None:
-        """Spare blocks for tree nodes, only from what is free: speculation never evicts anyone."""
+        """Spare blocks for tree nodes, only from what is free: speculation never evicts a sequence, running or
+        staying; prompts that are kept for nobody give way."""
         table = self.state.target.table
         short = table.capacity[decode_rows] - self.rows.lengths[decode_rows] < slots_wanted
         if not short.any():
@@ -154,21 +163,53 @@ class Scheduler:
             (self.running if sequence.has_row else self.waiting).remove(sequence)
         if sequence.has_row:
             self._leave_row(sequence)
-        self.away.pop(request_id, None)
-        self.arriving.pop(request_id, None)
+        self._lose_rest(sequence)
+        for place in (self.away, self.arriving, self.staying):
+            place.pop(request_id, None)
+
+    def stay(self, sequence: Sequence) -> None:
+        """It finished, and keeps its blocks, without a row, as long as nobody else needs them."""
+        length = int(self.rows.lengths[sequence.row])
+        sequence.resting = tuple(space.rest(sequence.row, length) for space in self.state.spaces)
+        del self.state.sequences[sequence.request.id]
+        self.running.remove(sequence)
+        self._leave_row(sequence)
+        self.staying[sequence.request.id] = sequence
+
+    def extend(self, longer: Sequence) -> None:
+        """It takes the place of the one that stays, whose tokens it begins with."""
+        stayed = self.staying.pop(longer.request.id)
+        if stayed.resting:  # behind its first prompt a block is no part of any prompt: the slots are permuted
+            longer.prefix, longer.resting = stayed.prefix, stayed.resting
+            longer.blocks, longer.num_shared_blocks = stayed.blocks, stayed.num_shared_blocks
+        self.state.sequences[longer.request.id] = longer
+        self.waiting.append(longer)
+
+    def give_way(self) -> bool:
+        """One that has no row lets go of its KV: of those that stay the one that did so first, else the youngest of
+        those that were extended. It computes it again, should it go on. False: there is none."""
+        holders = (each for each in (*self.staying.values(), *reversed(self.waiting)) if each.resting)
+        holder = next(holders, None)
+        if holder is not None:
+            self._lose_rest(holder)
+        return holder is not None
 
     def drop_kv(self) -> None:
         """The weights changed: what runs computes its KV again, and what is on its way has none any more."""
         for sequence in reversed(list(self.running)):
             self.preempt(sequence)
-        while self.reclaim((*self.away.values(), *self.arriving.values())):
+        while self.reclaim((*self.away.values(), *self.arriving.values())) or self.give_way():
             pass
+        for space in self.state.spaces:  # what nobody used since the last weights is not needed in memory
+            give_back(space.runner.kv, first_block=self.pool.num_touched)
+        self.pool.forget()
 
     def detach(self, sequence: Sequence) -> None:
         """It does not run any more, and keeps its row and blocks as long as nobody else needs them."""
         del self.state.sequences[sequence.request.id]
         (self.running if sequence.has_row else self.waiting).remove(sequence)
         self.away[sequence.request.id] = sequence
+        self._lose_rest(sequence)
         if sequence.has_row:
             self.rows.save(sequence)
 
@@ -181,31 +222,31 @@ class Scheduler:
     def reserve(self, sequence: Sequence, num_tokens: int, *, in_ranges: bool) -> bool:
         """A row and blocks for a sequence that brings its own KV, beginning with the whole prompt blocks that
         siblings hold filled or, if it comes `in_ranges`, are bringing too; False when there is no room."""
-        shared, _ = self._shareable(sequence)
+        shared = self.prefixes.find(sequence).blocks
         num_there = len(shared)
-        for prefix_hash in sequence.prefix_hashes[num_there:] if in_ranges else ():
+        hashes = sequence.prefix.hashes
+        for prefix_hash in hashes[num_there:] if in_ranges else ():
             if prefix_hash not in self.promised:
                 break
             shared.append(self.promised[prefix_hash])
-        need = self.pool.blocks_for(num_tokens + 1) - len(shared)
-        if not self.rows.free_rows or need + self._spare_blocks > self.pool.num_free:
+        if not self.rows.free_rows or not self._has_room(sequence, num_tokens, shared):
             return False
         num_shared = len(shared)
-        self._enter_row(sequence, shared, need)
+        self._enter_row(sequence, num_tokens, shared)
         self.arriving[sequence.request.id] = sequence
         filled = [space.num_filled(sequence.blocks[:num_there]) for space in self.state.spaces]
         sequence.num_promised = tuple(num_shared if each == num_there else each for each in filled)
         for space, num_blocks in zip(self.state.spaces, sequence.num_promised, strict=True):
             space.cached[sequence.row] = num_blocks * self.pool.block_size  # `keep_promises` will look again
         if self.state.config.prefix_sharing:
-            self.promised |= zip(sequence.prefix_hashes[num_shared:], sequence.blocks[num_shared:], strict=False)
+            self.promised |= zip(hashes[num_shared:], sequence.blocks[num_shared:], strict=False)
         return True
 
     def landed(self, sequence: Sequence) -> None:
         """More KV of an arriving sequence is here: what of its own prompt blocks is whole may be shared."""
         for space, first in zip(self.state.spaces, sequence.num_promised, strict=True):
             space.mark_prefix(sequence, first=first)
-        for prefix_hash, block in zip(sequence.prefix_hashes, sequence.blocks, strict=False):
+        for prefix_hash, block in zip(sequence.prefix.hashes, sequence.blocks, strict=False):
             if self.promised.get(prefix_hash) == block and self.state.target.filled[block]:
                 del self.promised[prefix_hash]
                 self.pool.register(prefix_hash, block)
@@ -224,8 +265,10 @@ class Scheduler:
         """Does the row own slots for so many tokens, if need be after it was given more?"""
         missing = num_tokens - int(self.state.target.table.capacity[sequence.row])
         blocks = self.pool.blocks_for(max(missing, 0))
-        if blocks > self.pool.num_free:
+        if blocks > self.num_available:
             return False
+        while blocks > self.pool.num_free and self.give_way():
+            pass
         self._grow(sequence, blocks)
         return True
 
@@ -237,7 +280,7 @@ class Scheduler:
         if sequence.has_row:
             self.rows.write(sequence)
             self._withdraw_promises(sequence)
-            self._register_prefix(sequence)
+            self.prefixes.register(sequence)
             for space in self.state.spaces:
                 space.mark_prefix(sequence)
             self.on_start(sequence)
@@ -248,64 +291,91 @@ class Scheduler:
     def room(self) -> int:
         """For about so many more sequences: as large as those that run are now; with none, of full context."""
         whole = self.pool.blocks_for(self.state.config.max_context)
-        used = self.pool.num_blocks - self.pool.num_free
-        each = max(used // len(self.running), 1) if self.running else whole
-        room = min(len(self.rows.free_rows), self.pool.num_free // each)
+        free = self.num_available
+        each = max((self.pool.num_blocks - free) // len(self.running), 1) if self.running else whole
+        room = min(len(self.rows.free_rows), free // each)
         return room if self.running else max(room, 1)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that no row owns: those that are free, and those that sequences without a row would let go of."""
+        return int(self._available.sum())
+
+    @property
+    def _available(self) -> BoolArray:
+        owners = self.pool.references.copy()
+        for holder in self._holders:
+            owners[holder.blocks] -= 1
+        return np.equal(owners, 0)
+
+    @property
+    def _holders(self) -> list[Sequence]:
+        """Of blocks, without a row."""
+        return [each for each in (*self.staying.values(), *self.waiting) if each.resting]
 
     @property
     def _spare_blocks(self) -> int:
         return len(self.running) // _RUNNING_PER_SPARE_BLOCK
 
-    def _shareable(self, sequence: Sequence) -> tuple[list[int], bool]:
-        """Leading blocks that siblings hold filled, and whether the next one is being filled right now."""
-        shared: list[int] = []
-        if not self.state.config.prefix_sharing:
-            return shared, False
-        for prefix_hash in sequence.prefix_hashes:
-            block = self.pool.shared.get(prefix_hash)
-            if block is None:
-                break
-            if not self.state.target.filled[block]:
-                return shared, True
-            shared.append(block)
-        return shared, False
+    def _has_room(self, sequence: Sequence, num_tokens: int, shared: list[int]) -> bool:
+        """For a newcomer that shares these blocks; of those that are free, they are no longer free for others."""
+        need = self.pool.blocks_for(num_tokens + 1) - len(shared) - len(sequence.blocks)
+        need = max(need, 0) + self._spare_blocks
+        available = self._available
+        if need + available[shared].sum() > available.sum():
+            return False  # and nobody lets go of anything for it
+        while need + self.pool.num_kept(shared) > self.pool.num_free and self.give_way():
+            pass
+        return True
 
-    def _register_prefix(self, sequence: Sequence) -> None:
-        if self.state.config.prefix_sharing:
-            for prefix_hash, block in zip(sequence.prefix_hashes, sequence.blocks, strict=False):
-                self.pool.register(prefix_hash, block)
-
-    def _enter_row(self, sequence: Sequence, shared: list[int], need: int) -> None:
-        self.pool.retain(shared)
-        sequence.blocks, sequence.num_shared_blocks = shared, len(shared)
+    def _enter_row(self, sequence: Sequence, num_tokens: int, shared: list[int]) -> None:
         sequence.epoch = next(self._epochs)
+        if not sequence.resting:
+            self.pool.retain(shared)
+            sequence.blocks, sequence.num_shared_blocks = shared, len(shared)
         self.state.by_row[self.rows.enter(sequence)] = sequence
-        for space in self.state.spaces:
-            space.enter(sequence)
-        self._grow(sequence, need)
+        for index, space in enumerate(self.state.spaces):
+            if sequence.resting:
+                space.resume(sequence.row, sequence.resting[index], num_tokens)
+            else:
+                space.enter(sequence)
+        sequence.resting = ()
+        self._grow(sequence, max(self.pool.blocks_for(num_tokens + 1) - len(sequence.blocks), 0))
 
     def _grow(self, sequence: Sequence, count: int) -> None:
         blocks = self.pool.allocate(count)
         sequence.blocks.extend(blocks)
         for space in self.state.spaces:
-            space.table.append(sequence.row, blocks)
+            space.grow(sequence.row, blocks)
 
     def _leave_row(self, sequence: Sequence) -> None:
         if sequence.request.id not in self.arriving:
             self.on_leave(sequence)
         self._withdraw_promises(sequence)
-        freed = self.pool.release(sequence.blocks)
         for space in self.state.spaces:
-            space.leave(sequence.row, freed)
+            space.leave(sequence.row)
         del self.state.by_row[sequence.row]
         self.rows.leave(sequence)
-        sequence.blocks, sequence.num_shared_blocks, sequence.epoch = [], 0, 0
+        sequence.epoch = 0
+        if not sequence.resting:
+            self._let_go(sequence)
+
+    def _lose_rest(self, sequence: Sequence) -> None:
+        if sequence.resting:
+            sequence.resting = ()
+            self._let_go(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Of its blocks. When its KV is computed again, all of its prompt lies in order."""
+        self.pool.release(sequence.blocks, self.state.target.filled)
+        sequence.blocks, sequence.num_shared_blocks = [], 0
+        if sequence.prefix.num_tokens != len(sequence.request.prompt_token_ids) - 1:
+            sequence.prefix = Prefix.of(sequence.request.prompt_token_ids, self.pool.block_size)
 
     def _withdraw_promises(self, sequence: Sequence) -> None:
         """Of the blocks that it was to fill: siblings that count on them compute them, or find them elsewhere."""
         first = sequence.num_shared_blocks
-        for prefix_hash, block in zip(sequence.prefix_hashes[first:], sequence.blocks[first:], strict=False):
+        for prefix_hash, block in zip(sequence.prefix.hashes[first:], sequence.blocks[first:], strict=False):
             if self.promised.get(prefix_hash) == block:
                 del self.promised[prefix_hash]
 
@@ -319,7 +389,12 @@ class Scheduler:
     def check(self) -> None:
         """Free plus owned blocks are everything, and every sequence is in one place; AssertionError if not."""
         on_rows = list(self.state.by_row.values())
-        check_blocks(self.pool, [sequence.blocks for sequence in on_rows])
+        resting = self._holders
+        check_blocks(self.pool, [each.blocks for each in (*on_rows, *resting)], self.state.target.filled)
+        for sequence in resting:
+            assert not sequence.has_row, f"{sequence.request.id} rests, and has a row"
+            for kv in sequence.resting:
+                check_slots(sequence.request.id, kv.slots, sequence.blocks, self.pool.block_size)
         for sequence in on_rows:
             self.state.check_row(sequence)
             for space in () if sequence.request.id in self.arriving else self.state.spaces:
@@ -329,7 +404,7 @@ class Scheduler:
         num_rows = len(self.running) + sum(sequence.has_row for sequence in moving)
         assert len(on_rows) == num_rows == len(self.rows.lengths) - len(self.rows.free_rows), "rows leaked"
         assert len(self.state.sequences) == len(self.running) + len(self.waiting), "sequences leaked"
-        everywhere = [*self.state.sequences, *self.away, *self.arriving]
+        everywhere = [*self.state.sequences, *self.away, *self.arriving, *self.staying]
         assert len(set(everywhere)) == len(everywhere), "a sequence is in two places"
         leased = {block for sequence in self.arriving.values() for block in sequence.blocks}
         assert leased.issuperset(self.promised.values()), "a block is promised that nobody will fill"

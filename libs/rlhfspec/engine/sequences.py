@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from rlhfspec.arrays import FloatArray, IntArray
 from rlhfspec.engine.base import Completion, FinishReason, Manifest, Request, SequenceStats
+from rlhfspec.engine.cache import Prefix, RestingKV
 
 NO_ROW = -1
 VERIFICATIONS, DRAFTED, ACCEPTED, PREEMPTIONS, MOVES = range(5)  # columns of the counters
@@ -45,10 +46,11 @@ class Sequence:
     group: str
     generated: Generated
     stop_ids: tuple[int, ...]
-    prefix_hashes: list[bytes]
+    prefix: Prefix  # what of its blocks others may share
     row: int = NO_ROW
     blocks: list[int] = field(default_factory=list)
     num_shared_blocks: int = 0  # leading blocks taken from siblings
+    resting: tuple[RestingKV, ...] = ()  # in each KV space, where it holds blocks without a row
     num_promised: tuple[int, ...] = ()  # while it arrives, in each KV space: of these, whose KV siblings have or bring
     epoch: int = 0  # 0 without a row, and another one for every stay: KV of one is no part of the next
     origin: Manifest | None = None  # of one that is arriving from another engine

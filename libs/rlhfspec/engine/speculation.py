@@ -31,6 +31,7 @@ from rlhfspec.drafting.outlook import default_plans
 from rlhfspec.drafting.selector import AdaptiveSelector
 from rlhfspec.drafting.suffix import SuffixDrafter
 from rlhfspec.drafting.tree import Walk, index_in_sequence
+from rlhfspec.engine.cache import give_back
 from rlhfspec.engine.draft_forward import DraftForward
 from rlhfspec.engine.profile import profile, unmeasured
 from rlhfspec.engine.scheduler import Scheduler, StepRows
@@ -70,7 +71,7 @@ class Speculator:
     def choose(self, speculation: str | Plan) -> None:
         """Install the selector for a mode: off, a drafter's name, adaptive, a static strategy, or a Plan."""
         if not self.costs.tables and speculation != "off":
-            self.costs = profile(self.state) if self._may_profile else unmeasured()
+            self.costs = self._profile() if self._may_profile else unmeasured()
         if speculation not in self._selectors:
             self._selectors[speculation] = self._selector(speculation)
         self.selector = self._selectors[speculation]
@@ -83,8 +84,15 @@ class Speculator:
 
     @property
     def _may_profile(self) -> bool:
-        """It writes over the cache."""
         return self.state.config.profile and not self.state.by_row
+
+    def _profile(self) -> CostModel:
+        """It writes over the cache, which is empty afterwards."""
+        self.scheduler.drop_kv()
+        costs = profile(self.state)
+        for space in self.state.spaces:
+            give_back(space.runner.kv)
+        return costs
 
     def propose(self, schedule: StepRows) -> Proposal:
         """Choose a plan, draft trees for it, and keep the nodes worth verifying."""

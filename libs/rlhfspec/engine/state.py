@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from rlhfspec.arrays import BoolArray, IntArray
 from rlhfspec.engine.base import Bytes, Request, check_types
-from rlhfspec.engine.cache import BlockPool, SlotTable, check_slots
+from rlhfspec.engine.cache import BlockPool, Prefix, RestingKV, SlotTable, check_slots
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.engine.sequences import Generated, RowTable, Sequence
 from rlhfspec.engine.text import Tokenizer
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.kernels.kv_pack import pack_into, unpack_from
+from rlhfspec.kernels.kv_pack import pack_into, pack_slots, unpack_from, unpack_slots
 
 
 class KVSpace:
@@ -27,7 +28,8 @@ class KVSpace:
         self.runner = runner
         self.table = SlotTable(config.max_sequences, config.table_width, config.block_size)
         self.cached: IntArray = np.zeros(config.max_sequences, np.int32)  # leading positions whose KV is valid
-        self.filled: BoolArray = np.zeros(config.num_blocks, np.bool_)  # whole prompt blocks whose KV is there
+        self.filled: BoolArray = np.zeros(config.num_blocks, np.bool_)  # blocks whose part of a prompt is there
+        self._copied: list[tuple[Sequence, int]] = []  # and the block that its tail is to be copied from
 
     def enter(self, sequence: Sequence) -> None:
         """Its blocks become the row's; what siblings computed in the shared ones is there already."""
@@ -35,16 +37,55 @@ class KVSpace:
         shared = sequence.blocks[: sequence.num_shared_blocks]
         self.cached[sequence.row] = self.num_filled(shared) * self.table.block_size
 
+    def grow(self, row: int, blocks: list[int]) -> None:
+        """More blocks, which held something of others until now."""
+        self.table.append(row, blocks)
+        self.filled[blocks] = False
+
     def num_filled(self, blocks: list[int]) -> int:
         """How many of them, from the first on, hold KV."""
         filled = self.filled[blocks]
         return len(blocks) if filled.all() else int(filled.argmin())
 
-    def leave(self, row: int, freed: list[int]) -> None:
-        """`freed`: the blocks that nobody owns any more."""
+    def leave(self, row: int) -> None:
         self.table.clear(row)
         self.cached[row] = 0
-        self.filled[freed] = False
+
+    def rest(self, row: int, num_tokens: int) -> RestingKV:
+        """What `resume` needs to go on in another row. Behind the last token there is KV of accepted tokens that came
+        after the sequence's end."""
+        slots = self.table.slots[row, : self.table.capacity[row]].copy()
+        return RestingKV(slots, min(int(self.cached[row]), num_tokens))
+
+    def resume(self, row: int, resting: RestingKV, num_tokens: int) -> None:
+        """One of its tokens is always left to run."""
+        self.table.slots[row, : len(resting.slots)] = resting.slots
+        self.table.capacity[row] = len(resting.slots)
+        self.cached[row] = min(resting.num_cached, num_tokens - 1)
+
+    def copy_later(self, sequence: Sequence, block: int) -> None:
+        """The tail of the sequence's prompt is in this block too: `copy_tails` takes it from there, before anything
+        is written, whoever owns the block by then."""
+        if self.cached[sequence.row] == len(sequence.prefix.hashes) * self.table.block_size:
+            self.cached[sequence.row] = sequence.prefix.num_tokens
+            self._copied.append((sequence, block))
+
+    def copy_tails(self) -> None:
+        """All in one go."""
+        if not self._copied:
+            return
+        size, tails = self.table.block_size, [(each.prefix, each, block) for each, block in self._copied]
+        from_slots = [np.arange(prefix.num_tail) + block * size for prefix, _, block in tails]
+        to_slots = [self.table.slots[each.row, prefix.num_tokens - prefix.num_tail : prefix.num_tokens]
+                    for prefix, each, _ in tails]  # fmt: skip
+        source, target = (
+            torch.from_numpy(np.concatenate(slots).astype(np.int32)).to(self.runner.kv.device)
+            for slots in (from_slots, to_slots)
+        )
+        unpack_slots(pack_slots(self.runner.kv, source), self.runner.kv, target)
+        for sequence, _ in self._copied:
+            self.mark_prefix(sequence)
+        self._copied.clear()
 
     def read(self, row: int, first: int, out: Bytes) -> None:
         """KV of the row's positions from `first` on, as many as `out` [n, bytes a position] takes."""
@@ -59,9 +100,12 @@ class KVSpace:
             self.cached[row] = first + len(kv)
 
     def mark_prefix(self, sequence: Sequence, *, first: int = 0) -> None:
-        """Whole prompt blocks, from the `first` on, whose KV is now complete may be shared."""
-        whole = int(self.cached[sequence.row]) // self.table.block_size
-        self.filled[sequence.blocks[first : min(whole, len(sequence.prefix_hashes))]] = True
+        """Blocks of the prompt, from the `first` on, whose KV is now complete may be shared."""
+        prefix, cached = sequence.prefix, int(self.cached[sequence.row])
+        whole = cached // self.table.block_size
+        self.filled[sequence.blocks[first : min(whole, len(prefix.hashes))]] = True
+        if prefix.num_tail and cached >= prefix.num_tokens:
+            self.filled[sequence.blocks[len(prefix.hashes)]] = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +138,7 @@ class EngineState:
             group=request.group or f"prompt-{hash(request.prompt_token_ids)}",
             generated=generated,
             stop_ids=(*request.params.stop_token_ids, *eos),
-            prefix_hashes=self.pool.prefix_hashes(request.prompt_token_ids),
+            prefix=Prefix.of(request.prompt_token_ids, self.config.block_size),
         )
 
     def validate(self, request: Request) -> None:
@@ -122,4 +166,5 @@ class EngineState:
         """It is the sequence's, and its tables are permutations of its blocks' slots."""
         assert self.by_row[sequence.row] is sequence, f"row {sequence.row} belongs to another"
         for space in self.spaces:
-            check_slots(space.table, sequence.row, sequence.blocks)
+            slots = space.table.slots[sequence.row, : space.table.capacity[sequence.row]]
+            check_slots(f"row {sequence.row}", slots, sequence.blocks, self.config.block_size)

@@ -19,7 +19,7 @@ from rlhfspec.engine.state import EngineState, KVSpace
 from rlhfspec.engine.state_bytes import checksum_of
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class Moves:
@@ -37,7 +37,8 @@ class Moves:
         views: list[SequenceView] = []
         for name, sequence in self.state.sequences.items():
             length = lengths[sequence.row] if sequence.has_row else sequence.num_tokens
-            missing = length - cached[sequence.row] if sequence.has_row else length
+            held = sequence.resting[0].num_cached if sequence.resting else 0
+            missing = length - (cached[sequence.row] if sequence.has_row else held)
             generated = length - len(sequence.request.prompt_token_ids)
             views.append(
                 SequenceView(

@@ -25,13 +25,13 @@ from rlhfspec.errors import WeightsVersionError
 from rlhfspec.huggingface.causal_lm import hidden_of
 from rlhfspec.modeling.critic import Critic
 from rlhfspec.modeling.packed import pack_sequences
-from rlhfspec.scoring.log_probs import SequenceRows, finite
+from rlhfspec.scoring.log_probs import SequenceRows
 
 
 class ValueScorer:
     """Scores under the critic's present weights. One sequence at a time; calls from several threads wait in line.
 
-    The critic itself is left alone; the scorer keeps weights of its own. max_context: tokens of prompt and response.
+    The critic itself is left alone; the scorer keeps weights of its own. max_context, keep_prompts: as LogProbScorer.
     """
 
     def __init__(
@@ -43,19 +43,20 @@ class ValueScorer:
         arithmetic: str = "auto",
         version: int = 0,
         device: str = "cpu",
+        keep_prompts: bool = True,
     ) -> None:
         self.version = version
         model = ScoredCritic(critic)
         self._rows = SequenceRows(
-            model, "critic", max_context=max_context, dtype=dtype, arithmetic=arithmetic, device=device
-        )
+            model, "critic", max_context=max_context, dtype=dtype, arithmetic=arithmetic, device=device,
+            keep_prompts=keep_prompts,
+        )  # fmt: skip
         self._rows.load_weights(critic.state_dict())
         self.report = self._rows.runner.report
 
     def values(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """Of the state before every response token. Raises NumericalError when the critic gives none."""
-        rows = self._rows.map(prompt_token_ids, token_ids, lambda _, output: output[:, 0])
-        return finite(rows, "critic value")
+        return self._rows.numbers(prompt_token_ids, token_ids, lambda _, output: output[:, 0], "critic value")
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
         """The trained critic's `state_dict()`. Versions never go back."""

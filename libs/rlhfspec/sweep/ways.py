@@ -21,6 +21,7 @@ def one_by_one(engine: Engine, requests: Sequence[Request]) -> Samples:
 def together(
     engine: Engine, requests: Sequence[Request], every_step: Callable[[Engine, int], None] = lambda engine, step: None
 ) -> Samples:
+    engine.forget_kept()  # each way computes its prompts itself
     for request in requests:
         engine.submit(request)
     done: Samples = {}
@@ -41,6 +42,8 @@ def preempt(engine: Engine, step: int) -> None:
 def moving(one: Engine, other: Engine, requests: Sequence[Request]) -> Samples:
     """Every few steps each sequence goes from the engine that has it to the other one."""
     engines, done, step = (one, other), Samples(), 0
+    for engine in engines:
+        engine.forget_kept()
     for request in requests:
         one.submit(request)
     while one.has_work or other.has_work:

@@ -138,6 +138,8 @@ class Meters:
         self._set("generator_tokens_per_second", load.tokens_per_second, place)
         self._set("generator_running", load.num_running, place)
         self._set("generator_waiting", load.num_waiting, place)
+        for how, count in (("run", load.num_prefilled), ("found", load.num_found)):
+            self._counts["generator_prefill_tokens", _labels(place, how=how)] = count
         if load.accepted_per_verification is not None:
             self._set("generator_accepted_per_verification", load.accepted_per_verification, place)
         if load.strategy:  # by which it took most of its last steps

@@ -208,7 +208,7 @@ class Demand(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., num_prompts: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "worker", "incarnation", "host", "weights_version", "is_leaving", "step_seconds", "sequence_seconds", "prefill_seconds", "prefill_tokens", "num_free_rows", "num_free_tokens", "sample_ids", "num_generated", "num_held")
+    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "worker", "incarnation", "host", "weights_version", "is_leaving", "step_seconds", "sequence_seconds", "prefill_seconds", "prefill_tokens", "num_free_rows", "num_free_tokens", "sample_ids", "num_generated", "num_held", "num_prefilled", "num_found")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATOR_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +234,8 @@ class Load(_message.Message):
     SAMPLE_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FOUND_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     generator: str
@@ -259,7 +261,9 @@ class Load(_message.Message):
     sample_ids: _containers.RepeatedScalarFieldContainer[str]
     num_generated: _containers.RepeatedScalarFieldContainer[int]
     num_held: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[str] = ..., host: _Optional[str] = ..., weights_version: _Optional[int] = ..., is_leaving: _Optional[bool] = ..., step_seconds: _Optional[float] = ..., sequence_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., num_free_rows: _Optional[int] = ..., num_free_tokens: _Optional[int] = ..., sample_ids: _Optional[_Iterable[str]] = ..., num_generated: _Optional[_Iterable[int]] = ..., num_held: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_prefilled: int
+    num_found: int
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[str] = ..., host: _Optional[str] = ..., weights_version: _Optional[int] = ..., is_leaving: _Optional[bool] = ..., step_seconds: _Optional[float] = ..., sequence_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., num_free_rows: _Optional[int] = ..., num_free_tokens: _Optional[int] = ..., sample_ids: _Optional[_Iterable[str]] = ..., num_generated: _Optional[_Iterable[int]] = ..., num_held: _Optional[_Iterable[int]] = ..., num_prefilled: _Optional[int] = ..., num_found: _Optional[int] = ...) -> None: ...
 
 class Move(_message.Message):
     __slots__ = ("id", "job", "sample_id", "source", "destination", "gain_seconds", "reason")

@@ -139,12 +139,14 @@ def _planned(
 def _scenario(job: RLHFJob, count: int, curve: Any, prefill_ms: float, rows: int | None) -> Scenario:
     from rlhfspec.rebalancing.scenario import Scenario
 
+    generator = job.spec.roles.generator.model_copy(update={"workers": count})
+    spec = job.spec.model_copy(update={"roles": job.spec.roles.model_copy(update={"generator": generator})})
     return Scenario(
         num_generators=count,
         curve=curve,
         rows=rows or job.spec.generation.max_sequences,
-        prefetch=job.spec.roles.generator.prefetch,
-        piece=max(min(job.spec.algorithm.samples_per_prompt, job.spec.roles.generator.prefetch), 1),
+        prefetch=spec.prefetch,
+        piece=spec.pulled_at_a_time,
         prefill_seconds=prefill_ms / 1e3,
         plan_seconds=job.spec.rebalance.interval_seconds,
     )

@@ -22,7 +22,12 @@ def build(job: RLHFJob, context: Context) -> CriticService:
     context.say("loading the critic")
     most = max_context(job)
     critic = load_critic(job.spec.model, max_context=most)
-    scorer = ValueScorer(critic, max_context=most, device=device_of(job.spec))
+    scorer = ValueScorer(
+        critic,
+        max_context=most,
+        device=device_of(job.spec),
+        keep_prompts=job.spec.algorithm.samples_per_prompt > 1,
+    )
     service = CriticService(
         context.worker, context.vitals, context.bus, job=job, scorer=scorer, weights=context.weights
     )

@@ -122,6 +122,8 @@ class Meter:
             prefill_tokens=sum(sequence.num_prefill for sequence in sequences),
             num_free_rows=max(stats.room - stats.num_waiting, 0),
             num_free_tokens=stats.num_free_tokens,
+            num_prefilled=stats.num_prefill_tokens,
+            num_found=stats.num_found_tokens,
             sample_ids=tuple(sequence.id for sequence in sequences),
             num_generated=tuple(sequence.num_generated for sequence in sequences),
             num_held=tuple(sequence.num_held for sequence in sequences),

@@ -64,9 +64,8 @@ class GeneratorService(Service):
         self._params = sampling_params(spec.generation)
         self._new_weights = NewWeights(self, weights, self._load, deadline_seconds=self._deadline, clock=bus.clock)
         self._announced: list[Weights] = []  # newer than the engine's
-        self._prefetch = spec.roles.generator.prefetch
-        # Replicas of a prompt are pulled together, so that they share its KV; and no more, so that others get theirs.
-        self._piece = max(min(spec.algorithm.samples_per_prompt, self._prefetch), 1)
+        self._prefetch = spec.prefetch
+        self._piece = spec.pulled_at_a_time
         self._room = 0  # prompts that may still be pulled
         self._has_room = asyncio.Event()  # for a piece
         self._news = asyncio.Event()  # prompts or weights came, or the worker is asked to stop

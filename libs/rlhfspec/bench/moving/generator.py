@@ -169,6 +169,7 @@ class Generator:
         planned = [planned_of(name, **sequence) for sequence in sequences]
 
         def begin() -> None:
+            self._engine.forget_kept()
             self._engine.set_speculation(speculation)
             self._planned = {each.request.id: each for each in planned}
             self._completions, self._steps, self._watched = [], [], []
@@ -205,7 +206,12 @@ class Generator:
 
     async def _on_preempt(self, *, id: str) -> None:
         """As if it came without KV: it is computed again."""
-        await self._calls.call(lambda: self._engine.preempt(id))
+
+        def preempt() -> None:
+            self._engine.preempt(id)
+            self._engine.forget_kept()
+
+        await self._calls.call(preempt)
         self._tell("preempted", at=time.monotonic())
 
     async def _on_cpu(self) -> None:

@@ -6,31 +6,46 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.records import Sample
 from rlhfspec.scoring.rewards.base import Around, CallFailed, Reward, number
 from rlhfspec.scoring.rewards.user_code import in_daemon_thread
 
+if TYPE_CHECKING:
+    from rlhfspec.scoring.rewards.classifier import Classifier
+
 
 class ModelRewards:
     """Each sequence is scored alone: batching would let its neighbours' lengths change its last bits.
 
+    keep_prompts: answers to one prompt run it once, where the model's class allows it (`Classifier`).
     Runs with the process's number of threads. torch is imported when the model is loaded.
     """
 
     grouped = False
 
-    def __init__(self, path: str, *, label: int | None, chat_template: bool, base_folder: Path, field: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        label: int | None,
+        chat_template: bool,
+        base_folder: Path,
+        field: str,
+        keep_prompts: bool = True,
+    ) -> None:
         beside = base_folder / path
         self._path = str(beside) if beside.exists() else path
         self._label = label
         self._chat_template = chat_template
         self._field = field
+        self._keep_prompts = keep_prompts
         self._lock = threading.Lock()
-        self._loaded: tuple[Any, Any] | None = None
+        self._loaded: tuple[Classifier, Any] | None = None
 
     async def start(self) -> None:
         outcome = await asyncio.wrap_future(in_daemon_thread(self.load))
@@ -53,16 +68,13 @@ class ModelRewards:
         return [number(outcome.value, "the model's output")]
 
     def _score(self, sample: Sample) -> float:
-        import torch
-
         model, tokenizer = self.load()
         token_ids = self._token_ids(sample, tokenizer)
-        limit = getattr(model.config, "max_position_embeddings", None)
-        if not token_ids or (limit is not None and len(token_ids) > limit):
-            problem = f"the text has {len(token_ids)} tokens; the reward model takes 1 to {limit}"
+        if not token_ids or (model.limit is not None and len(token_ids) > model.limit):
+            problem = f"the text has {len(token_ids)} tokens; the reward model takes 1 to {model.limit}"
             raise CallFailed(problem, temporary=False)
-        with torch.inference_mode():
-            logits = model(torch.tensor([token_ids])).logits[0]  # [labels]
+        unanswered = self._token_ids(replace(sample, text=""), tokenizer)
+        logits = model.logits(token_ids, _num_alike(token_ids, unanswered))
         return float(logits[self._label or 0])
 
     def _token_ids(self, sample: Sample, tokenizer: Any) -> list[int]:
@@ -74,19 +86,20 @@ class ModelRewards:
         ]
         return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
-    def load(self) -> tuple[Any, Any]:
+    def load(self) -> tuple[Classifier, Any]:
         """Model and tokenizer. InvalidRequest for what is no reward model."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = self._read()
             return self._loaded
 
-    def _read(self) -> tuple[Any, Any]:
+    def _read(self) -> tuple[Classifier, Any]:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         from rlhfspec.huggingface.loading import LOAD_ERRORS
         from rlhfspec.huggingface.trace import first_line
+        from rlhfspec.scoring.rewards.classifier import Classifier
 
         try:
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -102,7 +115,7 @@ class ModelRewards:
         self._check_label(model.config.num_labels)
         if self._chat_template and tokenizer.chat_template is None:
             raise InvalidRequest(f"{self._field}.chatTemplate", True, "the reward model's tokenizer has no template")
-        return model.eval(), tokenizer
+        return Classifier(model.eval(), keep_prompts=self._keep_prompts, name=self._path), tokenizer
 
     def _check_label(self, num_labels: int) -> None:
         if self._label is None and num_labels != 1:
@@ -112,3 +125,13 @@ class ModelRewards:
 
     async def close(self) -> None:
         self._loaded = None
+
+
+def _num_alike(token_ids: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens are the same at the beginning: where words meet, a tokenizer may join them.
+
+    >>> _num_alike([5, 6, 7, 8], [5, 6, 9])
+    2
+    """
+    pairs = zip(token_ids, other, strict=False)
+    return next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(token_ids), len(other)))

@@ -31,7 +31,7 @@ class RewardSources:
     Making it imports functions and loads models, so their errors come before a run begins.
 
     A failing source ends the job (`RewardError`) or leaves the sample out (a score with `error`), as its `onError`
-    says. It never counts as zero.
+    says. It never counts as zero. keep_prompts: where prompts have several answers, a model runs each once for them.
 
     Example:
         >>> import tempfile
@@ -45,9 +45,12 @@ class RewardSources:
         (1.0,)
     """
 
-    def __init__(self, rewards: Rewards, base_folder: Path, *, sleep: Sleep = asyncio.sleep) -> None:
+    def __init__(
+        self, rewards: Rewards, base_folder: Path, *, keep_prompts: bool = True, sleep: Sleep = asyncio.sleep
+    ) -> None:
         made = [
-            _make(source, base_folder, f"spec.rewards.sources[{index}]") for index, source in enumerate(rewards.sources)
+            _make(source, base_folder, f"spec.rewards.sources[{index}]", keep_prompts)
+            for index, source in enumerate(rewards.sources)
         ]
         self.names = _names(rewards.sources)
         self._how = rewards.combine
@@ -173,7 +176,7 @@ def _limits(source: AnySource) -> Limits:
     return Limits(concurrency=source.concurrency, timeout_seconds=source.timeout_seconds, retries=source.retries)
 
 
-def _make(source: AnySource, base_folder: Path, field: str) -> Source:
+def _make(source: AnySource, base_folder: Path, field: str, keep_prompts: bool) -> Source:
     match source:
         case FunctionSource():
             return _function(source, base_folder, field)
@@ -184,6 +187,7 @@ def _make(source: AnySource, base_folder: Path, field: str) -> Source:
                 chat_template=source.chat_template,
                 base_folder=base_folder,
                 field=field,
+                keep_prompts=keep_prompts,
             )
             model.load()
             return model
