@@ -286,9 +286,8 @@ def test_a_forward_that_is_not_finite_names_step_and_sample() -> None:
 
 def test_values_that_are_not_finite_name_the_critic() -> None:
     trained = learner(spec("ppo"))
-    assert trained._critic_network is not None
     with torch.no_grad():
-        trained._critic_network.module.score.bias.fill_(math.nan)  # type: ignore[union-attr, operator]
+        trained._networks["critic"].module.score.bias.fill_(math.nan)  # type: ignore[union-attr, operator]
     with pytest.raises(NumericalError, match=r"step 1: critic: values of sample j/1/0/0 are not finite"):
         trained.learn(rollouts())
 

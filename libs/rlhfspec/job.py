@@ -262,6 +262,11 @@ class Training(Block):
     schedule: Schedule = Field(Schedule(), description="Of both learning rates.")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradients are scaled down to it.")
     autocast: Literal["off", "bfloat16"] = Field("off", description="Mixed precision of the trainer's forward.")
+    fuse: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: actor and critic (ppo) are trained at the same time, each with half of the threads, or on a "
+        "rank each where ranks is 2. off: one after the other.",
+    )
     exact_on_policy: bool = Field(
         False, description="The trainer's forward runs on the engine's kernels: log-probs equal bit for bit (CPU)."
     )

@@ -19,18 +19,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rlhfspec.errors import StageStalled
 from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.ranks import RankTold, rank_told
 
+T = TypeVar("T")
 TELL_SECONDS = 10.0
 log = logging.getLogger("rlhfspec.learning")
 
@@ -63,6 +65,20 @@ class Ranks:
             dist.all_gather_object(things, thing)
         return things
 
+    def told_by(self, rank: int, thing: T) -> T:
+        """What one rank has, on all: dictionaries, whose tensors travel one by one as they are, and small things."""
+        if self.num_ranks == 1:
+            return thing
+        leaves, structure = tree_flatten(thing)
+        said: list[Any] = [([leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)]
+        dist.broadcast_object_list(said, src=rank)
+        heads, structure = said[0]
+        for place, head in enumerate(heads):
+            if isinstance(head, Tensor):
+                tensor = leaves[place] if self.rank == rank else torch.empty_like(head, device="cpu")
+                heads[place] = _broadcast(tensor, rank)
+        return thing if self.rank == rank else tree_unflatten(heads, structure)
+
     def shard(self, module: nn.Module, trunk: Any) -> None:
         """FSDP2: each rank keeps a share of every weight and of its optimizer state; blocks are whole when they run."""
         if self.num_ranks == 1:
@@ -75,6 +91,13 @@ class Ranks:
             if isinstance(part, FSDPModule):  # losses are weighted over the whole mini-batch: gradients add up
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
+
+
+def _broadcast(tensor: Tensor, rank: int) -> Tensor:
+    """By its bytes: gloo does not know every type."""
+    sent = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+    dist.broadcast(sent, src=rank)
+    return sent.view(tensor.dtype).reshape(tensor.shape)
 
 
 @contextmanager

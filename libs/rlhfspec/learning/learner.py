@@ -8,7 +8,8 @@
 Old log-probs are those of the trainer's own forward before the first update. With a single update a step, nothing has
 moved when they are needed, so that the update's own forward gives them.
 
-Bits depend on the number of threads, which is fixed when the learner is made.
+The critic's updates need nothing of the policy's: `fusion` says which of them run at the same time. Bits depend on the
+number of threads, which is fixed when the learner is made.
 
 Example:
     >>> learner = Learner.from_spec(spec)                     # doctest: +SKIP
@@ -25,6 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ from rlhfspec.learning.algorithms import (
     value_terms,
 )
 from rlhfspec.learning.distributed import Ranks
+from rlhfspec.learning.fusion import Meet, chains_of, first
 from rlhfspec.learning.network import Network, State
 from rlhfspec.learning.packing import pack, pack_groups, split_evenly
 from rlhfspec.learning.rollouts import Rollouts
@@ -87,59 +90,78 @@ class Learner:
         num_threads: int | None = None,
         device: str = "cpu",
     ) -> None:
-        """`policy` and `critic` as `load_policy` and `load_critic` make them; they are trained in place."""
+        """`policy` and `critic` as `load_policy` and `load_critic` make them; they are trained in place. What another
+        rank trains is left alone and may be None."""
         self.version = 0
         self._spec = spec
-        self._ranks = ranks or Ranks()
         self._num_threads = num_threads or torch.get_num_threads()
         self._device = torch.device(device)
-        self._policy = policy.to(self._device)
-        self._forward = _policy_forward(spec, policy, self._ranks)
+        self._chains = chains_of(spec, ranks or Ranks(), self._num_threads, self._device)
+        self._ranks = self._chains.ranks
+        self._policy = policy
+        self._networks: dict[str, Network] = {}
         training = spec.training
         self._share_prompts = training.share_prompts and not self._lora_dropout
         if training.share_prompts and self._lora_dropout and self._ranks.rank == 0:
             log.info("every sample runs its own copy of the prompt: model.lora.dropout is drawn for each of them")
-        self._policy_network = Network(policy, training.optimizer, training, field="spec.training.optimizer")
-        self._critic_network: Network | None = None
-        if "critic" in scoring_stages(spec.algorithm):
+        if "policy" in self._chains.models:
+            self._forward = _policy_forward(spec, policy.to(self._device), self._ranks)
+            self._networks["policy"] = Network(policy, training.optimizer, training, field="spec.training.optimizer")
+        if "critic" in self._chains.models:
             assert critic is not None, "this algorithm trains a critic"
             self._ranks.shard(critic.to(self._device), critic.trunk)
             settings = training.critic_optimizer
-            self._critic_network = Network(critic, settings, training, field="spec.training.criticOptimizer")
+            self._networks["critic"] = Network(critic, settings, training, field="spec.training.criticOptimizer")
 
     @classmethod
     def from_spec(
         cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None, device: str = "cpu"
     ) -> Learner:
-        max_context = spec.max_context
-        policy = load_policy(spec.model, seed=spec.training.seed, max_context=max_context)
-        has_critic = "critic" in scoring_stages(spec.algorithm)
-        critic = load_critic(spec.model, max_context=max_context) if has_critic else None
+        """Loads what this rank trains."""
+        max_context, threads = spec.max_context, num_threads or torch.get_num_threads()
+        models = chains_of(spec, ranks or Ranks(), threads, torch.device(device)).models
+        seed, policy, critic = spec.training.seed, None, None
+        if "policy" in models:
+            policy = load_policy(spec.model, seed=seed, max_context=max_context)
+        if "critic" in models:
+            critic = load_critic(spec.model, max_context=max_context)
         return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads, device=device)
 
     @property
     def policy(self) -> Any:
-        """The model that is trained."""
+        """The model that is trained; where each rank trains one of two, rank 0 has it."""
         return self._policy
 
     # -- a step ---------------------------------------------------------------------------------------------
 
     def learn(self, rollouts: Rollouts) -> LearnReport:
         """Train one step. NumericalError leaves the weights as the last good update made them."""
-        torch.set_num_threads(self._num_threads)  # threads of a process do not inherit it from each other
+        torch.set_num_threads(self._chains.num_threads)  # threads of a process do not inherit it from each other
+        try:
+            return self._learn(rollouts)
+        finally:
+            torch.set_num_threads(self._num_threads)
+
+    def _learn(self, rollouts: Rollouts) -> LearnReport:
         algorithm, epochs = self._spec.algorithm, self._spec.training.epochs
-        tally = Tally(rollouts.num_tokens)
+        tally, of_critic = Tally(rollouts.num_tokens), Tally(0)
         minis = self._mini_batches(rollouts)
         if len(minis) * epochs > 1 or needs_policy_log_probs(algorithm) or self._lora_dropout:
-            self._keep_old_log_probs(rollouts, minis, tally)
+            if "policy" in self._networks:
+                self._keep_old_log_probs(rollouts, minis, tally)
+            tally = self._chains.told_by("policy", tally)
         old = tally.log_probs if tally.is_complete else None
         targets, metrics = prepare(
             algorithm, rollouts, policy_log_probs=old, max_tokens=self._spec.generation.max_tokens
         )
-        for _ in range(epochs):
-            for mini in minis:
-                self._update(rollouts, targets, mini, tally)
+        chains = {
+            "policy": partial(self._chain, "policy", self._policy_terms, rollouts, targets, minis, tally),
+            "critic": partial(self._chain, "critic", self._critic_terms, rollouts, targets, minis, of_critic),
+        }
+        self._chains.run({model: chains[model] for model in self._networks})
         tally.share(self._ranks)
+        tally = self._chains.told_by("policy", tally)
+        tally.join(self._chains.told_by("critic", of_critic))
         metrics |= metrics_before_updates(algorithm, rollouts, tally.log_probs, tally.entropy)
         metrics |= tally.metrics(rollouts, self._ranks, epochs=epochs)
         metrics["staleness_max"] = float(self.version - int(rollouts.weights_versions.min()))
@@ -174,26 +196,31 @@ class Learner:
                 with self._autocast():
                     out = self._forward(self._packed(rollouts, micro or [mini.samples[0]]))
                 if micro:
+                    _watch(tally, rollouts, micro, out.log_probs, "log-probs")  # they are in the targets of others
                     tally.keep(_tokens(rollouts, micro), out)
         tally.share(self._ranks)
 
-    def _update(self, rollouts: Rollouts, targets: Targets, mini: MiniBatch, tally: Tally) -> None:
-        """One optimizer step of the policy, then of the critic."""
-        of_mini = targets.mini_batch(self._spec.algorithm, mini.samples, max_tokens=self._spec.generation.max_tokens)
+    def _chain(
+        self,
+        model: str,
+        terms_of: Callable[[Rollouts, list[int], Targets, Tally], TokenTerms],
+        rollouts: Rollouts,
+        targets: Targets,
+        minis: list[MiniBatch],
+        tally: Tally,
+        meet: Meet,
+    ) -> Iterator[None]:
+        """All updates of a model, one a turn."""
+        algorithm, max_tokens = self._spec.algorithm, self._spec.generation.max_tokens
+        for mini in minis * self._spec.training.epochs:
+            of_mini = targets.mini_batch(algorithm, mini.samples, max_tokens=max_tokens)
 
-        def targets_of(micro: list[int]) -> Targets:
-            return of_mini.select([sample - mini.samples.start for sample in micro]).to(self._device)
+            def terms(micro: list[int], mini: MiniBatch = mini, of_mini: Targets = of_mini) -> TokenTerms:
+                of_micro = of_mini.select([sample - mini.samples.start for sample in micro])
+                return terms_of(rollouts, micro, of_micro.to(self._device), tally)
 
-        def policy(micro: list[int]) -> TokenTerms:
-            return self._policy_terms(rollouts, micro, targets_of(micro), tally)
-
-        def critic(micro: list[int]) -> TokenTerms:
-            return self._critic_terms(rollouts, micro, targets_of(micro), tally)
-
-        self._step(self._policy_network, "policy", policy, rollouts, mini, tally)
-        self._forward.weights_changed()
-        if self._critic_network is not None:
-            self._step(self._critic_network, "critic", critic, rollouts, mini, tally)
+            self._step(model, terms, rollouts, mini, tally, meet)
+            yield
 
     def _policy_terms(self, rollouts: Rollouts, micro: list[int], targets: Targets, tally: Tally) -> TokenTerms:
         algorithm = self._spec.algorithm
@@ -206,42 +233,45 @@ class Learner:
         return policy_terms(algorithm, out.log_probs, tally.old(tokens).to(self._device), targets, out.entropy)
 
     def _critic_terms(self, rollouts: Rollouts, micro: list[int], targets: Targets, tally: Tally) -> TokenTerms:
-        assert self._critic_network is not None
         with self._autocast():
-            values = self._critic_network.module(self._packed(rollouts, micro))
+            values = self._networks["critic"].module(self._packed(rollouts, micro))
         _watch(tally, rollouts, micro, values, "values")
         return value_terms(self._spec.algorithm, values, targets)
 
     def _step(
         self,
-        network: Network,
-        name: str,
+        model: str,
         terms_of: Callable[[list[int]], TokenTerms],
         rollouts: Rollouts,
         mini: MiniBatch,
         tally: Tally,
+        meet: Meet,
     ) -> None:
         """Gather the mini-batch's gradients, look at them, and only then let the optimizer have them."""
+        network = self._networks[model]
         for micro in mini.micro_batches:
             if micro:
                 terms = terms_of(micro)
                 terms.loss.backward()  # type: ignore[no-untyped-call]
                 tally.add(terms)
             else:  # shares of weights are exchanged in every forward: a rank without work runs one for nothing
-                self._idle(network, rollouts)
+                self._idle(model, rollouts)
         norm = network.grad_norm()
-        problem = next(filter(None, self._ranks.gathered(tally.problem)), None)
+        problem = first(self._ranks.gathered(tally.problem))
         if problem is None and not math.isfinite(norm):
             problem = self._blame(network, terms_of, rollouts, mini)
+        problem = meet(None if problem is None else f"{model}: {problem}")
         if problem is not None:
             network.forget_gradients()
-            raise NumericalError(f"step {self.version + 1}: {name}: {problem}; nothing was trained on it")
-        tally.add_update(name, network.update(norm))
+            raise NumericalError(f"step {self.version + 1}: {problem}; nothing was trained on it")
+        tally.add_update(model, network.update(norm))
+        if model == "policy":
+            self._forward.weights_changed()
 
-    def _idle(self, network: Network, rollouts: Rollouts) -> None:
+    def _idle(self, model: str, rollouts: Rollouts) -> None:
         batch = self._packed(rollouts, [0])
         with self._autocast():
-            out = self._forward(batch).log_probs if network is self._policy_network else network.module(batch)
+            out = self._forward(batch).log_probs if model == "policy" else self._networks[model].module(batch)
         (out.sum() * 0).backward()
 
     def _blame(
@@ -276,7 +306,7 @@ class Learner:
             yield
             return
         with torch.random.fork_rng():
-            drawn = f"{self._spec.training.seed}:{self._policy_network.num_updates}:{sample}"
+            drawn = f"{self._spec.training.seed}:{self._networks['policy'].num_updates}:{sample}"
             torch.manual_seed(int.from_bytes(hashlib.blake2b(drawn.encode(), digest_size=7).digest(), "little"))
             lora.set_dropout(self._policy, True)
             try:
@@ -287,41 +317,48 @@ class Learner:
     # -- weights and state ----------------------------------------------------------------------------------
 
     def policy_state(self) -> dict[str, Tensor]:
-        """The policy under plain Hugging Face names, LoRA merged. Shares memory: copy it to keep it past `learn`."""
-        weights = self._policy_network.weights()
+        """The policy under plain Hugging Face names, LoRA merged; nothing on a rank that trains the critic alone.
+        Shares memory: copy it to keep it past `learn`."""
+        if "policy" not in self._networks:
+            return {}
+        weights = self._networks["policy"].weights()
         update = self._spec.model.lora
         return weights if update is None else lora.merged_state(weights, update.alpha / update.rank)
 
     def critic_state(self) -> dict[str, Tensor]:
         """The critic under the names of `modeling.critic.Critic`. Shares memory likewise."""
-        if self._critic_network is None:
+        if not self._trains_critic:
             raise InvalidRequest("algorithm.name", self._spec.algorithm.name, "trains no critic")
-        return self._critic_network.weights()
+        own = self._networks["critic"].weights() if "critic" in self._networks else {}
+        return self._chains.told_by("critic", own)
 
     def state(self) -> State:
         """All that the next step depends on: nested dictionaries of tensors and numbers. Shares memory likewise."""
-        weights = self._policy_network.weights()
-        state: State = {
-            "version": self.version,
-            "policy": weights if self._spec.model.lora is None else lora.adapters(weights),
-            "policy_optimizer": self._policy_network.optimizer_state(),
-        }
-        if self._critic_network is not None:
-            state["critic"] = self._critic_network.weights()
-            state["critic_optimizer"] = self._critic_network.optimizer_state()
+        own: dict[str, State] = {}
+        for model, network in self._networks.items():
+            own[model] = {model: network.weights(), f"{model}_optimizer": network.optimizer_state()}
+        if self._spec.model.lora is not None and "policy" in own:
+            own["policy"]["policy"] = lora.adapters(own["policy"]["policy"])
+        state: State = {"version": self.version} | own.get("policy", {})
+        if self._trains_critic:
+            state |= self._chains.told_by("critic", own.get("critic", {}))
         return state
 
     def load_state(self, state: State) -> None:
         """Go on from here: what follows is bit for bit what would have followed."""
-        if ("critic" in state) != (self._critic_network is not None):
+        if ("critic" in state) != self._trains_critic:
             raise StorageError("checkpoint", "it has a critic and the job none, or the other way round")
         self.version = int(state["version"])
-        self._policy_network.load_weights(state["policy"])
-        self._policy_network.load_optimizer_state(state["policy_optimizer"])
-        if self._critic_network is not None:
-            self._critic_network.load_weights(state["critic"])
-            self._critic_network.load_optimizer_state(state["critic_optimizer"])
-        self._forward.weights_changed()
+        for model, network in self._networks.items():
+            network.load_weights(state[model])
+            network.load_optimizer_state(state[f"{model}_optimizer"])
+        if "policy" in self._networks:
+            self._forward.weights_changed()
+
+    @property
+    def _trains_critic(self) -> bool:
+        """Here, or on the other rank."""
+        return "critic" in scoring_stages(self._spec.algorithm)
 
 
 def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks) -> PolicyForward:

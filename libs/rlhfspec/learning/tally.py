@@ -24,6 +24,8 @@ from rlhfspec.modeling.log_probs import TokenLogProbs
 
 
 class Tally:
+    """Of one chain of updates. The critic's keeps no tokens."""
+
     def __init__(self, num_tokens: int) -> None:
         self.is_complete = False  # of all tokens, of all ranks
         self.problem: str | None = None  # the first number that was not finite, and whose
@@ -77,6 +79,12 @@ class Tally:
 
     def add_update(self, network: str, update: Update) -> None:
         self._updates.setdefault(network, []).append(update)
+
+    def join(self, other: Tally) -> None:
+        """What the other chain's has of losses, sums and updates."""
+        self._losses.update(other._losses)
+        self._sums.update(other._sums)
+        self._updates |= other._updates
 
     def metrics(self, rollouts: Rollouts, ranks: Ranks, *, epochs: int) -> dict[str, float]:
         """Means over the step's updates, and over its tokens."""
