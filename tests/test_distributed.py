@@ -15,6 +15,7 @@ import torch
 
 from rlhfspec.learning.distributed import Leader, Ranks, joined
 from rlhfspec.learning.learner import Learner
+from rlhfspec.modeling.digest import digest
 from rlhfspec.modeling.loading import prepared
 from rlhfspec.tiny.classes import tiny_config, tiny_model
 
@@ -55,7 +56,7 @@ def alone() -> tuple[list[Any], Learner]:
 
 
 def test_two_ranks_train_what_one_trains(found: Path) -> None:
-    theirs = torch.load(found / "found.pt", weights_only=True)
+    theirs = torch.load(found / "found-off.pt", weights_only=True)
     reports, learner = alone()
     for place, report in enumerate(reports):
         assert torch.allclose(theirs["log_probs"][place], report.log_probs, atol=1e-4)
@@ -66,6 +67,16 @@ def test_two_ranks_train_what_one_trains(found: Path) -> None:
         assert theirs[name].keys() == state.keys()
         for weight, tensor in state.items():
             assert (theirs[name][weight] - tensor).abs().max() < 1e-6, weight
+
+
+def test_a_rank_for_the_policy_and_one_for_the_critic_train_the_bits_of_one(found: Path) -> None:
+    theirs = torch.load(found / "found-auto.pt", weights_only=True)
+    reports, learner = alone()
+    for place, report in enumerate(reports):
+        assert torch.equal(theirs["log_probs"][place], report.log_probs)
+        assert theirs["metrics"][place] == report.metrics
+    for name, state in (("policy", learner.policy_state()), ("critic", learner.critic_state())):
+        assert digest(theirs[name]) == digest(state), name
 
 
 def test_two_ranks_train_a_model_of_two_types(found: Path) -> None:

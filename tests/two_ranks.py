@@ -16,12 +16,12 @@ from rlhfspec.modeling.loading import prepared
 from rlhfspec.tiny.classes import tiny_config, tiny_model
 
 
-def new_learner(name: str, ranks: Ranks) -> Learner:
-    settings = spec(name, tokensPerMicroBatch=40, epochs=2)
+def new_learner(name: str, ranks: Ranks, *, fuse: str = "auto") -> Learner:
+    settings = spec(name, tokensPerMicroBatch=40, epochs=2, fuse=fuse)
     return Learner(settings, policy(), critic() if name == "ppo" else None, ranks=ranks, num_threads=1)
 
 
-def lead(leader: Leader, folder: Path) -> None:
+def lead(leader: Leader, folder: Path, fuse: str) -> None:
     """Two steps, the second once more from the state after the first, and one with fewer samples than ranks."""
     reports = [leader.learn(rollouts(0))]
     leader.load_state(leader.state())
@@ -35,8 +35,13 @@ def lead(leader: Leader, folder: Path) -> None:
     leader.learn(rollouts(1))
     assert digest(leader.policy_state()) == first, "a resumed step differs"
     reports.append(leader.learn(rollouts(2, num_samples=1)))
-    torch.save({"metrics": [report.metrics for report in reports], "log_probs": [r.log_probs for r in reports],
-                "policy": leader.policy_state(), "critic": leader.critic_state()}, folder / "found.pt")  # fmt: skip
+    found = {
+        "metrics": [report.metrics for report in reports],
+        "log_probs": [report.log_probs for report in reports],
+        "policy": leader.policy_state(),
+        "critic": leader.critic_state(),
+    }
+    torch.save(found, folder / f"found-{fuse}.pt")
     leader.close()
 
 
@@ -71,11 +76,12 @@ def main() -> None:
     folder = Path(sys.argv[1])
     with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
         assert ranks.num_ranks == 2
-        learner = new_learner("ppo", ranks)
-        if ranks.rank == 0:
-            lead(Leader(learner, ranks), folder)
-        else:
-            follow(learner, ranks)
+        for fuse in ("off", "auto"):  # shares of both models on each; a model on each
+            learner = new_learner("ppo", ranks, fuse=fuse)
+            if ranks.rank == 0:
+                lead(Leader(learner, ranks), folder, fuse)
+            else:
+                follow(learner, ranks)
         mixed(ranks, folder)
         overflow(new_learner("dr-grpo", ranks), ranks, folder)
         silence(learner, ranks, folder)

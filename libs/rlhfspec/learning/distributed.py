@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rlhfspec.errors import StageStalled
 from rlhfspec.learning.rollouts import Rollouts
@@ -69,15 +68,19 @@ class Ranks:
         """What one rank has, on all: dictionaries, whose tensors travel one by one as they are, and small things."""
         if self.num_ranks == 1:
             return thing
-        leaves, structure = tree_flatten(thing)
-        said: list[Any] = [([leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)]
+        tensors: list[Tensor] = []
+
+        def head(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor.to("meta")
+
+        said: list[Any] = [_mapped(thing, head)]
         dist.broadcast_object_list(said, src=rank)
-        heads, structure = said[0]
-        for place, head in enumerate(heads):
-            if isinstance(head, Tensor):
-                tensor = leaves[place] if self.rank == rank else torch.empty_like(head, device="cpu")
-                heads[place] = _broadcast(tensor, rank)
-        return thing if self.rank == rank else tree_unflatten(heads, structure)
+        if self.rank != rank:
+            return _mapped(said[0], lambda like: _broadcast(torch.empty_like(like, device="cpu"), rank))  # type: ignore[no-any-return]
+        for tensor in tensors:
+            _broadcast(tensor, rank)
+        return thing
 
     def shard(self, module: nn.Module, trunk: Any) -> None:
         """FSDP2: each rank keeps a share of every weight and of its optimizer state; blocks are whole when they run."""
@@ -91,6 +94,17 @@ class Ranks:
             if isinstance(part, FSDPModule):  # losses are weighted over the whole mini-batch: gradients add up
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
+
+
+def _mapped(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """With other tensors, wherever they stand in nested dictionaries.
+
+    >>> _mapped({"step": 2, "of": {"weight": torch.ones(2)}}, torch.neg)
+    {'step': 2, 'of': {'weight': tensor([-1., -1.])}}
+    """
+    if isinstance(thing, Tensor):
+        return change(thing)
+    return {name: _mapped(each, change) for name, each in thing.items()} if isinstance(thing, dict) else thing
 
 
 def _broadcast(tensor: Tensor, rank: int) -> Tensor:

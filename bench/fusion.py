@@ -1,0 +1,92 @@
+"""What it brings to train PPO's actor and critic at the same time: python bench/fusion.py [--tiny wide|target].
+
+The same made-up step (4 prompts x 4 samples of 256 tokens) is trained by turns one after the other on one thread and on
+two, and at the same time on two. Steps under torchrun compare two ranks instead: FSDP's shares of both models on each,
+and a model on each:
+
+    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 bench/fusion.py
+
+Ratios are medians over turns; without two quiet cores they say nothing. The models are synthetic (`rlhfspec.tiny`), the
+critic is a new head on the policy's trunk. Digests of both models stand behind each way: those with as many threads a
+model must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from training import GROUP, NUM_SAMPLES, NUM_TOKENS, rollouts
+
+from rlhfspec.bench.step import StepSettings, job_of
+from rlhfspec.job import RLHFJob
+from rlhfspec.learning.distributed import Ranks, joined
+from rlhfspec.learning.learner import Learner
+from rlhfspec.learning.rollouts import Rollouts
+from rlhfspec.modeling.digest import digest
+from rlhfspec.tiny.corpus import prompts
+from rlhfspec.tiny.models import ensure
+
+ONE, TWO, FUSED = "in turn, 1 thread", "in turn, 2 threads", "at the same time"
+SHARES, APART = "FSDP's two ranks", "a model a rank"
+
+
+def learners_of(job: dict[str, Any], ranks: Ranks) -> dict[str, Learner]:
+    def learner(fuse: str, num_threads: int) -> Learner:
+        job["spec"]["training"]["fuse"] = fuse
+        return Learner.from_spec(RLHFJob.model_validate(job).spec, ranks=ranks, num_threads=num_threads)
+
+    if ranks.num_ranks > 1:
+        return {SHARES: learner("off", 1), APART: learner("auto", 1)}
+    return {ONE: learner("off", 1), TWO: learner("off", 2), FUSED: learner("auto", 2)}
+
+
+def compare(learners: dict[str, Learner], step: Rollouts, num_turns: int) -> dict[str, list[float]]:
+    """Seconds of each; the first turn is not counted."""
+    seconds: dict[str, list[float]] = {way: [] for way in learners}
+    for turn in range(num_turns + 1):
+        for way in list(learners)[:: 1 if turn % 2 else -1]:
+            began = time.perf_counter()
+            learners[way].learn(step)
+            seconds[way].append(time.perf_counter() - began)
+    return {way: of_way[1:] for way, of_way in seconds.items()}
+
+
+def tell(seconds: dict[str, list[float]], digests: dict[str, tuple[str, str]]) -> None:
+    *before, last = seconds
+    for way, of_way in seconds.items():
+        policy, critic = digests[way]
+        print(f"{way:<20} {statistics.median(of_way):6.2f} s a step, policy {policy}, critic {critic}")
+    for way in before:
+        ratios = sorted(a / b for a, b in zip(seconds[way], seconds[last], strict=True))
+        middle = statistics.median(ratios)
+        print(f"{way} / {last}: {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} turns)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", default="target", help="wide (77M parameters) or target (3.3M)")
+    parser.add_argument("--turns", type=int, default=7)
+    given = parser.parse_args()
+    model = str(getattr(ensure(given.tiny), given.tiny))
+    job = job_of(StepSettings(model=model, draft=model), "off")
+    job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": GROUP}
+    step = rollouts(prompts(NUM_SAMPLES // GROUP, seed=20), GROUP, NUM_TOKENS)
+    step = replace(step, values=torch.zeros(NUM_SAMPLES * NUM_TOKENS))
+    with joined(timeout_seconds=600.0, silence_seconds=600.0) as ranks:
+        learners = learners_of(job, ranks)
+        seconds = compare(learners, step, given.turns)
+        digests = {
+            way: (digest(of.policy_state())[:12], digest(of.critic_state())[:12]) for way, of in learners.items()
+        }
+    if int(os.environ.get("RANK") or 0) == 0:
+        tell(seconds, digests)
+
+
+if __name__ == "__main__":
+    main()
