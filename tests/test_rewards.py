@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfspec.errors import InvalidRequest, RewardError
-from rlhfspec.job import Rewards
+from rlhfspec.job_rewards import Rewards
 from rlhfspec.records import Sample, Score
 from rlhfspec.scoring.rewards import RewardSources
 from rlhfspec.scoring.rewards.attempts import delay_seconds
@@ -347,7 +347,7 @@ def test_a_hanging_function_keeps_no_process_alive(desk: Desk) -> None:
     code = f"""
 import asyncio, pathlib
 from rlhfspec.errors import RewardError
-from rlhfspec.job import Rewards
+from rlhfspec.job_rewards import Rewards
 from rlhfspec.scoring.rewards import RewardSources
 from rlhfspec.records import Sample
 source = {{"type": "function", "function": "rewards:reward", "timeoutSeconds": 0.05, "retries": 0}}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlhfspec.errors import InvalidRequest, RewardError
-from rlhfspec.job import Rewards
+from rlhfspec.job_rewards import Rewards
 from rlhfspec.records import Sample, Score
 from rlhfspec.scoring.rewards import RewardSources
 from rlhfspec.scoring.rewards.attempts import delay_seconds

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhfspec.errors import InvalidRequest, RewardError
-from rlhfspec.job import Rewards
+from rlhfspec.job_rewards import Rewards
 from rlhfspec.records import Sample, Score
 from rlhfspec.scoring.rewards import RewardSources
 from rlhfspec.scoring.rewards.classifier import Classifier

@@ -33,6 +33,7 @@ from rlhfspec.job_cluster import (
     Scheduling,
     Storage,
 )  # fmt: skip
+from rlhfspec.job_rewards import Rewards
 
 API_VERSION = "rlhfspec.io/v1alpha1"
 AlgorithmName = Literal["ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo"]
@@ -175,62 +176,6 @@ class Generation(Block):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the engine keeps weights.")
     max_sequences: Positive = Field(64, description="Responses generated together by one generator.")
     kv_cache_tokens: Positive | None = Field(None, description="Memory for KV in tokens; null: for every response.")
-
-
-class FunctionReward(Block):
-    type: Literal["function"]
-    function: str = Field(description="module:function; modules are found beside the job file too.")
-    batched: bool = Field(
-        False, description="true: called once a prompt group with lists (prompts, completions, columns)."
-    )
-
-
-class ModelReward(Block):
-    type: Literal["model"]
-    path: str = Field(min_length=1, description="A Hugging Face sequence-classification model; one output, or label.")
-    label: Natural | None = Field(None, description="Which output counts; null: the model has one.")
-    chat_template: bool = Field(
-        False, description="true: one exchange in the model's chat template; false: prompt followed by response."
-    )
-
-
-class HttpReward(Block):
-    type: Literal["http"]
-    url: str = Field(
-        pattern=r"^(https?://|\$\{)", description="Receives a JSON POST; ${NAME} is taken from the environment."
-    )
-    headers: dict[str, str] = Field({}, description="Sent along. ${NAME} is taken from the environment: write keys so.")
-
-
-class _Common(Block):
-    name: str | None = Field(None, description="In metrics and messages; null: derived from the source.")
-    weight: Annotated[float, Field(allow_inf_nan=False)] = Field(1.0, description="Factor in the combination.")
-    concurrency: Positive = Field(4, description="Calls at a time.")
-    timeout_seconds: Seconds = Field(60.0, description="Of one call.")
-    retries: Natural = Field(2, description="After a failed call, with growing delays.")
-    on_error: Literal["fail", "drop"] = Field(
-        "fail", description="When retries are used up: end the job, or leave the sample out and say so."
-    )
-
-
-class FunctionSource(FunctionReward, _Common):
-    pass
-
-
-class ModelSource(ModelReward, _Common):
-    pass
-
-
-class HttpSource(HttpReward, _Common):
-    pass
-
-
-RewardSource = Annotated[FunctionSource | ModelSource | HttpSource, Field(discriminator="type")]
-
-
-class Rewards(Block):
-    sources: list[RewardSource] = Field(min_length=1, max_length=32, description="Where rewards come from.")
-    combine: Literal["sum", "min", "product"] = Field("sum", description="Of weighted sources.")
 
 
 class Optimizer(Block):

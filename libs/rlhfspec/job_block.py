@@ -1,4 +1,4 @@
-"""What every block of a job is made of; for `rlhfspec.job` and `rlhfspec.job_cluster`, which describe it.
+"""What every block of a job is made of; for `rlhfspec.job` and its parts, which describe it.
 
 Example:
     >>> class Wait(Block):

@@ -21,12 +21,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlhfspec.errors import Problem
-from rlhfspec.job import FunctionSource, RewardSource, RLHFJob, Workers
+from rlhfspec.job import RLHFJob, Workers
 from rlhfspec.job_cluster import PodOptions, PodTemplate, Storage
 from rlhfspec.job_file.problems import place_of
 from rlhfspec.job_file.schema import QUANTITY
 from rlhfspec.job_file.secrets import shown_url, shown_value
 from rlhfspec.job_file.yaml_text import Path_, parts_of
+from rlhfspec.job_rewards import FunctionSource, RewardSource
 
 GROUP_ALGORITHMS = ("grpo", "dr-grpo", "rloo", "dapo", "gspo")
 MODULE_MEMBER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")

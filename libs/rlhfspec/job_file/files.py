@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.errors import InvalidRequest, did_you_mean, nearest
-from rlhfspec.job import FunctionSource, HttpSource, ModelSource, RLHFJob
+from rlhfspec.job import RLHFJob
 from rlhfspec.job_file.checks import MODULE_MEMBER, Finding
 from rlhfspec.job_file.paths import MADE_HERE, NOT_ROWS, ROW_SUFFIXES, is_local, resolve
 from rlhfspec.job_file.secrets import request_of
+from rlhfspec.job_rewards import FunctionSource, HttpSource, ModelSource
 
 MOST_HEAD_BYTES = 100 << 20  # as safetensors itself allows
 MODEL_FIELDS = ("path", "tokenizer", "drafter", "reference", "critic")

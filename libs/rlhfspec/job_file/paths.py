@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rlhfspec.job import ModelSource, RLHFJob
+from rlhfspec.job import RLHFJob
+from rlhfspec.job_rewards import ModelSource
 
 MADE_HERE = "tiny:"
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz", ".parquet")

@@ -19,8 +19,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.job import HttpSource, RLHFJob
+from rlhfspec.job import RLHFJob
 from rlhfspec.job_file.yaml_text import Path_, parts_of
+from rlhfspec.job_rewards import HttpSource
 
 HIDDEN = "..."
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")

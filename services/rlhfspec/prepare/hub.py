@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest, StorageError
-from rlhfspec.job import ModelSource, RLHFJob
+from rlhfspec.job import RLHFJob
 from rlhfspec.job_file.files import MODEL_FIELDS
 from rlhfspec.job_file.paths import MADE_HERE
+from rlhfspec.job_rewards import ModelSource
 
 # Weights in formats that are not read, and what is no part of the model.
 NOT_READ = ["*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.tflite", "original/*"]

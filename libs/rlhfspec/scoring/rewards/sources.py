@@ -12,8 +12,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from rlhfspec.errors import InvalidRequest, RewardError
-from rlhfspec.job import FunctionSource, HttpSource, ModelSource, Rewards
 from rlhfspec.job_file.secrets import request_of
+from rlhfspec.job_rewards import FunctionSource, HttpSource, ModelSource, Rewards
 from rlhfspec.records import Sample, Score
 from rlhfspec.scoring.rewards.attempts import Attempts, During, Limits, Sleep
 from rlhfspec.scoring.rewards.base import CallFailed, Reward, Source
