@@ -156,9 +156,10 @@ def test_api_server_and_etcd_and_the_release_in_mid_job(
     installed.install(operator={"resources": {"limits": {"memory": "500Mi"}}})
     job.wait_for_step(3, seconds=300)
     cluster.helm("rollback", RELEASE, "1", "--namespace", NAMESPACE, "--wait", "--timeout", "240s")
-    assert before <= {pod["metadata"]["uid"] for pod in job.pods()}, "none of it touched a pod"
+    after = {pod["metadata"]["uid"] for pod in job.pods()}
+    assert before <= after or job.phase == "Succeeded", "none of it touched a pod; they go when the job is done"
     trains(job, laptop)
-    assert job.status["restarts"]["total"] == 0
+    assert (job.status["run"]["number"], job.status["restarts"]["total"]) == (1, 0)
 
 
 def test_nats_that_lost_its_volume(cluster: Cluster, submit: Callable[..., Job], laptop: Path) -> None:
