@@ -13,7 +13,7 @@ from test_learner import critic, policy, rollouts, spec
 
 from rlhfspec.errors import NumericalError
 from rlhfspec.learning.distributed import Ranks
-from rlhfspec.learning.fusion import Chain, InThreads, InTurn, Meet, OnRanks, chains_of
+from rlhfspec.learning.fusion import Chain, InThreads, InTurn, Meet, Meeting, OnRanks, chains_of
 from rlhfspec.learning.learner import Learner
 from rlhfspec.modeling import lora
 from rlhfspec.modeling.digest import digest
@@ -216,3 +216,20 @@ def test_ten_thousand_updates_meet() -> None:
     made: dict[str, list[int]] = {"policy": [], "critic": []}
     InThreads(2).run({model: chain(10_000, made[model]) for model in made})
     assert made["policy"] == made["critic"] == list(range(10_000))
+
+
+def test_what_both_have_said_both_hear_though_one_has_left_since() -> None:
+    """Else the one that was slower to look would keep the gradients of what was not finite."""
+    heard: list[str | None] = []
+
+    def slower(meeting: Meeting) -> None:
+        with meeting.attended():
+            heard.append(meeting.problem("critic", None))
+
+    for _ in range(300):
+        thread = threading.Thread(target=slower, args=(meeting := Meeting(),))
+        thread.start()
+        with pytest.raises(NumericalError), meeting.attended():
+            raise NumericalError(str(meeting.problem("policy", "not finite")))
+        thread.join(PATIENCE)
+    assert heard == ["not finite"] * 300

@@ -36,7 +36,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -112,7 +112,7 @@ class InThreads:
             critic = beside.apply_async(self._run, (chains["critic"], meeting, "critic"))
             try:
                 self._run(chains["policy"], meeting, "policy")
-            except threading.BrokenBarrierError:
+            except OtherEnded:
                 pass  # the critic's chain ended, and says why below
             finally:
                 critic.wait()
@@ -161,28 +161,41 @@ def chains_of(spec: job.Spec, ranks: Ranks, num_threads: int, device: torch.devi
     return InTurn(num_threads=num_threads, models=MODELS if critic else MODELS[:1], ranks=ranks)
 
 
+class OtherEnded(RuntimeError):
+    """The other chain ended with an error of its own, which is the one to be told."""
+
+
 class Meeting:
     """Where two chains tell each other before every update what they found wrong; nobody waits for one that is gone."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(len(MODELS))
+        self._changed = threading.Condition()
         self._said: dict[str, list[str | None]] = {model: [] for model in MODELS}
+        self._is_left = False
 
     def problem(self, model: str, own: str | None) -> str | None:
-        """Of either; BrokenBarrierError when the other chain has ended with an error."""
-        said = self._said[model]
-        said.append(own)
-        self._barrier.wait()
-        update = len(said) - 1  # the other one may be at its next update before this one has looked
-        return first([of[update] for of in self._said.values()])
+        """Of either at this update. What both have said both hear, also when the other has left since."""
+        with self._changed:
+            self._said[model].append(own)
+            update = len(self._said[model])
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_left or self._have_said(update))
+            if not self._have_said(update):
+                raise OtherEnded
+            return first([said[update - 1] for said in self._said.values()])
+
+    def _have_said(self, update: int) -> bool:
+        return all(len(said) >= update for said in self._said.values())
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """Whoever leaves by an error lets the other one go."""
-        with ExitStack() as leaving:
-            leaving.callback(self._barrier.abort)
+        """Whoever leaves lets the other one go."""
+        try:
             yield
-            leaving.pop_all()
+        finally:
+            with self._changed:
+                self._is_left = True
+                self._changed.notify_all()
 
 
 def first(problems: Sequence[str | None]) -> str | None:
