@@ -74,7 +74,7 @@ def test_each_chain_has_half_of_the_threads_and_nobody_else_keeps_them(monkeypat
     monkeypatch.setattr(Learner, "_step", noted)
     before = torch.get_num_threads()
     try:
-        Learner(spec("ppo"), policy(), critic(), num_threads=7).learn(rollouts())
+        Learner(spec("ppo", fuse="auto"), policy(), critic(), num_threads=7).learn(rollouts())
         assert torch.get_num_threads() == 7
     finally:
         torch.set_num_threads(before)
@@ -176,15 +176,12 @@ def test_where_one_is_not_finite_neither_moves(model: str) -> None:
 
 def test_both_stay_at_the_last_update_that_was_good_in_both() -> None:
     """The second of two mini-batches has the number; alone, the policy had made both updates before it is seen."""
-    trained, one_update = learner("auto", miniBatches=2), learner("auto", miniBatches=2)
+    trained = learner("auto", miniBatches=2)
     with torch.no_grad():
         embeddings_of(trained, "critic")[96] = math.inf
     with pytest.raises(NumericalError, match=r"critic: values of sample j/1/1/1"):
         trained.learn(with_a_rare_token())
     assert {model: network.num_updates for model, network in trained._networks.items()} == {"policy": 1, "critic": 1}
-    with torch.no_grad():
-        embeddings_of(one_update, "policy")[96] = 0.0
-    assert digests(trained) != digests(one_update)
 
 
 # -- a chain that ends otherwise ------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ class Training(Block):
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradients are scaled down to it.")
     autocast: Literal["off", "bfloat16"] = Field("off", description="Mixed precision of the trainer's forward.")
     fuse: Literal["auto", "off"] = Field(
-        "auto",
+        "off",
         description="auto: actor and critic (ppo) are trained at the same time, each with half of the threads, or on a "
         "rank each where ranks is 2. off: one after the other.",
     )
