@@ -16,7 +16,7 @@ granted is used.
 Of a whole run, over the logs of all its clusters:
 
     E2E_AUDIT=out/audit make e2e
-    helm template rlhfspec charts/rlhfspec --namespace rlhf > out/rendered.yaml
+    helm template rlhfspec charts/rlhfspec --namespace rlhf --set images.pullPolicy=Never > out/rendered.yaml
     python e2e/verbs.py --user system:serviceaccount:rlhf:rlhfspec-operator --roles out/rendered.yaml out/audit/*.log
 """
 
