@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from rlhfspec.cli.job import Job, Set
+from rlhfspec.cli.job import Set
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import wide_console
+from rlhfspec.cli.simulate_fusion import simulate_fusion
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -58,13 +59,25 @@ Calibrate = Annotated[
     Path | None, typer.Option(metavar="RUN", help="Take curve, prefill and lengths from a run's folder, with traces.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Also draw the first seed into DIR/simulated.png.")]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Also draw: the first seed into DIR/simulated.png, or DIR/fused.png.")
+]
+MaybeJob = Annotated[
+    Path | None, typer.Argument(metavar="[JOB]", help="A job file; none with --fuse.", show_default=False)
+]
+Fuse = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STAGESxMICROBATCHES[xCRITIC]",
+        help="Instead: actor and critic trained on one pipeline, interleaved; a critic of so many times the actor.",
+    ),
+]
 
 _ALL = ("none", "threshold", "knee", "counts", "ours", "pull+none", "pull+ours", "ours-knowing")
 
 
 def simulate(
-    job: Job,
+    job: MaybeJob = None,
     generators: Generators = None,
     per_generator: PerGenerator = None,
     seeds: Seeds = 3,
@@ -83,9 +96,14 @@ def simulate(
     overrides: Set = None,
     as_json: AsJson = False,
     out: Out = None,
+    fuse: Fuse = None,
 ) -> None:
     """Simulate one generating stage of a job: which policy would end it when, and how far that is from the best."""
     with exit_on_problems():
+        if fuse is not None:
+            return simulate_fusion(fuse, as_json=as_json, out=out)
+        if job is None:
+            raise InvalidRequest("JOB", None, "must be given: a stage of a job is simulated (or give --fuse)")
         from rlhfspec.job_file import read_job
         from rlhfspec.rebalancing.step_curves import curve_named
 
@@ -109,6 +127,7 @@ def simulate(
     _print(scenario, plan, lengths if calibrate is None else str(calibrate), found, calibration, as_json)
     if out is not None and not as_json:
         typer.echo(f"picture: {out / 'simulated.png'}")
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
