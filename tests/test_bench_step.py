@@ -148,6 +148,17 @@ def test_long_prompts_are_of_one_length_and_all_different(tmp_path: Path) -> Non
         replace(SETTINGS, num_prompt_tokens=1)
 
 
+def test_ppo_is_ours_alone_and_trains_a_critic(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, algorithm="ppo")
+    job = RLHFJob.model_validate(bench_step.job_of(settings, "off"))
+    assert job.spec.algorithm.name == "ppo"
+    assert job.spec.algorithm.kl_coefficient == settings.kl_coefficient
+    with pytest.raises(WorkerFailed, match=r"TRL 1\.16 trains no ppo"):
+        bench_step.measure_trl(settings)
+    with pytest.raises(InvalidRequest, match="algorithm"):
+        replace(SETTINGS, algorithm="dpo")
+
+
 def test_our_side_says_why_a_run_failed(tmp_path: Path) -> None:
     settings = replace(SETTINGS, model=str(tmp_path / "missing"), draft=str(tmp_path / "missing"))
     with pytest.raises(WorkerFailed, match="exit code 2"):

@@ -33,7 +33,8 @@ from rlhfspec.tiny.tokenizer import decode
 
 TRL, PLAIN, ADAPTIVE = "trl", "plain", "adaptive"
 MODES = (TRL, PLAIN, ADAPTIVE)
-STAGES = ("generation", "reward", "reference", "training", "waiting")
+ALGORITHMS = ("grpo", "ppo")
+STAGES = ("generation", "reward", "reference", "critic", "training", "waiting")
 WARM_UP_STEPS = 1
 TOLERATED_DIFFERENCE = 0.02  # of tokens a step between modes; more would compare different work
 PATIENCE_SECONDS = 3600.0
@@ -54,6 +55,7 @@ class StepSettings:
     draft: str
     modes: tuple[str, ...] = MODES
     trl_python: str | None = None
+    algorithm: str = "grpo"  # or ppo, whose critic is a new head on the model
     num_prompt_tokens: int | None = None  # of every prompt; None: beginnings of documents, 24 to 96
     prompts_per_step: int = 4
     samples_per_prompt: int = 4
@@ -70,6 +72,8 @@ class StepSettings:
         for mode in self.modes:
             if mode not in MODES:
                 raise InvalidRequest("modes", mode, f"must be among {', '.join(MODES)}")
+        if self.algorithm not in ALGORITHMS:
+            raise InvalidRequest("algorithm", self.algorithm, f"must be among {', '.join(ALGORITHMS)}")
         if self.samples_per_prompt < 2:
             raise InvalidRequest("samples_per_prompt", self.samples_per_prompt, "must be >= 2: GRPO compares samples")
         if self.num_prompt_tokens is not None and self.num_prompt_tokens < 2:
@@ -232,6 +236,8 @@ def find_trl_python(given: str | None) -> Path | None:
 
 
 def measure_trl(settings: StepSettings) -> list[Step]:
+    if settings.algorithm != "grpo":
+        raise WorkerFailed(f"TRL 1.16 trains no {settings.algorithm}")
     python = find_trl_python(settings.trl_python)
     if python is None:
         raise WorkerFailed("no TRL here (make setup-trl, or --trl-python)")
@@ -300,7 +306,7 @@ def job_of(settings: StepSettings, speculation: str) -> dict[str, Any]:
         "model": {"path": settings.model, "drafter": settings.draft},
         "dataset": {"path": "prompts.jsonl", "shuffle": False} | longest,
         "algorithm": {
-            "name": "grpo",
+            "name": settings.algorithm,
             "samplesPerPrompt": settings.samples_per_prompt,
             "klCoefficient": settings.kl_coefficient,
         },
@@ -331,7 +337,7 @@ def steps_of(lines: str) -> list[Step]:
     return [
         Step(
             seconds=line["finished_unix_seconds"] - before,
-            by_stage={name: line["seconds"][name] or 0.0 for name in STAGES},
+            by_stage={name: line["seconds"][name] or 0.0 for name in STAGES if name in line["seconds"]},
             num_tokens=line["num_response_tokens"],
         )
         for line, before in zip(metrics, began, strict=False)

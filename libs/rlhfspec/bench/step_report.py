@@ -23,9 +23,10 @@ def _heading(results: StepResults) -> Text:
     num_samples = settings["prompts_per_step"] * settings["samples_per_prompt"]
     prompt_tokens = settings["num_prompt_tokens"]
     asked = "" if prompt_tokens is None else f" to prompts of {prompt_tokens}"
+    work = f"{num_samples} samples of {settings['num_tokens']} tokens{asked} a step"
     return Text(
         f"{told.cpu}, {settings['num_threads']} thread(s), {settings['dtype']}, arithmetic {told.arithmetic}\n"
-        f"GRPO on {settings['model']}: {num_samples} samples of {settings['num_tokens']} tokens{asked} a step, "
+        f"{settings['algorithm'].upper()} on {settings['model']}: {work}, "
         f"medians of {len(results.rows[0].steps) if results.rows else 0} steps; stages of ours overlap"
     )
 

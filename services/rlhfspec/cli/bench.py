@@ -122,6 +122,7 @@ def step(
     long_prompts: Annotated[
         bool, typer.Option("--long-prompts", help="16 answers of 48 tokens to each prompt of 768.")
     ] = False,
+    algorithm: Annotated[str, typer.Option(help="grpo, or ppo, which TRL 1.16 does not train.")] = "grpo",
     modes: Annotated[str, typer.Option(help="Among trl, plain, adaptive.")] = "trl,plain,adaptive",
     prompts: Annotated[int | None, typer.Option(min=1, help="Prompts a step.")] = None,
     samples: Annotated[int | None, typer.Option(min=2, help="Samples a prompt.")] = None,
@@ -135,7 +136,7 @@ def step(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare a whole GRPO step, plain and adaptive, with TRL's: same model, prompts, lengths and threads, one run."""
+    """Compare a whole step, plain and adaptive, with TRL's: same model, prompts, lengths and threads, one run."""
     from rlhfspec.bench.step import StepBenchmark, StepSettings, UnequalWork
     from rlhfspec.bench.step_report import render
 
@@ -155,6 +156,7 @@ def step(
             draft=draft_path,
             modes=tuple(modes.split(",")),
             trl_python=trl_python,
+            algorithm=algorithm,
             num_threads=threads,
             dtype=dtype,
             **given,
