@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
 from rlhfspec.engine.text import cut_at_stop
-from rlhfspec.job import ALGORITHM_DEFAULTS, FunctionSource
+from rlhfspec.job import ALGORITHM_DEFAULTS
 from rlhfspec.job_file import read_job
+from rlhfspec.job_rewards import FunctionSource
 from rlhfspec.scoring.rewards.imports import load_function
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
