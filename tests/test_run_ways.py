@@ -215,13 +215,16 @@ def test_a_long_prompt_leaves_no_room(job_file: Path) -> None:
 
 def test_ctrl_c_twice_in_the_live_view_gives_the_terminal_back(job_file: Path) -> None:
     """The first ends the step; a reward that hangs makes it take long, and the second leaves at once."""
-    with_reward(job_file, "import time; time.sleep(1000)")
+    hangs = job_file.parent / "hangs"
+    with_reward(job_file, f"import pathlib, time; pathlib.Path({str(hangs)!r}).touch(); time.sleep(1000)")
     arguments = ["run", str(job_file), "--out", str(job_file.parent / "out"), "--set", "observability.view=live"]
     child, terminal = pty.fork()
     if child == 0:
         os.environ |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", "LINES": "40", "COLUMNS": "100"}
         os.execv(sys.executable, [sys.executable, "-m", "rlhfspec.cli.start", *arguments, "--set", OFF])
     shown = _read_until(terminal, "scoring letters", b"")
+    while not hangs.exists():  # "scoring" is said before it is called
+        shown += os.read(terminal, 1 << 16)
     os.write(terminal, b"\x03")
     shown = _read_until(terminal, "Ctrl-C once more leaves at once", shown)
     os.write(terminal, b"\x03")
