@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,6 +35,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     write_models(folder, random_model("llama", seed=0, vocab_size=VOCAB_SIZE))
     return folder
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many the CPU kernels have, until the test is over."""
+    from rlhfspec.kernels.cpu import build
+
+    yield build.set_num_threads
+    build.set_num_threads(None)
 
 
 @pytest.fixture

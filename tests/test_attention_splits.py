@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -67,12 +67,6 @@ def every_isa(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(attention_splits, "_kernel", lambda: merging)
 
     return choose
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    yield build.set_num_threads
-    build.set_num_threads(None)
 
 
 # ---- one call -------------------------------------------------------------------------------------------------------

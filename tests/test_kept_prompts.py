@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from test_scoring_forwards import row_sensitive_scorer
 
 from rlhfspec.arrays import IntArray
 from rlhfspec.engine import runner
@@ -163,13 +163,8 @@ def test_new_weights_of_the_critic_forget_what_was_run_with_the_old_ones(asked: 
 
 
 def test_where_bits_depend_on_the_rows_of_a_forward_a_kept_prompt_leads_to_the_same_ones() -> None:
-    """As on a GPU. torch's arithmetic is another one for few rows than for many, so all must be cut alike."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=320, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=CONTEXT, initializer_range=0.1,
-    )  # fmt: skip
-    scorer = LogProbScorer(LlamaForCausalLM(config).eval(), temperature=0.7, max_context=CONTEXT, arithmetic="torch")
+    """As on a GPU: all must be cut alike."""
+    scorer = row_sensitive_scorer(CONTEXT)
     pairs = [(prompt, answer) for answer in ANSWERS for prompt in PROMPTS]
     with counted(scorer._rows) as run_with_kept:
         found = [scorer.log_probs(*pair) for pair in pairs]

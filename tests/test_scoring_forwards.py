@@ -40,6 +40,16 @@ def make_scorer(kind: str = "llama", temperature: float = 0.7, **options: Any) -
     return LogProbScorer(random_model(kind, seed=2), temperature=temperature, max_context=CONTEXT, **options)
 
 
+def row_sensitive_scorer(context: int) -> LogProbScorer:
+    """In torch's own arithmetic, which is another one for few rows than for many."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=320, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=context, initializer_range=0.1,
+    )  # fmt: skip
+    return LogProbScorer(LlamaForCausalLM(config).eval(), temperature=0.7, max_context=context, arithmetic="torch")
+
+
 def make_critic(kind: str, seed: int = 1) -> Critic:
     critic = Critic(prepared(random_model(kind, seed=2)))
     return moved(critic, seed)
@@ -111,14 +121,8 @@ def test_workers_and_threads_at_once_give_the_same_scores() -> None:
 
 
 def test_a_score_that_depends_on_its_neighbours_would_be_noticed() -> None:
-    """The comparison can fail: torch's own arithmetic is another one for few rows than for many."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=320, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=CONTEXT, initializer_range=0.1,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    scorer = LogProbScorer(model, temperature=0.7, max_context=CONTEXT, arithmetic="torch")
+    """The comparison can fail."""
+    scorer = row_sensitive_scorer(CONTEXT)
     whole = scorer.log_probs(*SAMPLES[-1])
     scorer._rows._chunk_tokens = 3
     parts = scorer.log_probs(*SAMPLES[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +36,6 @@ from rlhfspec.kernels import tree_attention as module
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 from rlhfspec.kernels.tree_attention_twin import tree_attention_reference
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    yield build.set_num_threads
-    build.set_num_threads(None)
-
 
 # ---- the C++ kernel -------------------------------------------------------------------------------------------------
 
