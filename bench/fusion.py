@@ -14,20 +14,18 @@ model must be equal.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from dataclasses import replace
 from typing import Any
 
 import torch
-from training import GROUP, NUM_SAMPLES, NUM_TOKENS, rollouts
+from training import GROUP, NUM_SAMPLES, NUM_TOKENS, rollouts, take_turns
 
 from rlhfspec.bench.step import StepSettings, job_of
 from rlhfspec.job import RLHFJob
 from rlhfspec.learning.distributed import Ranks, joined
 from rlhfspec.learning.learner import Learner
-from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.modeling.digest import digest
 from rlhfspec.tiny.corpus import prompts
 from rlhfspec.tiny.models import ensure
@@ -44,17 +42,6 @@ def learners_of(job: dict[str, Any], ranks: Ranks) -> dict[str, Learner]:
     if ranks.num_ranks > 1:
         return {SHARES: learner("off", 1), APART: learner("auto", 1)}
     return {ONE: learner("off", 1), TWO: learner("off", 2), FUSED: learner("auto", 2)}
-
-
-def compare(learners: dict[str, Learner], step: Rollouts, num_turns: int) -> dict[str, list[float]]:
-    """Seconds of each; the first turn is not counted."""
-    seconds: dict[str, list[float]] = {way: [] for way in learners}
-    for turn in range(num_turns + 1):
-        for way in list(learners)[:: 1 if turn % 2 else -1]:
-            began = time.perf_counter()
-            learners[way].learn(step)
-            seconds[way].append(time.perf_counter() - began)
-    return {way: of_way[1:] for way, of_way in seconds.items()}
 
 
 def tell(seconds: dict[str, list[float]], digests: dict[str, tuple[str, str]]) -> None:
@@ -74,17 +61,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     given = parser.parse_args()
     model = str(getattr(ensure(given.tiny), given.tiny))
-    job = job_of(StepSettings(model=model, draft=model), "off")
-    job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": GROUP}
+    job = job_of(StepSettings(model=model, draft=model, algorithm="ppo", kl_coefficient=0.05), "off")
     step = rollouts(prompts(NUM_SAMPLES // GROUP, seed=20), GROUP, NUM_TOKENS)
     step = replace(step, values=torch.zeros(NUM_SAMPLES * NUM_TOKENS))
     with joined(timeout_seconds=600.0, silence_seconds=600.0) as ranks:
         learners = learners_of(job, ranks)
-        seconds = compare(learners, step, given.turns)
+        seconds = take_turns(learners, step, given.turns, time.perf_counter)
         digests = {
             way: (digest(of.policy_state())[:12], digest(of.critic_state())[:12]) for way, of in learners.items()
         }
-    if int(os.environ.get("RANK") or 0) == 0:
+    if ranks.rank == 0:
         tell(seconds, digests)
 
 

@@ -17,6 +17,7 @@ import statistics
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -89,22 +90,29 @@ def profile(learner: Learner, step: Rollouts) -> None:
         print(f"{kind:<16} {spent:7.2f} s {spent / total:6.1%}")
 
 
+def take_turns(
+    learners: Mapping[str, Learner], step: Rollouts, num_turns: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """What the clock says of each one's steps; the first turn is not counted."""
+    spent: dict[str, list[float]] = {way: [] for way in learners}
+    for turn in range(num_turns + 1):
+        for way in list(learners)[:: 1 if turn % 2 else -1]:
+            began = clock()
+            learners[way].learn(step)
+            spent[way].append(clock() - began)
+    return {way: of_way[1:] for way, of_way in spent.items()}
+
+
 def compare_sharing(job: dict[str, Any], num_steps: int) -> None:
-    """The first step of each is not counted."""
     learners = {}
-    for share in (False, True):
+    for way, share in (("copies", False), ("shared", True)):
         job["spec"]["training"]["sharePrompts"] = share
-        learners[share] = Learner.from_spec(RLHFJob.model_validate(job).spec)
+        learners[way] = Learner.from_spec(RLHFJob.model_validate(job).spec)
     for length in PROMPT_TOKENS:
         step = rollouts([token_stream(length, seed=20)], SHARED_BY, ANSWER_TOKENS)
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        for number in range(num_steps + 1):
-            for share in (False, True) if number % 2 else (True, False):
-                began = time.process_time()
-                learners[share].learn(step)
-                seconds[share].append(time.process_time() - began)
-        copies, shared = (statistics.median(seconds[share][1:]) for share in (False, True))
-        ratio = statistics.median(a / b for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True))
+        seconds = take_turns(learners, step, num_steps, time.process_time)
+        copies, shared = map(statistics.median, seconds.values())
+        ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
         print(f"prompt of {length} tokens: copies {copies:.2f} s, shared {shared:.2f} s, {ratio:.2f} times as fast")
 
 
