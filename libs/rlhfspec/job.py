@@ -135,6 +135,11 @@ class Algorithm(Block):
         defaults = ALGORITHM_DEFAULTS.get(str(given.get("name", "grpo")), {})
         return {to_camel(name): value for name, value in defaults.items()} | given
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Has a prompt several answers, so that what was run of it is worth keeping for the next?"""
+        return self.samples_per_prompt > 1
+
 
 # What each paper prescribes where it differs from the fields' own defaults (which are GRPO's).
 ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {

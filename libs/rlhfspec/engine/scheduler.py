@@ -186,10 +186,8 @@ class Scheduler:
         self.waiting.append(longer)
 
     def give_way(self) -> bool:
-        """One that has no row lets go of its KV: of those that stay the one that did so first, else the youngest of
-        those that were extended. It computes it again, should it go on. False: there is none."""
-        holders = (each for each in (*self.staying.values(), *reversed(self.waiting)) if each.resting)
-        holder = next(holders, None)
+        """One that has no row lets go of its KV. It computes it again, should it go on. False: there is none."""
+        holder = next(iter(self._holders), None)
         if holder is not None:
             self._lose_rest(holder)
         return holder is not None
@@ -310,8 +308,9 @@ class Scheduler:
 
     @property
     def _holders(self) -> list[Sequence]:
-        """Of blocks, without a row."""
-        return [each for each in (*self.staying.values(), *self.waiting) if each.resting]
+        """Of blocks, without a row, as they give way: who stays, the first to do so first, then who was extended, the
+        youngest first."""
+        return [each for each in (*self.staying.values(), *reversed(self.waiting)) if each.resting]
 
     @property
     def _spare_blocks(self) -> int:

@@ -101,7 +101,8 @@ def simulate(
     """Simulate one generating stage of a job: which policy would end it when, and how far that is from the best."""
     with exit_on_problems():
         if fuse is not None:
-            return simulate_fusion(fuse, as_json=as_json, out=out)
+            simulate_fusion(fuse, as_json=as_json, out=out)
+            return
         if job is None:
             raise InvalidRequest("JOB", None, "must be given: a stage of a job is simulated (or give --fuse)")
         from rlhfspec.job_file import read_job
@@ -127,7 +128,6 @@ def simulate(
     _print(scenario, plan, lengths if calibrate is None else str(calibrate), found, calibration, as_json)
     if out is not None and not as_json:
         typer.echo(f"picture: {out / 'simulated.png'}")
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ def build(job: RLHFJob, context: Context) -> CriticService:
         critic,
         max_context=most,
         device=device_of(job.spec),
-        keep_prompts=job.spec.algorithm.samples_per_prompt > 1,
+        keep_prompts=job.spec.algorithm.shares_prompts,
     )
     service = CriticService(
         context.worker, context.vitals, context.bus, job=job, scorer=scorer, weights=context.weights

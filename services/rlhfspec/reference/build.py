@@ -26,7 +26,7 @@ def build(job: RLHFJob, context: Context) -> ReferenceService:
         max_context=most,
         dtype=_dtype(job),
         device=device_of(job.spec),
-        keep_prompts=job.spec.algorithm.samples_per_prompt > 1,
+        keep_prompts=job.spec.algorithm.shares_prompts,
     )
     service = ReferenceService(context.worker, context.vitals, context.bus, job=job, scorer=scorer)
     service.models = {"reference": scorer.report}

@@ -15,6 +15,6 @@ def build(job: RLHFJob, context: Context) -> RewardService:
     from rlhfspec.reward.service import RewardService
     from rlhfspec.scoring.rewards.sources import RewardSources
 
-    keep_prompts = job.spec.algorithm.samples_per_prompt > 1
-    sources = RewardSources(job.spec.rewards, context.run.base_folder, keep_prompts=keep_prompts)
+    shared = job.spec.algorithm.shares_prompts
+    sources = RewardSources(job.spec.rewards, context.run.base_folder, keep_prompts=shared)
     return RewardService(context.worker, context.vitals, context.bus, job=job, sources=sources)
