@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import socket
 import ssl
+import warnings
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -306,6 +308,27 @@ def test_a_redis_that_was_started_anew_has_its_users_again(servers: SharedServer
         await ended(task)
 
     asyncio.run(main())
+
+
+@needs_redis
+def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(servers: SharedServers) -> None:
+    async def cancelled(seconds: float) -> None:
+        _, redis = operators(servers)
+        assert redis is not None
+        task = asyncio.create_task(Tending(redis, runs_of(("team", "f77f")), lambda _: None).run())
+        await asyncio.sleep(seconds)
+        await ended(task)
+
+    gc.freeze()  # what other tests left is not looked at each time
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ResourceWarning)
+            for moment in range(150):
+                asyncio.run(cancelled(0.001 + 0.0002 * moment))
+                gc.collect()
+    finally:
+        gc.unfreeze()
+    assert [str(each.message) for each in caught] == []
 
 
 @needs_redis

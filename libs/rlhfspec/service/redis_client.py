@@ -37,14 +37,19 @@ def client_of(
 
 def client(url: str, timeout_seconds: float, options: dict[str, Any], connected: Connected | None = None) -> Redis:
     """Without retries of its own: the next beat is one."""
-    from redis.asyncio import Redis
+    from redis.asyncio import ConnectionPool, Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
 
-    return Redis.from_url(
+    from rlhfspec.service.redis_connection import PromptlyClosed
+
+    pool = ConnectionPool.from_url(
         url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, protocol=2,
         retry=Retry(NoBackoff(), 0), redis_connect_func=connected, **options,
     )  # fmt: skip
+    if url.startswith("rediss:"):
+        pool.connection_class = PromptlyClosed
+    return Redis.from_pool(pool)
 
 
 def options_of(given: GivenServer) -> dict[str, Any]:
