@@ -232,6 +232,8 @@ class ControlPlane(Kubernetes):
             # A node that is cut off is noticed in seconds, not in 40.
             "node-monitor-grace-period": "8s",
             "node-monitor-period": "1s",
+            # A claim that came a moment before its volume is bound in a second, not in 15 or 30.
+            "pvclaimbinder-sync-period": "1s",
         }
         name = binaries_folder() / "kube-controller-manager"
         return [name, *(f"--{option}={value}" for option, value in options.items())]
