@@ -22,7 +22,7 @@ TIERS = {
     "runs": "whole runs of jobs",
 }
 ALONE = ("unit", "torch")  # in the process of pytest
-COMPILERS = {"c++", "cc", "clang++", "g++", "gcc"}  # what builds kernels when they are first needed
+TOOLS = {"c++", "cc", "clang++", "g++", "gcc", "ld", "ldconfig"}  # they build kernels and find libraries
 _running = ""  # the tier of the test that runs
 
 
@@ -73,5 +73,5 @@ def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
     if _running not in ALONE or event not in ("subprocess.Popen", "os.fork"):
         return
     command = [str(word) for word in arguments[1]] if event == "subprocess.Popen" else ["a copy of itself"]
-    if Path(command[0]).name not in COMPILERS:
+    if Path(command[0]).name not in TOOLS:
         raise AssertionError(f"a {_running} test starts {command[0]}: it belongs to tests/processes")
