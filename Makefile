@@ -52,7 +52,8 @@ $(TRL_VENV)/.installed:
 	$(TRL_VENV)/bin/python -m pip install --quiet trl==$(TRL_VERSION)
 	@touch $@
 
-check: $(INSTALLED)  ## Lint, types and import directions
+check: $(INSTALLED)  ## Lint, types, import directions, and the shape of the house (tools/house.py)
+	$(BIN)/python tools/house.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
