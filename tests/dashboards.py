@@ -38,6 +38,13 @@ from rlhfspec.transport.nats_proof import Proof
 
 TOKEN = "a-token-of-the-tests"
 UID = "3f2a"
+HOSTILE = (
+    "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">",
+    "\x00\x07\x1b[31mred\x1b[0m \u202e txet desrever",
+    "half \ud800 a character, and \udfff another",
+    "x" * 3_000_000,
+    '"},"id":"forged"}\u2028\u2029</pre><a href="javascript:alert(1)">click</a>',
+)
 
 
 def write_run(folder: Path, *, steps: int = 3, texts: Sequence[str] = ("4",), finished: bool = True) -> Path:

@@ -18,6 +18,7 @@ from typing import Self
 from shared_servers import free_port
 
 from rlhfspec.servers import find
+from rlhfspec.servers.certificates import ServerTls
 
 NOTHING: Mapping[bytes, bytes] = {}
 
@@ -123,3 +124,9 @@ async def _pump(
             await target.drain()
     finally:
         target.close()
+
+
+def tls_config(keys: Path, *, verify: bool) -> str:
+    files = ServerTls.of(keys, "nats")
+    lines = f'cert_file: "{files.certificate}", key_file: "{files.key}", ca_file: "{files.authority}"'
+    return f"tls {{ {lines}, verify: {str(verify).lower()} }}"

@@ -1,4 +1,4 @@
-"""`helm template` of the chart, as Python; for tests/test_chart.py and tests/test_chart_network.py."""
+"""`helm template` of the chart, as Python; for the tests in tests/processes/chart."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 CHART = ROOT / "charts" / "rlhfspec"
 MONITORING = "monitoring.coreos.com/v1"
 

@@ -23,6 +23,8 @@ from rlhfspec.service.connections import Connections
 
 PATIENCE_SECONDS = 150.0
 JOB_UID = "6f1c-42"
+OFF = {"mode": "off"}
+STAGES = ("prompts", "generator", "reward", "reference", "trainer")  # that the job runs
 # Their ports are fixed, so tests that run at the same time have addresses of their own.
 NETWORK = f"127.0.{int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw')) + 1}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -306,3 +307,12 @@ async def ends(task: asyncio.Task[None], service: Service) -> None:
     assert task.done(), f"{service.stage} goes on after it was asked to stop"
     service.close()
     task.result()
+
+
+async def killed(task: asyncio.Task[None], service: Service) -> None:
+    """As far as that goes in one process: what its thread was at is waited for, and nobody hears of it."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    service.close()
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith(f"{service.stage}-")]:
+        await asyncio.to_thread(thread.join, 10.0)

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py, once a rank: trains what test_learner.py trains. argv: a folder for what is found."""
+"""Run by test_distributed.py, once a rank: trains what that trains alone. argv: a folder for what is found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
-from test_learner import critic, policy, rollouts, spec
+from learners import critic, policy, rollouts, spec
 
 from rlhfspec.errors import NumericalError, StageStalled
 from rlhfspec.learning.distributed import Leader, Ranks, follow, joined

@@ -1,7 +1,8 @@
 """What contradicts itself in a job, and what cannot change once it has started, in the API server's language (CEL).
 
-The first are those of `job_file.checks` that CEL can say; both are tried on the same jobs (tests/test_job_cluster.py).
-An API server fills in the defaults of fields, but not of blocks left out: every value is read with its default.
+The first are those of `job_file.checks` that CEL can say; both are tried on the same jobs, by
+tests/torch/job/test_job_cluster.py. An API server fills in the defaults of fields, but not of blocks left out: every
+value is read with its default.
 
 Example:
     >>> value("generation.maxTokens"), value("model.critic")

@@ -20,7 +20,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Those that compute are proved one by one in tests/test_guard.py.
+# Those that compute are proved one by one in tests/torch/huggingface/test_guard.py.
 MOVING = _words("""
     alias all any arange argmax argmin argsort bincount bitwise_and bitwise_not bitwise_or broadcast_to bucketize
     cat chunk clone complex concat concatenate constant_pad_nd contiguous copy cumsum detach diagonal diff dropout

@@ -1,0 +1,37 @@
+"""A generator that is asked about moves, and one that asks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.migration.base import Peer
+from rlhfspec.migration.control import (
+    StreamControl,
+    StreamControlServer,
+)
+from rlhfspec.servers.certificates import client_tls, server_tls
+
+
+@contextlib.asynccontextmanager
+async def served(
+    answer: Any, credentials: Path | None = None, **options: Any
+) -> AsyncIterator[tuple[Peer, StreamControlServer]]:
+    tls = server_tls(credentials, "generator") if credentials else None
+    server = StreamControlServer(tls=tls, **options)
+    server.serve(answer)
+    try:
+        yield Peer(name="generator-1", address=server.address, incarnation="d"), server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def asking(credentials: Path | None = None, role: str = "generator") -> Any:
+    control = StreamControl(None if credentials is None else client_tls(credentials, role))
+    try:
+        yield control
+    finally:
+        control.close()

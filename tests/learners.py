@@ -1,0 +1,80 @@
+"""Small policies, critics and rollouts that a learner trains on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlhfspec import job
+from rlhfspec.learning.learner import Learner
+from rlhfspec.learning.rollouts import Rollouts
+from rlhfspec.modeling import lora
+from rlhfspec.modeling.critic import Critic
+from rlhfspec.modeling.loading import prepared
+from rlhfspec.modeling.log_probs import TorchForward
+from rlhfspec.modeling.packed import pack_sequences
+from rlhfspec.tiny import random_model
+
+ALGORITHMS = ("ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo")
+
+
+def spec(name: str = "grpo", *, algorithm: Any = None, model: Any = None, **training: Any) -> job.Spec:
+    return job.Spec.model_validate(
+        {
+            "model": {"path": "m", **(model or {})},
+            "dataset": {"path": "d"},
+            "algorithm": {"name": name, **(algorithm or {})},
+            "generation": {"maxTokens": 24, "temperature": 0.9},
+            "rewards": {"sources": [{"type": "function", "function": "a:b"}]},
+            "training": {"optimizer": {"learningRate": 1e-3}, "steps": 4, **training},
+        }
+    )
+
+
+def policy(seed: int = 1) -> Any:
+    return prepared(random_model("llama", seed=seed))
+
+
+def critic() -> Critic:
+    return Critic(policy(seed=2))
+
+
+def learner(settings: job.Spec) -> Learner:
+    model = policy()
+    if settings.model.lora is not None:
+        lora.add_lora(model, settings.model.lora, seed=0)
+    return Learner(settings, model, critic() if settings.algorithm.name == "ppo" else None, num_threads=1)
+
+
+def rollouts(seed: int = 0, *, version: int = 0, num_samples: int = 8) -> Rollouts:
+    """Samples of two prompts. Log-probs are those of the policy before its first step."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 25, (num_samples,), generator=generator)
+    prompts = tuple((3, 4, 5) if place < 4 else (6, 7) for place in range(num_samples))
+    token_ids = torch.randint(97, (int(lengths.sum()),), generator=generator)
+    packed = pack_sequences(prompts, [part.tolist() for part in token_ids.split(lengths.tolist())])
+    with torch.no_grad():
+        out = TorchForward(policy(), 0.9)(packed)
+    noise = 0.1 * torch.randn(len(token_ids), generator=generator)
+    return Rollouts(
+        ids=tuple(f"j/1/{place // 4}/{place % 4}" for place in range(num_samples)),
+        group_index=torch.arange(num_samples) // 4,
+        lengths=lengths,
+        prompt_token_ids=prompts,
+        token_ids=token_ids,
+        generator_log_probs=out.log_probs,
+        log_probs=out.untempered,
+        weights_versions=torch.full((len(token_ids),), version),
+        rewards=torch.randn(num_samples, generator=generator, dtype=torch.float64),
+        reward_components={},
+        reference_log_probs=out.log_probs + noise,
+        values=0.5 * noise,
+        truncated=lengths == 24,
+    )
+
+
+def same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert (left[name] - right[name]).abs().max() <= tolerance, name

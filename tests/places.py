@@ -1,0 +1,9 @@
+"""Where things lie, for tests of any folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+DATA = TESTS / "data"

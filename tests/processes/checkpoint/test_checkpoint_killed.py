@@ -1,0 +1,94 @@
+"""A process that dies while it saves a checkpoint, or whose disk is full."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfspec.checkpoint import CheckpointStore
+
+
+def state(step: int) -> dict[str, Any]:
+    weight = torch.full((64, 64), float(step))
+    return {"step": step, "policy": {"weight": weight}, "optimizer": {"state": {0: {"step": torch.tensor(step)}}}}
+
+
+def check(loaded: Any, step: int) -> None:
+    assert loaded["step"] == step
+    assert torch.equal(loaded["policy"]["weight"], torch.full((64, 64), float(step)))
+    assert loaded["optimizer"]["state"][0]["step"].item() == step
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def save_for_ever(folder: Path, pipe: int) -> None:
+    """What a run does, as a process of its own: each step is announced once it is saved."""
+    try:
+        with CheckpointStore(folder, keep=2) as store:
+            step = store.latest() or 0
+            while True:
+                step += 1
+                store.save(step, state(step))
+                os.write(pipe, f"{step}\n".encode())
+    finally:
+        os._exit(1)
+
+
+def test_a_kill_at_any_moment_loses_nothing(folder: Path) -> None:
+    """The process dies somewhere within a save; what it had announced is there, whole, for the next one."""
+    draw = random.Random(7)
+    announced = 0
+    for _ in range(20):
+        reading, writing = os.pipe()
+        process = os.fork()
+        if process == 0:
+            save_for_ever(folder, writing)
+        os.close(writing)
+        with os.fdopen(reading) as lines:
+            for _ in range(1 + draw.randrange(4)):
+                announced = int(lines.readline())
+            for _ in range(draw.randrange(1000)):  # a moment that no clock decides
+                os.sched_yield()
+            os.kill(process, signal.SIGKILL)
+            announced = max([announced, *map(int, lines.readlines())])
+        assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+        with CheckpointStore(folder, keep=2) as store:
+            assert store.latest() in (announced, announced + 1)
+            check(store.load(store.latest() or 0), store.latest() or 0)
+        announced = store.steps()[-1]
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """A file may grow to 8 KiB only, as the kernel enforces it: the tensors' file cannot be written to its end."""
+    code = """
+import pathlib, resource, sys, torch
+from rlhfspec.checkpoint import CheckpointStore
+from rlhfspec.errors import StorageError
+with CheckpointStore(pathlib.Path(sys.argv[1]), keep=2) as store:
+    store.save(1, {"policy": {"weight": torch.ones(4)}})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    try:
+        store.save(2, {"policy": {"weight": torch.ones(100_000)}})
+    except StorageError as error:
+        print(error)
+    print(store.latest(), store.load(1)["policy"]["weight"].sum().item())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True, timeout=120
+    )
+    message, after = done.stdout.splitlines()
+    assert "the checkpoint of step 2 could not be written, earlier ones are untouched" in message
+    assert "File too large" in message
+    assert after == "1 4.0"
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [".lock", "step-00000001"]

@@ -1,0 +1,121 @@
+"""`rlhfspec models check`: a verdict a line, the reasons, and an exit code that a script can go by."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhfspec.cli.main import app
+from rlhfspec.sweep.table import BEGIN, END
+from rlhfspec.sweep.verdict import Verdict
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.classes import tiny_config, tiny_model
+
+
+def check(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["models", "check", *(str(argument) for argument in arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result.exit_code, result.output
+
+
+def test_a_model_of_ones_own_that_is_right(tmp_path: Path) -> None:
+    random_model("llama", seed=0).save_pretrained(tmp_path / "mine")
+    code, output = check(tmp_path / "mine")
+    assert code == 0, output
+    assert f"{tmp_path}/mine: right in every bit" in output
+    lines = dict(line.strip().split(maxsplit=1) for line in output.splitlines() if line.startswith("  "))
+    assert lines["class"] == "LlamaForCausalLM"
+    assert lines["runs"] == "as        all layers in one call of our kernels"
+    assert lines["attention"] == "4 heads of 12 over 2, scale 0.288675"
+    assert lines["exactOnPolicy"] == "yes, in float32 and bfloat16"
+    assert re.fullmatch(
+        r"log-probs at most [01]\.\d\d times as far from float32's as Hugging Face's at positions \d+ to \d+",
+        lines["bfloat16"],
+    )
+    assert lines["judged"] == "in every way"
+    assert "up to position 512" in output, "as far as the model goes"
+
+
+def test_a_model_that_is_refused(tmp_path: Path) -> None:
+    tiny_model(tiny_config("mamba")).save_pretrained(tmp_path / "state-space")
+    code, output = check(tmp_path / "state-space")
+    assert code == 2, output
+    assert "refused: MambaMixer: backbone.layers.0.mixer mixes tokens outside of AttentionInterface" in output
+
+
+def test_one_that_is_wrong_among_others_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_model("llama", seed=0).save_pretrained(tmp_path / "mine")
+    verdicts = iter([Verdict("wrong", "another token than the oracle's"), Verdict("refused", "a reason")])
+    monkeypatch.setattr("rlhfspec.sweep.verdict.judge", lambda make, **how: next(verdicts))
+    code, output = check(tmp_path / "mine", tmp_path / "mine")
+    assert code == 1, output
+    assert "wrong: another token than the oracle's" in output
+
+
+def test_a_large_model_is_judged_in_fewer_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model(tiny_config("mixtral")).save_pretrained(tmp_path / "large")
+    monkeypatch.setattr("rlhfspec.cli.models._LARGE", 1000)
+    code, output = check(tmp_path / "large", "--max-context", "256")
+    assert code == 0, output
+    assert "judged         without gradients, low-rank update, trees and moves: it is large" in output
+    assert "up to position 256" in output
+
+
+def test_a_path_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+    code, output = check(tmp_path / "nope")
+    assert code == 2
+    assert "no such folder, nor a model to be had" in output
+    assert "Traceback" not in output
+
+
+def test_a_misspelt_type_is_said_before_a_hub_is_asked() -> None:
+    assert check("mixtrall") == (2, "models: no such folder or type; did you mean mixtral? (got 'mixtrall')\n")
+
+
+def test_types_are_judged_with_their_variants_and_written_into_a_document(tmp_path: Path) -> None:
+    document = tmp_path / "models.md"
+    document.write_text(f"# Mine\n{BEGIN}{END}")
+    code, output = check("xlnet", "biogpt", "--no-variants", "--workers", "1", "--table", document)
+    assert code == 0, "refused types are no mistake"
+    assert "1 right, 0 wrong, 1 refused, 0 not made" in output
+    text = document.read_text()
+    assert text.startswith("# Mine\n")
+    assert re.search(r"\| biogpt \| its layers \| \de-0\d \| [01]\.\d\d \| 0 \|  \|", text)
+    assert "| xlnet |" in text
+
+
+def test_help_says_what_the_exit_codes_mean() -> None:
+    result = CliRunner().invoke(app, ["models", "check", "--help"])
+    assert result.exit_code == 0
+    assert "right in every bit (exit code 0), wrong (1)" in " ".join(result.output.split())
+
+
+def test_ctrl_c_ends_it_and_its_processes() -> None:
+    command = [sys.executable, "-m", "rlhfspec.cli.start", "models", "check", "all", "--workers", "2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in the background it would be ignored
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.readline()  # the first verdict
+    children = _children(process.pid)
+    assert len(children) >= 2
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

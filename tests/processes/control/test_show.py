@@ -1,0 +1,19 @@
+"""A view in a pod, where the client that read it vanished."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_a_view_whose_reader_went_ends() -> None:
+    """What fills the pipe blocks, as a terminal does that a vanished client left behind."""
+    code = """
+import asyncio, sys, threading
+from rlhfspec.control import show
+show.READ_SECONDS = 0.2
+threading.Thread(daemon=True, target=sys.stdout.write, args=("x" * (1 << 20),)).start()
+asyncio.run(show._end_when_nobody_reads(asyncio.Event()))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.wait(timeout=60) == 0

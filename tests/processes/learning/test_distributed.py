@@ -1,0 +1,98 @@
+"""Two ranks over gloo train what one rank trains; nobody waits for ever."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learners import critic, policy, rollouts, spec
+from places import TESTS
+
+from rlhfspec.learning.distributed import Leader, Ranks, joined
+from rlhfspec.learning.learner import Learner
+from rlhfspec.modeling.digest import digest
+from rlhfspec.modeling.loading import prepared
+from rlhfspec.tiny.classes import tiny_config, tiny_model
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks left what they found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(TESTS / "two_ranks.py"), str(folder)]
+    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def mixed_policy() -> Any:
+    return prepared(tiny_model(tiny_config("flint")), dtype="bfloat16", max_context=64)
+
+
+def alone() -> tuple[list[Any], Learner]:
+    settings = spec("ppo", tokensPerMicroBatch=40, epochs=2)
+    learner = Learner(settings, policy(), critic(), num_threads=1)
+    steps = [rollouts(0), rollouts(1), rollouts(2, num_samples=1)]
+    return [learner.learn(step) for step in steps], learner
+
+
+def test_two_ranks_train_what_one_trains(found: Path) -> None:
+    theirs = torch.load(found / "found-off.pt", weights_only=True)
+    reports, learner = alone()
+    for place, report in enumerate(reports):
+        assert torch.allclose(theirs["log_probs"][place], report.log_probs, atol=1e-4)
+        assert theirs["metrics"][place].keys() == report.metrics.keys()
+        for name, value in report.metrics.items():
+            assert math.isclose(theirs["metrics"][place][name], value, rel_tol=1e-4, abs_tol=1e-4), (place, name)
+    for name, state in (("policy", learner.policy_state()), ("critic", learner.critic_state())):
+        assert theirs[name].keys() == state.keys()
+        for weight, tensor in state.items():
+            assert (theirs[name][weight] - tensor).abs().max() < 1e-6, weight
+
+
+def test_a_rank_for_the_policy_and_one_for_the_critic_train_the_bits_of_one(found: Path) -> None:
+    theirs = torch.load(found / "found-auto.pt", weights_only=True)
+    reports, learner = alone()
+    for place, report in enumerate(reports):
+        assert torch.equal(theirs["log_probs"][place], report.log_probs)
+        assert theirs["metrics"][place] == report.metrics
+    for name, state in (("policy", learner.policy_state()), ("critic", learner.critic_state())):
+        assert digest(theirs[name]) == digest(state), name
+
+
+def test_two_ranks_train_a_model_of_two_types(found: Path) -> None:
+    theirs = torch.load(found / "mixed.pt", weights_only=True)
+    learner = Learner(spec(), mixed := mixed_policy(), num_threads=1)
+    before = {name: tensor.clone() for name, tensor in mixed.state_dict().items()}
+    assert {tensor.dtype for tensor in before.values()} == {torch.float32, torch.bfloat16}
+    ours = learner.learn(rollouts(0)).log_probs
+    torch.testing.assert_close(theirs["log_probs"], ours, atol=0.2, rtol=0)  # other rows at a time, other roundings
+    assert float((theirs["log_probs"] - ours).abs().median()) < 0.03
+    for name, tensor in learner.policy_state().items():
+        assert theirs["policy"][name].dtype == tensor.dtype == before[name].dtype
+        if tensor.dtype == torch.float32:  # in bfloat16 a small step may be none
+            assert not torch.equal(theirs["policy"][name], before[name]), name
+
+
+def test_both_ranks_refuse_what_is_not_finite(found: Path) -> None:
+    for rank in (0, 1):
+        assert "not finite; nothing was trained on it" in (found / f"overflow-{rank}").read_text()
+
+
+def test_a_follower_says_what_it_waited_for(found: Path) -> None:
+    assert "trainer 1: waited for a command of rank 0" in (found / "silence").read_text()
+
+
+def test_alone_a_leader_is_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined(timeout_seconds=1.0, silence_seconds=1.0) as ranks:
+        assert ranks == Ranks()
+        leader = Leader(Learner(spec(), policy(), num_threads=1), ranks)
+        assert leader.learn(rollouts()).version == leader.version == 1
+        leader.close()

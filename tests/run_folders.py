@@ -1,0 +1,38 @@
+"""Run folders with steps in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import Sample, Score
+from rlhfspec.telemetry.metrics import example_step
+from rlhfspec.telemetry.run_folder import Opening, RunFolder, example_job
+from rlhfspec.telemetry.sample_lines import example_sample
+
+
+def reward_of(sample: Sample, value: float = 1.0, error: str = "") -> Score:
+    return Score(
+        id=f"{sample.id}/reward", sample_id=sample.id, job=sample.job, step=sample.step, stage="reward",
+        values=() if error else (value,), components=(("exact", value),), error=error,
+    )  # fmt: skip
+
+
+def write_steps(folder: RunFolder, steps: range) -> None:
+    for step in steps:
+        samples = [example_sample(step=step, prompt=prompt) for prompt in (2, 0, 10, 1)]
+        folder.append_samples(samples, {sample.id: reward_of(sample) for sample in samples})
+        folder.append_step(example_step(step=step))
+
+
+def begin(folder: RunFolder, job: RLHFJob, *, resume: bool, resume_at: int = 0) -> Opening:
+    folder.begin(job, resume=resume)
+    return folder.go_on_after(resume_at)
+
+
+def a_run(path: Path, num_steps: int = 5, **training: Any) -> RunFolder:
+    with RunFolder(path) as folder:
+        begin(folder, example_job(**training), resume=False)
+        write_steps(folder, range(1, num_steps + 1))
+    return folder

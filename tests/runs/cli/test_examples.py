@@ -1,0 +1,100 @@
+"""Every job that ships runs: two steps, made small, with a random model in place of one that is trained first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from places import ROOT
+from runs import curve_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from rlhfspec.cli.main import app
+from rlhfspec.engine.text import cut_at_stop
+from rlhfspec.job import ALGORITHM_DEFAULTS
+from rlhfspec.job_file import read_job
+from rlhfspec.job_rewards import FunctionSource
+from rlhfspec.scoring.rewards.imports import load_function
+
+EXAMPLES = ROOT / "examples"
+JOBS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
+
+
+def small(job: Path) -> list[str]:
+    """--set arguments: few prompts, short responses."""
+    spec = yaml.safe_load(job.read_text())["spec"]
+    fields = {
+        "training.steps": 2,
+        "training.promptsPerStep": 2,
+        "generation.maxTokens": 8,
+        "generation.speculation.mode": "off",
+        "observability.view": "plain",
+        "observability.sampleTexts": 1,
+    }
+    if spec["algorithm"].get("samplesPerPrompt", 8) > 1:
+        fields["algorithm.samplesPerPrompt"] = 2
+    if "overlongBuffer" in spec["algorithm"]:
+        fields["algorithm.overlongBuffer"] = 4
+    return [argument for name, value in fields.items() for argument in ("--set", f"{name}={value}")]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_an_example_trains(name: str, models: Path, tmp_path: Path) -> None:
+    model = ["--set", f"model.path={models / 'policy'}"]
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["run", str(EXAMPLES / name), "--out", str(out), *small(EXAMPLES / name), *model])
+    assert result.exit_code == 0, result.output
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert steps[0]["log_prob_difference"]["max"] < 1e-5
+    assert json.loads((out / "manifest.json").read_text())["outcome"] == "completed"
+
+
+def test_own_data_can_earn_its_whole_reward() -> None:
+    """The stop string that ends a response is cut from the text that the reward sees."""
+    job = read_job(EXAMPLES / "own-data.yaml")
+    (source,) = job.spec.rewards.sources
+    assert isinstance(source, FunctionSource)
+    reward = load_function(source.function, EXAMPLES, field="function")
+    text = cut_at_stop("harbour. Ben", tuple(job.spec.generation.stop))
+    assert reward(completion=text, place="harbour", finish_reason="stop") == 1.0
+    assert reward(completion="harbour and so", place="harbour", finish_reason="length") == 0.5
+    assert reward(completion=text, place="market", finish_reason="stop") == 0.0
+
+
+def test_there_is_one_for_every_algorithm() -> None:
+    jobs = [yaml.safe_load((EXAMPLES / name).read_text()) for name in JOBS]
+    assert set(ALGORITHM_DEFAULTS) <= {job["spec"]["algorithm"]["name"] for job in jobs}
+
+
+def test_own_data_from_a_checkpoint_beside_the_job(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a user does: a folder with a model, a JSONL and a reward; run from wherever the user is."""
+    folder = tmp_path / "my project"
+    folder.mkdir()
+    for name in ("own_rewards.py", "own-data.yaml"):
+        shutil.copy(EXAMPLES / name, folder)
+    rows = [{"prompt": f"¿Dónde está Zoë {number}? ", "place": "café"} for number in range(4)]
+    (folder / "own_data.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    shutil.copytree(models / "policy", folder / "my-model")
+    job = yaml.safe_load((folder / "own-data.yaml").read_text())
+    job["spec"]["model"]["path"] = "./my-model"
+    (folder / "own-data.yaml").write_text(yaml.safe_dump(job))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["run", "my project/own-data.yaml", "--out", "trained", *small(folder / "own-data.yaml")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert len(curve_of(tmp_path / "job.yaml", "trained")) == 2
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "trained" / "export")
+    assert any(
+        not theirs.equal(ours)
+        for theirs, ours in zip(
+            AutoModelForCausalLM.from_pretrained(folder / "my-model").parameters(), exported.parameters(), strict=True
+        )
+    ), "what was exported is what was trained"
+    assert AutoTokenizer.from_pretrained(tmp_path / "trained" / "export")("é")["input_ids"]

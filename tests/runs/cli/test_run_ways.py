@@ -1,0 +1,254 @@
+"""Ways to run a job that go together or do not: each ends well, or is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from runs import curve_of, invoke, lines_of, train, write_job
+from shuffled import ShuffledTransport
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+OFF = "generation.speculation.mode=off"
+PATIENCE_SECONDS = 120.0
+
+
+def steps_of(job_file: Path, out: str, *overrides: str) -> list[dict[str, Any]]:
+    result = invoke(job_file, out, OFF, *overrides)
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in lines_of(job_file, out)]
+
+
+def with_spec(job_file: Path, **blocks: Any) -> Path:
+    """The job with these entries of its blocks replaced."""
+    job = yaml.safe_load(job_file.read_text())
+    for name, entries in blocks.items():
+        job["spec"][name] = job["spec"].get(name, {}) | entries
+    job_file.write_text(yaml.safe_dump(job, allow_unicode=True))
+    return job_file
+
+
+def with_reward(job_file: Path, code: str, **fields: Any) -> Path:
+    (job_file.parent / "other_rewards.py").write_text(f"def reward(completion):\n    {code}\n")
+    source = {"type": "function", "function": "other_rewards:reward", "retries": 0} | fields
+    return with_spec(job_file, rewards={"sources": [source]})
+
+
+# --- one curve, however it is run --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        ({"name": "dapo", "maxDemands": 2}, ()),
+        ({"name": "gspo"}, ("training.miniBatches=2", "training.epochs=2")),
+        ({"name": "grpo"}, ("model.lora={}", "training.exactOnPolicy=true")),
+    ],
+)
+def test_drafts_workers_and_order_change_no_curve(
+    job_file: Path,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: dict[str, Any],
+    overrides: tuple[str, ...],
+) -> None:
+    write_job(job_file.parent, models, **algorithm)
+    if algorithm["name"] == "dapo":  # so coarse that many groups are all equal
+        with_reward(job_file, "return float(completion[:1].isalpha())")
+    plain = train(job_file, "plain", *overrides)
+    if algorithm["name"] == "dapo":
+        assert any(line["num_dropped"] for line in plain), "there were demands"
+    monkeypatch.setattr("rlhfspec.cli.local.MemoryTransport", ShuffledTransport)
+    two = [f"roles.{role}.workers=2" for role in ("generator", "reward", "reference")]
+    assert train(job_file, "other", "generation.speculation.mode=adaptive", *two, *overrides) == plain
+
+
+def test_lora_resumes_and_is_merged_when_exported(job_file: Path) -> None:
+    lora = ("model.lora={}", "checkpoint.export=true")
+    whole = train(job_file, "whole", *lora)
+    train(job_file, "parts", *lora, "training.steps=1")
+    assert train(job_file, "parts", *lora, resume=True)[1:] == whole[1:]
+    models = [AutoModelForCausalLM.from_pretrained(job_file.parent / out / "export") for out in ("whole", "parts")]
+    one, other = (model.state_dict() for model in models)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert not any("lora" in name for name in one)
+
+
+# --- numbers that differ on purpose ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [(), ("model.lora={}",)])
+def test_exactly_on_policy_in_bfloat16(job_file: Path, lora: tuple[str, ...]) -> None:
+    steps = steps_of(job_file, "exact", "training.exactOnPolicy=true", "generation.dtype=bfloat16", *lora)
+    assert [step["log_prob_difference"]["max"] for step in steps] == [0.0] * 3
+
+
+@pytest.mark.parametrize("overrides", [("training.autocast=bfloat16",), ("model.dtype=bfloat16",)])
+def test_rounded_arithmetic_is_seen_in_the_difference(job_file: Path, overrides: tuple[str, ...]) -> None:
+    steps = steps_of(job_file, "rounded", *overrides)
+    assert all(1e-4 < step["log_prob_difference"]["max"] < 0.5 for step in steps)
+
+
+def test_steps_that_run_ahead_say_so_and_are_corrected(job_file: Path) -> None:
+    ahead = ("training.maxStaleness=2", "training.steps=6", "algorithm.importanceCap=2.0")
+    steps = steps_of(job_file, "stale", *ahead)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    staleness = [step["staleness_max"] for step in steps]
+    assert staleness[0] == 0
+    assert 1 <= max(staleness) <= 2
+    weights = [step["learning"]["importance_weight"] for step in steps]
+    assert weights[0] == pytest.approx(1.0, abs=1e-4), "the first step is on policy"
+    assert any(abs(weight - 1.0) > 1e-3 for weight in weights[1:])
+
+
+@pytest.mark.parametrize("mask", ["generation.topK=5", "generation.topP=0.9"])
+def test_what_a_mask_took_away_is_corrected(job_file: Path, mask: str) -> None:
+    steps = steps_of(job_file, "masked", mask, "algorithm.importanceCap=2.0")
+    assert all(0.3 < step["learning"]["importance_weight"] < 1.0 for step in steps)
+    assert all(step["log_prob_difference"]["max"] < 1e-4 for step in steps), "compared without the mask"
+
+
+def test_groups_that_are_all_equal_are_trained_on_when_demands_are_used_up(job_file: Path, models: Path) -> None:
+    with_reward(write_job(job_file.parent, models, name="dapo", maxDemands=2), "return 1.0")
+    [step, *_] = steps_of(job_file, "equal", "training.steps=1")
+    assert (step["num_samples"], step["num_dropped"]) == (9, 18), "two rounds of three prompts were left out"
+    assert step["learning"]["advantage_abs_mean"] == 0.0
+
+
+# --- data and models from elsewhere ------------------------------------------------------------------------------
+
+
+def test_chat_messages_through_another_tokenizer(job_file: Path, models: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"日本 {number} 🙂"}]} for number in range(6)]
+    (job_file.parent / "chät.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(models / "policy")
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    tokenizer.save_pretrained(job_file.parent / "tokenizer")
+    with_spec(job_file, dataset={"path": "chät.jsonl", "messagesColumn": "messages"}, model={"tokenizer": "tokenizer"})
+    steps = steps_of(job_file, "chat", "training.steps=1")
+    assert len(steps) == 1
+    sample = json.loads((job_file.parent / "chat" / "samples.jsonl").read_text().splitlines()[0])
+    assert re.fullmatch(r"<user>日本 \d 🙂<assistant>", sample["prompt"])
+
+
+def test_a_model_of_nan_is_named(job_file: Path, models: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models / "policy")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
+    model.save_pretrained(job_file.parent / "nan")
+    AutoTokenizer.from_pretrained(models / "policy").save_pretrained(job_file.parent / "nan")
+    result = invoke(with_spec(job_file, model={"path": "nan"}), "out", OFF)
+    assert result.exit_code == 1
+    assert "letters/1/0/0 was not generated" in result.output
+    assert "NaN" in result.output
+
+
+def test_rewards_of_any_size_are_shown_in_few_digits(job_file: Path) -> None:
+    result = invoke(with_reward(job_file, "return 1e30 * len(completion)"), "huge", OFF, "training.steps=1")
+    assert result.exit_code == 0, result.output
+    assert max(len(line) for line in result.output.splitlines() if line.startswith("step ")) < 200
+
+
+def test_when_all_rewards_failed_the_first_is_told(job_file: Path) -> None:
+    result = invoke(with_reward(job_file, "raise ValueError('no digits')", onError="drop"), "dropped", OFF)
+    assert result.exit_code == 1
+    assert "all were dropped; the first, letters/1/0/0: reward 'reward': it raised ValueError: no digits" in " ".join(
+        result.output.split()
+    )
+
+
+def test_a_run_tells_no_secret(job_file: Path) -> None:
+    """Neither the terminal nor any file of its folder, but job.yaml: and that is for its owner alone."""
+    secret = "s3cr3t"
+    http = {"type": "http", "url": f"http://me:{secret}@127.0.0.1:9/?key={secret}", "retries": 0}
+    header = f"rewards.sources[0].headers.key={secret}"
+    result = invoke(with_spec(job_file, rewards={"sources": [http]}), "out", OFF, header)
+    assert result.exit_code == 1
+    assert "the connection failed" in result.output
+    assert "--set 'rewards.sources[0].headers.key=...'" in result.output
+    files = [path for path in (job_file.parent / "out").rglob("*") if path.is_file()]
+    telling = [path.name for path in files if secret.encode() in path.read_bytes()]
+    assert (secret in result.output, telling) == (False, ["job.yaml"])
+    assert (job_file.parent / "out" / "job.yaml").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("generation.maxTokens=600",), "spec.generation.maxTokens: the model has 512 positions"),
+        (("generation.maxTokens=508",), "spec.generation.maxTokens: the longest prompt has 5 tokens"),
+        (("observability.wandb={project: sums}",), "spec.observability.wandb: needs a package: pip install wandb"),
+        (("observability.view=live",), "spec.observability.view"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(
+    job_file: Path, overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhfspec.telemetry.trackers.find_spec", lambda name: None)
+    result = invoke(job_file, "never", OFF, *overrides)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert not (job_file.parent / "never").exists()
+
+
+def test_a_long_prompt_leaves_no_room(job_file: Path) -> None:
+    (job_file.parent / "data.jsonl").write_text('{"prompt": "' + "1+" * 300 + '"}\n')
+    result = invoke(job_file, "never", OFF, "dataset.maxPromptTokens=1000")
+    assert result.exit_code == 2
+    assert (
+        "spec.dataset.maxPromptTokens: the longest prompt has 601 tokens, and the model 512 positions" in result.output
+    )
+
+
+# --- in a terminal -----------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_twice_in_the_live_view_gives_the_terminal_back(job_file: Path) -> None:
+    """The first ends the step; a reward that hangs makes it take long, and the second leaves at once."""
+    hangs = job_file.parent / "hangs"
+    with_reward(job_file, f"import pathlib, time; pathlib.Path({str(hangs)!r}).touch(); time.sleep(1000)")
+    arguments = ["run", str(job_file), "--out", str(job_file.parent / "out"), "--set", "observability.view=live"]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", "LINES": "40", "COLUMNS": "100"}
+        os.execv(sys.executable, [sys.executable, "-m", "rlhfspec.cli.start", *arguments, "--set", OFF])
+    shown = _read_until(terminal, "scoring letters", b"")
+    while not hangs.exists():  # "scoring" is said before it is called
+        shown += os.read(terminal, 1 << 16)
+    os.write(terminal, b"\x03")
+    shown = _read_until(terminal, "Ctrl-C once more leaves at once", shown)
+    os.write(terminal, b"\x03")
+    shown = _read_until(terminal, "the last checkpoint stands", shown)
+    _, status = os.waitpid(child, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert b"\x1b[?25l" in shown, "the live view hides the cursor"
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l"), "and it is shown again"
+
+
+def _read_until(terminal: int, text: str, shown: bytes) -> bytes:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while text not in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode(errors="replace")):
+        assert time.monotonic() < end, shown[-2000:].decode(errors="replace")
+        if select.select([terminal], [], [], 1.0)[0]:
+            shown += os.read(terminal, 1 << 16)
+    return shown
+
+
+def test_the_curve_of_a_run_without_a_job_file_nearby(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of a job are relative to its file, not to where the user is."""
+    here = train(job_file, "here", "training.steps=1")
+    (elsewhere := job_file.parent / "else where").mkdir()
+    monkeypatch.chdir(elsewhere)
+    train(job_file, "there", "training.steps=1")
+    assert curve_of(job_file, "there") == here

@@ -1,0 +1,138 @@
+"""The stages' processes as pods run them: own addresses, fixed ports, tokens, no supervisor, and the laptop's curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from pods import OFF, PATIENCE_SECONDS, STAGES, Job, Pod, eventually
+from runs import curve_of, lines_of, train
+from shared_servers import SharedServers
+from started import HOLD
+
+from rlhfspec.cluster import names
+from rlhfspec.errors import StageFailed, StorageError
+from rlhfspec.folder_lock import take_lock
+from rlhfspec.service.exits import code_of
+from rlhfspec.service.last_words import one_line
+from rlhfspec.telemetry.run_folder import RunFolder, _append
+
+STEPS = 8
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="every pod has a loopback address of its own"),
+    pytest.mark.timeout(400),
+]
+
+
+@pytest.fixture
+def job(job_file: Path, servers: SharedServers) -> Iterator[Job]:
+    content = yaml.safe_load(job_file.read_text())
+    content["spec"]["generation"]["speculation"] = OFF
+    job_file.write_text(yaml.safe_dump(content))
+    with Job(job_file, servers) as job:
+        yield job
+
+
+def prepared(job: Job) -> Pod:
+    pod = job.start(names.PREPARE)
+    assert pod.ended()[0] == 0, pod.log.read_text()
+    return pod
+
+
+def answers(pod: Pod) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{pod.host}:{names.HTTP_PORT}/readyz") as answer:
+            return int(answer.status)
+    except OSError:
+        return 0
+
+
+def steps_trained(job: Job) -> int:
+    path = job.folder / "steps.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_a_run_in_pods_has_the_laptops_curve(job: Job) -> None:
+    """Who opens the run comes last, and a generator beyond the job's count joins; the trainer is asked to leave in the
+    midst of a step, and another goes on."""
+    (job.job_file.parent / "rewards.py").write_text(HOLD)
+    content = yaml.safe_load(job.job_file.read_text())
+    content["spec"]["training"]["steps"] = STEPS
+    content["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
+    job.job_file.write_text(yaml.safe_dump(content))
+    train(job.job_file, "one")
+    (hold := job.job_file.parent / "hold").touch()
+    prepared(job)
+    pods = {stage: job.start(stage) for stage in STAGES}
+    pods["elastic"] = job.start("generator", 4)
+    pods["control"] = job.start(names.CONTROL)
+    eventually(lambda: all(answers(pod) == 200 for pod in pods.values()), "all are ready")
+    hold.unlink()
+    eventually(lambda: steps_trained(job) >= 2, "two trained steps")
+    hold.touch()
+    pods["trainer"].process.send_signal(signal.SIGTERM)
+    said = pods["trainer"].ended()
+    assert said == (0, f"left: step {steps_trained(job)} is trained and saved")
+    assert steps_trained(job) < STEPS
+    manifest = json.loads((job.folder / "manifest.json").read_text())
+    assert (manifest["outcome"], manifest["reason"]) == ("stopped", "the trainer was asked to leave")
+    hold.unlink()
+    elastic = pods.pop("elastic")
+    elastic.process.send_signal(signal.SIGTERM)
+    assert elastic.ended() == (0, "left: it was asked to")
+    trainer = job.start("trainer")
+    assert trainer.ended() == (0, f"completed: step {STEPS}"), trainer.log.read_text()
+    for pod in (pod for role, pod in pods.items() if role != "trainer"):
+        pod.process.send_signal(signal.SIGTERM)
+        assert pod.ended() == (0, "left: it was asked to"), pod.log.read_text()
+    assert curve_of(job.job_file, "storage/run") == curve_of(job.job_file, "one")
+    as_left_on_a_laptop(job)
+
+
+def as_left_on_a_laptop(job: Job) -> None:
+    one, many = job.job_file.parent / "one", job.folder
+    left = {path.name for path in many.iterdir()} - {path.name for path in one.iterdir()}
+    assert left <= {"processes", "logs"}, left
+    assert {path.name for path in one.iterdir()} <= {path.name for path in many.iterdir()}
+    assert [path.name for path in (many / "plots").iterdir()] == ["training.png"]
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (one, many)]
+    assert [each["outcome"] for each in manifests] == ["completed", "completed"]
+    assert manifests[1]["reason"] == ""
+    loaded = [{role: told | {"seconds": 0} for role, told in each["models"].items()} for each in manifests]
+    assert loaded[1] == loaded[0]
+    assert "completed after 8 steps" in (many / "summary.md").read_text()
+    RunFolder(many).job()
+    assert lines_of(job.job_file, "one")
+
+
+def test_a_server_that_is_away_is_said_with_its_address(job: Job) -> None:
+    prepared(job)
+    prompts = job.start("prompts", nats_url="tls://127.0.0.1:9")
+    assert prompts.ended() == (75, "tls://127.0.0.1:9: no server there (connection refused)")
+
+
+def test_a_folder_that_another_trainer_still_holds_is_no_fault_of_the_job(tmp_path: Path) -> None:
+    held = take_lock(tmp_path / ".lock")
+    try:
+        with pytest.raises(StorageError, match=rf"another run writes here \(process {os.getpid()}\)") as refused:
+            RunFolder(tmp_path).hold()
+    finally:
+        os.close(held)
+    assert code_of(refused.value) == 1
+
+
+def test_a_full_disk_is_recognised_whoever_met_it(tmp_path: Path) -> None:
+    (full := tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    with pytest.raises(StorageError) as written:
+        _append(full, "line\n")
+    assert one_line(written.value).startswith(f"storage full: {full}: cannot be written")
+    said_by_safetensors = "Error while serializing: I/O error: No space left on device (os error 28)"
+    assert one_line(StorageError(full, said_by_safetensors)).startswith("storage full: ")
+    assert not one_line(StageFailed("trainer", 0, "NaN")).startswith("storage full: ")

@@ -1,0 +1,134 @@
+"""Pods of a job in an object store: a folder of its own each, and the laptop's curve.
+
+In a cluster all mount theirs at one path, which the resolved job names; here each has another, so models and data are
+read where `prepare` has them. What a pod fetches of them: test_mirror.py, and e2e/test_object_store.py."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from object_stores import ObjectServer
+from pods import OFF, STAGES, Job, Pod, eventually
+from runs import curve_of, train
+from shared_servers import SharedServers
+from started import HOLD
+
+from rlhfspec.cluster import names
+from rlhfspec.object_store import ObjectStore
+from rlhfspec.service.connections import Connections
+
+STEPS = 6
+RUN = "runs/letters"
+URI = "s3://bucket/team"
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="every pod has a loopback address of its own"),
+    pytest.mark.timeout(400),
+]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    with ObjectServer(tmp_path / "s3" / "buckets") as server:
+        for name, value in server.variables.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+class StoredJob(Job):
+    """Each pod has a storage of its own, gone with it."""
+
+    def base(self, number: int) -> Path:
+        return self.job_file.parent / "storages" / str(number)
+
+    def _connections(self, role: str, content: dict[str, Any], others: dict[str, Any]) -> Connections:
+        base = self.base(len(self.pods))
+        base.mkdir(parents=True)
+        folder = base / RUN
+        told = {"base_folder": base, "folder": folder, "job_file": folder / "processes" / "job.json"}
+        return super()._connections(role, content, told | {"storage_uri": URI} | others)
+
+
+@pytest.fixture
+def job(job_file: Path, servers: SharedServers, server: ObjectServer) -> Iterator[StoredJob]:
+    here = job_file.parent
+    (here / "hold").touch()
+    (here / "rewards.py").write_text(HOLD.replace('pathlib.Path(__file__).with_name("hold")', repr_of(here / "hold")))
+    content = yaml.safe_load(job_file.read_text())
+    content["spec"]["generation"]["speculation"] = OFF
+    content["spec"]["training"]["steps"] = STEPS
+    content["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = 150
+    content["spec"]["observability"]["traces"] = True
+    job_file.write_text(yaml.safe_dump(content))
+    ObjectStore(URI, here).push([here / "data.jsonl", here / "rewards.py"])
+    with StoredJob(job_file, servers) as job:
+        yield job
+
+
+def repr_of(path: Path) -> str:
+    return f"pathlib.Path({str(path)!r})"
+
+
+def test_a_run_whose_pods_share_nothing_but_an_object_store(job: StoredJob, server: ObjectServer) -> None:
+    """The trainer is killed in the midst of a step; another goes on elsewhere, and the store is away when it
+    sends its first."""
+    hold = job.job_file.parent / "hold"
+    hold.unlink()
+    train(job.job_file, "one")
+    prepare = job.start(names.PREPARE)
+    assert prepare.ended()[0] == 0, prepare.log.read_text()
+    pods = {stage: job.start(stage) for stage in (*STAGES, names.CONTROL)}
+    eventually(lambda: checkpoints(job) >= 2, "two checkpoints in the store")
+    hold.touch()
+    pods["trainer"].process.kill()
+    pods["trainer"].process.wait()
+    kept = checkpoints(job)
+    assert kept < STEPS
+    trainer = job.start("trainer")
+    eventually(lambda: "loading the policy" in trainer.log.read_text(), "it has fetched")
+    server.stop()
+    hold.unlink()
+    eventually(lambda: lines_of_trainer(job, trainer) > kept, "a step that cannot be sent")
+    time.sleep(1.0)
+    server.start()
+    assert trainer.ended() == (0, f"completed: step {STEPS}"), trainer.log.read_text()
+    for pod in (pod for role, pod in pods.items() if role != "trainer"):
+        pod.process.send_signal(signal.SIGTERM)
+        assert pod.ended() == (0, "left: it was asked to"), pod.log.read_text()
+    fetched(job)
+    assert curve_of(job.job_file, f"fetched/{RUN}") == curve_of(job.job_file, "one")
+    run = job.job_file.parent / "fetched" / RUN
+    assert json.loads((run / "manifest.json").read_text())["outcome"] == "completed"
+    traced = {path.name for path in (run / "traces").iterdir()}
+    assert {f"{stage}-0.jsonl" for stage in STAGES} <= traced
+    assert "prepared" in prepare.message
+
+
+def lines_of_trainer(job: StoredJob, trainer: Pod) -> int:
+    return (job.base(job.pods.index(trainer)) / RUN / "steps.jsonl").read_text().count("\n")
+
+
+def checkpoints(job: StoredJob) -> int:
+    found = ObjectStore(URI, job.job_file.parent).sizes(f"{RUN}/checkpoints")
+    return max((int(path.split("/")[-2][5:]) for path in found if path.endswith("manifest.json")), default=0)
+
+
+def fetched(job: StoredJob) -> None:
+    store = ObjectStore(URI, job.job_file.parent / "fetched")
+    store.fetch(store.sizes(RUN))
+
+
+def test_what_the_job_says_wrong_of_its_store_is_said_by_prepare(job: StoredJob) -> None:
+    none = job.start(names.PREPARE, storage_uri="s3://nobucket/team")
+    assert none.ended() == (78, "spec.storage.uri: there is no such bucket (got 's3://nobucket/team')")
+    empty = job.start(names.PREPARE, storage_uri="s3://bucket/empty")
+    code, said = empty.ended()
+    assert code == 78
+    assert "spec.dataset.path: no such file or folder" in said

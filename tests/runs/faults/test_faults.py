@@ -1,0 +1,56 @@
+"""Whole runs of real processes under faults: they end as if nothing had happened, and nothing of them is left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from faults import lives, moving
+from faults.schedule import schedule
+from faults.trial import WORKERS, join_and_leave, trial
+
+
+def test_a_schedule_is_a_function_of_its_seed_and_strikes_everybody() -> None:
+    faults = schedule(3, 200, WORKERS)
+    assert faults == schedule(3, 200, WORKERS) != schedule(4, 200, WORKERS)
+    assert [fault.after_step for fault in faults] == sorted(fault.after_step for fault in faults)
+    kills = Counter(fault.target for fault in faults if fault.kind == "kill")
+    assert kills.total() == 200
+    assert set(kills) == {*WORKERS, "nats", "redis", "guardian", "launcher", "supervisor"}
+
+
+@pytest.mark.timeout(900)
+def test_a_run_under_fifteen_kills_is_the_run_without_faults(tmp_path: Path) -> None:
+    """Holds and leaves beside them; `make faults` does two hundred."""
+    run = trial(tmp_path, 6, 15, print, held_seconds=3.0)
+    assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 15
+
+
+@pytest.mark.timeout(300)
+def test_a_generator_joins_is_cut_off_comes_back_and_leaves(tmp_path: Path) -> None:
+    """By hand, with a proxy between it and the server; the curve is that of the run without it."""
+    join_and_leave(tmp_path, print)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_under_eight_kills_in_mid_move_is_the_run_without_them(tmp_path: Path) -> None:
+    """`make faults` does three hundred, over shared memory and over TCP where bits change too."""
+    run = moving.trial(tmp_path, 1, 8, print, held_seconds=2.0)
+    assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 8
+    assert len(run.in_a_move) >= 2
+
+
+def test_strikes_at_a_runs_ends_are_a_function_of_the_seed_and_spare_nobody() -> None:
+    strikes = [strike for seed in range(100) for life in lives.lives(seed) for strike in life]
+    assert lives.lives(7) == lives.lives(7) != lives.lives(8)
+    assert {strike.moment for strike in strikes} == set(lives.MOMENTS)
+    assert {target for strike in strikes for target in strike.targets} == {*WORKERS, *lives.HELPERS}
+    assert {strike.targets for strike in strikes if len(strike.targets) > 1} == set(lives.PAIRS)
+
+
+@pytest.mark.timeout(900)
+def test_a_run_that_is_struck_where_it_begins_and_ends_is_the_run_without_strikes(tmp_path: Path) -> None:
+    """Supervisor and NATS at once, a guardian at the start, ...; `make faults` does two hundred kills."""
+    run = lives.trial(tmp_path, 103, print, work_seconds=240.0, slack_seconds=60.0, leave_seconds=60.0)
+    assert run.struck.total() >= 3

@@ -1,0 +1,137 @@
+"""A generator that scores for others is killed in a whole run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from faults.processes import send
+from runs import train
+from started import Started, eventually
+
+from rlhfspec.loop import subject
+from rlhfspec.records import Plan, Sample
+from rlhfspec.servers.certificates import client_tls
+from rlhfspec.service.bus import Bus
+from rlhfspec.service.rights import CONTROL, inbox_of
+from rlhfspec.tracing.folder import read_spans
+from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.transport.nats_proof import Proof
+from rlhfspec.transport.nats_streams import stream_name
+
+PPO = ("generation.speculation.mode=off", "roles.generator.workers=2")
+
+
+def ppo(job_file: Path) -> None:
+    """With a reference and a critic, and steps long enough to meet a worker in their middle."""
+    job = yaml.safe_load(job_file.read_text())
+    job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2, "klCoefficient": 0.05}
+    job["spec"]["training"] |= {"steps": 4, "promptsPerStep": 8}
+    job["spec"]["generation"]["maxTokens"] = 24
+    job_file.write_text(yaml.safe_dump(job))
+
+
+def scored_by_guests(folder: Path) -> list[str]:
+    spans = [span for span in read_spans(folder) if span.name == "reference"]
+    return [span.sample for span in spans if span.worker > 0]
+
+
+def samples_of(job_file: Path, out: str) -> bytes:
+    return (job_file.parent / out / "samples.jsonl").read_bytes()
+
+
+class Control:
+    """Another process's way to the servers of a run: it looks as control, and plans as the rebalancer."""
+
+    def __init__(self, run: Started) -> None:
+        self._url = run.connections["nats_url"]
+        self._uid = run.connections["uid"]
+        self._credentials = Path(run.connections["credentials"])
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def __enter__(self) -> Control:
+        self._thread.start()
+        self._control, self._rebalancer = (self._do(self._connected(role)) for role in (CONTROL, "rebalancer"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for transport in (self._control, self._rebalancer):
+            self._do(transport.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _do(self, what: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(30.0)
+
+    async def _connected(self, role: str) -> NatsTransport:
+        return await NatsTransport.connect(
+            self._url, name=role, inbox_prefix=inbox_of(role, self._uid),
+            proof=Proof(nkey_seed=self._credentials / f"{role}.seed"), tls=client_tls(self._credentials, role),
+        )  # fmt: skip
+
+    def plan(self, text: str) -> None:
+        bus = Bus(self._rebalancer, "letters", uid=self._uid, workers={"rebalancer": 1})
+        self._do(bus.of("rebalancer").publish(Plan(id="letters/plan", job="letters", plan_json=text)))
+
+    def reference(self) -> dict[str, Any]:
+        """How the server has the reference's consumer."""
+        stream = stream_name(subject("letters", self._uid, Sample))
+        found: dict[str, Any] = self._do(self._control._connection.api(f"CONSUMER.INFO.{stream}.reference"))
+        return found
+
+
+@contextmanager
+def held(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            send(pid, signal.SIGCONT)
+
+
+def test_a_dry_generator_is_killed_in_the_middle_of_scoring_and_the_curve_is_that_of_one_process(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    """The reference itself is stopped: the first steps are scored by generator 1 alone, killed once while it scores."""
+    ppo(job_file)
+    whole = train(job_file, "one", *PPO)
+    run = starting("many", "roles.generator.workers=2")
+    run.until("(8 of 8)")
+    generators = [run.pid_of("generator", worker) for worker in (0, 1)]
+    with Control(run) as control, held(run.pid_of("reference"), run.pid_of("rebalancer")):
+        with held(*generators):
+            eventually(lambda: control.reference()["num_waiting"] == 0, "the reference asks for nothing any more")
+            others = control.reference()["num_ack_pending"]
+
+        def is_at_a_sample() -> bool:
+            control.plan('{"dry": {"1": "score"}}')
+            os.kill(generators[1], signal.SIGSTOP)
+            if control.reference()["num_ack_pending"] > others:
+                return True
+            os.kill(generators[1], signal.SIGCONT)
+            return False
+
+        eventually(is_at_a_sample, "generator 1 scores")
+        os.kill(generators[1], signal.SIGKILL)
+        assert "started again" in run.until("generator 1: killed by SIGKILL")
+
+        def has_scored() -> bool:
+            control.plan('{"dry": {"1": "score"}}')
+            return len(scored_by_guests(run.folder)) > 16
+
+        eventually(has_scored, "it scores again, and what it had was delivered again")
+    code, output = run.ended()
+    assert code == 0, output
+    assert run.curve() == whole
+    assert samples_of(job_file, "many") == samples_of(job_file, "one")

@@ -1,0 +1,64 @@
+"""A generator that is asked to leave in mid-step: what runs there goes on elsewhere, and nothing is computed again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from advice import Listener
+from faults.processes import named
+from runs import train
+from started import Started, eventually
+
+LONG = (
+    "roles.generator.workers=2",
+    "generation.maxTokens=440",
+    "generation.ignoreEos=true",
+    "generation.kvCacheTokens=65536",
+    "training.promptsPerStep=4",
+    "training.steps=2",
+)
+
+
+def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
+    job_file: Path,
+    starting: Callable[..., Started],
+) -> None:
+    whole = train(job_file, "one", *LONG)
+    run = starting("many", *LONG)
+    with Listener(run.folder / "processes" / "connections.json") as listener:
+        eventually(lambda: in_the_middle(listener), "a generator has samples in mid-answer")
+        worker = in_the_middle(listener)[0]
+        pid = run.pid_of("generator", worker)
+        began = time.monotonic()
+        os.kill(pid, signal.SIGTERM)
+        eventually(lambda: not named(run.connections["uid"], f"generator-{worker}"), "it is gone")
+        seconds = time.monotonic() - began
+        code, output = run.ended()
+    assert code == 0, output
+    print(f"gone after {seconds:.2f} s; {dict(listener.outcomes)}")
+    assert seconds < 30.0, "5 on a quiet machine, which is printed"
+    assert run.curve() == whole
+    one, many = ((job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many"))
+    assert one == many
+    left = [moved.how for moved in listener.moved if "/leave/" in moved.id]
+    assert left.count("kv") >= 2, listener.moved
+    assert set(listener.outcomes) <= {"kv", "kept"}, listener.moved
+    assert sum(moved.num_recomputed for moved in listener.moved) == 0
+    # Had anything been delivered again, or been computed again, more tokens would have been made than there are.
+    assert sum(listener.num_tokens.values()) == num_tokens(many)
+
+
+def in_the_middle(listener: Listener) -> list[int]:
+    """The generators that have samples in mid-answer, while there are others for these to go to."""
+    loads = list(listener.loads.values())
+    begun = {load.worker: sum(number > 16 for number in load.num_generated) for load in loads}
+    return [worker for worker, number in begun.items() if number >= 3 and len(loads) > 1]
+
+
+def num_tokens(samples: bytes) -> int:
+    return sum(len(json.loads(line)["tokens"]) for line in samples.splitlines())

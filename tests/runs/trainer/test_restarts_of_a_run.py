@@ -1,0 +1,81 @@
+"""A real run's trainer that is killed and comes back alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import curve_of, train
+from stages import killed
+
+from rlhfspec.cli import local
+from rlhfspec.service.base import Service
+from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.trainer.build import build
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_real_trainer_killed_five_times_draws_the_same_curve(
+    job_file: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its policy, optimizer, run folder and checkpoints are real; a death leaves half a step behind."""
+    steps = ["training.steps=9", "checkpoint.everySteps=3"]
+    steps += ["evaluation.everySteps=4", "evaluation.numPrompts=3"] if seed % 2 else []
+    whole = train(job_file, "whole", *steps)
+    draw = random.Random(seed)
+    deaths: list[int] = []
+
+    class Immortal(Service):
+        """In the trainer's place: one after the other, each made by the stage's own builder."""
+
+        def __init__(self, job: Any, context: Any, first: Any) -> None:
+            super().__init__("trainer", 0, context.vitals)
+            self._make = lambda: build(job, context)
+            self._release = lambda: context.bus._bus.release("trainer")
+            self.inner = first
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        async def run(self) -> None:
+            while True:
+                task = asyncio.create_task(self.inner.run())
+                if len(deaths) == 5:
+                    return await task
+                steps = draw.randint(1, 4)
+                while not (task.done() or self.inner._learner.version >= min(self.inner._saved_at + steps, 8)):
+                    await asyncio.sleep(0.001)
+                if task.done():
+                    return task.result()
+                deaths.append(self.inner._learner.version)
+                await killed(task, self.inner)
+                await self._release()
+                self.inner = self._make()
+
+        async def stop(self) -> None:
+            await self.inner.stop()
+
+        def close(self) -> None:
+            super().close()
+            self.inner.close()
+
+    monkeypatch.setattr(
+        "rlhfspec.trainer.build.build", lambda job, context: Immortal(job, context, build(job, context))
+    )
+    monkeypatch.setattr(local.LocalRun, "_trainer", property(lambda run: run._services[-1].inner))
+    assert train(job_file, "killed", *steps) == whole
+    assert len(deaths) == 5
+    folders = [RunFolder(job_file.parent / name) for name in ("whole", "killed")]
+    evaluations = [[replace(run, seconds=0.0) for run in folder.evaluations()] for folder in folders]
+    assert evaluations[0] == evaluations[1]
+    assert len(evaluations[0]) == (4 if seed % 2 else 0)
+    answers = [list(folder.evaluation_samples()) for folder in folders]
+    assert answers[0] == answers[1]
+    manifest = json.loads((job_file.parent / "killed" / "manifest.json").read_text())
+    assert (manifest["outcome"], manifest["num_steps"]) == ("completed", 9)
+    assert curve_of(job_file, "killed") == whole

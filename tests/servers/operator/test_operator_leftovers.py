@@ -1,0 +1,340 @@
+"""What runs leave in NATS and Redis goes by itself, and nothing of anybody else's does; both servers are real."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import re
+import socket
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from open_runs import JOB, PATIENCE_SECONDS, asked_by_the_operator, ended, is_there, opened, operators, runs_of
+from operator_objects import job, pod
+from places import ROOT
+from shared_servers import NO_REDIS, REDIS, SharedServers, free_port
+
+from rlhfspec import loop
+from rlhfspec.errors import LeadershipLost
+from rlhfspec.operator import streams
+from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.leftovers import Runs, ServerAway, Tending
+from rlhfspec.operator.redis_users import RedisUsers
+from rlhfspec.operator.release import redis_login
+from rlhfspec.operator.streams import Streams, metadata_of
+from rlhfspec.service import redis_users as users
+from rlhfspec.service.credentials import new_keys
+from rlhfspec.service.redis_client import client_of
+from rlhfspec.service.redis_users import ClusterRun, install_of
+from rlhfspec.service.rights import CONTROL, inbox_of
+from rlhfspec.transport.nats import NatsTransport
+
+needs_redis = pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def five_runs(servers: SharedServers) -> AsyncIterator[dict[str, NatsTransport]]:
+    """By uid; new ones each time: what another test left there is none of them."""
+    ours = install_of(servers.keys.master)
+    marks = {
+        "11aa": metadata_of(ours, "team"),
+        "22bb": metadata_of(ours, "gone"),
+        "33cc": metadata_of(ours, "never-heard-of"),
+        "44dd": metadata_of(install_of(new_keys().master), "team"),
+        "55ee": {},
+    }
+    controls = {uid: await opened(servers, uid, metadata) for uid, metadata in marks.items()}
+    try:
+        yield controls
+    finally:
+        await asyncio.gather(*(control.close() for control in controls.values()))
+
+
+def test_streams_go_with_their_run_and_no_others_do(servers: SharedServers) -> None:
+    """Not those of an open run, of another install, of a laptop, and of namespaces that cannot be seen now."""
+
+    async def main() -> None:
+        there, _ = operators(servers)
+        async with five_runs(servers) as controls:
+
+            async def left(runs: Runs) -> set[str]:
+                await there.settle(runs)
+                return {uid for uid, control in controls.items() if await is_there(control, uid)}
+
+            everything = set(controls)
+            assert await left(runs_of(("team", "11aa"), ("gone", "22bb"))) == everything, "all that is ours is open"
+            with pytest.raises(LeadershipLost):
+                await there.settle(runs_of(leads=False))
+            assert await left(runs_of(watched=())) == everything, "nobody knows"
+            assert await left(runs_of()) == everything - {"11aa"}
+            known = runs_of(("gone", "22bb"))
+            assert await left(known) == everything - {"11aa"}
+            known._cache.runs.clear()  # type: ignore[attr-defined]
+            known._cache.left.add("gone")
+            assert await left(known) == everything - {"11aa"}, "its namespace has lost its label, and it may go on"
+            known._cache.left.clear()
+            assert await left(known) == everything - {"11aa", "22bb"}, "it was seen to end"
+            assert await left(runs_of(watched=["never-heard-of"])) == {"44dd", "55ee"}, "it is heard of now"
+
+    asyncio.run(main())
+
+
+def test_only_work_that_nobody_takes_has_an_end(servers: SharedServers) -> None:
+    """The last word of a subject stays: a data set says but once in a run what it is."""
+
+    async def main() -> None:
+        await servers.make_streams("66ff")
+        control = await asked_by_the_operator(servers)
+        for record, kind in loop.KINDS.items():
+            info = await control._connection.api(f"STREAM.INFO.rlhf_{JOB}_66ff_{record.__name__.lower()}")
+            days = info["config"]["max_age"] / 86400e9
+            assert days == (30.0 if kind == "work" else 0.0), record
+        await control.close()
+
+    asyncio.run(main())
+
+
+@contextmanager
+def deaf_server() -> Iterator[int]:
+    """It takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def streams_at(port: int) -> Streams:
+    return Streams(f"nats://127.0.0.1:{port}", "6eb63d927a08", None, "", None)
+
+
+def test_a_nats_that_is_deaf_or_gone_is_no_news_twice(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "CALL_SECONDS", 0.5)
+
+    async def main() -> None:
+        with deaf_server() as port:
+            for at in (port, free_port()):
+                failed: list[str] = []
+                caplog.clear()
+                tending = Tending(streams_at(at), runs_of(), failed.append)
+                for _ in range(2):
+                    await asyncio.wait_for(tending._look(), 20.0)
+                assert failed == ["NATS", "NATS"]
+                [record] = [each for each in caplog.records if each.name == "rlhfspec.operator.leftovers"]
+                assert "jobs go on" in record.message
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(main())
+
+
+@needs_redis
+def test_a_deaf_nats_delays_nothing_in_redis(servers: SharedServers) -> None:
+    async def main() -> None:
+        _, redis = operators(servers)
+        assert redis is not None
+        with deaf_server() as port:
+            runs = runs_of(("team", "a11a"))
+            asked = asyncio.Event()
+            nats = Tending(streams_at(port), runs, lambda _: asked.set())
+            tasks = [asyncio.create_task(each.run()) for each in (nats, Tending(redis, runs, lambda _: None))]
+            await until_may(servers, "a11a", CONTROL)
+            assert not asked.is_set(), "NATS did not even give up"
+            await ended(*tasks)
+
+    asyncio.run(main())
+
+
+# ---- Redis ----------------------------------------------------------------------------------------------------------
+
+
+async def may(servers: SharedServers, uid: str, role: str, namespace: str = "team") -> str:
+    """Empty: it may, by its pod's Secret."""
+    from redis.exceptions import RedisError
+
+    assert servers.redis_url is not None
+    folder = servers.credentials(role, run=uid, namespace=namespace)
+    async with client_of(servers.redis_url, role, folder, 20.0) as redis:
+        try:
+            await redis.set(users.worker_key(uid, f"{role}-0"), b"x")
+        except (RedisError, OSError) as error:
+            return str(error)
+    return ""
+
+
+async def until_may(servers: SharedServers, uid: str, role: str) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await may(servers, uid, role):
+            await asyncio.sleep(0.05)
+
+
+async def users_and_keys(servers: SharedServers) -> tuple[set[str], set[str]]:
+    """Of runs, by uid; as the operator sees them."""
+    _, redis = operators(servers)
+    assert redis is not None
+    there = [run for name in await redis._redis.acl_users() if (run := users.run_of(servers.keys.master, str(name)))]
+    keys = [key.decode().split(":")[1] async for key in redis._redis.scan_iter(match="rlhfspec:*")]
+    await redis.close()
+    return {run.uid for run in there}, set(keys)
+
+
+@needs_redis
+def test_users_and_keys_go_with_their_run_and_no_others_do(servers: SharedServers) -> None:
+    async def main() -> None:
+        _, redis = operators(servers)
+        assert redis is not None
+        others = ClusterRun("team", "5e5e")
+        stranger = users.user_of(new_keys().master, others, "reward")
+        both = runs_of(("team", "b22b"), ("gone", "c33c"))
+        await redis.settle(both)
+        assert not await may(servers, "b22b", "reward")
+        assert not await may(servers, "c33c", "reward", "gone")
+        assert await may(servers, "5e5e", "reward"), "nobody made that user"
+        assert await users_and_keys(servers) == ({"b22b", "c33c"}, {"b22b", "c33c"})
+        with pytest.raises(LeadershipLost):
+            await redis.settle(runs_of(leads=False))
+        await redis.settle(runs_of(watched=()))
+        assert (await users_and_keys(servers))[0] == {"b22b", "c33c"}, "nobody knows"
+        await redis.settle(runs_of())
+        assert await users_and_keys(servers) == ({"c33c"}, {"c33c"})
+        assert await may(servers, "b22b", "reward")
+        assert not await may(servers, "c33c", "reward", "gone")
+        await redis._redis.execute_command("ACL SETUSER", stranger, "on")
+        await redis._redis.execute_command("ACL SETUSER", "somebody", "on")
+        both._cache.runs.clear()  # type: ignore[attr-defined]
+        await redis.settle(both)
+        assert await users_and_keys(servers) == (set(), set())
+        assert {stranger, "somebody", "operator", "default"} <= set(await redis._redis.acl_users())
+        await redis._redis.execute_command("ACL DELUSER", stranger, "somebody")
+        await redis.close()
+
+    asyncio.run(main())
+
+
+@needs_redis
+def test_a_redis_that_was_started_anew_has_its_users_again(servers: SharedServers) -> None:
+    async def main() -> None:
+        _, redis = operators(servers)
+        assert redis is not None
+        failed: list[str] = []
+        tending = Tending(redis, runs_of(("team", "d44d")), failed.append)
+        task = asyncio.create_task(tending.run())
+        await until_may(servers, "d44d", "trainer")
+        await asyncio.to_thread(servers.kill_redis)
+        await asyncio.to_thread(servers.start_redis)
+        await until_may(servers, "d44d", "trainer")
+        await ended(task)
+
+    asyncio.run(main())
+
+
+@needs_redis
+def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(servers: SharedServers) -> None:
+    async def cancelled(seconds: float) -> None:
+        _, redis = operators(servers)
+        assert redis is not None
+        task = asyncio.create_task(Tending(redis, runs_of(("team", "f77f")), lambda _: None).run())
+        await asyncio.sleep(seconds)
+        await ended(task)
+
+    gc.freeze()  # what other tests left is not looked at each time
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ResourceWarning)
+            for moment in range(150):
+                asyncio.run(cancelled(0.001 + 0.0002 * moment))
+                gc.collect()
+    finally:
+        gc.unfreeze()
+    assert [str(each.message) for each in caught] == []
+
+
+@needs_redis
+def test_a_user_who_may_not_make_users_is_named(servers: SharedServers, tmp_path: Path) -> None:
+    """As of a Redis of one's own."""
+    (tmp_path / "redis.username").write_text("somebody\n")
+    (tmp_path / "redis.password").write_text("s3cret\n")
+    login = redis_login(servers.keys, tmp_path)
+    assert login == ("somebody", "s3cret")
+    assert redis_login(servers.keys, tmp_path / "none")[0] == "operator"
+
+    async def main() -> None:
+        assert servers.redis_url is not None
+        redis = RedisUsers(servers.redis_url, servers.keys.master, login, servers.keys.ca_pem)
+        with pytest.raises(ServerAway, match="username-password"):
+            await redis.settle(runs_of())
+        await redis.close()
+
+    asyncio.run(main())
+
+
+@needs_redis
+def test_a_redis_of_ones_own_needs_the_user_that_the_chart_documents(servers: SharedServers) -> None:
+    documented = re.findall(
+        r"`ACL SETUSER rlhfspec-operator on >PASSWORD (.+?)`", (ROOT / "docs" / "chart.md").read_text()
+    )
+
+    async def main() -> None:
+        _, first = operators(servers)
+        assert first is not None
+        assert servers.redis_url is not None
+        await first._redis.execute_command("ACL SETUSER", "rlhfspec-operator", "on", ">s3cret", *documented[0].split())
+        theirs = RedisUsers(
+            servers.redis_url, servers.keys.master, ("rlhfspec-operator", "s3cret"), servers.keys.ca_pem
+        )
+        await theirs.settle(runs_of(("team", "e55f")))
+        assert not await may(servers, "e55f", "reward")
+        await theirs.settle(runs_of())
+        assert await users_and_keys(servers) == (set(), set())
+        await first._redis.execute_command("ACL DELUSER", "rlhfspec-operator")
+        await asyncio.gather(first.close(), theirs.close())
+
+    asyncio.run(main())
+
+
+# ---- which runs there are -------------------------------------------------------------------------------------------
+
+
+def of_run(number: int, state: str, version: int) -> dict[str, object]:
+    return {**job(version=version), "status": {"memory": {"number": number, "state": state}}}
+
+
+def test_the_cache_knows_which_runs_are_open_and_tells_when_that_changes() -> None:
+    told: list[None] = []
+    cache = Cache(runs_changed=lambda: told.append(None))
+    cache.put_job(job(version=1))
+    assert cache.open_runs() == set()
+    told.clear()
+    cache.put_job(of_run(1, "open", 2))
+    [(namespace, uid)] = cache.open_runs()
+    assert (namespace, len(uid), cache.live_runs(), len(told)) == ("team", 16, {uid}, 1)
+    cache.put_job(of_run(1, "closing", 3))
+    assert (cache.live_runs(), len(told)) == ({uid}, 1), "nothing new"
+    cache.put_job(of_run(1, "closed", 4))
+    assert (cache.live_runs(), len(told)) == (set(), 2)
+    cache.put_job(of_run(2, "open", 5))
+    assert (cache.open_runs() & {("team", uid)}, len(told)) == (set(), 3)
+    cache.remove_job(job(version=6))
+    assert (cache.open_runs(), len(told)) == (set(), 4)
+
+
+def test_a_run_lives_as_long_as_its_pods() -> None:
+    """A job that was deleted is gone before they are: its trainer may still write a checkpoint."""
+    cache = Cache()
+    body = pod(phase="Running")
+    body["metadata"]["labels"]["rlhfspec.io/run"] = "e55e"
+    cache.put_pod(body)
+    assert (cache.open_runs(), cache.live_runs()) == (set(), {"e55e"})
+    body["metadata"]["resourceVersion"], body["status"] = "2", {"phase": "Succeeded"}
+    cache.put_pod(body)
+    assert cache.live_runs() == set()
+
+
+def test_the_inbox_of_the_operator_is_its_own(servers: SharedServers) -> None:
+    there, _ = operators(servers)
+    assert there._options["inbox_prefix"] == inbox_of("operator", "release").encode()

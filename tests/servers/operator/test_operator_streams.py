@@ -1,0 +1,131 @@
+"""The operator makes the streams of open runs, with their consumers, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from open_runs import PATIENCE_SECONDS, asked_by_the_operator, ended, is_there, opened, operators
+from operator_world import job_body
+from shared_servers import SharedServers
+
+from rlhfspec import loop
+from rlhfspec.errors import LeadershipLost
+from rlhfspec.operator import streams
+from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.leftovers import OpenRun, Runs, ServerAway, Tending
+from rlhfspec.operator.streams import metadata_of
+from rlhfspec.service.redis_users import install_of
+from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.transport.nats_streams import stream_name
+
+
+def cache_of(*job_uids: str) -> Cache:
+    """Each has an open run."""
+    cache = Cache()
+    for uid in job_uids:
+        body = job_body()
+        body["metadata"] |= {"name": f"job-{uid}", "uid": uid}
+        cache.put_job(body | {"status": {"memory": {"number": 1, "state": "open"}}})
+    return cache
+
+
+async def lacking(transport: NatsTransport, run: OpenRun) -> list[str]:
+    """What is not declared of it, or not as its control and its stages expect it."""
+    found = {}
+    for subject, kind, consumers in loop.declarations(run.job, run.uid, run.stages):
+        there = await transport._look(subject)
+        found[subject] = there is not None and (there.kind, set(there.consumers)) == (kind, {c.name for c in consumers})
+        info = await transport._connection.api(f"STREAM.INFO.{stream_name(subject)}")
+        found[f"consumers of {subject}"] = info.get("state", {}).get("consumer_count") == len(consumers)
+    return [name for name, is_there in found.items() if not is_there]
+
+
+def test_open_runs_have_their_streams_also_where_nats_lost_all_it_had(tmp_path: Path) -> None:
+    async def main(servers: SharedServers) -> None:
+        there, _ = operators(servers)
+        runs = Runs(cache_of("j1", "j2"), lambda: {"rl"}, lambda: True)
+        tending = Tending(there, runs, lambda _: None)
+        task = asyncio.create_task(tending.run())
+        transport = await asked_by_the_operator(servers)
+        both = runs.to_declare()
+        assert [run.job for run in both] == ["job-j1", "job-j2"]
+        assert "critic" not in both[0].stages
+
+        async def until_made() -> None:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while any([await lacking(transport, run) for run in both]):
+                    await asyncio.sleep(0.05)
+
+        await until_made()
+        info = await transport._connection.api(f"STREAM.INFO.rlhf_job-j1_{both[0].uid}_sample")
+        metadata = metadata_of(install_of(servers.keys.master), "rl")
+        assert metadata.items() <= info["config"]["metadata"].items()
+        await asyncio.to_thread(servers.kill_nats)
+        shutil.rmtree(servers.folder / "store")
+        await asyncio.to_thread(servers.start_nats)
+        await until_made()
+        await ended(task)
+        await transport.close()
+
+    with SharedServers(tmp_path) as servers:
+        asyncio.run(main(servers))
+
+
+def test_a_run_that_nats_refuses_is_named_and_in_nobodys_way(servers: SharedServers) -> None:
+    async def main() -> None:
+        there, _ = operators(servers)
+        runs = Runs(cache_of("k1", "k2"), lambda: {"team", "rl"}, lambda: True)
+        refused, other = runs.to_declare()
+        transport = await opened(servers, "99ee", metadata_of(install_of(servers.keys.master), "team"))
+        overlap = {"name": "OTHERS", "subjects": [loop.subject(refused.job, refused.uid, loop.Prompt)]}
+        assert "error" not in await transport._connection.api("STREAM.CREATE.OTHERS", overlap)
+        with pytest.raises(ServerAway, match=rf"STREAM.CREATE.rlhf_job-k1_{refused.uid}_prompt: subjects overlap"):
+            await there.settle(runs)
+        assert not await lacking(transport, other)
+        assert not await is_there(transport, "99ee"), "what is over went all the same"
+        assert await transport.undeclare("OTHERS", 20.0)
+        await there.settle(runs)
+        assert not await lacking(transport, refused)
+        await transport.close()
+
+    asyncio.run(main())
+
+
+def test_who_leads_no_more_makes_nothing(servers: SharedServers) -> None:
+    async def main() -> None:
+        there, _ = operators(servers)
+        runs = Runs(cache_of("l1"), set, lambda: False)
+        with pytest.raises(LeadershipLost):
+            await there.settle(runs)
+        transport = await asked_by_the_operator(servers)
+        [run] = runs.to_declare()
+        assert await transport._look(loop.subject(run.job, run.uid, loop.Prompt)) is None
+        await transport.close()
+
+    asyncio.run(main())
+
+
+def test_what_was_begun_and_not_finished_is_finished(servers: SharedServers) -> None:
+    """As by an operator that died in the middle of it: a stream without its consumers keeps nothing for anybody."""
+
+    async def main() -> None:
+        there, _ = operators(servers)
+        runs = Runs(cache_of("m1"), set, lambda: True)
+        [run] = runs.to_declare()
+        transport = await asked_by_the_operator(servers)
+        _, (call, body), *_ = [each for each in streams.calls_of(run, "", ()) if each[0].startswith("STREAM.")]
+        assert "error" not in await transport._connection.api(call, body)
+        await there.settle(runs)
+        assert not await lacking(transport, run)
+        assert streams.calls_of(run, "", await there_now(transport, run)) == []
+        await transport.close()
+
+    asyncio.run(main())
+
+
+async def there_now(transport: NatsTransport, run: OpenRun) -> set[str]:
+    declared = loop.declarations(run.job, run.uid, run.stages)
+    return {stream_name(each.subject) for each in declared if await transport._look(each.subject) is not None}

@@ -1,0 +1,101 @@
+"""The transport's promises, kept by NATS: the contract of every transport, with a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+from nats_servers import NatsServer
+from transport_contract import Harness, TransportContract
+
+from rlhfspec.transport.base import Consumer
+from rlhfspec.transport.nats import NatsTransport
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+class TestNatsTransport(TransportContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: NatsServer) -> None:
+        self._url = server.url
+
+    @asynccontextmanager
+    async def open(self, *, max_pending: int, publish_timeout_seconds: float) -> AsyncIterator[Harness]:
+        transport = await NatsTransport.connect(
+            self._url, name="test", max_pending=max_pending, publish_timeout_seconds=publish_timeout_seconds
+        )
+        try:
+            yield Harness(transport)
+        finally:
+            await transport.close()
+            await forget_everything(self._url)
+
+
+async def forget_everything(url: str) -> None:
+    import nats
+
+    client = await nats.connect(url)
+    streams = client.jsm()
+    for info in await streams.streams_info():
+        await streams.delete_stream(info.config.name or "")
+    await client.close()
+
+
+def test_who_it_is_for_is_said_by_the_server(server: NatsServer) -> None:
+    """Another process subscribes and publishes without declaring anything."""
+
+    async def main() -> None:
+        reward = Consumer(name="reward", max_deliveries=None)
+        opening = await NatsTransport.connect(server.url, name="control")
+        await opening.declare("rlhf.a.sample", "work", [reward])
+        await opening.declare("rlhf.a.load", "signal")
+        worker = await NatsTransport.connect(server.url, name="reward")
+        view = await worker.watch("rlhf.a.load")
+        assert await worker.publish("rlhf.a.load", b"busy", id="l")
+        assert await worker.publish("rlhf.a.sample", b"5", id="s")
+        [message] = await (await worker.subscribe("rlhf.a.sample", reward)).pull(1, 10.0)
+        await message.ack()
+        assert [seen.data for seen in await view.pull(1, 10.0)] == [b"busy"]
+        await worker.close()
+        await opening.close()
+        await forget_everything(server.url)
+
+    asyncio.run(main())
+
+
+def test_who_leaves_while_messages_come_keeps_none_of_them_from_others(server: NatsServer) -> None:
+    """What the server sent before it heard that nobody listens any more comes back at once, not after the ack wait."""
+
+    async def main() -> None:
+        reference = Consumer(name="reference", ack_wait_seconds=60.0, max_deliveries=None)
+        leaving = await NatsTransport.connect(server.url, name="reference")
+        sending = await NatsTransport.connect(server.url, name="generator")
+        await sending.declare("rlhf.a.sample", "work", [reference])
+        draw = random.Random(0)
+        for number in range(300):
+            reading = await leaving.subscribe("rlhf.a.sample", reference)
+            pull = asyncio.create_task(reading.pull(1, 10.0))
+            publish = asyncio.create_task(sending.publish("rlhf.a.sample", b"5", id=f"{number}"))
+            await asyncio.sleep(draw.random() * 0.003)
+            pull.cancel()
+            [got] = await asyncio.gather(pull, return_exceptions=True)
+            await reading.close()
+            await publish
+            if isinstance(got, BaseException):
+                other = await leaving.subscribe("rlhf.a.sample", reference)
+                got = await other.pull(1, 10.0)
+                await other.close()
+            assert [message.id for message in got] == [f"{number}"]
+            await got[0].ack()
+        await leaving.close()
+        await sending.close()
+        await forget_everything(server.url)
+
+    asyncio.run(main())

@@ -1,0 +1,33 @@
+"""A transport that delivers out of order."""
+
+from __future__ import annotations
+
+import random
+
+from rlhfspec.transport.base import Consumer, Message, Subscription
+from rlhfspec.transport.memory import MemoryTransport
+
+
+class ShuffledTransport(MemoryTransport):
+    """What is pulled together arrives in any order, and what could come at once comes in parts."""
+
+    async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
+        return _Shuffled(await super().subscribe(subject, consumer), random.Random(subject + consumer.name))
+
+
+class _Shuffled:
+    def __init__(self, inner: Subscription, draw: random.Random) -> None:
+        self._inner = inner
+        self._draw = draw
+        self._kept: list[Message] = []
+
+    async def pull(self, max_messages: int, timeout_seconds: float) -> list[Message]:
+        wait = 0.0 if self._kept else timeout_seconds
+        messages = [*self._kept, *await self._inner.pull(64, wait)]
+        self._draw.shuffle(messages)
+        number = 1 + self._draw.randrange(min(max_messages, 3))
+        self._kept = messages[number:]
+        return messages[:number]
+
+    async def close(self) -> None:
+        await self._inner.close()

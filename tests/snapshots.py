@@ -1,0 +1,17 @@
+"""What a generator shows of itself."""
+
+from __future__ import annotations
+
+from rlhfspec.records import Load
+from rlhfspec.service.live import Snapshot
+from rlhfspec.service.vitals import WorkerState
+
+LOAD = Load(
+    id="1", job="sums", generator="generator-0", step=3, num_running=2, num_waiting=1, num_finished=7, num_tokens=99,
+    tokens_per_second=123.4, accepted_per_verification=None, strategy="suffix",
+)  # fmt: skip
+WAITS = WorkerState(
+    stage="generator", worker=0, doing="waiting", what="prompts", since_seconds=1.5, overdue_seconds=float("-inf"),
+    busy_seconds=7.0,
+)  # fmt: skip
+GENERATOR = Snapshot(host="node", pid=7, state=WAITS, load=LOAD, owned=("sums/3/0/0", "sums/3/0/1"))

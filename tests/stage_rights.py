@@ -1,0 +1,85 @@
+"""What each role may publish and subscribe to, derived from the loop."""
+
+from __future__ import annotations
+
+from rlhfspec import loop
+from rlhfspec.service.rights import CONTROL, ROLES, inbox_of
+from rlhfspec.transport.nats_streams import stream_name
+
+JOB, UID = "sums", "3f2a"
+
+
+DEAD = loop.dead_letters(JOB, UID)
+STAGES = {stage.name: stage for stage in loop.STAGES}
+WORK = [record for record, kind in loop.KINDS.items() if kind == "work"]
+STATE = [record for record, kind in loop.KINDS.items() if kind == "state"]
+SIGNALS = [record for record, kind in loop.KINDS.items() if kind == "signal"]
+
+
+def subject(record: type) -> str:
+    return loop.subject(JOB, UID, record)
+
+
+def looked_at_by(role: str) -> set[type]:
+    """By the map: what is no work of its own."""
+    if role == CONTROL:
+        return set(loop.KINDS)
+    stage = loop.BY_NAME[role]
+    if stage in loop.OBSERVERS:
+        return set(stage.consumes)
+    return {record for record in stage.consumes if record not in WORK} | {*stage.watches, *loop.SEEN_BY_ALL}
+
+
+def may_publish(*, in_a_cluster: bool = False) -> dict[str, set[str]]:
+    """Every subject that something could be sent to, and by the map, the roles that may."""
+    everybody = {*STAGES}
+    opening = set() if in_a_cluster else {CONTROL}
+    may: dict[str, set[str]] = {}
+    for record, kind in loop.KINDS.items():
+        stream = stream_name(subject(record))
+        producers = everybody if record in loop.OF_A_PROCESS else {n for n, s in STAGES.items() if record in s.produces}
+        lookers = {role for role in ROLES if record in looked_at_by(role)}
+        pullers = {n for n, s in STAGES.items() if record in s.consumes} if kind == "work" else set()
+        may[f"{subject(record)}.x" if kind == "state" else subject(record)] = producers
+        may[f"{subject(record)}.x.y"] = set()
+        may[f"latest.{subject(record)}.x"] = set()
+        may[f"signal.{subject(record)}"] = set()
+        may[f"$JS.API.STREAM.INFO.{stream}"] = producers | lookers | pullers | {CONTROL}
+        may[f"$JS.API.STREAM.CREATE.{stream}"] = opening
+        may[f"$JS.API.STREAM.MSG.GET.{stream}"] = pullers | (lookers if kind == "state" else set())
+        may[f"$JS.API.CONSUMER.LIST.{stream}"] = producers if kind == "work" else set()
+        for verb in ("STREAM.DELETE", "STREAM.PURGE", "STREAM.UPDATE", "STREAM.MSG.DELETE", "STREAM.SNAPSHOT"):
+            may[f"$JS.API.{verb}.{stream}"] = set()
+        for name in ROLES:
+            pulls = {name} & pullers
+            may[f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}"] = pulls
+            may[f"$JS.ACK.{stream}.{name}.1.1.1.1.0"] = pulls | (opening if pulls else set())
+            may[f"$JS.API.CONSUMER.INFO.{stream}.{name}"] = pulls | (opening if pulls else set())
+            may[f"$JS.API.CONSUMER.CREATE.{stream}.{name}"] = opening if pulls else set()
+            may[f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.{name}"] = set()
+            may[f"$JS.API.CONSUMER.DELETE.{stream}.{name}"] = set()
+        may[f"$JS.API.CONSUMER.CREATE.{stream}"] = set()
+    may[f"{DEAD}.x"] = {name for name, stage in STAGES.items() if set(stage.consumes) & set(WORK)}
+    may[f"$JS.API.STREAM.MSG.GET.{stream_name(DEAD)}"] = {CONTROL}
+    may[f"$JS.API.STREAM.DELETE.{stream_name(DEAD)}"] = set()
+    may[f"$JS.API.STREAM.CREATE.{stream_name(DEAD)}"] = opening
+    for other in ("$JS.API.STREAM.LIST", "$JS.API.STREAM.NAMES", "$JS.API.INFO", "$SYS.REQ.SERVER.PING", "anything"):
+        may[other] = set()
+    for name in ROLES:
+        may[f"{inbox_of(name, UID)}.1.2"] = set()
+    return may
+
+
+def may_subscribe() -> dict[str, set[str]]:
+    may: dict[str, set[str]] = {}
+    for record, kind in loop.KINDS.items():
+        lookers = {role for role in ROLES if record in looked_at_by(role)}
+        may[f"latest.{subject(record)}.*"] = lookers if kind == "state" else set()
+        may[subject(record)] = set() if kind == "state" else lookers
+        may[f"{subject(record)}.*"] = set()
+    may[f"latest.{DEAD}.*"] = {CONTROL}
+    for name in ROLES:
+        may[f"{inbox_of(name, UID)}.>"] = {name}
+    for other in (">", "rlhf.>", "latest.>", "*.>", "_INBOX.>", "$JS.>", "$JS.ACK.>", "$SYS.>", f"rlhf.{JOB}.{UID}.*"):
+        may[other] = set()
+    return may

@@ -1,0 +1,383 @@
+"""Checkpoints: as saved to the last bit, or not at all; nothing a disk or a kill does loses an earlier one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec.checkpoint import CheckpointStore, export_hf
+from rlhfspec.checkpoint.states import pack, unpack
+from rlhfspec.errors import InvalidRequest, StorageError
+from rlhfspec.modeling.tensor_files import read_tensors, sync, write_tensors
+from rlhfspec.tiny import random_model
+
+NUM_WRITES = 400
+
+
+def state(step: int) -> dict[str, Any]:
+    weight = torch.full((64, 64), float(step))
+    return {"step": step, "policy": {"weight": weight}, "optimizer": {"state": {0: {"step": torch.tensor(step)}}}}
+
+
+def check(loaded: Any, step: int) -> None:
+    assert loaded["step"] == step
+    assert torch.equal(loaded["policy"]["weight"], torch.full((64, 64), float(step)))
+    assert loaded["optimizer"]["state"][0]["step"].item() == step
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+# What comes back
+
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+    | st.builds(lambda n, v: torch.full((n,), v), st.integers(0, 3), st.floats(width=32))
+)  # fmt: skip
+states = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(st.sampled_from("ab.$#"), max_size=3) | st.integers(0, 9), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return (
+            one.dtype == other.dtype
+            and torch.equal(one.isnan(), other.isnan())
+            and one.nan_to_num().equal(other.nan_to_num())
+        )
+    if isinstance(one, float):
+        return (math.isnan(one) and math.isnan(other)) or (
+            one == other and math.copysign(1, one) == math.copysign(1, other)
+        )
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@given(states)
+@settings(max_examples=150)
+def test_any_state_comes_back_as_it_was(value: Any) -> None:
+    document, tensors = pack(value)
+    assert same(unpack(json.loads(json.dumps(document, allow_nan=False)), tensors), value)
+
+
+@pytest.mark.parametrize(
+    "value", [{1, 2}, object(), {"a": {(1, 2): 3}}, {True: 1}], ids=lambda value: type(value).__name__
+)
+def test_what_cannot_be_kept_is_refused_by_its_path(value: Any) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        pack({"run": [value]})
+    assert error.value.field.startswith("run.0")
+
+
+def test_an_optimizer_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
+    def make() -> tuple[torch.nn.Parameter, torch.optim.AdamW]:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
+        return weight, torch.optim.AdamW([weight], lr=0.1)
+
+    def train(weight: torch.nn.Parameter, optimizer: torch.optim.AdamW, num_steps: int) -> None:
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            (weight**4).sum().backward()
+            optimizer.step()
+
+    weight, optimizer = make()
+    train(weight, optimizer, 3)
+    with CheckpointStore(folder, keep=1) as store:
+        store.save(3, {"weight": weight, "optimizer": optimizer.state_dict(), "random": random.getstate()})
+        loaded = store.load(3)
+    train(weight, optimizer, 2)
+    again, resumed = make()
+    again.data = loaded["weight"]
+    resumed.load_state_dict(loaded["optimizer"])
+    train(again, resumed, 2)
+    assert torch.equal(again, weight)
+    assert loaded["random"] == random.getstate()
+
+
+def test_one_file_a_part_readable_without_this_package(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    with CheckpointStore(folder, keep=1) as store:
+        path = store.save(12, state(12))
+    assert path == folder / "step-00000012"
+    assert sorted(file.name for file in path.iterdir()) == [
+        "manifest.json", "optimizer.safetensors", "policy.safetensors", "state.json",
+    ]  # fmt: skip
+    assert load_file(path / "policy.safetensors")["policy.weight"].shape == (64, 64)
+    with CheckpointStore(folder, keep=1) as store, pytest.raises(InvalidRequest, match="parts of a checkpoint"):
+        store.save(13, {"../elsewhere": 1})
+
+
+# Which ones there are
+
+
+def test_the_best_stays_until_another_is_better(folder: Path) -> None:
+    with CheckpointStore(folder, keep=2) as store:
+        for step, best in ((1, None), (2, 1), (3, 1), (4, 1), (5, 4), (6, 4), (7, 4)):
+            store.save(step, state(step), best=best)
+            if step == 4:
+                assert store.steps() == [1, 3, 4]
+        assert store.steps() == [4, 6, 7]
+        assert store.latest() == 7
+
+
+def test_the_newest_stay(folder: Path) -> None:
+    with CheckpointStore(folder, keep=2) as store:
+        assert store.latest() is None
+        for step in (1, 5, 10, 12):
+            store.save(step, state(step))
+        assert store.steps() == [10, 12]
+        assert store.latest() == 12
+        check(store.load(10), 10)
+        check(store.load(12), 12)
+
+
+def damage_byte(path: Path) -> None:
+    content = bytearray((path / "policy.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "policy.safetensors").write_bytes(content)
+
+
+def damage_length(path: Path) -> None:
+    (path / "policy.safetensors").write_bytes(b"")
+
+
+def lose_file(path: Path) -> None:
+    (path / "state.json").unlink()
+
+
+def lose_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def tear_manifest(path: Path) -> None:
+    content = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(content[: len(content) // 2])
+
+
+def manifest_as(content: bytes) -> Any:
+    return lambda path: (path / "manifest.json").write_bytes(content)
+
+
+OTHER_MANIFESTS = (
+    b"", b"null", b"[]", b"\xff\xfe", b"{}", b'{"schema": 1}', b'{"schema": 1, "files": ["state.json"]}',
+    b'{"schema": 1, "files": {}}', b'{"schema": 1, "files": {"state.json": null}}',
+)  # fmt: skip
+DAMAGES = [
+    damage_byte, damage_length, lose_file, lose_manifest, tear_manifest, *map(manifest_as, OTHER_MANIFESTS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_passed_over_with_a_warning(
+    folder: Path, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointStore(folder, keep=3) as store:
+        for step in (1, 2, 3):
+            store.save(step, state(step))
+        damage(folder / "step-00000003")
+        with caplog.at_level(logging.WARNING):
+            assert store.latest() == 2
+        assert "step-00000003" in caplog.text
+        check(store.load(2), 2)
+        with pytest.raises(StorageError, match="step-00000003"):
+            store.load(3)
+
+
+def test_when_all_are_damaged_nobody_starts_anew_by_mistake(folder: Path) -> None:
+    with CheckpointStore(folder, keep=2) as store:
+        store.save(1, state(1))
+        damage_byte(folder / "step-00000001")
+        with pytest.raises(StorageError, match="all 1 checkpoints are damaged"):
+            store.latest()
+
+
+def test_another_schema_is_said_and_not_passed_over(folder: Path) -> None:
+    with CheckpointStore(folder, keep=2) as store:
+        path = store.save(1, state(1)) / "manifest.json"
+        path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+        with pytest.raises(InvalidRequest, match="was written in another schema; this version reads 1"):
+            store.latest()
+
+
+TENSOR_DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut in the header": lambda content: content[:20],
+    "cut in a tensor": lambda content: content[:-4],
+    "other bytes": lambda content: b"\xff" * len(content),
+    "same_as that is no JSON": lambda content: content.replace(b'"{', b'"['),
+    "same as one that is not there": lambda content: content.replace(rb"\"embedding\"}", rb"\"embeddinG\"}"),
+}
+
+
+@pytest.mark.parametrize("damage", TENSOR_DAMAGES.values(), ids=TENSOR_DAMAGES)
+def test_a_damaged_tensor_file_is_one_line(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    weight = torch.ones(4)
+    write_tensors(tmp_path / "w.safetensors", {"embedding": weight, "head": weight})
+    content = (tmp_path / "w.safetensors").read_bytes()
+    assert damage(content) != content
+    (tmp_path / "w.safetensors").write_bytes(damage(content))
+    with pytest.raises(StorageError, match=r"w\.safetensors: cannot be read"):
+        read_tensors(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("damage", [damage_length, lose_file, lose_manifest, manifest_as(b'{"schema": 1}')])
+def test_a_damaged_one_does_not_push_out_a_sound_one(folder: Path, damage: Any) -> None:
+    with CheckpointStore(folder, keep=2) as store:
+        for step in (1, 2):
+            store.save(step, state(step))
+        damage(folder / "step-00000002")
+        store.save(3, state(3))
+        assert store.steps() == [1, 2, 3]
+        store.save(4, state(4))
+        assert store.steps() == [3, 4]
+
+
+def test_a_step_that_was_damaged_is_written_anew(folder: Path) -> None:
+    with CheckpointStore(folder, keep=2) as store:
+        store.save(1, state(1))
+        store.save(2, state(2))
+        damage_byte(folder / "step-00000002")
+        assert store.latest() == 1
+        assert store.discard_after(1) == [2]
+        store.save(2, state(2))
+        store.save(2, state(2))
+        assert store.latest() == 2
+        check(store.load(2), 2)
+
+
+def test_two_runs_never_write_one_folder(folder: Path) -> None:
+    with (
+        CheckpointStore(folder, keep=1),
+        pytest.raises(StorageError, match=rf"another run writes here \(process {os.getpid()}\)"),
+    ):
+        CheckpointStore(folder, keep=1)
+    CheckpointStore(folder, keep=1).close()
+
+
+def test_a_folder_that_cannot_be_one_is_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot keep checkpoints here"):
+        CheckpointStore(tmp_path / "file" / "checkpoints", keep=1)
+
+
+# Disks and kills
+
+
+class Full:
+    """Lets so many operations on the disk through and fails the next one."""
+
+    def __init__(self, num_good: int) -> None:
+        self.left = num_good
+        self.failed = False
+
+    def of(self, real: Any) -> Any:
+        def operation(*arguments: Any, **named: Any) -> Any:
+            if self.left == 0 and not self.failed:
+                self.failed = True
+                if named.get("ignore_errors"):
+                    return None
+                raise OSError(28, "No space left on device")
+            self.left = max(0, self.left - 1)
+            return real(*arguments, **named)
+
+        return operation
+
+
+@pytest.mark.parametrize("replacing", [False, True], ids=["new", "replacing"])
+def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: bool) -> None:
+    """Every call that reaches the disk fails once, in turn, until a save gets through without meeting the failure."""
+    for num_good in range(NUM_WRITES):
+        folder = tmp_path / str(num_good)
+        full = Full(num_good)
+        with CheckpointStore(folder, keep=2) as store:
+            for step in (1, 2):
+                store.save(step, state(step))
+            step = 2 if replacing else 3
+            with pytest.MonkeyPatch.context() as patch:
+                for owner, name in (
+                    (Path, "mkdir"),
+                    (Path, "rename"),
+                    (Path, "open"),
+                    (os, "fsync"),
+                    (shutil, "rmtree"),
+                ):
+                    patch.setattr(owner, name, full.of(getattr(owner, name)))
+                for module in ("checkpoint.folders.write_tensors", "checkpoint.store.sync"):
+                    real = {"write_tensors": write_tensors, "sync": sync}[module.rpartition(".")[2]]
+                    patch.setattr(f"rlhfspec.{module}", full.of(real))
+                with suppress(StorageError):  # any other error ends the test
+                    store.save(step, state(step))
+            assert store.latest() in ({2} if replacing else {2, 3})
+            check(store.load(2), 2)
+        with CheckpointStore(folder, keep=2) as store:
+            check(store.load(store.latest() or 0), store.latest() or 0)
+            assert all(not path.name.startswith((".writing", ".replaced", ".removing")) for path in folder.iterdir())
+        if not full.failed:
+            return
+    raise AssertionError("a save never got through")
+
+
+# Export
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt-neox", "qwen3"])
+def test_an_export_is_the_policy(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+
+    model = random_model(kind, seed=0, vocab_size=260)
+    tokens = torch.randint(260, (1, 9))
+    export_hf(tmp_path / "export", random_model(kind, seed=1, vocab_size=260).state_dict(), model.config)
+    export_hf(tmp_path / "export", model.state_dict(), model.config, tokenizer=hugging_face_tokenizer())
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report.values())
+    with torch.inference_mode():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "export")("2+2=")["input_ids"][1:] == list(b"2+2=")
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_export_keeps_half_precision(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = random_model("llama", seed=0).to(torch.bfloat16)
+    export_hf(tmp_path / "export", model.state_dict(), model.config)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
+
+
+def test_an_export_of_other_weights_is_refused(tmp_path: Path) -> None:
+    model = random_model("llama", seed=0)
+    weights = model.state_dict()
+    weights["extra"] = weights.pop("model.norm.weight")
+    with pytest.raises(InvalidRequest, match=r"missing \['model.norm.weight'\], unknown \['extra'\]"):
+        export_hf(tmp_path / "export", weights, model.config)
+    assert list(tmp_path.iterdir()) == []

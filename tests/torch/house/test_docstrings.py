@@ -1,0 +1,29 @@
+"""Every module can be imported, and the examples in its docstrings are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+from house import House
+from places import ROOT
+
+# Run by another Python.
+SCRIPTS = {"rlhfspec.bench.rivals.vllm_worker"}
+
+
+@pytest.mark.parametrize("name", sorted(set(House.of_git(ROOT).modules) - SCRIPTS))
+def test_module_imports_and_its_examples_are_true(name: str) -> None:
+    module = importlib.import_module(name)
+    assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
+
+
+@pytest.mark.parametrize("name", ["house", "tiers"])
+def test_examples_of_tools_are_true(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_a_failing_example_would_be_noticed() -> None:
+    wrong = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, None)
+    assert doctest.DocTestRunner(verbose=False).run(wrong, out=lambda _: None).failed == 1

@@ -1,0 +1,144 @@
+"""A stage that dies and comes back alone: nobody else notices, and the curve is the one without a death."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stages import FakeLearner, FakeRecorder, FakeSources, Stages, a_job, killed
+
+from rlhfspec.errors import RolloutError
+from rlhfspec.learning.learner import LearnReport
+from rlhfspec.learning.rollouts import Rollouts
+from rlhfspec.trainer.collector import Collector, StepShape, example_sample
+from rlhfspec.transport.clock import SystemClock
+
+NUM_STEPS = 12
+
+
+class ChainLearner(FakeLearner):
+    """Its weights are a function of everything it has learnt from, in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = 0.0
+
+    def learn(self, rollouts: Rollouts) -> LearnReport:
+        report = super().learn(rollouts)
+        tokens = float(rollouts.token_ids.double() @ torch.arange(len(rollouts.token_ids)).double())
+        self.chain = (1.7 * self.chain + tokens + float(rollouts.rewards.sum())) % 1e4
+        return report
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version, "chain": self.chain}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.version, self.chain = state["version"], state["chain"]
+
+
+class KeepingRecorder(FakeRecorder):
+    """On disk, so to speak: one for every trainer of the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: dict[str, Any] | None = None
+        self.chains: dict[int, list[float]] = {}
+        self.learner: Any = None
+
+    def restore(self) -> dict[str, Any] | None:
+        return self.saved
+
+    def record(self, trained: Any) -> str:
+        self.chains.setdefault(trained.step, []).append(self.learner.chain)
+        return super().record(trained)
+
+    def checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        self.saved = dict(state)
+        self.checkpoints.append(step)
+
+
+async def _trained(job: Any, deaths: list[int]) -> KeepingRecorder:
+    """The run of a job whose trainer dies whenever it has written so many more lines, and is started again."""
+    stages = await Stages.open(job, SystemClock(), prompts=1, generator=2, reward=1, trainer=1)
+    others = [stages.prompts(), stages.generator(0), stages.generator(1), stages.reward(FakeSources())]
+    running = [asyncio.create_task(service.run()) for service in others]
+    recorder = KeepingRecorder()
+    for lines in [*deaths, 10**9]:
+        recorder.learner = stages.learner = ChainLearner()
+        stages.recorder = recorder
+        trainer = stages.trainer()
+        task, wanted = asyncio.create_task(trainer.run()), len(recorder.trained) + lines
+        while not task.done() and len(recorder.trained) < wanted:
+            await asyncio.sleep(0.001)
+        if task.done():
+            task.result()
+            break
+        await killed(task, trainer)
+        await stages.bus.release("trainer")
+    assert not any(task.done() for task in running), "nobody else was restarted"
+    for service, task in zip(others, running, strict=True):
+        await service.stop()
+        await task
+        service.close()
+    trainer.close()
+    assert trainer.is_done
+    assert not stages.stored(), "all is acknowledged in the end"
+    await stages.transport.close()
+    return recorder
+
+
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(
+    deaths=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    every=st.integers(1, 5),
+    staleness=st.integers(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_a_trainer_that_dies_alone_trains_the_same_steps_again_to_the_same_bits(
+    deaths: list[int], every: int, staleness: int, seed: int
+) -> None:
+    job = a_job(
+        training={"steps": NUM_STEPS, "promptsPerStep": 2, "maxStaleness": staleness},
+        checkpoint={"everySteps": every},
+    )
+    recorder = asyncio.run(_trained(job, deaths))
+    assert sorted(recorder.chains) == list(range(1, NUM_STEPS + 1))
+    for step, chains in recorder.chains.items():
+        assert len(set(chains)) == 1, f"step {step} was trained to other weights the second time"
+    if not staleness:
+        assert recorder.chains == {step: [chains[0]] * len(recorder.chains[step]) for step, chains in _whole().items()}
+
+
+def _whole(found: dict[int, list[float]] = {}) -> dict[int, list[float]]:  # noqa: B006 (computed once)
+    if not found:
+        job = a_job(training={"steps": NUM_STEPS, "promptsPerStep": 2})
+        found.update(asyncio.run(_trained(job, [])).chains)
+    return found
+
+
+def test_a_step_with_demands_repeats_itself_whatever_is_there_already() -> None:
+    """All that an earlier trainer demanded has arrived, but one sample of the first round."""
+    shape = StepShape(job="sums", step=1, num_prompts=2, samples_per_prompt=1, stages=(), max_demands=2)
+    collector = Collector(shape)
+    for place in (1, 2, 3, 4):  # 2 and 3 are the first demand's, 4 and 5 the second's
+        collector.add_sample(example_sample(place, 0))
+    assert not collector.is_complete
+    assert collector.waits_for() == "1 sample of step 1"
+    collector.add_sample(example_sample(0, 0))
+    assert collector.is_complete
+
+
+def test_a_second_copy_of_a_sample_must_be_the_same() -> None:
+    collector = Collector(StepShape(job="sums", step=1, num_prompts=1, samples_per_prompt=2, stages=()))
+    first = example_sample(0, 0)
+    collector.add_sample(first)
+    collector.add_sample(replace(first, generator="generator-1", seconds=3.0))
+    with pytest.raises(RolloutError, match="sums/1/0/0: came twice, under the same weights, with other tokens"):
+        collector.add_sample(replace(first, token_ids=(52, 2)))
+    collector.add_sample(example_sample(0, 1))
+    assert collector.chosen().samples[0] is first, "the first that arrived counts"

@@ -1,0 +1,149 @@
+"""Bytes that nobody made in good faith: a decoder answers with a record or with its own error, and nothing else.
+
+Each decoder is fed valid bytes that were damaged (flipped, cut, doubled, spliced) for its share of FUZZ_SECONDS, 30 if
+it is not set. A failure prints the seed and the bytes; FUZZ_SEED draws the same ones again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hostile_states import exported, target_of_fuzzing
+from hypothesis import HealthCheck, given, settings
+from wire_records import records
+
+from rlhfspec.engine.base import KVRange, Manifest, SequenceState
+from rlhfspec.engine.state_bytes import checksum_of, from_bytes, to_bytes
+from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError, WeightsVersionError
+from rlhfspec.records import Record
+from rlhfspec.transport import dead_letters
+from rlhfspec.wire.codec import decode, encode
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
+SEED = int(os.environ.get("FUZZ_SEED", str(time.time_ns())))
+
+
+def letter() -> dead_letters.DeadLetter:
+    return dead_letters.DeadLetter(
+        subject="rlhf.sums.1.sample", id="1/sums/3/7/1", consumer="reward", num_deliveries=5, reason="no ack", data=b"!"
+    )
+
+
+def some_records() -> list[bytes]:
+    found: list[bytes] = []
+
+    @settings(max_examples=150, database=None, suppress_health_check=list(HealthCheck), deadline=None)
+    @given(records)
+    def collect(record: Record) -> None:
+        found.append(encode(record))
+
+    collect()
+    return found
+
+
+def damaged(draw: random.Random, valid: list[bytes]) -> bytes:
+    data = bytearray(draw.choice(valid))
+    for _ in range(draw.randint(1, 6)):
+        at = draw.randint(0, len(data))
+        match draw.randrange(6):
+            case 0 if data:
+                data[at % len(data)] ^= 1 << draw.randrange(8)
+            case 1:
+                del data[at:]
+            case 2:
+                data[at:at] = draw.randbytes(draw.randint(1, 8))
+            case 3:
+                data[at:at] = data[draw.randint(0, len(data)) :]
+            case 4:
+                data[at:] = draw.choice(valid)[at:]
+            case _:
+                data[at:at] = draw.choice((b"\xff\xff\xff\xff\x0f", b"\x00", b"NaN", b"[" * 2000, b"\xed\xa0\x80"))
+        del data[1 << 20 :]
+    return bytes(data)
+
+
+def moving() -> list[bytes]:
+    """Of a sequence on its way: what is asked first, ranges of KV, the rest, and tokens alone."""
+    state = exported()
+    assert state.rest is not None
+    kv = tuple(part[:1] for part in state.rest.kv)
+    small = replace(state.rest, kv=kv, checksum=checksum_of(kv))
+    records = (
+        state.manifest,
+        small,
+        state.rest,
+        state,
+        replace(state, rest=small),
+        replace(state, rest=None),
+        small.end,
+    )
+    return [to_bytes(each) for each in records]
+
+
+def read_and_import(data: bytes) -> None:
+    """What is a record goes into an engine, which takes it or refuses it, and is whole in the end."""
+    engine = target_of_fuzzing()
+    take = {Manifest: engine.reserve, KVRange: engine.import_range, SequenceState: engine.import_sequence}
+    try:
+        record = from_bytes(data)
+        if isinstance(record, KVRange):
+            engine.reserve(exported().manifest)
+        if type(record) in take:
+            take[type(record)](record)  # type: ignore[operator]
+    except (SequenceStateError, InvalidRequest, WeightsVersionError) as refusal:
+        raise MalformedRecord(str(refusal)) from refusal
+    finally:
+        engine.check_integrity()
+        for name in [*engine.scheduler.arriving, *engine.state.sequences]:
+            engine.cancel(name)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def resealed(decode: Callable[[bytes], object]) -> Callable[[bytes], object]:
+    """Its checksum made right again: otherwise nothing damaged would come past it."""
+    return lambda data: decode(data[:-8] + checksum_of([data[:-8]]).to_bytes(8, "little"))
+
+
+DECODERS: dict[str, tuple[Callable[[bytes], object], Callable[[], list[bytes]], type[Exception]]] = {
+    "records": (lambda data: encode(decode(data)), some_records, MalformedRecord),
+    "moving sequences": (read_and_import, moving, MalformedRecord),
+    "moving sequences, sealed": (resealed(read_and_import), moving, MalformedRecord),
+    "dead letters": (dead_letters.decode, lambda: [dead_letters.encode(letter())], MalformedRecord),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_damaged_bytes_are_a_record_or_refused(name: str) -> None:
+    decoder, corpus, refusal = DECODERS[name]
+    draw, valid = random.Random(SEED), corpus()
+    num_accepted = num_refused = 0
+    end = time.monotonic() + SECONDS / len(DECODERS)
+    while time.monotonic() < end:
+        data = damaged(draw, valid)
+        try:
+            decoder(data)
+            num_accepted += 1
+        except refusal:
+            num_refused += 1
+        except Exception as error:
+            raise AssertionError(f"FUZZ_SEED={SEED}: {data!r} made {error!r}") from error
+    assert num_refused > 100
+    assert num_accepted + num_refused > 1000
+
+
+@pytest.mark.parametrize(
+    "content", [1, [], {}, None, {"subject": 1}, {"data": "!"}, "x", {"subject": "s", "id": "i", "consumer": "c"}]
+)
+def test_a_letter_that_nobody_wrote_is_refused(content: object) -> None:
+    with pytest.raises(MalformedRecord, match="no dead letter"):
+        dead_letters.decode(json.dumps(content).encode())
+
+
+def test_what_is_in_order_passes() -> None:
+    assert dead_letters.decode(dead_letters.encode(letter())) == letter()

@@ -1,0 +1,275 @@
+"""What control makes of what it hears: without a server, by a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfspec.cluster.report import Report
+from rlhfspec.control.knowledge import AWAY_SECONDS, GONE_SECONDS, MOST_LETTERS, Knowledge
+from rlhfspec.control.report import eta_seconds, news
+from rlhfspec.control.reporting import LONGEST_WAIT_SECONDS, Turn
+from rlhfspec.control.show import trace_lines
+from rlhfspec.control.troubles import LASTING_SECONDS
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.service.roster import SILENT_SECONDS
+from rlhfspec.telemetry.metrics import example_step
+from rlhfspec.telemetry.run_folder import example_job
+from rlhfspec.tracing.spans import Span
+from rlhfspec.transport.clock import FakeClock
+
+NOON = datetime(2026, 7, 1, 12, 0, 7, tzinfo=UTC)
+BEAT = Heartbeat(
+    id="b", job="sums", stage="reward", worker=0, doing="waiting", what="finished samples", since_seconds=0.0,
+    overdue_seconds=float("-inf"), busy_seconds=1.0,
+)  # fmt: skip
+INFO = WorkerInfo(
+    id="w", job="sums", stage="reward", worker=0, host="node", pid=1, grpc_address="a:1", http_address="a:2"
+)
+LOAD = Load(
+    id="1", job="sums", generator="generator-1", step=3, num_running=2, num_waiting=1, num_finished=7, num_tokens=99,
+    tokens_per_second=123.4, accepted_per_verification=None, strategy="suffix", worker=1,
+)  # fmt: skip
+
+
+class Run:
+    """Everybody beats four times a second, but who is told not to."""
+
+    def __init__(self, job: RLHFJob | None = None, **settings: Any) -> None:
+        self.clock = FakeClock()
+        broker = "tls://rl-nats:4222"
+        self.knowledge = Knowledge(
+            job or example_job(steps=9), "c0e43711", broker, self.clock, today=lambda: NOON, **settings
+        )
+        self.beats: dict[tuple[str, int], Heartbeat] = {}
+        self.broker_answers = True
+
+    def beat(self, stage: str, worker: int = 0, **changed: Any) -> None:
+        self.beats[stage, worker] = replace(BEAT, stage=stage, worker=worker, **changed)
+
+    def ready(self, stage: str, worker: int = 0) -> None:
+        self.beat(stage, worker)
+        self.knowledge.ready(replace(INFO, stage=stage, worker=worker))
+
+    async def go_on(self, seconds: float) -> Report:
+        for _ in range(round(seconds * 4)):
+            await self.clock.advance(0.25)
+            if self.broker_answers:
+                self.knowledge.broker_answered()
+                for beat in self.beats.values():
+                    self.knowledge.heard(beat)
+        return self.knowledge.report()
+
+    def says(self, seconds: float) -> Report:
+        return asyncio.run(self.go_on(seconds))
+
+    def troubles(self, seconds: float) -> list[tuple[str, str]]:
+        return [(trouble.reason, trouble.message) for trouble in self.says(seconds).troubles]
+
+
+def test_a_run_without_trouble_has_none() -> None:
+    run = Run()
+    for stage in ("prompts", "generator", "reward", "trainer"):
+        run.ready(stage)
+    assert run.troubles(100.0) == []
+    assert [worker.doing for worker in run.says(0.25).workers] == ["waiting"] * 4
+
+
+def test_a_broker_that_does_not_answer_is_told_and_nothing_that_follows_from_it() -> None:
+    run = Run()
+    run.ready("reward")
+    run.says(GONE_SECONDS)
+    run.broker_answers = False
+    assert run.troubles(AWAY_SECONDS) == []
+    told = [("BrokerUnavailable", "tls://rl-nats:4222 has not answered since 12:00:07Z")]
+    assert run.troubles(0.5) == told
+    assert run.troubles(10 * GONE_SECONDS) == told, "the same words, though everybody is silent"
+    run.broker_answers = True
+    for _ in range(200):
+        assert run.troubles(0.25) == []
+    assert [worker.stage for worker in run.says(0.25).workers] == ["reward"]
+
+
+def test_a_broker_that_is_away_from_the_beginning_is_told() -> None:
+    run = Run()
+    run.broker_answers = False
+    assert [reason for reason, _ in run.troubles(AWAY_SECONDS + 0.5)] == ["BrokerUnavailable"]
+
+
+def test_calls_that_fail_are_told_within_seconds_and_one_alone_is_not() -> None:
+    run = Run()
+    run.ready("reward")
+    run.says(1.0)
+    run.beat("reward", doing="working", what="reward of sums/1/0/0", trouble="reward 'judge': it answered 503")
+    assert run.troubles(LASTING_SECONDS - 0.25) == []
+    told = [("RewardFailing", "reward 0: reward 'judge': it answered 503")]
+    assert run.troubles(0.5) == told
+    run.beat("reward", trouble="reward 'judge': it answered 502")
+    assert run.troubles(1.0) == told, "the same words while it lasts"
+    run.ready("reward")
+    assert run.troubles(0.25) == []
+
+
+def test_work_past_its_deadline_is_told_with_its_name() -> None:
+    run = Run()
+    run.ready("reward")
+    run.says(SILENT_SECONDS + 1)
+    run.beat("reward", doing="working", what="reward of sums/3/7/1", since_seconds=66.0, overdue_seconds=6.0)
+    report = run.says(0.25)
+    [told] = report.troubles
+    assert (told.reason, told.message) == (
+        "Stalled",
+        "reward 0: reward of sums/3/7/1 takes longer than its deadline of 60 s",
+    )
+    assert report.workers[0].overdue
+
+
+def test_when_everybody_waits_for_too_long_every_wait_is_named() -> None:
+    run = Run(stall_seconds=300.0)
+    run.ready("trainer")
+    run.ready("generator")
+    assert run.troubles(299.0) == []
+    [(reason, message)] = run.troubles(3.0)
+    assert reason == "Stalled"
+    assert message.startswith("nobody has worked for 300 s; there wait ")
+    assert "trainer 0 for finished samples, from prompts or generator" in message
+    run.beat("generator", doing="working")
+    assert run.troubles(0.25) == []
+
+
+def test_a_worker_that_dies_is_silent_and_the_next_in_its_place_ends_that() -> None:
+    run = Run()
+    run.ready("reward")
+    run.says(SILENT_SECONDS + 1)
+    del run.beats["reward", 0]
+    assert run.troubles(SILENT_SECONDS - 1) == []
+    assert run.troubles(2.0) == [("Stalled", "reward 0: no heartbeat for 15 s")]
+    assert [worker.doing for worker in run.says(0.25).workers] == ["silent"]
+    assert run.troubles(10 * GONE_SECONDS) != [], "it is the only one of its stage"
+    run.ready("reward")
+    assert run.troubles(0.25) == []
+
+
+def test_who_is_drained_has_left_and_is_no_trouble() -> None:
+    run = Run()
+    run.ready("generator", 0)
+    run.ready("generator", 1)
+    run.says(SILENT_SECONDS + 1)
+    run.knowledge.loaded(LOAD)
+    run.beat("generator", 1, doing="stopped", what="leaves")
+    report = run.says(0.25)
+    assert [worker.worker for worker in report.workers] == [0]
+    assert report.generators == (), "its load is no load any more"
+    del run.beats["generator", 1]
+    assert run.troubles(100.0) == []
+    run.ready("generator", 1)  # and comes back
+    assert len(run.says(0.25).workers) == 2
+
+
+def test_one_of_several_that_is_killed_for_good_is_forgotten() -> None:
+    run = Run()
+    run.ready("generator", 0)
+    run.ready("generator", 1)
+    run.says(GONE_SECONDS + 1)
+    del run.beats["generator", 1]
+    assert [reason for reason, _ in run.troubles(GONE_SECONDS / 2)] == ["Stalled"]
+    assert run.troubles(GONE_SECONDS) == []
+
+
+def test_what_the_broker_kept_of_workers_that_are_gone_is_not_believed() -> None:
+    """Control was started again: it is told of every worker that ever was."""
+    run = Run()
+    for worker in range(3):
+        run.knowledge.ready(replace(INFO, stage="generator", worker=worker))
+    run.beat("generator", 0)
+    report = run.says(100.0)
+    assert [worker.worker for worker in report.workers] == [0]
+    assert report.troubles == ()
+
+
+def test_letters_are_told_and_not_too_many() -> None:
+    run = Run()
+    for number in range(100):
+        run.knowledge.could_not_be_handled(f"reward: could not handle sums/1/0/{number}: " + "x" * 5000)
+    told = run.troubles(0.25)
+    assert [reason for reason, _ in told] == ["RecordUndeliverable"] * MOST_LETTERS
+    assert told[0][1].startswith("reward: could not handle sums/1/0/0")
+
+
+def test_steps_come_from_reports_and_from_the_folder_and_go_back_where_the_run_does() -> None:
+    run = Run()
+    run.knowledge.found([example_step(step=step) for step in range(1, 6)])
+    assert run.says(0.25).step == 5
+    line = example_step(step=4, reward=0.75).to_line()
+    run.knowledge.stepped(
+        StepReport(id="r", job="sums", step=4, weights_version=4, weights_digest="", metrics_json=line)
+    )
+    report = run.says(1.0)
+    assert (report.step, report.reward, report.kl) == (4, 0.75, 0.004)
+    assert (report.seconds_since_step, report.tokens_per_second) == (1.0, 1234.5)
+    assert report.eta_seconds == pytest.approx(5 * 3.8 - 1.0)
+    run.knowledge.read(DatasetInfo(id="d", job="sums", num_prompts=9, num_held_out=0, last_step=6))
+    assert run.says(0.25).total_steps == 6
+
+
+def test_advice_is_kept_within_what_the_job_allows() -> None:
+    job = example_job(steps=9)
+    roles = job.spec.roles.model_dump(by_alias=True) | {"generator": {"replicas": {"min": 2, "max": 3}}}
+    content = job.model_dump(by_alias=True)
+    content["spec"]["roles"] = roles
+    run = Run(RLHFJob.model_validate(content))
+    assert run.says(0.25).generators_wanted is None
+    for wanted, told in ((0, None), (1, 2), (3, 3), (9, 3)):
+        run.knowledge.planned(Plan(id="p", job="sums", plan_json="{}", num_wanted=wanted, why_wanted="it pays"))
+        assert run.says(0.25).generators_wanted == told
+    fixed = Run()
+    fixed.knowledge.planned(Plan(id="p", job="sums", plan_json="{}", num_wanted=3))
+    assert fixed.says(0.25).generators_wanted is None, "its number is not left to us"
+
+
+def test_the_time_left_is_not_that_of_one_slow_step() -> None:
+    assert eta_seconds([1.0] * 12 + [500.0] * 4, steps_left=10, since_step=0.0) == 10.0
+
+
+def test_what_always_changes_is_no_news() -> None:
+    run = Run()
+    run.ready("reward")
+    before = run.says(20.0)
+    run.beat("reward", doing="working", what="reward of sums/1/0/0")
+    assert news(run.says(5.0)) == news(before)
+    run.beat("reward", doing="working", what="reward of sums/1/0/0", overdue_seconds=1.0)
+    assert news(run.says(0.25)) != news(before)
+
+
+def test_an_operator_that_is_away_is_asked_less_and_less_often() -> None:
+    turn, report, now, times = Turn(random.Random(1)), Report(run="c0e43711"), 0.0, []
+    while now < 200.0:
+        if turn.is_due(report, now):
+            assert turn.was_not_taken(now) == (not times)
+            times.append(now)
+        now += 0.25
+    waits = [later - earlier for earlier, later in pairwise(times)]
+    assert max(waits) <= LONGEST_WAIT_SECONDS + 0.25
+    assert min(waits[5:]) >= LONGEST_WAIT_SECONDS / 2
+    assert len(set(waits[5:])) > 3, "many jobs do not come back at once"
+
+
+def test_a_samples_trace_as_lines_of_a_log(tmp_path: Path) -> None:
+    span = Span(run="3f2a", sample="sums/3/7/1", name="reward", stage="reward", worker=0, step=3, began=5.0, ended=5.5)
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "reward-0.jsonl").write_text(span.to_line() + "\n")
+    assert trace_lines(tmp_path, "sums/3/7/1") == [
+        {"time": "1970-01-01T00:00:05.500000Z", "worker": "reward-0", "level": "trace", "message": "reward, 500 ms",
+         "sample": "sums/3/7/1"}
+    ]  # fmt: skip
+    with pytest.raises(InvalidRequest, match="SAMPLE"):
+        trace_lines(tmp_path, "sums/9/9/9")

@@ -1,0 +1,225 @@
+"""What the watches say late, twice or never does no harm."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from operator_objects import job, pod
+from operator_world import job_body, spec_of
+
+from rlhfspec.cluster import names
+from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.observed import Refusal, Trial
+from rlhfspec.operator.times import text_of
+
+KEY = ("team", "sums")
+
+
+def warning(name: str, message: str, uid: str = "p1") -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "namespace": "team"},
+        "involvedObject": {"uid": uid},
+        "reason": "Failed",
+        "message": message,
+    }
+
+
+def cache_of_a_job(**clock: Any) -> Cache:
+    cache = Cache(**clock)
+    cache.put_job(job())
+    return cache
+
+
+def phases(cache: Cache) -> list[tuple[str, str]]:
+    return [(pod.uid, pod.phase) for pod in cache.pods(KEY)]
+
+
+def test_nothing_goes_back_in_time() -> None:
+    cache = cache_of_a_job()
+    assert cache.put_pod(pod(version=5, phase="Running")) == KEY
+    assert cache.put_pod(pod(version=4, phase="Pending")) is None
+    assert phases(cache) == [("p1", "Running")]
+    assert cache.put_job(job(version=9)) == KEY
+    assert cache.put_job(job(version=9)) is None
+
+
+def test_what_the_user_wrote_is_read_again_only_when_it_changed() -> None:
+    cache, body = Cache(), {**job_body(), "status": {}}
+    key = ("rl", "sums")
+
+    def read_after(version: int, **changes: Any) -> object:
+        cache.put_job({**body, **changes, "metadata": body["metadata"] | {"resourceVersion": str(version)}})
+        view = cache.job(key)
+        assert view is not None
+        return view.job
+
+    first = read_after(1)
+    assert first is not None
+    assert read_after(2, status={"phase": "Running"}) is first
+    other = read_after(3, spec=spec_of(training={"steps": 11}))
+    assert other is not first
+    assert read_after(4, spec=spec_of(no_such="field")) is None
+    assert read_after(5, spec=spec_of(training={"steps": 11})) == other
+
+
+def test_a_pod_that_was_seen_to_go_does_not_come_back() -> None:
+    cache = cache_of_a_job()
+    cache.put_pod(pod(version=5))
+    assert cache.remove_pod(pod(version=7)) == KEY
+    assert cache.put_pod(pod(version=6)) is None
+    assert phases(cache) == []
+    cache.put_pod(pod("p2", version=8))
+    assert phases(cache) == [("p2", "Pending")]
+
+
+def test_another_pod_of_the_name_takes_its_place_and_none_of_its_warnings() -> None:
+    cache = cache_of_a_job()
+    cache.put_pod(pod())
+    assert cache.put_warning(warning("e1", "no such image")) == KEY
+    cache.put_pod(pod("p2", version=2))
+    assert cache.pods(KEY)[0].warnings == ()
+    assert cache.put_warning(warning("e1", "again")) is None
+    assert cache.remove_pod(pod()) is None
+    assert phases(cache) == [("p2", "Pending")]
+
+
+def test_a_warning_of_another_namespace_is_none() -> None:
+    """Whoever may write events there may write any uid."""
+    cache, foreign = cache_of_a_job(), warning("e1", "no such image")
+    cache.put_pod(pod())
+    foreign["metadata"]["namespace"] = "hostile"
+    assert cache.put_warning(foreign) is None
+    assert cache.pods(KEY)[0].warnings == ()
+
+
+def test_a_warning_that_is_told_again_is_one_warning() -> None:
+    cache = cache_of_a_job()
+    cache.put_pod(pod())
+    for message in ("try 1", "try 2", "try 2"):
+        cache.put_warning(warning("e1", message))
+    assert [said.message for said in cache.pods(KEY)[0].warnings] == ["try 2"]
+
+
+def test_a_list_removes_what_went_unseen_but_not_what_came_meanwhile() -> None:
+    cache = cache_of_a_job()
+    for number in range(3):
+        cache.put_pod(pod(f"p{number}", worker=number))
+    before = cache.uids("pod", "team")
+    cache.put_pod(pod("p9", worker=9))  # while the list was under way
+    assert cache.listed("pod", before, ["p1"]) == [KEY, KEY]
+    assert [uid for uid, _ in phases(cache)] == ["p1", "p9"]
+
+
+def test_a_job_made_anew_begins_with_nothing() -> None:
+    cache = Cache()
+    cache.put_job(job())
+    cache.tried(KEY, Trial(1, "no"))
+    assert cache.observed(KEY).trial == Trial(1, "no")
+    cache.put_job(job("j2", version=2))
+    assert cache.observed(KEY).trial is None
+    assert cache.remove_job(job()) is None
+    assert cache.job(KEY) is not None
+
+
+@pytest.mark.parametrize(
+    "owners",
+    [
+        [],
+        [{"kind": "RLHFJob", "name": "sums", "uid": "j0", "controller": True}],
+        [{"kind": "RLHFJob", "name": "sums", "uid": "j1"}],
+        [{"kind": "Job", "name": "sums", "uid": "j1", "controller": True}],
+    ],
+)
+def test_pods_of_others_are_nothing_to_us(owners: list[dict[str, Any]]) -> None:
+    """Whatever their labels: somebody's own, or of an older job of the name. Nobody reports as such a pod either."""
+    cache, other = cache_of_a_job(), pod()
+    other["metadata"]["ownerReferences"] = owners
+    cache.put_pod(other)
+    assert phases(cache) == []
+
+
+@pytest.mark.parametrize("skew", [-3600, 0, 46, 3600])
+def test_a_pods_grace_is_counted_by_our_own_clock(skew: float) -> None:
+    """However wrong the API server's is; a second mark with a shorter grace counts from the first."""
+    now = 100.0
+    cache = cache_of_a_job(now=lambda: now)
+
+    def marked(grace: float, version: int) -> dict[str, Any]:
+        body = pod(version=version)
+        at = datetime.now(UTC) + timedelta(seconds=skew + grace)
+        body["metadata"] |= {"deletionTimestamp": text_of(at), "deletionGracePeriodSeconds": grace}
+        return body
+
+    def left() -> float:
+        [found] = cache.pods(KEY)
+        assert found.gone_by is not None
+        return (found.gone_by - datetime.now(UTC)).total_seconds()
+
+    cache.put_pod(marked(30, 2))
+    assert left() == pytest.approx(30, abs=1)
+    now += 20.0
+    assert left() == pytest.approx(10, abs=1)
+    cache.put_pod(marked(5, 3))
+    assert left() == pytest.approx(-15, abs=1)
+
+
+def test_whose_a_pod_is_and_which_worker_say_its_owner_and_its_name() -> None:
+    """Labels anybody may write who may write pods."""
+    cache, relabelled = cache_of_a_job(), pod(version=2)
+    relabelled["metadata"]["labels"] = {names.ROLE: "trainer", names.WORKER: "7", names.JOB: "other"}
+    cache.put_pod(relabelled)
+    assert [found.key for found in cache.pods(KEY)] == [("reward", 0)]
+    shell = pod("p2")
+    shell["metadata"]["name"] = "sums-shell"
+    assert cache.put_pod(shell) is None
+
+
+def test_a_pod_whose_owner_somebody_took_away_is_nobodys() -> None:
+    cache = cache_of_a_job()
+    cache.put_pod(pod())
+    stray = pod(version=2)
+    stray["metadata"]["ownerReferences"] = []
+    assert cache.put_pod(stray) == KEY
+    assert phases(cache) == []
+
+
+def test_a_pod_that_is_given_to_another_job_leaves_the_one_it_was_of() -> None:
+    cache = cache_of_a_job()
+    cache.put_pod(pod())
+    given = pod(version=2)
+    given["metadata"]["ownerReferences"][0] |= {"name": "other", "uid": "j2"}
+    assert cache.put_pod(given) == KEY
+    assert phases(cache) == []
+
+
+def test_a_pod_that_left_the_watch_for_its_labels_comes_back_with_them() -> None:
+    """The API server says of both the same: deleted."""
+    cache = cache_of_a_job()
+    cache.put_pod(pod(version=5))
+    cache.remove_pod(pod(version=6))
+    assert cache.put_pod(pod(version=6)) is None
+    assert cache.put_pod(pod(version=7)) == KEY
+    assert phases(cache) == [("p1", "Pending")]
+
+
+def test_what_was_in_the_way_and_is_gone_is_forgotten() -> None:
+    cache, older = cache_of_a_job(), pod()
+    older["metadata"]["ownerReferences"][0]["uid"] = "j0"
+    older["metadata"] |= {"deletionTimestamp": "2026-01-01T00:01:00Z"}
+    cache.put_pod(older)
+    name = older["metadata"]["name"]
+    assert cache.is_leaving(KEY, name)
+    cache.refused(KEY, Refusal("Pod", name, "Leaving", "", datetime.now(UTC)))
+    cache.remove_pod(older)
+    assert cache.observed(KEY).refusals == ()
+    assert not cache.is_leaving(KEY, name)
+
+
+def test_a_job_of_another_manager_is_not_known() -> None:
+    cache, theirs = Cache(), job()
+    theirs["spec"] = {"managedBy": "kueue.x-k8s.io/multikueue"}
+    assert (cache.put_job(theirs), cache.jobs()) == (None, [])
+    theirs["spec"] = {"managedBy": "rlhfspec.io/operator"}
+    assert (cache.put_job(theirs), cache.jobs()) == (KEY, [KEY])

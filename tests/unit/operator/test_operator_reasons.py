@@ -1,0 +1,349 @@
+"""Every reason a job may show: found at the first look after what happened, with the evidence; and gone with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from operator_world import World
+from places import ROOT, TESTS
+
+from rlhfspec.cluster.report import Trouble
+from rlhfspec.operator.observed import Refusal, Said
+from rlhfspec.operator.phases import PHASES
+from rlhfspec.operator.plan import Plan
+from rlhfspec.operator.reasons import CAUSES, OTHERS
+from rlhfspec.operator.reconcile import reconcile
+from rlhfspec.operator.views import job_view, pod_view
+
+PAGE = ROOT / "docs" / "conditions.md"
+POD = "sums-reward-0"
+
+
+def starting() -> World:
+    world = World()
+    world.to_starting()
+    return world
+
+
+def running() -> World:
+    world = World()
+    world.to_running()
+    return world
+
+
+def healthy(plan: Plan) -> tuple[str, str, str]:
+    (condition,) = (c for c in plan.status["conditions"] if c["type"] == "Healthy")
+    return condition["status"], condition["reason"], condition["message"]
+
+
+def waiting(world: World, reason: str, message: str = "") -> None:
+    world.pods[POD]["spec"]["nodeName"] = "node1"
+    world.pods[POD]["status"] = {
+        "phase": "Pending",
+        "containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": reason, "message": message}}}],
+    }
+
+
+def unscheduled(world: World, message: str) -> None:
+    condition = world.condition("PodScheduled", False, "Unschedulable", message)
+    world.pods[POD]["status"] = {"phase": "Pending", "conditions": [condition]}
+
+
+@pytest.mark.parametrize(
+    ("state", "message", "reason", "evidence"),
+    [
+        ("ImagePullBackOff", 'Back-off pulling image "a:1": ErrImagePull: not found', "ImagePull", f"{POD}: not found"),
+        ("ErrImagePull", "not found", "ImagePull", f"{POD}: not found"),
+        ("InvalidImageName", "", "ImagePull", f"{POD}: InvalidImageName"),
+        ("CreateContainerConfigError", 'secret "mine" not found', "MissingSecret", f'{POD}: secret "mine" not found'),
+    ],
+)
+def test_what_keeps_a_container_from_starting(state: str, message: str, reason: str, evidence: str) -> None:
+    world = starting()
+    waiting(world, state, message)
+    world.settle()
+    assert world.healthy() == ("False", reason, evidence)
+    assert (world.status["reason"], world.status["message"]) == (reason, evidence)
+    world.run_pod(POD)
+    world.settle()
+    assert world.healthy()[0] == "True"
+    assert [event.reason for event in world.events].count(reason) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "begins"),
+    [
+        (
+            "0/2 nodes are available: 2 Insufficient nvidia.com/gpu, 1 Insufficient cpu. preemption: ...",
+            "Unschedulable",
+            f"{POD}: no node has enough nvidia.com/gpu, cpu: 0/2 nodes are available",
+        ),
+        ("0/2 nodes are available: 2 node(s) had untolerated taint(s).", "Unschedulable", f"{POD}: 0/2 nodes are"),
+        ('persistentvolumeclaim "runs" not found', "StorageUnavailable", f'{POD}: persistentvolumeclaim "runs"'),
+        (
+            "0/2 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found",
+            "StorageUnavailable",
+            f"{POD}: 0/2 nodes are available: pod has unbound",
+        ),
+    ],
+)
+def test_what_the_scheduler_says(message: str, reason: str, begins: str) -> None:
+    world = starting()
+    unscheduled(world, message)
+    world.settle()
+    assert world.healthy()[:2] == ("False", reason)
+    assert world.healthy()[2].startswith(begins)
+
+
+MOUNT = 'MountVolume.SetUp failed for volume "credentials" : '
+
+
+def with_event(world: World, event: str) -> Plan:
+    observed = world.observed()
+    said = {"type": "Warning", "reason": "FailedMount", "message": event, "lastTimestamp": "2026-01-01T00:00:01Z"}
+    old = {"type": "Normal", "reason": "Scheduled", "message": "", "lastTimestamp": "2026-01-01T00:00:00Z"}
+    view = pod_view(world.pods[POD], [said, old])
+    assert view is not None
+    pods = tuple(view if pod.name == POD else pod for pod in observed.pods)
+    return reconcile(job_view(world.body), replace(observed, pods=pods), world.settings, world.now)
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (f'{MOUNT}secret "sums-reward" not found', "MissingSecret"),
+        (f"{MOUNT}references non-existent secret key: token", "MissingSecret"),
+        ("Unable to attach or mount volumes: timed out waiting for the condition", "StorageUnavailable"),
+    ],
+)
+def test_what_the_events_of_a_pod_say(event: str, reason: str) -> None:
+    world = starting()
+    waiting(world, "ContainerCreating")
+    assert healthy(with_event(world, event)) == ("False", reason, f"{POD}: {event}")
+    world.pods[POD]["status"]["conditions"] = [world.condition("PodReadyToStartContainers", True)]
+    assert healthy(with_event(world, event))[0] == "True", "by now all is mounted"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        f"{MOUNT}failed to sync secret cache: timed out waiting for the condition",
+        f"{MOUNT}failed to sync configmap cache: timed out waiting for the condition",
+        f'{MOUNT}object "rl"/"sums-reward" not registered',
+        "Unable to attach or mount volumes: failed to process volumes=[storage]: error processing PVC rl/runs: "
+        "no relationship found between node 'node2' and this object",
+    ],
+)
+def test_what_a_kubelet_says_of_the_first_moments_of_every_pod_is_no_reason(event: str) -> None:
+    world = starting()
+    waiting(world, "ContainerCreating")
+    assert healthy(with_event(world, event))[0] == "True"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ('pods "sums-reward-0" is forbidden: exceeded quota: small, requested: pods=1', "QuotaExceeded"),
+        ('admission webhook "no.example" denied the request: not today', "PodRefused"),
+        ('pods "sums-reward-0" is forbidden: violates PodSecurity "restricted:latest": ...', "PodRefused"),
+    ],
+)
+def test_what_the_api_server_refuses(message: str, reason: str) -> None:
+    world = World()
+    world.refuse = {"reward": message}
+    world.to_starting()
+    assert world.healthy()[:2] == ("False", reason)
+    assert message in world.healthy()[2]
+    assert world.plan().create == (), "tried so lately"
+    assert world.plan().requeue_seconds == 5.0
+    world.refuse = {}
+    world.pass_time(5)
+    world.settle()
+    world.run_all()
+    world.settle()
+    assert world.healthy()[0] == "True"
+
+
+@pytest.mark.parametrize("reason", ["BrokerUnavailable", "RewardFailing", "Stalled", "RecordUndeliverable"])
+def test_what_control_reports(reason: Any) -> None:
+    world = running()
+    world.say(troubles=(Trouble(reason=reason, message="what happened"),))
+    world.settle()
+    assert world.healthy() == ("False", reason, "what happened")
+    world.say()
+    world.settle()
+    assert world.healthy()[0] == "True"
+
+
+def test_the_operator_itself_sees_that_the_broker_is_away() -> None:
+    world = running()
+    observed = replace(world.observed(), broker=Said("TransportUnavailable", "NATS does not answer"))
+    plan = reconcile(job_view(world.body), observed, world.settings, world.now)
+    assert healthy(plan) == ("False", "BrokerUnavailable", "NATS does not answer")
+
+
+def ends(code: int, message: str = "", reason: str = "", times: int = 1) -> Callable[[World], None]:
+    def happen(world: World) -> None:
+        for _ in range(times):
+            world.run_all()
+            world.end_pod(POD, code, message, reason)
+            world.settle()
+            world.pass_time(31)
+            world.settle()
+
+    return happen
+
+
+@pytest.mark.parametrize(
+    ("happen", "reason", "evidence"),
+    [
+        (ends(137, reason="OOMKilled"), "OOMKilled", "reward-0: it took more memory than its limit"),
+        (ends(75, "NATS at tls://nats:4222 is away"), "BrokerUnavailable", "reward-0: NATS at tls://nats:4222 is away"),
+        (ends(75, "storage away: s3://b: no route"), "StorageUnavailable", "reward-0: storage away: s3://b: no route"),
+        (ends(1, "[Errno 28] No space left on device"), "StorageFull", "reward-0: [Errno 28] No space left on device"),
+        (ends(1, "boom"), "PodsNotReady", "reward-0 ended: boom; it is started again"),
+        (ends(139), "PodsNotReady", "reward-0 ended: killed by SIGSEGV; it is started again"),
+        (
+            ends(0),
+            "PodsNotReady",
+            "reward-0 ended: ended with exit code 0, and nobody had asked it to; it is started again",
+        ),
+        (ends(1, "boom", times=2), "CrashLoop", "reward-0: 2 failures since step 0, the last: boom"),
+    ],
+)
+def test_how_a_worker_ended(happen: Callable[[World], None], reason: str, evidence: str) -> None:
+    world = running()
+    happen(world)
+    assert world.healthy() == ("False", reason, evidence)
+    world.run_all()
+    world.say(step=1)
+    world.settle()
+    assert world.healthy()[0] == "True"
+
+
+def test_a_worker_that_is_back_is_no_longer_shown() -> None:
+    world = running()
+    ends(1, "boom")(world)
+    world.run_all()
+    world.settle()
+    assert world.healthy()[0] == "True"
+
+
+def test_one_that_failed_again_and_again_is_back_once_it_stays() -> None:
+    world = running()
+    ends(1, "boom", times=2)(world)
+    world.run_all()
+    world.say()
+    world.settle()
+    world.pass_time(29)
+    assert world.settle().requeue_seconds is not None
+    assert world.healthy()[1] == "CrashLoop"
+    world.pass_time(1)
+    world.settle()
+    assert world.healthy()[0] == "True"
+
+
+def test_control_that_says_nothing_is_noticed_after_a_minute() -> None:
+    world = running()
+    world.say(step=1)
+    world.pass_time(59)
+    world.settle()
+    assert world.healthy()[0] == "True"
+    world.pass_time(1)
+    world.settle()
+    assert world.healthy()[1:] == ("ControlSilent", "sums-control-0 has reported nothing since 00:00:00 UTC")
+    message = world.healthy()[2]
+    world.pass_time(100)
+    world.settle()
+    assert world.healthy()[2] == message, "the same text, or every look would write"
+
+
+def test_control_told_another_replica_what_this_one_never_heard() -> None:
+    world = running()
+    world.pass_time(300)
+    world.listening_since = world.now  # another one was killed, and this one has no report yet
+    world.settle()
+    assert world.healthy()[0] == "True"
+    world.pass_time(60)
+    world.settle()
+    assert world.healthy()[1] == "ControlSilent"
+
+
+def test_a_pod_that_is_not_ready_for_long_is_named() -> None:
+    world = running()
+    world.pods[POD]["status"]["conditions"] = [world.condition("Ready", False)]
+    world.say()
+    world.settle()
+    assert world.healthy()[0] == "True"
+    world.pass_time(60)
+    world.say()
+    world.settle()
+    assert world.healthy()[1:] == ("PodsNotReady", f"{POD} is Running and not ready since 00:00:00 UTC")
+
+
+def test_the_cause_that_explains_others_is_shown() -> None:
+    world = running()
+    world.end_pod(POD, 75, "NATS is away")
+    world.end_pod("sums-prompts-0", 75, "NATS is away")
+    world.settle()
+    assert world.healthy()[1:] == ("BrokerUnavailable", "prompts-0: NATS is away (and 1 more)")
+
+
+def test_refusals_of_pods_that_are_there_by_now_are_no_longer_shown() -> None:
+    world = running()
+    world.refusals["Pod", POD] = Refusal("Pod", POD, "Forbidden", "exceeded quota", world.now)
+    world.settle()
+    assert world.healthy()[0] == "True"
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(page: str) -> list[tuple[str, ...]]:
+    return [tuple(map(str.strip, line.strip("| ").split(" | "))) for line in page.splitlines() if line.startswith("| ")]
+
+
+def test_the_page_shows_the_table() -> None:
+    rows = rows_of(PAGE.read_text())
+    causes = [(f"`{cause.reason}`", cause.means, cause.todo) for cause in CAUSES]
+    others = [(f"`{reason}`", means, todo) for reason, (means, todo) in OTHERS.items()]
+    assert [row for row in rows if row in causes] == causes, "in this order, word for word"
+    assert [row for row in rows if row in others] == others
+    phases = [(f"`{phase}`", when) for phase, when in PHASES.items()]
+    assert [row for row in rows if row in phases] == phases
+
+
+def test_every_reason_is_tried_here_or_in_the_life_of_a_job() -> None:
+    names = ("reasons", "reconcile", "hostile", "kueue")
+    files = [file for name in names for file in TESTS.rglob(f"test_operator_{name}.py")]
+    assert len(files) == len(names)
+    tried = set(re.findall(r'"([A-Z][A-Za-z]+)"', " ".join(file.read_text() for file in files)))
+    assert {cause.reason for cause in CAUSES} | set(OTHERS) <= tried
+
+
+def test_what_is_in_the_way_is_named_and_tried_again_soon() -> None:
+    """A Secret of somebody's: no watch tells when it goes."""
+    world = World()
+    world.settle()
+    secret = "sums-prepare-6f1c-42"
+    world.pods.clear()
+    world.refusals["Secret", secret] = Refusal("Secret", secret, "AlreadyExists", "already exists", world.now)
+    plan = world.look()
+    said = f"Secret {secret} is there already, and is not of this job: remove it"
+    assert world.healthy()[1:] == ("BadConfig", said)
+    assert (plan.create, plan.requeue_seconds) == ((), pytest.approx(5.0))
+    world.pass_time(5)
+    assert [thing["kind"] for thing in world.plan().create] == ["ConfigMap", "Secret", "Pod"]
+
+
+def test_a_pod_of_an_older_job_that_still_ends_is_waited_for() -> None:
+    world = World()
+    world.settle()
+    world.pods.clear()
+    world.refusals["Pod", "sums-prepare-0"] = Refusal("Pod", "sums-prepare-0", "Leaving", "already exists", world.now)
+    world.settle()
+    assert world.healthy()[1:] == ("PodsNotReady", "sums-prepare-0 of an older job of this name is still ending")

@@ -1,0 +1,76 @@
+"""The live view, drawn on a terminal of a given size."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.records import Load
+from rlhfspec.service.vitals import WorkerState
+from rlhfspec.telemetry.metrics import example_step
+from rlhfspec.telemetry.panel import panel
+from rlhfspec.telemetry.run_folder import example_job
+from rlhfspec.telemetry.same_job import as_content
+from rlhfspec.telemetry.sample_lines import example_sample
+from rlhfspec.telemetry.view import View
+
+
+class Hand:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def terminal(width: int = 80, height: int = 24, *, encoding: str = "utf-8") -> Console:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
+    return Console(file=file, width=width, height=height, force_terminal=True, color_system=None, _environ={})
+
+
+def written(console: Console) -> str:
+    console.file.flush()
+    return console.file.buffer.getvalue().decode(console.encoding)  # type: ignore[attr-defined,no-any-return]
+
+
+def a_view(console: Console, *, view: str = "auto", steps: int = 60) -> tuple[View, Hand]:
+    content = as_content(example_job(steps=steps))
+    content["spec"]["observability"]["view"] = view
+    hand = Hand()
+    return View(RLHFJob.model_validate(content), console, now=hand), hand
+
+
+def state(stage: str, doing: str, what: str, *, worker: int = 0, busy: float = 0.0) -> WorkerState:
+    return WorkerState(
+        stage=stage, worker=worker, doing=doing, what=what, since_seconds=1.5, overdue_seconds=-1.0, busy_seconds=busy,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def load(generator: str = "g0", speed: float = 1834.2, strategy: str = "suffix 1x4") -> Load:
+    return Load(
+        id="l", job="sums", generator=generator, step=13, num_running=40, num_waiting=3, num_finished=9, num_tokens=99,
+        tokens_per_second=speed, accepted_per_verification=2.31, strategy=strategy,
+    )  # fmt: skip
+
+
+def a_full_view(console: Console, *, texts: str = "12+34\n=46", strategy: str = "suffix 1x4") -> View:
+    view, hand = a_view(console)
+    stages = ["prompts", "generator", "reward", "reference", "critic", "trainer"]
+    for step in range(1, 13):
+        hand.seconds += 4.2
+        view.step(replace(example_step(step=step, reward=step / 20), value_loss=0.5))
+        view.vitals([state(name, "working", f"{texts} of {name}", busy=step * 2.0) for name in stages])
+    view.load(load(strategy=strategy))
+    view.sample(replace(example_sample(step=13, text=texts * 9), prompt_text=texts))
+    return view
+
+
+def picture(view: View, console: Console) -> list[str]:
+    with console.capture() as capture:
+        console.print(panel(view.progress, console.size, "stop"))
+    return capture.get().splitlines()

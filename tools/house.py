@@ -1,0 +1,289 @@
+"""The house keeps its shape: small files and functions, packages that are ones, honest documents, no circles.
+
+    python tools/house.py        # a line for each fault, file:line: what is wrong; exit code 1 if there is any
+
+`make check` runs it. Each rule is a generator of faults over the files that git has or would take.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+CODE_ROOTS = ("libs", "kernels", "services", "operators")
+TIERS = ("unit", "torch", "processes", "servers", "runs")
+MOST_LINES = 450
+MOST_LINES_OF_TESTS = 600
+MOST_LINES_OF_A_FUNCTION = 60
+COMMANDS = {
+    "bench", "compare", "dashboard", "explain-moves", "init", "models", "run", "schema", "simulate", "tiny", "top",
+    "trace", "validate",
+}  # fmt: skip
+# Where a process, or what stands for one, ends: nobody above could do better than to say what was raised.
+MAY_CATCH_ALL = {
+    "rlhfspec.bench.rivals.serve",
+    "rlhfspec.scoring.rewards.user_code",
+    "rlhfspec.service.process",
+    "rlhfspec.service.threads",
+    # what the API server took and nobody here foresaw stops no other job
+    *(f"rlhfspec.operator.{name}" for name in ("queue", "looks", "views", "watching", "leftovers")),
+    # whatever a model raises is a verdict on it
+    *(f"rlhfspec.sweep.{name}" for name in ("run", "verdict")),
+}
+TEXTS = {".py", ".md", ".toml", ".txt", ".cpp", ".h", ".yaml", ".json", ""}
+OF_ONE_MACHINE = re.compile(r"(?<![\w.$~}])/(?:work|root|home|Users)/\w")
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """
+    >>> str(Fault(Path("docs/job.md"), 7, "nowhere.md does not exist"))
+    'docs/job.md:7: nowhere.md does not exist'
+    """
+
+    path: Path
+    line: int
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.words}"
+
+
+@dataclass(frozen=True)
+class House:
+    """`files`: relative to the root."""
+
+    root: Path
+    files: tuple[Path, ...]
+
+    @classmethod
+    def of_git(cls, root: Path) -> House:
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+        return cls(root, tuple(Path(name) for name in sorted(set(listed.split("\0"))) if (root / name).is_file()))
+
+    def text(self, path: Path) -> str:
+        return (self.root / path).read_text()
+
+    def tree(self, path: Path) -> ast.Module:
+        return ast.parse(self.text(path))
+
+    def ending(self, suffix: str) -> Iterator[Path]:
+        return (path for path in self.files if path.suffix == suffix)
+
+    @cached_property
+    def code(self) -> tuple[Path, ...]:
+        return tuple(path for path in self.ending(".py") if path.parts[0] in CODE_ROOTS and path.parts[1] == "rlhfspec")
+
+    @cached_property
+    def modules(self) -> dict[str, Path]:
+        return {name: path for path in self.code if (name := module_name(path)) != "rlhfspec"}
+
+
+def module_name(path: Path) -> str:
+    """
+    >>> module_name(Path("libs/rlhfspec/engine/__init__.py")), module_name(Path("libs/rlhfspec/job.py"))
+    ('rlhfspec.engine', 'rlhfspec.job')
+    """
+    parts = path.with_suffix("").parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def roots_are_one_namespace(house: House) -> Iterator[Fault]:
+    """An __init__.py in one would hide the others, and so would a package that lies in two."""
+    first: dict[str, Path] = {}
+    for folder in sorted({Path(*path.parts[:3]) for path in house.code}):
+        if folder.name == "__init__.py":
+            yield Fault(folder, 1, f"{folder.parts[0]} would hide the other roots: remove this file")
+        elif folder.name in first:
+            yield Fault(folder, 1, f"lies in {first[folder.name]} too: a package has one root")
+        first.setdefault(folder.name, folder)
+
+
+def packages_have_init(house: House) -> Iterator[Fault]:
+    for folder in sorted({path.parent for path in house.code}):
+        if folder.name != "rlhfspec" and folder / "__init__.py" not in house.files:
+            yield Fault(folder, 1, "has Python files and no __init__.py: it would not be imported")
+
+
+def files_are_small(house: House) -> Iterator[Fault]:
+    for path in house.ending(".py"):
+        most = MOST_LINES_OF_TESTS if "tests" in path.parts else MOST_LINES
+        if (lines := len(house.text(path).splitlines())) > most:
+            yield Fault(path, most, f"has {lines} lines, {most} are allowed: split it")
+
+
+def functions_are_short(house: House) -> Iterator[Fault]:
+    for path in house.code:
+        for node in ast.walk(house.tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MOST_LINES_OF_A_FUNCTION:
+                    most = f"{MOST_LINES_OF_A_FUNCTION} are allowed"
+                    yield Fault(path, node.lineno, f"{node.name} has {lines} lines, {most}: split it")
+
+
+def test_files_have_tests(house: House) -> Iterator[Fault]:
+    for path in house.ending(".py"):
+        if path.parts[0] not in ("tests", "e2e") or not path.name.startswith("test_"):
+            continue
+        names = {node.name for node in ast.walk(house.tree(path)) if isinstance(node, ast.FunctionDef)}
+        if not any(name.startswith("test_") for name in names):
+            yield Fault(path, 1, "nothing here would be collected: a test's name begins with test_")
+        if path.parts[0] == "tests" and (len(path.parts) != 4 or path.parts[1] not in TIERS):
+            yield Fault(path, 1, f"belongs into tests/TIER/ROOM, where the tier is one of {', '.join(TIERS)}")
+
+
+def links_lead_somewhere(house: House) -> Iterator[Fault]:
+    for path in house.ending(".md"):
+        for number, line in enumerate(house.text(path).splitlines(), 1):
+            for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", line):
+                if not target.startswith("http") and not (house.root / path.parent / target).exists():
+                    yield Fault(path, number, f"{target} does not exist")
+
+
+def commands_in_documents_exist(house: House) -> Iterator[Fault]:
+    """Targets of make, and the first word after `rlhfspec`."""
+    documents = [p for p in house.ending(".md") if p.parts[0] in ("README.md", "CONTRIBUTING.md", "docs")]
+    targets = set(re.findall(r"^([a-z0-9-]+):", house.text(Path("Makefile")), re.MULTILINE)) if documents else set()
+    for path in documents:
+        for number, code in _code_of(house.text(path)):
+            for command in re.findall(r"\bmake ([a-z][a-z0-9-]+(?: [a-z0-9-]+)*)", code):
+                for word in set(command.split()) - targets:
+                    yield Fault(path, number, f"make {word} is no target of the Makefile")
+            for command in re.findall(r"\brlhfspec ([a-z][a-z-]*)", code):
+                if command not in COMMANDS:
+                    yield Fault(path, number, f"there is no command rlhfspec {command}")
+
+
+def the_tree_names_what_exists(house: House) -> Iterator[Fault]:
+    """The annotated one of CONTRIBUTING.md: no more than there is, and every package."""
+    path = Path("CONTRIBUTING.md")
+    tree = house.text(path).split("```")[1]
+    for number, line in enumerate(tree.splitlines(), house.text(path).split("```")[0].count("\n") + 1):
+        name = line.strip().split(" ")[0]
+        if name and not list(house.root.glob(name.rstrip("/"))):
+            yield Fault(path, number, f"shows {name}, which does not exist")
+    for package in sorted({path.parts[2] for path in house.code if len(path.parts) > 3}):
+        if f"rlhfspec/{package}/" not in tree:
+            yield Fault(path, 1, f"does not show the package {package}")
+
+
+def constraints_pin_every_requirement(house: House) -> Iterator[Fault]:
+    path = Path("pyproject.toml")
+    lines = house.text(Path("constraints.txt")).splitlines()
+    pins = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
+    for number, line in enumerate(house.text(path).splitlines(), 1):
+        for name in re.findall(r'"([A-Za-z][A-Za-z0-9-]*)(?:>=|==)', line):
+            if name.lower().replace("_", "-") not in pins:
+                yield Fault(path, number, f"{name} has no exact version in constraints.txt")
+
+
+def no_traces_of_one_machine(house: House) -> Iterator[Fault]:
+    for path in house.files:
+        if path.suffix in TEXTS:
+            for number, line in enumerate(house.text(path).splitlines(), 1):
+                if found := OF_ONE_MACHINE.search(line):
+                    yield Fault(path, number, f"{found.group()} is a path of one machine")
+
+
+def no_broad_except(house: House) -> Iterator[Fault]:
+    for name, path in house.modules.items():
+        for node in ast.walk(house.tree(path)):
+            if isinstance(node, ast.ExceptHandler) and name not in MAY_CATCH_ALL:
+                caught = ast.unparse(node.type) if node.type else "everything"
+                if caught in {"everything", "Exception", "BaseException"}:
+                    yield Fault(path, node.lineno, f"catches {caught}: name what is expected")
+
+
+def no_circles_within_a_package(house: House) -> Iterator[Fault]:
+    """Counting what is imported within functions and for types alone."""
+    by_package: dict[str, list[str]] = {}
+    for name in house.modules:
+        by_package.setdefault(name.split(".")[1], []).append(name)
+    for names in by_package.values():
+        for circle in circles_of({name: imports_of(house, name) & set(names) for name in names}):
+            first = min(circle)
+            yield Fault(house.modules[first], 1, f"a circle of imports: {', '.join(sorted(circle))}")
+
+
+def imports_of(house: House, name: str) -> set[str]:
+    """The modules of ours that this one imports anywhere: in functions and for types too."""
+    found = set()
+    for node in ast.walk(house.tree(house.modules[name])):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            within = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {each if each in house.modules else node.module for each in within}
+    return (found & set(house.modules)) - {name}
+
+
+def circles_of(imports: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Groups of modules each of which leads to every other.
+
+    >>> circles_of({"a": {"b"}, "b": {"a", "c"}, "c": set()}) == {frozenset({"a", "b"})}
+    True
+    """
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        coming = [start]
+        while coming:
+            coming += (found := imports[coming.pop()] - seen)
+            seen |= found
+        return seen
+
+    behind = {name: reached(name) for name in imports}
+    return {frozenset(other for other in behind[name] if name in behind[other]) for name in imports} - {frozenset()}
+
+
+def _code_of(markdown: str) -> Iterator[tuple[int, str]]:
+    """Lines of fenced blocks and `inline` code, each with the number of its line."""
+    fenced = False
+    for number, line in enumerate(markdown.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif fenced:
+            yield number, line
+        else:
+            yield from ((number, code) for code in re.findall(r"`([^`]+)`", line))
+
+
+RULES: tuple[Callable[[House], Iterator[Fault]], ...] = (
+    roots_are_one_namespace,
+    packages_have_init,
+    files_are_small,
+    functions_are_short,
+    test_files_have_tests,
+    links_lead_somewhere,
+    commands_in_documents_exist,
+    the_tree_names_what_exists,
+    constraints_pin_every_requirement,
+    no_traces_of_one_machine,
+    no_broad_except,
+    no_circles_within_a_package,
+)
+
+
+def faults_of(house: House, rules: Sequence[Callable[[House], Iterator[Fault]]] = RULES) -> list[Fault]:
+    return sorted(fault for rule in rules for fault in rule(house))
+
+
+def main() -> int:
+    house = House.of_git(Path(__file__).parent.parent)
+    faults = faults_of(house)
+    for fault in faults:
+        print(fault)
+    print(f"{len(house.files)} files, {len(RULES)} rules, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
