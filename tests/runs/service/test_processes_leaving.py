@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,14 +33,11 @@ def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
         eventually(lambda: in_the_middle(listener), "a generator has samples in mid-answer")
         worker = in_the_middle(listener)[0]
         pid = run.pid_of("generator", worker)
-        began = time.monotonic()
         os.kill(pid, signal.SIGTERM)
         eventually(lambda: not named(run.connections["uid"], f"generator-{worker}"), "it is gone")
-        seconds = time.monotonic() - began
         code, output = run.ended()
     assert code == 0, output
-    print(f"gone after {seconds:.2f} s; {dict(listener.outcomes)}")
-    assert seconds < 30.0, "5 on a quiet machine, which is printed"
+    assert f"generator {worker} left: it was asked to by somebody" in output, "by itself, before anybody ended it"
     assert run.curve() == whole
     one, many = ((job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many"))
     assert one == many

@@ -1,0 +1,80 @@
+"""A run of pytest says how many tests did not run, and why, and of a test in the wrong tier where it belongs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import TESTS
+
+SKIPPING = """
+import pytest
+NO_NIXL = pytest.mark.skipif(True, reason="the package nixl is not installed")
+
+@pytest.mark.parametrize("way", ["read", "write"])
+@NO_NIXL
+def test_nixl(way): ...
+
+@pytest.mark.parametrize("kind", ["shm", pytest.param("nixl", marks=NO_NIXL)])
+def test_kinds(kind): ...
+
+def test_gpu():
+    pytest.skip("there is no GPU")
+"""
+STARTING = "import subprocess, sys\ndef test_it():\n    subprocess.run([sys.executable, '-c', 'pass'], check=True)\n"
+IMPORTING = "def test_it():\n    import torch\n"
+
+
+def pytest_says(folder: Path, place: str, code: str, *options: str) -> str:
+    """Of a repository with this one file of tests."""
+    for name in ("places", "skips", "tiers"):
+        (folder / "tests").mkdir(exist_ok=True)
+        shutil.copy(TESTS / f"{name}.py", folder / "tests")
+    (folder / "tests" / "conftest.py").write_text('pytest_plugins = ["skips", "tiers"]\n')
+    (folder / "pytest.ini").write_text(
+        "[pytest]\npythonpath = tests\naddopts = --strict-markers --import-mode=importlib\n"
+    )
+    (folder / place).parent.mkdir(parents=True)
+    (folder / place).write_text(code)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "1")])
+def test_what_did_not_run_is_counted_by_reason(tmp_path: Path, options: tuple[str, ...]) -> None:
+    said = pytest_says(tmp_path, "tests/unit/room/test_it.py", SKIPPING, *options).splitlines()
+    title = next(index for index, line in enumerate(said) if "tests that did not run, by reason" in line)
+    assert said[title + 1 : title + 3] == [
+        "3 skipped: the package nixl is not installed",
+        "1 skipped: there is no GPU",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "said"),
+    [
+        ("tests/unit/room/test_it.py", STARTING, "it belongs to tests/processes"),
+        ("tests/torch/room/test_it.py", STARTING, "it belongs to tests/processes"),
+        ("tests/unit/room/test_it.py", IMPORTING, "it belongs to tests/torch"),
+        ("tests/processes/room/test_it.py", STARTING, "1 passed"),
+        ("tests/torch/room/test_it.py", IMPORTING, "1 passed"),
+    ],
+)
+def test_a_test_that_needs_more_than_its_tier_has_is_told_where_it_belongs(
+    tmp_path: Path, place: str, code: str, said: str
+) -> None:
+    assert said in pytest_says(tmp_path, place, code)
+
+
+def test_a_tier_is_a_marker_too(tmp_path: Path) -> None:
+    assert "1 deselected" in pytest_says(tmp_path, "tests/unit/room/test_it.py", IMPORTING, "-m", "torch")
+
+
+def test_unit_tests_import_no_torch_when_they_are_collected() -> None:
+    code = "import pytest, sys; pytest.main(['--collect-only', '-q', 'tests/unit']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=TESTS.parent, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "error" not in done.stdout.splitlines()[-3], done.stdout[-2000:]

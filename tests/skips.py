@@ -1,0 +1,23 @@
+"""How many tests did not run, by the reason that each gives: a summary of green that leaves nothing out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+
+def by_reason(reports: Iterable[pytest.TestReport]) -> list[str]:
+    """The most frequent first."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in reports if isinstance(report.longrepr, tuple)
+    )
+    return [f"{count} skipped: {reason}" for reason, count in sorted(reasons.items(), key=lambda each: -each[1])]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if lines := by_reason(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.section("tests that did not run, by reason")
+        for line in lines:
+            terminalreporter.write_line(line)
