@@ -3,6 +3,7 @@ so that nothing is written when nothing happened."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -123,20 +124,28 @@ def _gpus(draft: Draft) -> int:
 def _progress(draft: Draft) -> dict[str, Any]:
     report = draft.report
     old = dict(draft.job.status.get("progress") or {})
+    step = max(report.step if report else draft.memory.step, old.get("step", 0), _completed_step(draft))
+    total = (report.total_steps if report else old.get("totalSteps")) or _steps_of(draft)
+    new = {"step": step, "totalSteps": total, "shown": f"{step}/{total}"}
     if report is None:
-        total = draft.spec.training.steps if draft.job.job else 0
-        return {"step": draft.memory.step, "totalSteps": total, "shown": f"{draft.memory.step}/{total}"} | old
+        return old | new
     gauges = {
         "reward": report.reward, "kl": report.kl, "tokensPerSecond": report.tokens_per_second,
         "acceptedPerVerification": report.accepted_per_verification, "etaSeconds": report.eta_seconds,
     }  # fmt: skip
-    new = {
-        "step": max(report.step, old.get("step", 0)),
-        "totalSteps": report.total_steps or draft.spec.training.steps,
-        "checkpointStep": max(report.checkpoint_step, old.get("checkpointStep", 0)),
-    }
-    new["shown"] = f"{new['step']}/{new['totalSteps']}"
+    new["checkpointStep"] = max(report.checkpoint_step, old.get("checkpointStep", 0))
     return new | {name: round(value, 4) for name, value in gauges.items() if value is not None}
+
+
+def _steps_of(draft: Draft) -> int:
+    return draft.spec.training.steps if draft.job.job else 0
+
+
+def _completed_step(draft: Draft) -> int:
+    """By the trainer's last line: the control pod may be gone before it can report that step."""
+    outcome = draft.memory.outcome
+    said = re.match(r"completed: step (\d+)", outcome.message) if outcome and outcome.type == "Succeeded" else None
+    return int(said[1]) if said else 0
 
 
 def _conditions(draft: Draft, phase: str, found: Said | None) -> list[dict[str, Any]]:

@@ -60,6 +60,17 @@ def test_a_job_from_nothing_to_its_last_step() -> None:
     assert [event.reason for event in world.events] == ["Pending", "Preparing", "Starting", "Running", "Succeeded"]
 
 
+def test_a_job_that_is_complete_shows_its_last_step() -> None:
+    """The control pod may have ended before it could report it."""
+    world = running()
+    world.say(step=9, total_steps=10)
+    world.settle()
+    assert world.status["progress"]["shown"] == "9/10"
+    world.end_pod("sums-trainer-0", 0, "completed: step 10")
+    world.settle()
+    assert (world.phase, world.status["progress"]["shown"]) == ("Succeeded", "10/10")
+
+
 def test_pods_are_made_after_what_they_mount() -> None:
     kinds = [manifest["kind"] for manifest in World().plan().create]
     assert kinds == ["ConfigMap", "Secret", "Pod"]
