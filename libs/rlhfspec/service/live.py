@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 DEADLINE_SECONDS = 0.2  # of one write
+CONNECT_SECONDS = 2.0  # of one that has to connect first: by TLS, in a process that computes
 READ_SECONDS = 2.0
 KEPT_SECONDS = 30.0  # of a worker that says nothing any more
 _KEPT_MILLISECONDS = int(KEPT_SECONDS * 1000)
@@ -122,7 +123,7 @@ class LiveState:
         self.num_failures = 0  # writes that did not arrive, in all
         self._num_connects = 0
         self._uid = uid
-        self._redis = client_of(url, role, credentials, DEADLINE_SECONDS, connected=self._connected)
+        self._redis = client_of(url, role, credentials, CONNECT_SECONDS, connected=self._connected)
         self._unsent: dict[str, bytes] = {}
         self._written: set[str] = set()
         self._workers: set[str] = set()  # of which it tells
@@ -162,7 +163,9 @@ class LiveState:
                 self._arrived()
 
     async def _send(self, values: Mapping[str, bytes]) -> None:
-        async with asyncio.timeout(DEADLINE_SECONDS), self._redis.pipeline(transaction=False) as pipeline:
+        has_to_connect = self._is_away or not self._num_connects
+        seconds = CONNECT_SECONDS if has_to_connect else DEADLINE_SECONDS
+        async with asyncio.timeout(seconds), self._redis.pipeline(transaction=False) as pipeline:
             for key, value in values.items():
                 pipeline.set(key, value, px=_KEPT_MILLISECONDS)
             if self._workers:

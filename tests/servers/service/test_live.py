@@ -148,7 +148,11 @@ def test_a_server_that_comes_back_empty_is_full_again_with_the_next_beats(
     with_server(tmp_path, check)
 
 
-def test_a_server_that_hangs_delays_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_hangs_delays_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "CONNECT_SECONDS", live.DEADLINE_SECONDS)
+
     async def check(place: Place) -> None:
         state = place.state()
         sending = asyncio.create_task(state.run())
@@ -199,13 +203,14 @@ def test_a_wrong_password_is_a_reason_and_ends_nothing(tmp_path: Path, caplog: p
     with_server(tmp_path, check)
 
 
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while part := await reader.read(65536):
+        writer.write(part)
+    writer.close()
+
+
 def test_over_tls_both_sides_show_a_certificate(tmp_path: Path) -> None:
     """The server that the extra brings speaks no TLS; in front of it stands what would stand there in a cluster."""
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while part := await reader.read(65536):
-            writer.write(part)
-        writer.close()
 
     async def check(place: Place) -> None:
         async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -229,6 +234,23 @@ def test_over_tls_both_sides_show_a_certificate(tmp_path: Path) -> None:
                 assert "\n" not in str(refused.value)
                 with pytest.raises(ServerFailed, match=r"redis: .*(closed|reset)"):
                     await read_live(url.replace("rediss", "redis"), UID, role="view", credentials=place.credentials)
+
+    with_server(tmp_path, check)
+
+
+def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Path) -> None:
+    """As on a busy machine, where TLS takes its time."""
+
+    async def check(place: Place) -> None:
+        async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(2 * live.DEADLINE_SECONDS)
+            inner, outer = await asyncio.open_unix_connection(place.server.url.removeprefix("unix://"))
+            await asyncio.gather(pump(reader, outer), pump(inner, writer))
+
+        async with await asyncio.start_server(passed_on, "127.0.0.1", 0) as front:
+            url = f"redis://127.0.0.1:{front.sockets[0].getsockname()[1]}"
+            async with beating(LiveState(url, UID, role="generator", credentials=place.credentials), lambda: GENERATOR):
+                await place.until(lambda view: "generator-0" in view.workers)
 
     with_server(tmp_path, check)
 
