@@ -65,16 +65,19 @@ def storage(kubernetes: Kubernetes) -> Path:
 def job(kubernetes: Kubernetes, storage: Path) -> str:
     """Two pods that speak in turns, each of samples of its own."""
     kubernetes.apply(edited({"/metadata.name": "sums", "/metadata.namespace": "rl"}))
-    status = {"phase": "Running", "run": {"number": 1, "uid": "a", "folder": "/storage/runs/sums"}}
-    kubernetes.kubectl(
-        "patch", "-n", "rl", "rlhfjob/sums", "--subresource=status", "--type=merge", "-p",
-        json.dumps({"status": status}),
-    )  # fmt: skip
+    has_status(kubernetes, {"phase": "Running", "run": {"number": 1, "uid": "a", "folder": "/storage/runs/sums"}})
     speak(kubernetes, "generator", 0, said("generated", "sums/1/2/0"), "sleep 1.5", said("generated", "sums/1/3/0"))
     speak(kubernetes, "reward", 0, "sleep 0.7", said("scored", "sums/1/2/0"), "echo plain words")
     for name in ("sums-generator-0", "sums-reward-0"):
         kubernetes.kubectl("wait", "-n", "rl", "--for=condition=Ready", f"pod/{name}", "--timeout=90s")
     return "sums"
+
+
+def has_status(kubernetes: Kubernetes, status: dict[str, Any]) -> None:
+    kubernetes.kubectl(
+        "patch", "-n", "rl", "rlhfjob/sums", "--subresource=status", "--type=merge", "-p",
+        json.dumps({"status": status}),
+    )  # fmt: skip
 
 
 def said(message: str, sample: str) -> str:
@@ -116,6 +119,16 @@ def test_logs_follow_pods_that_come_later(kubernetes: Kubernetes, cluster: Clust
     following.close()
 
 
+def test_logs_of_a_job_that_is_over_end(kubernetes: Kubernetes, cluster: Cluster, job: str) -> None:
+    speak(kubernetes, "critic", 0, said("the last", "sums/1/5/0"))
+    following = followed(cluster, job, role="critic")
+    assert next(following).message == "the last"
+    has_status(kubernetes, {"phase": "Succeeded"})
+    kubernetes.kubectl("delete", "-n", "rl", "pod/sums-critic-0", "--force", "--grace-period=0")
+    assert not [line for line in following if line.level == "info"]
+    has_status(kubernetes, {"phase": "Running"})
+
+
 def test_as_a_plugin_of_kubectl(kubernetes: Kubernetes, job: str, tmp_path: Path) -> None:
     plugin = tmp_path / "kubectl-rlhf"
     plugin.write_text(f'#!/bin/sh\nexec {sys.executable} -m rlhfspec.plugin.main "$@"\n')
@@ -145,10 +158,7 @@ def test_get_run_through_a_pod_and_without_one(
     assert fetch(cluster, job, tmp_path / "two", claim="data", image=IMAGE) == 2
     is_there(tmp_path / "two")
     kubernetes.wait_for("the helper to be gone", lambda: not kubernetes.get("pods", "-n", "rl")["items"])
-    kubernetes.kubectl(
-        "patch", "-n", "rl", "rlhfjob/sums", "--subresource=status", "--type=merge", "-p",
-        json.dumps({"status": {"run": {"folder": "/storage/runs/none"}}}),
-    )  # fmt: skip
+    has_status(kubernetes, {"run": {"folder": "/storage/runs/none"}})
     with pytest.raises(ClusterUnavailable, match="runs/none"):
         fetch(cluster, job, tmp_path / "three", claim="data", image=IMAGE)
     kubernetes.wait_for("the helper to be gone", lambda: not kubernetes.get("pods", "-n", "rl")["items"])

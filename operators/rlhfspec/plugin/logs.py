@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rlhfspec.plugin.cluster import Cluster
 
 LOOK_SECONDS = 2.0  # for pods that were made since
+ENDED = ("Succeeded", "Failed")
 _COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
@@ -97,16 +98,19 @@ def trace_of(cluster: Cluster, job: str, sample: str) -> tuple[list[Line], str]:
 
 
 def followed(cluster: Cluster, job: str, *, role: str | None = None, sample: str | None = None) -> Iterator[Line]:
-    """As they are said, of pods that are made later too, until nobody reads any more."""
+    """As they are said, of pods that are made later too, until the job is over or nobody reads any more."""
     told: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
-    followed_uids: set[str] = set()
+    threads: dict[str, threading.Thread] = {}  # by the uid of a pod
     while True:
+        is_over = (cluster.job(job).get("status") or {}).get("phase") in ENDED
         for pod in cluster.pods(job, role):
-            if _has_log(pod) and pod["metadata"]["uid"] not in followed_uids:
-                followed_uids.add(pod["metadata"]["uid"])
+            if _has_log(pod) and (uid := pod["metadata"]["uid"]) not in threads:
                 words = (cluster, name_of(pod), worker_of(pod), told)
-                threading.Thread(target=_follow, args=words, daemon=True).start()
+                threads[uid] = threading.Thread(target=_follow, args=words, daemon=True)
+                threads[uid].start()
         yield from _until_quiet(told, sample)
+        if is_over and told.empty() and not any(thread.is_alive() for thread in threads.values()):
+            return
 
 
 def _until_quiet(told: queue.SimpleQueue[Line | None], sample: str | None) -> Iterator[Line]:

@@ -55,7 +55,7 @@ def logs(
     job: Job,
     role: Role = None,
     sample: Annotated[str | None, typer.Option("--sample", help="Only what is about this sample, in any role.")] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on, until the job is over or Ctrl-C.")] = False,
     tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last lines of each pod.")] = None,
     namespace: Namespace = None,
     context: Context = None,
