@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.cli.main import app
 from rlhfspec.data import load_rows
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.job import ALGORITHM_DEFAULTS, Dataset
+from rlhfspec.job import Dataset
 from rlhfspec.job_file import read_job
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.tiny import check, paths, random_model, resolve, sums
@@ -152,7 +153,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_algorithm_has_an_example() -> None:
     algorithms = {read_job(EXAMPLES / name).spec.algorithm.name for name in JOBS}
-    assert algorithms == {*ALGORITHM_DEFAULTS}
+    assert algorithms == {*ALGORITHMS}
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -1,7 +1,7 @@
 """RLHFJob: the one schema of the command line, the custom resource and the chart. Strict; torch-free.
 
 YAML is camelCase, Python snake_case. Every field says its unit, its default and the reason for it. What an algorithm
-decides by default (`ALGORITHM_DEFAULTS`) is filled in on reading, so that a resolved job shows everything.
+decides by default (`choices.algorithms`) is filled in on reading, so that a resolved job shows everything.
 
 Example:
     >>> job = RLHFJob.model_validate({
@@ -15,11 +15,12 @@ Example:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
 
+from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
 from rlhfspec.job_block import MOST_SECONDS, Block, Count, Fraction, Natural, Positive, Rate, Seconds, WholeSeconds
 from rlhfspec.job_cluster import (
     MANAGER,
@@ -36,7 +37,10 @@ from rlhfspec.job_cluster import (
 from rlhfspec.job_rewards import Rewards
 
 API_VERSION = "rlhfspec.io/v1alpha1"
-AlgorithmName = Literal["ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo"]
+if TYPE_CHECKING:  # names are of tables that a type checker does not run
+    AlgorithmName = str
+else:
+    AlgorithmName = Literal[ALGORITHMS.names]
 
 
 class Lora(Block):
@@ -92,7 +96,7 @@ class HeldOut(Block):
 
 
 class Algorithm(Block):
-    """What is left out takes what `ALGORITHM_DEFAULTS` has for the algorithm, else the default below."""
+    """Fields left out take what the paper of the algorithm prescribes, else the default below."""
 
     name: AlgorithmName = Field("grpo", description="How rewards become advantages and advantages a loss.")
     samples_per_prompt: Positive = Field(8, description="Responses to each prompt; group algorithms need 2 or more.")
@@ -132,32 +136,19 @@ class Algorithm(Block):
     def _fill_in(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        defaults = ALGORITHM_DEFAULTS.get(str(given.get("name", "grpo")), {})
+        chosen = ALGORITHMS.get(str(given.get("name", "grpo")))
+        defaults = chosen.defaults if chosen is not None else {}
         return {to_camel(name): value for name, value in defaults.items()} | given
+
+    @property
+    def entry(self) -> AlgorithmEntry:
+        """What is known of the algorithm by its name alone."""
+        return ALGORITHMS[self.name]
 
     @property
     def shares_prompts(self) -> bool:
         """Has a prompt several answers, so that what was run of it is worth keeping for the next?"""
         return self.samples_per_prompt > 1
-
-
-# What each paper prescribes where it differs from the fields' own defaults (which are GRPO's).
-ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
-    "ppo": {
-        "samples_per_prompt": 1, "whiten_advantages": True, "kl_coefficient": 0.05, "kl_placement": "reward",
-        "kl_estimator": "k1", "loss_aggregation": "token-mean",
-    },
-    "grpo": {"kl_coefficient": 0.04},
-    "dr-grpo": {"normalize_by_std": False, "loss_aggregation": "sequence-sum-constant"},
-    "rloo": {"normalize_by_std": False, "kl_coefficient": 0.05, "kl_placement": "reward", "kl_estimator": "k1",
-             "loss_aggregation": "sequence-sum-constant"},
-    "reinforce++": {
-        "samples_per_prompt": 1, "whiten_advantages": True, "kl_coefficient": 0.01, "kl_placement": "reward",
-        "kl_estimator": "k1", "loss_aggregation": "token-mean",
-    },
-    "dapo": {"clip_high": 0.28, "loss_aggregation": "token-mean", "dynamic_sampling": True},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "ratio_level": "sequence"},
-}  # fmt: skip
 
 
 class Speculation(Block):

@@ -17,10 +17,11 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rlhfspec.job import ALGORITHM_DEFAULTS, Optimizer, Spec
+from rlhfspec.choices.algorithms import ALGORITHMS
+from rlhfspec.job import Optimizer, Spec
 from rlhfspec.job_block import Block
 from rlhfspec.job_cluster import OPERATOR
-from rlhfspec.job_file.checks import CLASS, GROUP_ALGORITHMS, MODULE_MEMBER, OWN_LABELS
+from rlhfspec.job_file.checks import CLASS, MODULE_MEMBER, OWN_LABELS, REMOVE_OR_TAKE_A_CRITIC, WITH_CRITIC
 from rlhfspec.job_file.schema import in_cel
 
 # May change while a job runs; of a block, the parts that are not named here may not.
@@ -119,16 +120,16 @@ def _contradictions() -> list[dict[str, Any]]:
 
 Rules = list[tuple[str, tuple[str, str]]]  # field, (what must hold, what is said else)
 _NAME = value("algorithm.name")
-_IS_GROUP = f"{_NAME} in {json.dumps(list(GROUP_ALGORITHMS))}"
+_IS_GROUP = f"{_NAME} in {json.dumps(ALGORITHMS.where(lambda entry: entry.compares_responses))}"
 
 
 def _of_algorithm(path: str) -> str:
     """A field whose default depends on the algorithm."""
     snake = next(name for name, field in _BLOCK_OF_ALGORITHM.items() if field.alias == path.partition(".")[2])
     own: dict[str, list[str]] = {}
-    for name, defaults in ALGORITHM_DEFAULTS.items():
-        if snake in defaults:
-            own.setdefault(json.dumps(defaults[snake]), []).append(name)
+    for name, entry in ALGORITHMS.items():
+        if snake in entry.defaults:
+            own.setdefault(json.dumps(entry.defaults[snake]), []).append(name)
     chosen = json.dumps(_BLOCK_OF_ALGORITHM[snake].default)
     for default, algorithms in own.items():
         chosen = f"({_NAME} in {json.dumps(algorithms)} ? {default} : {chosen})"
@@ -183,8 +184,8 @@ def _in_algorithm() -> Rules:
 
 
 def _of_a_critic() -> Rules:
-    remove = "this algorithm has no critic: remove it, or take algorithm.name: ppo"
-    other = f'{_NAME} == "ppo"'
+    remove = f"this algorithm has no critic: {REMOVE_OR_TAKE_A_CRITIC}"
+    other = " || ".join(f'{_NAME} == "{name}"' for name in WITH_CRITIC)
     settings = [
         (path, (f"{other} || {value(path)} == {json.dumps(_field(path).default)}", remove))
         for path in ("algorithm.gaeLambda", "algorithm.valueClip", "algorithm.valueCoefficient")

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob, Workers
 from rlhfspec.job_cluster import PodOptions, PodTemplate, Storage
@@ -29,11 +30,12 @@ from rlhfspec.job_file.secrets import shown_url, shown_value
 from rlhfspec.job_file.yaml_text import Path_, parts_of
 from rlhfspec.job_rewards import FunctionSource, RewardSource
 
-GROUP_ALGORITHMS = ("grpo", "dr-grpo", "rloo", "dapo", "gspo")
 MODULE_MEMBER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 CLASS = re.compile(r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*$")
 _QUANTITY = re.compile(QUANTITY)
 OWN_LABELS = "rlhfspec.io/"
+WITH_CRITIC = ALGORITHMS.where(lambda entry: entry.has_critic)
+REMOVE_OR_TAKE_A_CRITIC = f"remove it, or take algorithm.name: {' or '.join(WITH_CRITIC)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
 
 def _check_algorithm(job: RLHFJob) -> Iterator[Finding]:
     algorithm, path = job.spec.algorithm, "spec.algorithm"
-    group = algorithm.name in GROUP_ALGORITHMS
+    group = algorithm.entry.compares_responses
     name = (f"{path}.name",)
     if group and algorithm.samples_per_prompt < 2:
         yield Finding(
@@ -106,9 +108,9 @@ def _check_algorithm(job: RLHFJob) -> Iterator[Finding]:
 
 
 def _check_critic_settings(job: RLHFJob) -> Iterator[Finding]:
-    """Only ppo has a critic: what is set for one elsewhere would be silently ignored."""
+    """What is set for a critic would be silently ignored by an algorithm without one."""
     algorithm, name = job.spec.algorithm, ("spec.algorithm.name",)
-    if algorithm.name == "ppo":
+    if algorithm.entry.has_critic:
         if algorithm.value_clip == 0:
             yield Finding(field="spec.algorithm.valueClip", value=0.0, problem="0 clips every value: must be > 0")
         return
@@ -124,7 +126,7 @@ def _check_critic_settings(job: RLHFJob) -> Iterator[Finding]:
     }
     for field, (value, default) in settings.items():
         if value != default:
-            problem = f"{algorithm.name} has no critic: remove it, or take algorithm.name: ppo"
+            problem = f"{algorithm.name} has no critic: {REMOVE_OR_TAKE_A_CRITIC}"
             shown = value if isinstance(value, (str, float)) else None
             yield Finding(field=field, value=shown, problem=problem, depends_on=name)
 

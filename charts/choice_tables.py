@@ -1,0 +1,47 @@
+"""The tables in docs of what a job can choose by name, from `rlhfspec.choices`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
+from rlhfspec.choices.registry import docs_table
+from rlhfspec.job import Algorithm
+from rlhfspec.loop import scoring_stages
+
+DOCS = Path(__file__).parent.parent / "docs"
+_AVERAGED = {
+    "token-mean": "over tokens",
+    "sequence-mean-token-mean": "over tokens, then samples",
+    "sequence-sum-constant": "sum over tokens / maxTokens",
+}
+
+
+def algorithms_table() -> str:
+    return docs_table(
+        {
+            "name": lambda entry: f"[{entry.name}]({entry.name}.md)",
+            "advantage": lambda entry: entry.about,
+            "needs": lambda entry: ", ".join(scoring_stages(_of(entry))[1:]) or "-",
+            "loss is averaged": lambda entry: _AVERAGED[_of(entry).loss_aggregation],
+            "KL": _kl,
+            "paper": lambda entry: f"[{entry.paper}](https://arxiv.org/abs/{entry.paper})",
+        },
+        ALGORITHMS,
+    )
+
+
+def _of(entry: AlgorithmEntry) -> Algorithm:
+    return Algorithm.model_validate({"name": entry.name})
+
+
+def _kl(entry: AlgorithmEntry) -> str:
+    algorithm = _of(entry)
+    if algorithm.kl_coefficient == 0:
+        return "none"
+    return f"{algorithm.kl_coefficient:g}, {algorithm.kl_estimator}, in the {algorithm.kl_placement}"
+
+
+def tables() -> dict[Path, dict[str, str]]:
+    """Of each document, its tables by the name of their marks (`<!-- name -->`)."""
+    return {DOCS / "algorithms" / "README.md": {"algorithms": algorithms_table()}}

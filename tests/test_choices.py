@@ -1,0 +1,58 @@
+"""What a job can choose by name: one table a choice, and everything else about it derived."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any, get_args
+
+import pytest
+
+from rlhfspec import job as job_module
+from rlhfspec.choices.algorithms import ALGORITHMS
+from rlhfspec.choices.registry import Entry, Registry, docs_table
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import Algorithm
+from rlhfspec.loop import scoring_stages
+
+REGISTRIES: tuple[Registry[Any], ...] = (ALGORITHMS,)
+ENTRIES = [entry for registry in REGISTRIES for entry in registry.values()]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_what_an_entry_names_is_there(entry: Entry) -> None:
+    assert callable(entry.load())
+    assert entry.about
+    assert "\n" not in entry.about
+
+
+def test_two_entries_never_share_a_name() -> None:
+    one = Entry(name="one", about="", make="builtins:int")
+    with pytest.raises(AssertionError, match="two entries"):
+        Registry("field", one, one)
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(InvalidRequest, match=r"algorithm\.name: must be one of ppo, .*did you mean rloo\?"):
+        ALGORITHMS.pick("rlo")
+
+
+def test_the_job_allows_what_the_tables_hold() -> None:
+    assert get_args(job_module.AlgorithmName) == ALGORITHMS.names
+
+
+def test_a_table_of_docs_has_a_row_an_entry() -> None:
+    registry = Registry("field", *(Entry(name=name, about=name * 2, make="") for name in "ab"))
+    columns = {"name": lambda entry: entry.name, "what": lambda entry: entry.about}
+    assert docs_table(columns, registry) == "| name | what |\n|---|---|\n| a | aa |\n| b | bb |"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_critic_scores_exactly_where_the_table_says_so(name: str) -> None:
+    assert ("critic" in scoring_stages(Algorithm(name=name))) == ALGORITHMS[name].has_critic
+
+
+def test_the_tables_import_neither_torch_nor_numpy() -> None:
+    modules = sorted({type(entry).__module__ for entry in ENTRIES})
+    asked = f"import sys; import {', '.join(modules)}; sys.exit(bool({{'torch', 'numpy'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
