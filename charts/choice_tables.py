@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
+from rlhfspec.choices.drafters import DRAFTERS
+from rlhfspec.choices.links import LINKS
 from rlhfspec.choices.registry import docs_table
 from rlhfspec.job import Algorithm
 from rlhfspec.loop import scoring_stages
@@ -31,6 +33,29 @@ def algorithms_table() -> str:
     )
 
 
+def drafters_table() -> str:
+    return docs_table(
+        {
+            "`speculation.mode`": lambda entry: f"`{entry.name}`",
+            "drafts from": lambda entry: entry.about,
+            "needs": lambda entry: ", ".join(f"`{need}`" for need in entry.needs) or "-",
+            "file": lambda entry: f"`{entry.make.partition(':')[0].removeprefix('rlhfspec.').replace('.', '/')}.py`",
+        },
+        DRAFTERS,
+    )
+
+
+def links_table() -> str:
+    return docs_table(
+        {
+            "kind": lambda entry: f"`{entry.name}`",
+            "between": lambda entry: entry.between,
+            "what it is": lambda entry: entry.about,
+        },
+        LINKS,
+    )
+
+
 def _of(entry: AlgorithmEntry) -> Algorithm:
     return Algorithm.model_validate({"name": entry.name})
 
@@ -44,4 +69,8 @@ def _kl(entry: AlgorithmEntry) -> str:
 
 def tables() -> dict[Path, dict[str, str]]:
     """Of each document, its tables by the name of their marks (`<!-- name -->`)."""
-    return {DOCS / "algorithms" / "README.md": {"algorithms": algorithms_table()}}
+    return {
+        DOCS / "algorithms" / "README.md": {"algorithms": algorithms_table()},
+        DOCS / "selector.md": {"drafters": drafters_table()},
+        DOCS / "links.md": {"links": links_table()},
+    }

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
 from rlhfspec import job as job_module
 from rlhfspec.choices.algorithms import ALGORITHMS
+from rlhfspec.choices.drafters import DRAFTERS, SPECULATION_MODES, may_run_draft_model
+from rlhfspec.choices.links import LINKS, LINKS_OF_A_JOB
+from rlhfspec.choices.of_a_job import CHOICES
 from rlhfspec.choices.registry import Entry, Registry, docs_table
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import Algorithm
+from rlhfspec.job_file.schema import json_schema
 from rlhfspec.loop import scoring_stages
 
-REGISTRIES: tuple[Registry[Any], ...] = (ALGORITHMS,)
-ENTRIES = [entry for registry in REGISTRIES for entry in registry.values()]
+ENTRIES = [entry for registry in CHOICES for entry in registry.values()]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -39,6 +42,8 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
 
 def test_the_job_allows_what_the_tables_hold() -> None:
     assert get_args(job_module.AlgorithmName) == ALGORITHMS.names
+    assert get_args(job_module.SpeculationMode) == SPECULATION_MODES == ("off", "suffix", "model", "adaptive")
+    assert get_args(job_module.LinkName) == LINKS_OF_A_JOB == ("auto", "shm", "tcp", "nixl", "torch")
 
 
 def test_a_table_of_docs_has_a_row_an_entry() -> None:
@@ -56,3 +61,33 @@ def test_the_tables_import_neither_torch_nor_numpy() -> None:
     modules = sorted({type(entry).__module__ for entry in ENTRIES})
     asked = f"import sys; import {', '.join(modules)}; sys.exit(bool({{'torch', 'numpy'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
+
+
+def test_modes_that_may_run_the_draft_model() -> None:
+    assert [mode for mode in SPECULATION_MODES if may_run_draft_model(mode)] == ["model", "adaptive"]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_is_called_as_in_its_table(name: str) -> None:
+    assert DRAFTERS[name].load().name == name
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_both_ends_of_a_link_are_there(name: str) -> None:
+    assert callable(LINKS[name].load_connect())
+
+
+def test_fields_that_choices_name_are_fields_of_the_job() -> None:
+    paths = {registry.field for registry in CHOICES} | {need for entry in ENTRIES for need in entry.needs}
+    assert {path for path in paths if exists_in_spec(path)} == paths
+
+
+def exists_in_spec(path: str) -> bool:
+    block = json_schema()["properties"]["spec"]
+    for name in path.split("."):
+        block = block["properties"].get(name, {})
+    return block != {}
+
+
+def test_what_a_choice_needs_is_said_with_what_needs_nothing() -> None:
+    assert DRAFTERS.missing("model.drafter") == "needs model.drafter; without one take suffix or adaptive"

@@ -21,6 +21,8 @@ from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
+from rlhfspec.choices.drafters import SPECULATION_MODES
+from rlhfspec.choices.links import LINKS_OF_A_JOB
 from rlhfspec.job_block import MOST_SECONDS, Block, Count, Fraction, Natural, Positive, Rate, Seconds, WholeSeconds
 from rlhfspec.job_cluster import (
     MANAGER,
@@ -39,8 +41,12 @@ from rlhfspec.job_rewards import Rewards
 API_VERSION = "rlhfspec.io/v1alpha1"
 if TYPE_CHECKING:  # names are of tables that a type checker does not run
     AlgorithmName = str
+    SpeculationMode = str
+    LinkName = str
 else:
     AlgorithmName = Literal[ALGORITHMS.names]
+    SpeculationMode = Literal[SPECULATION_MODES]
+    LinkName = Literal[LINKS_OF_A_JOB]
 
 
 class Lora(Block):
@@ -152,7 +158,7 @@ class Algorithm(Block):
 
 
 class Speculation(Block):
-    mode: Literal["off", "suffix", "model", "adaptive"] = Field(
+    mode: SpeculationMode = Field(
         "adaptive", description="adaptive chooses at every step, drafter and all; every mode gives the same tokens."
     )
 
@@ -240,9 +246,7 @@ class GeneratorWorkers(Workers):
         description="Samples a worker holds beyond what its engine can run, so that a free row never waits for one. "
         "null: 4, or all of one prompt where samples move between generators, so that they share its KV.",
     )
-    link: Literal["auto", "shm", "tcp", "nixl", "torch"] = Field(
-        "auto", description="How KV goes to another generator; auto: shm on one host, else tcp."
-    )
+    link: LinkName = Field("auto", description="How KV goes to another generator; auto: shm on one host, else tcp.")
 
 
 class Roles(Block):

@@ -30,18 +30,29 @@ class Entry:
     needs: tuple[str, ...] = ()  # fields of the job's spec without which it cannot be chosen, such as model.drafter
 
     def load(self) -> Any:
-        module, _, name = self.make.partition(":")
-        return getattr(import_module(module), name)
+        return imported(self.make)
+
+
+def imported(place: str) -> Any:
+    """What is at module:name.
+
+    >>> imported("math:floor")(2.5)
+    2
+    """
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 E = TypeVar("E", bound=Entry)
 
 
 class Registry(Mapping[str, E], Generic[E]):
-    """Entries by name, in the order in which they are shown. `field`: what messages call the choice."""
+    """Entries by name, in the order in which they are shown. `field`: the field of the job's spec that names one;
+    `beside`: what else it may say that needs nothing, such as auto."""
 
-    def __init__(self, field: str, *entries: E) -> None:
+    def __init__(self, field: str, *entries: E, beside: tuple[str, ...] = ()) -> None:
         self.field = field
+        self._beside = beside
         self._entries = {entry.name: entry for entry in entries}
         assert len(self._entries) == len(entries), f"two entries of {field} have one name"
 
@@ -61,6 +72,16 @@ class Registry(Mapping[str, E], Generic[E]):
     def where(self, holds: Callable[[E], bool]) -> tuple[str, ...]:
         """The names of the entries that `holds` is true of."""
         return tuple(name for name, entry in self._entries.items() if holds(entry))
+
+    def missing(self, need: str) -> str:
+        """What is said to a job that chose an entry without the field that it needs.
+
+        >>> entries = Entry(name="a", about="", make=""), Entry(name="b", about="", make="", needs=("model.drafter",))
+        >>> Registry("f", *entries, beside=("auto",)).missing("model.drafter")
+        'needs model.drafter; without one take a or auto'
+        """
+        others = (*self.where(lambda entry: not entry.needs), *self._beside)
+        return f"needs {need}; without one take {' or '.join(others)}"
 
     def pick(self, name: str) -> E:
         """Raises InvalidRequest, naming what there is, for a name that is not in the table."""

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from rlhfspec.choices.algorithms import ALGORITHMS
+from rlhfspec.choices.of_a_job import CHOICES
 from rlhfspec.job import Optimizer, Spec
 from rlhfspec.job_block import Block
 from rlhfspec.job_cluster import OPERATOR
@@ -205,17 +206,20 @@ def _of_a_critic() -> Rules:
     ]
 
 
+def _needs() -> Rules:
+    return [
+        (registry.field, (f'{value(registry.field)} != "{name}" || {is_set(need)}', registry.missing(need)))
+        for registry in CHOICES
+        for name, entry in registry.items()
+        for need in entry.needs
+    ]
+
+
 def _in_generation() -> Rules:
     tokens = "generation.kvCacheTokens"
     longest = f"{value('dataset.maxPromptTokens')} + {value('generation.maxTokens')}"
     return [
-        (
-            "generation.speculation.mode",
-            (
-                f'{value("generation.speculation.mode")} != "model" || {is_set("model.drafter")}',
-                "needs model.drafter; without one take suffix or adaptive",
-            ),
-        ),
+        *_needs(),
         (
             tokens,
             (

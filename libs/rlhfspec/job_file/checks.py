@@ -19,8 +19,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic.alias_generators import to_snake
 
 from rlhfspec.choices.algorithms import ALGORITHMS
+from rlhfspec.choices.of_a_job import CHOICES
 from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob, Workers
 from rlhfspec.job_cluster import PodOptions, PodTemplate, Storage
@@ -61,6 +65,7 @@ def check(job: RLHFJob) -> Iterator[Finding]:
     yield from _check_dataset(job)
     yield from _check_algorithm(job)
     yield from _check_critic_settings(job)
+    yield from _check_needs(job)
     yield from _check_generation(job)
     yield from _check_rewards(job)
     yield from _check_training(job)
@@ -131,13 +136,29 @@ def _check_critic_settings(job: RLHFJob) -> Iterator[Finding]:
             yield Finding(field=field, value=shown, problem=problem, depends_on=name)
 
 
+def _check_needs(job: RLHFJob) -> Iterator[Finding]:
+    """What is chosen by name may need another field."""
+    for registry in CHOICES:
+        name = _value(job, registry.field)
+        entry = registry.get(name)
+        for need in entry.needs if entry is not None else ():
+            if _value(job, need) is None:
+                yield Finding(
+                    field=f"spec.{registry.field}", value=name, depends_on=(f"spec.{need}",),
+                    problem=registry.missing(need),
+                )  # fmt: skip
+
+
+def _value(job: RLHFJob, path: str) -> Any:
+    """Of a field of the spec, such as model.drafter."""
+    block: Any = job.spec
+    for name in path.split("."):
+        block = getattr(block, to_snake(name))
+    return block
+
+
 def _check_generation(job: RLHFJob) -> Iterator[Finding]:
-    generation, model = job.spec.generation, job.spec.model
-    if generation.speculation.mode == "model" and model.drafter is None:
-        yield Finding(
-            field="spec.generation.speculation.mode", value="model", depends_on=("spec.model.drafter",),
-            problem="needs model.drafter; without one take suffix or adaptive",
-        )  # fmt: skip
+    generation = job.spec.generation
     longest = job.spec.dataset.max_prompt_tokens + generation.max_tokens
     if generation.kv_cache_tokens is not None and generation.kv_cache_tokens < longest:
         yield Finding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlhfspec.choices.drafters import may_run_draft_model
 from rlhfspec.job import RLHFJob
 from rlhfspec.service.context import Context
 
@@ -32,7 +33,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
     )
     target = load_model(model.path, field="spec.model.path")
     draft = None
-    if generation.speculation.mode in ("model", "adaptive") and model.drafter is not None:
+    if may_run_draft_model(generation.speculation.mode) and model.drafter is not None:
         draft = load_model(model.drafter, field="spec.model.drafter")
     engine = make_engine(target, config, draft=draft, tokenizer=load_tokenizer(model))
     service = GeneratorService(
