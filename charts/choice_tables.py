@@ -8,6 +8,7 @@ from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
 from rlhfspec.choices.drafters import DRAFTERS
 from rlhfspec.choices.links import LINKS
 from rlhfspec.choices.registry import docs_table
+from rlhfspec.choices.weight_stores import WEIGHT_STORES
 from rlhfspec.job import Algorithm
 from rlhfspec.loop import scoring_stages
 
@@ -56,6 +57,17 @@ def links_table() -> str:
     )
 
 
+def weight_stores_table() -> str:
+    return docs_table(
+        {
+            "store": lambda entry: f"`{entry.name}`",
+            "for": lambda entry: entry.between,
+            "carries a version by": lambda entry: entry.about,
+        },
+        WEIGHT_STORES,
+    )
+
+
 def _of(entry: AlgorithmEntry) -> Algorithm:
     return Algorithm.model_validate({"name": entry.name})
 
@@ -73,4 +85,5 @@ def tables() -> dict[Path, dict[str, str]]:
         DOCS / "algorithms" / "README.md": {"algorithms": algorithms_table()},
         DOCS / "selector.md": {"drafters": drafters_table()},
         DOCS / "links.md": {"links": links_table()},
+        DOCS / "weights.md": {"weight stores": weight_stores_table()},
     }

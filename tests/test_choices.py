@@ -7,6 +7,7 @@ import sys
 from typing import get_args
 
 import pytest
+from pydantic import ValidationError
 
 from rlhfspec import job as job_module
 from rlhfspec.choices.algorithms import ALGORITHMS
@@ -14,12 +15,14 @@ from rlhfspec.choices.drafters import DRAFTERS, SPECULATION_MODES, may_run_draft
 from rlhfspec.choices.links import LINKS, LINKS_OF_A_JOB
 from rlhfspec.choices.of_a_job import CHOICES
 from rlhfspec.choices.registry import Entry, Registry, docs_table
+from rlhfspec.choices.weight_stores import BETWEEN_PROCESSES, WEIGHT_STORES
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import Algorithm
 from rlhfspec.job_file.schema import json_schema
 from rlhfspec.loop import scoring_stages
+from rlhfspec.service.connections import Connections, WeightStoreName
 
-ENTRIES = [entry for registry in CHOICES for entry in registry.values()]
+ENTRIES = [entry for registry in (*CHOICES, WEIGHT_STORES) for entry in registry.values()]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -78,7 +81,9 @@ def test_both_ends_of_a_link_are_there(name: str) -> None:
 
 
 def test_fields_that_choices_name_are_fields_of_the_job() -> None:
-    paths = {registry.field for registry in CHOICES} | {need for entry in ENTRIES for need in entry.needs}
+    paths = {registry.field for registry in CHOICES} | {
+        need for registry in CHOICES for entry in registry.values() for need in entry.needs
+    }
     assert {path for path in paths if exists_in_spec(path)} == paths
 
 
@@ -91,3 +96,12 @@ def exists_in_spec(path: str) -> bool:
 
 def test_what_a_choice_needs_is_said_with_what_needs_nothing() -> None:
     assert DRAFTERS.missing("model.drafter") == "needs model.drafter; without one take suffix or adaptive"
+
+
+def test_a_run_of_processes_names_a_store_and_gives_what_it_needs() -> None:
+    assert get_args(WeightStoreName) == BETWEEN_PROCESSES == ("file", "grpc")
+    given = {"uid": "1", "job_file": "j", "base_folder": "b", "folder": "f", "nats_url": "nats://127.0.0.1:1"}
+    assert {need for entry in WEIGHT_STORES.values() for need in entry.needs} <= set(Connections.model_fields)
+    assert Connections.model_validate({**given, "weights": "grpc"}).weights == "grpc"
+    with pytest.raises(ValidationError, match="weights_folder must be set where weights is file"):
+        Connections.model_validate(given)
