@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
 from rlhfspec.choices.drafters import DRAFTERS
+from rlhfspec.choices.engines import ENGINES
 from rlhfspec.choices.links import LINKS
 from rlhfspec.choices.registry import docs_table
 from rlhfspec.choices.weight_stores import WEIGHT_STORES
@@ -43,6 +44,17 @@ def drafters_table() -> str:
             "file": lambda entry: f"`{entry.make.partition(':')[0].removeprefix('rlhfspec.').replace('.', '/')}.py`",
         },
         DRAFTERS,
+    )
+
+
+def engines_table() -> str:
+    return docs_table(
+        {
+            "`generation.engine`": lambda entry: f"`{entry.name}`",
+            "what it is": lambda entry: entry.about,
+            "samples move": lambda entry: "yes" if entry.is_movable else "no",
+        },
+        ENGINES,
     )
 
 
@@ -84,6 +96,7 @@ def tables() -> dict[Path, dict[str, str]]:
     return {
         DOCS / "algorithms" / "README.md": {"algorithms": algorithms_table()},
         DOCS / "selector.md": {"drafters": drafters_table()},
+        DOCS / "engine.md": {"engines": engines_table()},
         DOCS / "links.md": {"links": links_table()},
         DOCS / "weights.md": {"weight stores": weight_stores_table()},
     }

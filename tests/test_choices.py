@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 from pydantic import ValidationError
+from stages import a_job
 
 from rlhfspec import job as job_module
 from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.choices.drafters import DRAFTERS, SPECULATION_MODES, may_run_draft_model
+from rlhfspec.choices.engines import ENGINES, EngineEntry
 from rlhfspec.choices.links import LINKS, LINKS_OF_A_JOB
 from rlhfspec.choices.of_a_job import CHOICES
 from rlhfspec.choices.registry import Entry, Registry, docs_table
 from rlhfspec.choices.weight_stores import BETWEEN_PROCESSES, WEIGHT_STORES
+from rlhfspec.engine.base import Movable
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.job import Algorithm
+from rlhfspec.job import Algorithm, Roles
 from rlhfspec.job_file.schema import json_schema
 from rlhfspec.loop import scoring_stages
 from rlhfspec.service.connections import Connections, WeightStoreName
@@ -46,6 +49,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
 def test_the_job_allows_what_the_tables_hold() -> None:
     assert get_args(job_module.AlgorithmName) == ALGORITHMS.names
     assert get_args(job_module.SpeculationMode) == SPECULATION_MODES == ("off", "suffix", "model", "adaptive")
+    assert get_args(job_module.EngineName) == ENGINES.names == ("own",)
     assert get_args(job_module.LinkName) == LINKS_OF_A_JOB == ("auto", "shm", "tcp", "nixl", "torch")
 
 
@@ -105,3 +109,23 @@ def test_a_run_of_processes_names_a_store_and_gives_what_it_needs() -> None:
     assert Connections.model_validate({**given, "weights": "grpc"}).weights == "grpc"
     with pytest.raises(ValidationError, match="weights_folder must be set where weights is file"):
         Connections.model_validate(given)
+
+
+def test_samples_move_between_engines_that_can_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = a_job().spec
+    several = spec.model_copy(update={"roles": Roles.model_validate({"generator": {"workers": 2}})})
+    assert (spec.moves_samples, several.moves_samples) == (False, True)
+    fixed = EngineEntry(name="own", about="", make="")
+    monkeypatch.setattr(job_module, "ENGINES", Registry("generation.engine", fixed))
+    assert not several.moves_samples
+
+
+def test_what_the_table_says_of_moves_is_what_the_engine_can() -> None:
+    for entry in ENGINES.values():
+        assert entry.is_movable == issubclass_of_movable(get_type_hints(entry.load())["return"])
+
+
+def issubclass_of_movable(kind: type) -> bool:
+    wanted = {name for name in dir(Movable) if not name.startswith("_")}
+    assert {"submit", "step", "manifest", "reserve"} <= wanted
+    return wanted <= set(dir(kind))

@@ -22,6 +22,7 @@ from pydantic.alias_generators import to_camel
 
 from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
 from rlhfspec.choices.drafters import SPECULATION_MODES
+from rlhfspec.choices.engines import ENGINES
 from rlhfspec.choices.links import LINKS_OF_A_JOB
 from rlhfspec.job_block import MOST_SECONDS, Block, Count, Fraction, Natural, Positive, Rate, Seconds, WholeSeconds
 from rlhfspec.job_cluster import (
@@ -42,10 +43,12 @@ API_VERSION = "rlhfspec.io/v1alpha1"
 if TYPE_CHECKING:  # names are of tables that a type checker does not run
     AlgorithmName = str
     SpeculationMode = str
+    EngineName = str
     LinkName = str
 else:
     AlgorithmName = Literal[ALGORITHMS.names]
     SpeculationMode = Literal[SPECULATION_MODES]
+    EngineName = Literal[ENGINES.names]
     LinkName = Literal[LINKS_OF_A_JOB]
 
 
@@ -164,6 +167,7 @@ class Speculation(Block):
 
 
 class Generation(Block):
+    engine: EngineName = Field("own", description="What generates; own is this project's engine.")
     max_tokens: Positive = Field(256, description="Longest response, in tokens.")
     temperature: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = Field(
         1.0, description="Of sampling, and of the log-probs that are trained. Below 0.01 nothing is left to chance."
@@ -363,7 +367,7 @@ class Spec(Block):
         """Do samples go on at another generator where that pays?"""
         generator = self.roles.generator
         most = max(generator.workers, generator.replicas.max if generator.replicas else 1)
-        return most > 1 and self.rebalance.mode == "auto"
+        return most > 1 and self.rebalance.mode == "auto" and ENGINES[self.generation.engine].is_movable
 
     @property
     def prefetch(self) -> int:

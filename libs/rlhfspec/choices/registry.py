@@ -1,13 +1,13 @@
 """The one shape of a choice by name, and of a table of them. What an entry makes is imported when it is first wanted.
 
 Example:
-    >>> colours = Registry("colour", Entry(name="red", about="like a rose", make="colorsys:rgb_to_hsv"))
-    >>> colours.pick("red").load()(1.0, 0.0, 0.0)
+    >>> colours = Registry("colour", Entry(name="violet", about="like a violet", make="colorsys:rgb_to_hsv"))
+    >>> colours.pick("violet").load()(1.0, 0.0, 0.0)
     (0.0, 1.0, 1.0)
-    >>> colours.pick("rad")
+    >>> colours.pick("voilet")
     Traceback (most recent call last):
     ...
-    rlhfspec.errors.InvalidRequest: colour: must be one of red; did you mean red? (got 'rad')
+    rlhfspec.errors.InvalidRequest: colour: must be one of violet; did you mean violet? (got 'voilet')
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.job_file.secrets import shown_value
@@ -46,6 +47,19 @@ def as_content(job: RLHFJob) -> dict[str, Any]:
     """The job as plain data, in camelCase: what `job.yaml` holds."""
     content: dict[str, Any] = job.model_dump(by_alias=True, mode="json")
     return content
+
+
+def with_new_fields(before: dict[str, Any]) -> dict[str, Any]:
+    """The job of a run that an earlier release wrote: fields that it did not know then had their defaults. As it is
+    where this release cannot read it.
+
+    >>> with_new_fields({"spec": {"training": {"seed": 1}}})
+    {'spec': {'training': {'seed': 1}}}
+    """
+    try:
+        return as_content(RLHFJob.model_validate(before))
+    except ValidationError:
+        return before
 
 
 def as_yaml(job: RLHFJob) -> str:
