@@ -24,7 +24,18 @@ from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
 from rlhfspec.choices.drafters import SPECULATION_MODES
 from rlhfspec.choices.engines import ENGINES
 from rlhfspec.choices.links import LINKS_OF_A_JOB
-from rlhfspec.job_block import MOST_SECONDS, Block, Count, Fraction, Natural, Positive, Rate, Seconds, WholeSeconds
+from rlhfspec.job_block import (
+    MOST_SECONDS,
+    Block,
+    Count,
+    Fraction,
+    Mark,
+    Natural,
+    Positive,
+    Rate,
+    Seconds,
+    WholeSeconds,
+)
 from rlhfspec.job_cluster import (
     MANAGER,
     OPERATOR,
@@ -64,7 +75,9 @@ class Lora(Block):
 class Model(Block):
     path: str = Field(min_length=1, description="Policy: a Hugging Face folder or hub id of a causal LM.")
     tokenizer: str | None = Field(None, description="Folder or hub id; null: the one beside the policy.")
-    drafter: str | None = Field(None, description="Smaller causal LM of the same vocabulary, for speculation.")
+    drafter: Annotated[str | None, Mark.RESUMABLE] = Field(
+        None, description="Smaller causal LM of the same vocabulary, for speculation."
+    )
     reference: str | None = Field(None, description="What KL is measured against; null: the policy as it began.")
     critic: str | None = Field(None, description="Trunk of the critic (ppo); null: a copy of the policy as it began.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the trainer keeps weights.")
@@ -82,7 +95,9 @@ class Dataset(Block):
     )
     max_prompt_tokens: Positive = Field(512, description="Longer prompts are left out, and counted.")
     shuffle: bool = Field(True, description="By a function of the seed and the epoch; false: in order.")
-    epochs: Positive | None = Field(None, description="Passes over the data before the job ends; null: no end.")
+    epochs: Annotated[Positive | None, Mark.RESUMABLE] = Field(
+        None, description="Passes over the data before the job ends; null: no end."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -177,11 +192,15 @@ class Generation(Block):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [], description="Strings that end a response, beside the model's own end."
     )
-    speculation: Speculation = Field(Speculation(), description="How drafts are made.")
+    speculation: Annotated[Speculation, Mark.RESUMABLE] = Field(Speculation(), description="How drafts are made.")
     ignore_eos: bool = Field(False, description="Go on past the model's own end to maxTokens; for fixed lengths.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the engine keeps weights.")
-    max_sequences: Positive = Field(64, description="Responses generated together by one generator.")
-    kv_cache_tokens: Positive | None = Field(None, description="Memory for KV in tokens; null: for every response.")
+    max_sequences: Annotated[Positive, Mark.RESUMABLE] = Field(
+        64, description="Responses generated together by one generator."
+    )
+    kv_cache_tokens: Annotated[Positive | None, Mark.RESUMABLE] = Field(
+        None, description="Memory for KV in tokens; null: for every response."
+    )
 
 
 class Optimizer(Block):
@@ -199,7 +218,7 @@ class Schedule(Block):
 
 
 class Training(Block):
-    steps: Positive = Field(100, description="Generate-and-train rounds.")
+    steps: Annotated[Positive, Mark.RESUMABLE] = Field(100, description="Generate-and-train rounds.")
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(0, description="Of everything random.")
     prompts_per_step: Positive = Field(16, description="Prompts a step; samples are samplesPerPrompt times that.")
     epochs: Positive = Field(1, description="Passes over a step's samples.")
@@ -240,7 +259,8 @@ class Trainer(Workers):
 
 
 class GeneratorWorkers(Workers):
-    replicas: Replicas | None = Field(
+    workers: Annotated[Count, Mark.MUTABLE] = Field(1, description="How many compete for the work.")
+    replicas: Annotated[Replicas | None, Mark.MUTABLE, Mark.CLUSTER_ONLY] = Field(
         None,
         description="In a cluster, how many may run; between the two the rebalancer's advice decides, from `workers` "
         "on. null: always `workers`.",
@@ -280,7 +300,9 @@ class FailurePolicy(Block):
     )
     backoff_seconds: Seconds = Field(0.5, description="Before the first restart; doubled for each further one.")
     max_backoff_seconds: Seconds = Field(30.0, description="The longest wait before a restart.")
-    rules: list[Rule] = Field([], max_length=32, description="Exceptions by exit code, in a cluster.")
+    rules: Annotated[list[Rule], Mark.CLUSTER_ONLY] = Field(
+        [], max_length=32, description="Exceptions by exit code, in a cluster."
+    )
 
 
 class Rebalance(Block):
@@ -327,31 +349,36 @@ class Spec(Block):
     generation: Generation = Generation()
     rewards: Rewards
     training: Training = Training()
-    roles: Roles = Roles()
-    failure_policy: FailurePolicy = FailurePolicy()
-    rebalance: Rebalance = Rebalance()
-    checkpoint: Checkpoint = Checkpoint()
-    observability: Observability = Observability()
-    suspend: bool = Field(
+    roles: Annotated[Roles, Mark.RESUMABLE] = Roles()
+    failure_policy: Annotated[FailurePolicy, Mark.RESUMABLE] = FailurePolicy()
+    rebalance: Annotated[Rebalance, Mark.RESUMABLE] = Rebalance()
+    checkpoint: Annotated[Checkpoint, Mark.RESUMABLE] = Checkpoint()
+    observability: Annotated[Observability, Mark.RESUMABLE] = Observability()
+    suspend: Annotated[bool, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
         False, description="true: end after a checkpoint and free everything; false again: go on from there."
     )
-    active_deadline_seconds: WholeSeconds | None = Field(
+    active_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
         None, description="The job fails when it has run so long, suspended time left out; null: no limit."
     )
-    pre_running_deadline_seconds: WholeSeconds | None = Field(
-        None, description="It fails when not every pod is ready after so long, such as for want of nodes; null: never."
+    pre_running_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = (
+        Field(
+            None,
+            description="It fails when not every pod is ready after so long, such as for want of nodes; null: never.",
+        )
     )
-    deletion_policy: DeletionPolicy = DeletionPolicy()
-    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=MOST_SECONDS)] | None = Field(
+    deletion_policy: Annotated[DeletionPolicy, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = DeletionPolicy()
+    ttl_seconds_after_finished: Annotated[
+        Annotated[int, Field(ge=0, le=MOST_SECONDS)] | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY
+    ] = Field(
         None, description="So long after its end the job is deleted with its pods; the run folder stays. null: never."
     )
-    scheduling: Scheduling = Scheduling()
-    pod_template: PodTemplate = Field(
+    scheduling: Annotated[Scheduling, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Scheduling()
+    pod_template: Annotated[PodTemplate, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         {}, description="Merged into every pod of the job, before the podTemplate of its role: one toleration for all."
     )
-    storage: Storage = Storage()
-    restart: Restart = Restart()
-    managed_by: str | None = Field(
+    storage: Annotated[Storage, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Storage()
+    restart: Annotated[Restart, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Restart()
+    managed_by: Annotated[str | None, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
         None, max_length=63, pattern=MANAGER,
         description=f"Who runs the job in a cluster, such as kueue.x-k8s.io/multikueue; null: {OPERATOR}. The operator "
         "leaves a job of somebody else entirely alone. Never changes.",
@@ -392,9 +419,9 @@ class Spec(Block):
 
 class Metadata(Block):
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?$", description="Small letters, digits, dashes.")
-    labels: dict[str, str] = Field({}, description="For Kubernetes; not read here.")
-    annotations: dict[str, str] = Field({}, description="For Kubernetes; not read here.")
-    namespace: str | None = Field(None, description="For Kubernetes; not read here.")
+    labels: Annotated[dict[str, str], Mark.RESUMABLE] = Field({}, description="For Kubernetes; not read here.")
+    annotations: Annotated[dict[str, str], Mark.RESUMABLE] = Field({}, description="For Kubernetes; not read here.")
+    namespace: Annotated[str | None, Mark.RESUMABLE] = Field(None, description="For Kubernetes; not read here.")
 
 
 class RLHFJob(Block):

@@ -19,19 +19,14 @@ from pydantic.fields import FieldInfo
 
 from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.choices.of_a_job import CHOICES
-from rlhfspec.job import Optimizer, Spec
-from rlhfspec.job_block import Block
+from rlhfspec.job import Algorithm, Optimizer, Spec
+from rlhfspec.job_block import Block, Mark, blocks_of, marked
 from rlhfspec.job_cluster import OPERATOR
 from rlhfspec.job_file.checks import CLASS, MODULE_MEMBER, OWN_LABELS, REMOVE_OR_TAKE_A_CRITIC, WITH_CRITIC
 from rlhfspec.job_file.schema import in_cel
 
-# May change while a job runs; of a block, the parts that are not named here may not.
-MUTABLE = (
-    "suspend", "restart", "deletionPolicy", "activeDeadlineSeconds", "preRunningDeadlineSeconds",
-    "ttlSecondsAfterFinished", "roles.generator.workers", "roles.generator.replicas",
-)  # fmt: skip
-# Of the job's pods, or a role's: may change while the job is suspended, for the pods that are made when it goes on.
-OF_PODS = ("resources", "image", "podTemplate")
+MUTABLE = tuple(marked(Spec, Mark.MUTABLE))
+OF_PODS = tuple(marked(Spec, Mark.MUTABLE_WHILE_SUSPENDED))
 _HAS_STARTED = "has(oldSelf.status) && has(oldSelf.status.startTime)"
 # Rules at every field of these; of other blocks, at theirs.
 _DEEPER = ("roles",)
@@ -90,17 +85,12 @@ def _field(path: str) -> FieldInfo:
     block: type[Block] = Spec
     *outer, last = path.split(".")
     for name in outer:
-        block = next(inner for inner in _blocks_of(_named(block, name)))
+        block = blocks_of(_named(block, name).annotation)[0]
     return _named(block, last)
 
 
 def _named(block: type[Block], camel: str) -> FieldInfo:
     return next(field for field in block.model_fields.values() if field.alias == camel)
-
-
-def _blocks_of(field: FieldInfo) -> list[type[Block]]:
-    kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Block)]
 
 
 def _rule(rule: str, message: str, field: str) -> dict[str, Any]:
@@ -137,7 +127,7 @@ def _of_algorithm(path: str) -> str:
     return f"self.spec.?{path.replace('.', '.?')}.orValue({chosen})"
 
 
-_BLOCK_OF_ALGORITHM = _blocks_of(_named(Spec, "algorithm"))[0].model_fields
+_BLOCK_OF_ALGORITHM = Algorithm.model_fields
 
 
 def _in_data() -> Rules:
@@ -378,15 +368,11 @@ def _immutable(spec: dict[str, Any]) -> list[dict[str, Any]]:
             chosen = json.dumps(default)
             same = f"({has} ? self.spec.{path} : {chosen}) == ({had} ? oldSelf.spec.{path} : {chosen})"
         message = "cannot be changed once the job has started; make another job, or change it back"
-        if _is_of_pods(path):
+        if path in OF_PODS:
             same = f"has(self.spec.suspend) && self.spec.suspend || {same}"
             message = "cannot be changed once the job has started, unless it is suspended: set spec.suspend too"
         rules.append(_rule(f"!({_HAS_STARTED}) || ({same})", message, f".spec.{path}"))
     return rules
-
-
-def _is_of_pods(path: str) -> bool:
-    return path == "podTemplate" or (path.startswith("roles.") and path.rpartition(".")[2] in OF_PODS)
 
 
 def _is_there(root: str, path: str) -> str:
@@ -405,7 +391,7 @@ def _fields(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
         inner = field.get("properties", {})
         deeper = path.count(".") < (2 if path.startswith(_DEEPER) else 1)
         known = all("type" in child for child in inner.values())
-        if inner and deeper and known and not _is_of_pods(path) and not field.get("nullable"):
+        if inner and deeper and known and path not in OF_PODS and not field.get("nullable"):
             found += _fields(field, f"{path}.")
         else:
             found.append((path, field.get("default")))
