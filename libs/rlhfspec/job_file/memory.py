@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file.checks import Finding
 from rlhfspec.job_file.paths import resolve
+from rlhfspec.job_file.rules.finding import Finding
 
 SAMPLE_BYTES = 1_100  # a prompt, its sample and its score, measured with one token each
 ENGINE_BYTES = 16 << 20  # of one with a model of a few million parameters
