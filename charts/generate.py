@@ -8,6 +8,7 @@
 | files/rbac.yaml | `rlhfspec.operator.rbac` |
 | files/dashboards/*.json | grafana.py |
 | files/crd.yaml | `rlhfspec schema --crd` |
+| tables of choices in docs | choice_tables.py, so `rlhfspec.choices` |
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from choice_tables import tables as choice_tables
 from edges import as_file, edges
 from grafana import DASHBOARDS, dashboard
 from pydantic import BaseModel
@@ -148,9 +150,10 @@ def edges_table() -> str:
     return "\n".join(["| from | to | port | what |", "|---|---|---|---|", *rows])
 
 
-def _document() -> str:
-    text = DOCUMENT.read_text()
-    for name, table in {"values": values_table(), "edges": edges_table()}.items():
+def _document(path: Path, tables: dict[str, str]) -> str:
+    text = path.read_text()
+    for name, table in tables.items():
+        assert f"<!-- {name} -->" in text, f"{path} has no place for the table {name}"
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", lambda at: f"{at[1]}\n{table}\n\n{at[2]}",  # noqa: B023
                       text, flags=re.DOTALL)  # fmt: skip
     return text
@@ -167,7 +170,8 @@ def files() -> dict[Path, str]:
     }
     for name in DASHBOARDS:
         made[CHART / "files" / "dashboards" / f"{name}.json"] = json.dumps(dashboard(name), indent=1) + "\n"
-    return made | ({DOCUMENT: _document()} if DOCUMENT.exists() else {})
+    documents = {DOCUMENT: {"values": values_table(), "edges": edges_table()}, **choice_tables()}
+    return made | {path: _document(path, tables) for path, tables in documents.items() if path.exists()}
 
 
 def rbac_file() -> dict[str, Any]:

@@ -224,8 +224,8 @@ def test_changed_while_it_runs(jobs: Jobs, started: dict[str, Any], path: str) -
 
 
 def test_what_pods_are_like_is_changed_while_the_job_is_suspended(jobs: Jobs, started: dict[str, Any]) -> None:
-    of_pods = [path for path in FIXED if path.startswith("podTemplate.") or set(path.split(".")[2:3]) & set(OF_PODS)]
-    assert len(of_pods) > len(OF_PODS)
+    of_pods = [path for path in FIXED if any(f"{path}.".startswith(f"{each}.") for each in OF_PODS)]
+    assert len(of_pods) > len({path.rpartition(".")[2] for path in OF_PODS}) == 3
     for path in of_pods:
         changed = with_edit(with_edit(started, "suspend", True), path, FIXED[path])
         jobs.replace(changed)

@@ -1,7 +1,7 @@
 """RLHFJob: the one schema of the command line, the custom resource and the chart. Strict; torch-free.
 
 YAML is camelCase, Python snake_case. Every field says its unit, its default and the reason for it. What an algorithm
-decides by default (`ALGORITHM_DEFAULTS`) is filled in on reading, so that a resolved job shows everything.
+decides by default (`choices.algorithms`) is filled in on reading, so that a resolved job shows everything.
 
 Example:
     >>> job = RLHFJob.model_validate({
@@ -15,12 +15,27 @@ Example:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from rlhfspec.job_block import MOST_SECONDS, Block, Count, Fraction, Natural, Positive, Rate, Seconds, WholeSeconds
+from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
+from rlhfspec.choices.drafters import SPECULATION_MODES
+from rlhfspec.choices.engines import ENGINES
+from rlhfspec.choices.links import LINKS_OF_A_JOB
+from rlhfspec.job_block import (
+    MOST_SECONDS,
+    Block,
+    Count,
+    Fraction,
+    Mark,
+    Natural,
+    Positive,
+    Rate,
+    Seconds,
+    WholeSeconds,
+)
 from rlhfspec.job_cluster import (
     MANAGER,
     OPERATOR,
@@ -36,7 +51,16 @@ from rlhfspec.job_cluster import (
 from rlhfspec.job_rewards import Rewards
 
 API_VERSION = "rlhfspec.io/v1alpha1"
-AlgorithmName = Literal["ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo"]
+if TYPE_CHECKING:  # names are of tables that a type checker does not run
+    AlgorithmName = str
+    SpeculationMode = str
+    EngineName = str
+    LinkName = str
+else:
+    AlgorithmName = Literal[ALGORITHMS.names]
+    SpeculationMode = Literal[SPECULATION_MODES]
+    EngineName = Literal[ENGINES.names]
+    LinkName = Literal[LINKS_OF_A_JOB]
 
 
 class Lora(Block):
@@ -51,7 +75,9 @@ class Lora(Block):
 class Model(Block):
     path: str = Field(min_length=1, description="Policy: a Hugging Face folder or hub id of a causal LM.")
     tokenizer: str | None = Field(None, description="Folder or hub id; null: the one beside the policy.")
-    drafter: str | None = Field(None, description="Smaller causal LM of the same vocabulary, for speculation.")
+    drafter: Annotated[str | None, Mark.RESUMABLE] = Field(
+        None, description="Smaller causal LM of the same vocabulary, for speculation."
+    )
     reference: str | None = Field(None, description="What KL is measured against; null: the policy as it began.")
     critic: str | None = Field(None, description="Trunk of the critic (ppo); null: a copy of the policy as it began.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the trainer keeps weights.")
@@ -69,7 +95,9 @@ class Dataset(Block):
     )
     max_prompt_tokens: Positive = Field(512, description="Longer prompts are left out, and counted.")
     shuffle: bool = Field(True, description="By a function of the seed and the epoch; false: in order.")
-    epochs: Positive | None = Field(None, description="Passes over the data before the job ends; null: no end.")
+    epochs: Annotated[Positive | None, Mark.RESUMABLE] = Field(
+        None, description="Passes over the data before the job ends; null: no end."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -92,7 +120,7 @@ class HeldOut(Block):
 
 
 class Algorithm(Block):
-    """What is left out takes what `ALGORITHM_DEFAULTS` has for the algorithm, else the default below."""
+    """Fields left out take what the paper of the algorithm prescribes, else the default below."""
 
     name: AlgorithmName = Field("grpo", description="How rewards become advantages and advantages a loss.")
     samples_per_prompt: Positive = Field(8, description="Responses to each prompt; group algorithms need 2 or more.")
@@ -132,8 +160,14 @@ class Algorithm(Block):
     def _fill_in(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        defaults = ALGORITHM_DEFAULTS.get(str(given.get("name", "grpo")), {})
+        chosen = ALGORITHMS.get(str(given.get("name", "grpo")))
+        defaults = chosen.defaults if chosen is not None else {}
         return {to_camel(name): value for name, value in defaults.items()} | given
+
+    @property
+    def entry(self) -> AlgorithmEntry:
+        """What is known of the algorithm by its name alone."""
+        return ALGORITHMS[self.name]
 
     @property
     def shares_prompts(self) -> bool:
@@ -141,32 +175,14 @@ class Algorithm(Block):
         return self.samples_per_prompt > 1
 
 
-# What each paper prescribes where it differs from the fields' own defaults (which are GRPO's).
-ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
-    "ppo": {
-        "samples_per_prompt": 1, "whiten_advantages": True, "kl_coefficient": 0.05, "kl_placement": "reward",
-        "kl_estimator": "k1", "loss_aggregation": "token-mean",
-    },
-    "grpo": {"kl_coefficient": 0.04},
-    "dr-grpo": {"normalize_by_std": False, "loss_aggregation": "sequence-sum-constant"},
-    "rloo": {"normalize_by_std": False, "kl_coefficient": 0.05, "kl_placement": "reward", "kl_estimator": "k1",
-             "loss_aggregation": "sequence-sum-constant"},
-    "reinforce++": {
-        "samples_per_prompt": 1, "whiten_advantages": True, "kl_coefficient": 0.01, "kl_placement": "reward",
-        "kl_estimator": "k1", "loss_aggregation": "token-mean",
-    },
-    "dapo": {"clip_high": 0.28, "loss_aggregation": "token-mean", "dynamic_sampling": True},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "ratio_level": "sequence"},
-}  # fmt: skip
-
-
 class Speculation(Block):
-    mode: Literal["off", "suffix", "model", "adaptive"] = Field(
+    mode: SpeculationMode = Field(
         "adaptive", description="adaptive chooses at every step, drafter and all; every mode gives the same tokens."
     )
 
 
 class Generation(Block):
+    engine: EngineName = Field("own", description="What generates; own is this project's engine.")
     max_tokens: Positive = Field(256, description="Longest response, in tokens.")
     temperature: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = Field(
         1.0, description="Of sampling, and of the log-probs that are trained. Below 0.01 nothing is left to chance."
@@ -176,11 +192,15 @@ class Generation(Block):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [], description="Strings that end a response, beside the model's own end."
     )
-    speculation: Speculation = Field(Speculation(), description="How drafts are made.")
+    speculation: Annotated[Speculation, Mark.RESUMABLE] = Field(Speculation(), description="How drafts are made.")
     ignore_eos: bool = Field(False, description="Go on past the model's own end to maxTokens; for fixed lengths.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the engine keeps weights.")
-    max_sequences: Positive = Field(64, description="Responses generated together by one generator.")
-    kv_cache_tokens: Positive | None = Field(None, description="Memory for KV in tokens; null: for every response.")
+    max_sequences: Annotated[Positive, Mark.RESUMABLE] = Field(
+        64, description="Responses generated together by one generator."
+    )
+    kv_cache_tokens: Annotated[Positive | None, Mark.RESUMABLE] = Field(
+        None, description="Memory for KV in tokens; null: for every response."
+    )
 
 
 class Optimizer(Block):
@@ -198,7 +218,7 @@ class Schedule(Block):
 
 
 class Training(Block):
-    steps: Positive = Field(100, description="Generate-and-train rounds.")
+    steps: Annotated[Positive, Mark.RESUMABLE] = Field(100, description="Generate-and-train rounds.")
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(0, description="Of everything random.")
     prompts_per_step: Positive = Field(16, description="Prompts a step; samples are samplesPerPrompt times that.")
     epochs: Positive = Field(1, description="Passes over a step's samples.")
@@ -239,7 +259,8 @@ class Trainer(Workers):
 
 
 class GeneratorWorkers(Workers):
-    replicas: Replicas | None = Field(
+    workers: Annotated[Count, Mark.MUTABLE] = Field(1, description="How many compete for the work.")
+    replicas: Annotated[Replicas | None, Mark.MUTABLE, Mark.CLUSTER_ONLY] = Field(
         None,
         description="In a cluster, how many may run; between the two the rebalancer's advice decides, from `workers` "
         "on. null: always `workers`.",
@@ -249,9 +270,7 @@ class GeneratorWorkers(Workers):
         description="Samples a worker holds beyond what its engine can run, so that a free row never waits for one. "
         "null: 4, or all of one prompt where samples move between generators, so that they share its KV.",
     )
-    link: Literal["auto", "shm", "tcp", "nixl", "torch"] = Field(
-        "auto", description="How KV goes to another generator; auto: shm on one host, else tcp."
-    )
+    link: LinkName = Field("auto", description="How KV goes to another generator; auto: shm on one host, else tcp.")
 
 
 class Roles(Block):
@@ -281,7 +300,9 @@ class FailurePolicy(Block):
     )
     backoff_seconds: Seconds = Field(0.5, description="Before the first restart; doubled for each further one.")
     max_backoff_seconds: Seconds = Field(30.0, description="The longest wait before a restart.")
-    rules: list[Rule] = Field([], max_length=32, description="Exceptions by exit code, in a cluster.")
+    rules: Annotated[list[Rule], Mark.CLUSTER_ONLY] = Field(
+        [], max_length=32, description="Exceptions by exit code, in a cluster."
+    )
 
 
 class Rebalance(Block):
@@ -328,31 +349,36 @@ class Spec(Block):
     generation: Generation = Generation()
     rewards: Rewards
     training: Training = Training()
-    roles: Roles = Roles()
-    failure_policy: FailurePolicy = FailurePolicy()
-    rebalance: Rebalance = Rebalance()
-    checkpoint: Checkpoint = Checkpoint()
-    observability: Observability = Observability()
-    suspend: bool = Field(
+    roles: Annotated[Roles, Mark.RESUMABLE] = Roles()
+    failure_policy: Annotated[FailurePolicy, Mark.RESUMABLE] = FailurePolicy()
+    rebalance: Annotated[Rebalance, Mark.RESUMABLE] = Rebalance()
+    checkpoint: Annotated[Checkpoint, Mark.RESUMABLE] = Checkpoint()
+    observability: Annotated[Observability, Mark.RESUMABLE] = Observability()
+    suspend: Annotated[bool, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
         False, description="true: end after a checkpoint and free everything; false again: go on from there."
     )
-    active_deadline_seconds: WholeSeconds | None = Field(
+    active_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
         None, description="The job fails when it has run so long, suspended time left out; null: no limit."
     )
-    pre_running_deadline_seconds: WholeSeconds | None = Field(
-        None, description="It fails when not every pod is ready after so long, such as for want of nodes; null: never."
+    pre_running_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = (
+        Field(
+            None,
+            description="It fails when not every pod is ready after so long, such as for want of nodes; null: never.",
+        )
     )
-    deletion_policy: DeletionPolicy = DeletionPolicy()
-    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=MOST_SECONDS)] | None = Field(
+    deletion_policy: Annotated[DeletionPolicy, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = DeletionPolicy()
+    ttl_seconds_after_finished: Annotated[
+        Annotated[int, Field(ge=0, le=MOST_SECONDS)] | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY
+    ] = Field(
         None, description="So long after its end the job is deleted with its pods; the run folder stays. null: never."
     )
-    scheduling: Scheduling = Scheduling()
-    pod_template: PodTemplate = Field(
+    scheduling: Annotated[Scheduling, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Scheduling()
+    pod_template: Annotated[PodTemplate, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         {}, description="Merged into every pod of the job, before the podTemplate of its role: one toleration for all."
     )
-    storage: Storage = Storage()
-    restart: Restart = Restart()
-    managed_by: str | None = Field(
+    storage: Annotated[Storage, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Storage()
+    restart: Annotated[Restart, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Restart()
+    managed_by: Annotated[str | None, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
         None, max_length=63, pattern=MANAGER,
         description=f"Who runs the job in a cluster, such as kueue.x-k8s.io/multikueue; null: {OPERATOR}. The operator "
         "leaves a job of somebody else entirely alone. Never changes.",
@@ -368,7 +394,7 @@ class Spec(Block):
         """Do samples go on at another generator where that pays?"""
         generator = self.roles.generator
         most = max(generator.workers, generator.replicas.max if generator.replicas else 1)
-        return most > 1 and self.rebalance.mode == "auto"
+        return most > 1 and self.rebalance.mode == "auto" and ENGINES[self.generation.engine].is_movable
 
     @property
     def prefetch(self) -> int:
@@ -393,9 +419,9 @@ class Spec(Block):
 
 class Metadata(Block):
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?$", description="Small letters, digits, dashes.")
-    labels: dict[str, str] = Field({}, description="For Kubernetes; not read here.")
-    annotations: dict[str, str] = Field({}, description="For Kubernetes; not read here.")
-    namespace: str | None = Field(None, description="For Kubernetes; not read here.")
+    labels: Annotated[dict[str, str], Mark.RESUMABLE] = Field({}, description="For Kubernetes; not read here.")
+    annotations: Annotated[dict[str, str], Mark.RESUMABLE] = Field({}, description="For Kubernetes; not read here.")
+    namespace: Annotated[str | None, Mark.RESUMABLE] = Field(None, description="For Kubernetes; not read here.")
 
 
 class RLHFJob(Block):

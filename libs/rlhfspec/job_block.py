@@ -1,15 +1,22 @@
 """What every block of a job is made of; for `rlhfspec.job` and its parts, which describe it.
 
+What is true of a field beyond its value is a `Mark` in its annotation; `marked` lists the fields that have one.
+
 Example:
     >>> class Wait(Block):
     ...     max_seconds: Seconds = Field(1.0, description="The longest.")
+    ...     poll_seconds: Annotated[Seconds, Mark.RESUMABLE] = 0.1
     >>> Wait.model_validate({"maxSeconds": 2}).max_seconds
     2.0
+    >>> list(marked(Wait, Mark.RESUMABLE))
+    ['pollSeconds']
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from enum import Enum
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -28,3 +35,29 @@ WholeSeconds = Annotated[int, Field(ge=1, le=MOST_SECONDS)]
 
 class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, strict=True)
+
+
+class Mark(Enum):
+    """On a block it holds for all that is in it."""
+
+    MUTABLE = "may change while the job runs"
+    MUTABLE_WHILE_SUSPENDED = "may change while the job is suspended, for the pods that are made when it goes on"
+    RESUMABLE = "may differ when a run is resumed: it cannot change the curve"
+    CLUSTER_ONLY = "means something in a cluster alone; elsewhere it is left aside"
+
+
+def marked(block: type[Block], mark: Mark) -> Iterator[str]:
+    """The fields with a mark, such as roles.generator.workers; nothing within a block that has it."""
+    for field in block.model_fields.values():
+        if mark in field.metadata:
+            yield str(field.alias)
+        else:
+            inner = (path for each in blocks_of(field.annotation) for path in marked(each, mark))
+            yield from (f"{field.alias}.{path}" for path in dict.fromkeys(inner))
+
+
+def blocks_of(annotation: Any) -> list[type[Block]]:
+    """The blocks that a field may hold, by itself, in a list or as one of several."""
+    if isinstance(annotation, type) and issubclass(annotation, Block):
+        return [annotation]
+    return [block for inner in get_args(annotation) for block in blocks_of(inner)]

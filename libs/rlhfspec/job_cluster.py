@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhfspec.job_block import Block, Count
+from rlhfspec.job_block import Block, Count, Mark
 
 # Every role that has a pod: `cluster.names.ROLES`, as what a field may say.
 Role = Literal[
@@ -31,15 +31,17 @@ ExitCode = Annotated[int, Field(ge=1, le=255)]
 class PodOptions(Block):
     """Of each of a role's pods."""
 
-    resources: dict[Literal["requests", "limits"], dict[str, int | str]] = Field(
+    resources: Annotated[
+        dict[Literal["requests", "limits"], dict[str, int | str]], Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY
+    ] = Field(
         {},
         description="Kubernetes' requests and limits of the role's container, such as limits: {nvidia.com/gpu: 1}; "
         "left out: the namespace's own defaults.",
     )
-    image: str | None = Field(
+    image: Annotated[str | None, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         None, min_length=1, max_length=512, description="Of the role's container; null: the operator's for the role."
     )
-    pod_template: PodTemplate = Field(
+    pod_template: Annotated[PodTemplate, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         {},
         description="Merged into each pod of the role, as kubectl patch does: containers, volumes and variables by "
         "name (the role's container is called worker). metadata: labels and annotations; spec: a pod's.",

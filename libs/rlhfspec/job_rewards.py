@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhfspec.job_block import Block, Natural, Positive, Seconds
+from rlhfspec.job_block import Block, Mark, Natural, Positive, Seconds
 
 
 class FunctionReward(Block):
@@ -31,15 +31,19 @@ class HttpReward(Block):
     url: str = Field(
         pattern=r"^(https?://|\$\{)", description="Receives a JSON POST; ${NAME} is taken from the environment."
     )
-    headers: dict[str, str] = Field({}, description="Sent along. ${NAME} is taken from the environment: write keys so.")
+    headers: Annotated[dict[str, str], Mark.RESUMABLE] = Field(
+        {}, description="Sent along. ${NAME} is taken from the environment: write keys so."
+    )
 
 
 class _Common(Block):
-    name: str | None = Field(None, description="In metrics and messages; null: derived from the source.")
+    name: Annotated[str | None, Mark.RESUMABLE] = Field(
+        None, description="In metrics and messages; null: derived from the source."
+    )
     weight: Annotated[float, Field(allow_inf_nan=False)] = Field(1.0, description="Factor in the combination.")
-    concurrency: Positive = Field(4, description="Calls at a time.")
-    timeout_seconds: Seconds = Field(60.0, description="Of one call.")
-    retries: Natural = Field(2, description="After a failed call, with growing delays.")
+    concurrency: Annotated[Positive, Mark.RESUMABLE] = Field(4, description="Calls at a time.")
+    timeout_seconds: Annotated[Seconds, Mark.RESUMABLE] = Field(60.0, description="Of one call.")
+    retries: Annotated[Natural, Mark.RESUMABLE] = Field(2, description="After a failed call, with growing delays.")
     on_error: Literal["fail", "drop"] = Field(
         "fail", description="When retries are used up: end the job, or leave the sample out and say so."
     )

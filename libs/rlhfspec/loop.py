@@ -228,7 +228,7 @@ def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:
     stages: list[ScoringStage] = ["reward"]
     if algorithm.kl_coefficient > 0:
         stages.append("reference")
-    if algorithm.name == "ppo":
+    if algorithm.entry.has_critic:
         stages.append("critic")
     return tuple(stages)
 

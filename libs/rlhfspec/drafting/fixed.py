@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from time import perf_counter
 
 from rlhfspec.arrays import FloatArray
+from rlhfspec.choices.drafters import DRAFTERS
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import PLAIN, BatchState, Choice, Forest, LevelRule, Outcome, Plan
 from rlhfspec.drafting.budget import best_nodes
@@ -32,19 +33,12 @@ class Always:
 
 
 def static_grid(drafters: Iterable[str]) -> dict[str, Plan]:
-    """The named static strategies: chains, trees, and trees with a global budget of 4 or 8 nodes a sequence."""
+    """The named static strategies: chains, trees, and trees with a global budget of a few nodes a sequence."""
     grid: dict[str, Plan] = {}
     for name in drafters:
-        for depth in (4, 8) if name == "suffix" else (1, 2, 3, 4, 6, 8):
-            grid[f"{name}-d{depth}"] = Plan(drafter=name, depth=depth)
-        if name == "suffix":
-            continue
-        for depth, width, branch in ((2, 1, 2), (4, 1, 2), (4, 2, 2), (6, 2, 3), (8, 4, 3)):
-            plan = Plan(drafter=name, depth=depth, width=width, branch=branch)
-            grid[plan.name] = plan
-        for depth, nodes in ((6, 4), (8, 8)):
-            plan = Plan(drafter=name, depth=depth, width=1, branch=2, max_nodes=nodes)
-            grid[plan.name] = plan
+        for shape in DRAFTERS[name].fixed:
+            plan = Plan(drafter=name, **shape._asdict())
+            grid[f"{name}-d{plan.depth}" if shape[1:] == (1, 1, None) else plan.name] = plan
     return grid
 
 

@@ -12,12 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from rlhfspec.arrays import Floats
+from rlhfspec.choices.drafters import DRAFTERS
 from rlhfspec.drafting.base import PLAIN, BatchState, Forest, Plan
 from rlhfspec.drafting.budget import descending
 from rlhfspec.drafting.cost import TARGET, CostModel, draft_kind
 
-_SHAPES = ((24, 1, 2), (8, 4, 3))  # (depth, width, branch): a chain, and a bush for drafts that are often wrong
-_SUFFIX_SHAPES = ((12, 1, 2),)
 _NODES = np.array([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0])  # a sequence
 _DEPTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
 _CURVE_MEMORY = 8.0  # sequences' trees that a curve remembers
@@ -34,11 +33,7 @@ def default_plans(drafters: Iterable[str]) -> tuple[Plan, ...]:
     """Few and deep: the level rule stops where a level does not pay, and the budget prunes what is not worth a row.
 
     Candidates of an expanded node come for nothing, so even a chain drafts two a node."""
-    return PLAIN, *(
-        Plan(drafter=name, depth=depth, width=width, branch=branch)
-        for name in drafters
-        for depth, width, branch in (_SUFFIX_SHAPES if name == "suffix" else _SHAPES)
-    )
+    return PLAIN, *(Plan(drafter=name, **shape._asdict()) for name in drafters for shape in DRAFTERS[name].shapes)
 
 
 class _Prospect:

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfspec.arrays import BoolArray, FloatArray, IntArray
+from rlhfspec.choices.drafters import DRAFTERS
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import PLAIN, BatchState, Forest, LevelRule, Outcome, Plan, Selector, empty_forest
 from rlhfspec.drafting.cost import TARGET, CostModel
@@ -60,7 +61,7 @@ class SimulatedMachine:
             return self.target(rows)
         if kind.startswith("host:"):
             return self.host_plain if kind == "host:plain" else self.host_draft
-        if kind.endswith(":suffix"):
+        if not DRAFTERS[kind.rpartition(":")[2]].runs_draft_model:
             return 1e-4 + 2e-5 * rows
         return self.draft_first(rows) if kind.startswith("draft-first:") else self.draft_level(rows)
 
@@ -125,7 +126,7 @@ class World:
         """Cost tables as a start-up profile would give them: no host kinds, a little noise."""
         return CostModel.profile(
             lambda kind, rows, kv_tokens: self._jittered(self.machine.seconds(kind, rows), outliers=0.0),
-            drafters=tuple(name for name in self.agreement if name != "suffix"),
+            drafters=tuple(name for name in self.agreement if DRAFTERS[name].runs_draft_model),
         )
 
     def run(
@@ -224,7 +225,7 @@ class World:
             last = levels[-1]
             best = np.sort(np.argsort(-last.path_acceptance, kind="stable")[: plan.width * num_sequences])
             path = last.path_acceptance[best]
-            if name != "suffix":
+            if DRAFTERS[name].runs_draft_model:
                 if not rule.go_on(frontier_acceptance=path, num_rows=len(best), level=level):
                     break
                 self._spend(f"draft:{name}", len(best))

@@ -1,6 +1,6 @@
-"""What the rest of the system sees of a generation engine: records in, records out, one Protocol.
+"""What the rest of the system sees of a generation engine: records in, records out, two Protocols.
 
-Torch-free. `rlhfspec.engine.core.Engine` implements the Protocol on Hugging Face models;
+Torch-free. `rlhfspec.engine.core.Engine` implements both on Hugging Face models;
 `rlhfspec.engine.oracle` holds the slow, obvious decoder that every fast path is compared with.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ import numpy.typing as npt
 from rlhfspec.arrays import FloatArray, IntArray
 from rlhfspec.engine.params import SamplingParams, is_int, plain
 from rlhfspec.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rlhfspec.huggingface.check import ModelReport
 
 MOST_BYTES = 4 << 20  # of one range, to be copied in about a millisecond between two steps
 Bytes = npt.NDArray[np.uint8]
@@ -216,17 +219,13 @@ class SequenceState:
 
 
 class EngineProtocol(Protocol):
-    """The contract. By the law, nothing here but submit and load_weights can change which tokens come out.
+    """What every engine promises. By the law, nothing here but submit and load_weights can change which tokens come
+    out. One whose sequences can go on at another engine is `Movable`, too."""
 
-    A sequence moves in this order, `here` and `there` being two engines; all of it between steps:
-
-        mark = there.reserve(here.manifest(name))          # refusals come now, before any KV is sent
-        while (kv := here.export_range(name, mark)).num_positions > few:  # `here` decodes on in between
-            there.import_range(kv)
-            mark = kv.end
-        there.import_sequence(here.export_sequence(name, mark))
-        here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
-    """
+    @property
+    def reports(self) -> Mapping[str, ModelReport]:
+        """How each model was found right when it was loaded: `model`, and `drafter` where there is one."""
+        ...
 
     def submit(self, request: Request) -> None:
         """Queue a sequence. Raises InvalidRequest naming the field when it can never run."""
@@ -257,6 +256,21 @@ class EngineProtocol(Protocol):
     def check_integrity(self) -> None:
         """Between two steps. AssertionError where rows, blocks and sequences do not add up."""
         ...
+
+
+@runtime_checkable
+class Movable(EngineProtocol, Protocol):
+    """An engine whose sequences can go on at another one of its kind.
+
+    A sequence moves in this order, `here` and `there` being two engines; all of it between steps:
+
+        mark = there.reserve(here.manifest(name))          # refusals come now, before any KV is sent
+        while (kv := here.export_range(name, mark)).num_positions > few:  # `here` decodes on in between
+            there.import_range(kv)
+            mark = kv.end
+        there.import_sequence(here.export_sequence(name, mark))
+        here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
+    """
 
     def sequences(self) -> tuple[SequenceView, ...]:
         """Those that wait or run here; not those on their way from or to another engine."""

@@ -18,12 +18,12 @@ from rlhfspec.engine.base import (
     MOST_BYTES,
     Bytes,
     Completion,
-    EngineProtocol,
     EngineStats,
     EngineStep,
     FinishReason,
     KVRange,
     Manifest,
+    Movable,
     Request,
     SequenceState,
     SequenceView,
@@ -41,7 +41,7 @@ from rlhfspec.huggingface.check import ModelReport
 
 
 class Engine:
-    """Generates by the law on one model; `rlhfspec.engine.base.EngineProtocol` holds the promises.
+    """Generates by the law on one model; `rlhfspec.engine.base.Movable` holds the promises.
 
     >>> engine = Engine.from_pretrained("path/to/model", speculation="suffix")    # doctest: +SKIP
     >>> [done] = engine.generate(["2+2="], SamplingParams(max_tokens=8), seeds=[7])    # doctest: +SKIP
@@ -329,4 +329,4 @@ class Engine:
         )
 
 
-_: type[EngineProtocol] = Engine  # mypy holds it to the contract
+_: type[Movable] = Engine  # mypy holds it to the contract

@@ -35,7 +35,7 @@ def make_state(model: Any, config: EngineConfig, *, draft: Any = None, tokenizer
     if config.device.startswith("cpu"):
         tune_malloc()
         build.set_num_threads(config.num_threads or torch.get_num_threads())
-    eos = _eos_token_ids(model)
+    eos = eos_token_ids(model)
     target = ModelRunner(model, _runner_config(config, "model"))
     draft_runner = None if draft is None else ModelRunner(draft, _runner_config(config, "drafter"))
     if draft_runner is not None and draft_runner.vocab_size != target.vocab_size:
@@ -95,7 +95,7 @@ def _tokenizer(path: str | Path) -> Any:
         return None
 
 
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
+def eos_token_ids(model: Any) -> tuple[int, ...]:
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(model.config, "eos_token_id", None)

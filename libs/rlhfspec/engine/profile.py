@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 from rlhfspec.arrays import IntArray
+from rlhfspec.choices.drafters import DRAFTERS
 from rlhfspec.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
 from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.engine.state import EngineState
@@ -35,7 +36,7 @@ def profile(state: EngineState) -> CostModel:
         return _time_forward(space.runner, rows, context, draft=kind != TARGET)
 
     measure(TARGET, grid[-1], 0)  # first touch of scratch memory and code
-    drafters = [] if state.draft is None else ["model"]
+    drafters = DRAFTERS.where(lambda entry: entry.runs_draft_model and state.draft is not None)
     return CostModel.profile(measure, drafters=drafters, row_grid=grid, kv_tokens_per_row=long_context)
 
 

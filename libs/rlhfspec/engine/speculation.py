@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfspec.arrays import IntArray
+from rlhfspec.choices.drafters import ADAPTIVE, DRAFTERS, OFF
 from rlhfspec.drafting.acceptance import AcceptanceModel
 from rlhfspec.drafting.base import (
     PLAIN,
@@ -26,10 +27,8 @@ from rlhfspec.drafting.base import (
 )
 from rlhfspec.drafting.cost import CostModel
 from rlhfspec.drafting.fixed import FixedSelector, static_grid
-from rlhfspec.drafting.model import ModelDrafter
 from rlhfspec.drafting.outlook import default_plans
 from rlhfspec.drafting.selector import AdaptiveSelector
-from rlhfspec.drafting.suffix import SuffixDrafter
 from rlhfspec.drafting.tree import Walk, index_in_sequence
 from rlhfspec.engine.cache import give_back
 from rlhfspec.engine.draft_forward import DraftForward
@@ -59,9 +58,7 @@ class Speculator:
         self.state = state
         self.scheduler = scheduler
         scheduler.on_start, scheduler.on_leave = self.start, self.forget
-        self.drafters: dict[str, Drafter] = {"suffix": SuffixDrafter()}
-        if state.draft is not None:
-            self.drafters["model"] = ModelDrafter(DraftForward(state.draft, state.by_row))
+        self.drafters = _drafters(state)
         self.acceptance = AcceptanceModel(state.config.max_sequences)
         self.costs = CostModel()
         self.used: list[Drafter] = []
@@ -70,7 +67,7 @@ class Speculator:
 
     def choose(self, speculation: str | Plan) -> None:
         """Install the selector for a mode: off, a drafter's name, adaptive, a static strategy, or a Plan."""
-        if not self.costs.tables and speculation != "off":
+        if not self.costs.tables and speculation != OFF:
             self.costs = self._profile() if self._may_profile else unmeasured()
         if speculation not in self._selectors:
             self._selectors[speculation] = self._selector(speculation)
@@ -195,22 +192,33 @@ class Speculator:
         return sorted(self.drafters)
 
     def _selector(self, speculation: str | Plan) -> Selector:
-        grid = {"off": PLAIN, **static_grid(self._names())}
+        grid = {OFF: PLAIN, **static_grid(self._names())}
         plan = speculation if isinstance(speculation, Plan) else grid.get(speculation)
         if plan is not None:
             return FixedSelector(plan, costs=self.costs if self.costs.tables else None, acceptance=self.acceptance)
-        if speculation in self.drafters or speculation == "adaptive":
-            names = self._names() if speculation == "adaptive" else [speculation]
+        if speculation in self.drafters or speculation == ADAPTIVE:
+            names = self._names() if speculation == ADAPTIVE else [speculation]
             return AdaptiveSelector(self.costs, self.acceptance, default_plans(names))
-        if speculation == "model":
+        if speculation in DRAFTERS:
             raise InvalidRequest("speculation", speculation, "needs a draft model: give drafter=PATH")
-        known = ", ".join(["adaptive", *self._names(), *grid])
+        known = ", ".join([ADAPTIVE, *self._names(), *grid])
         raise InvalidRequest("speculation", speculation, f"must be one of {known}")
 
     def _drafters_of(self, speculation: str | Plan) -> list[Drafter]:
-        if speculation == "adaptive":
+        if speculation == ADAPTIVE:
             return list(self.drafters.values())
         if isinstance(speculation, str) and speculation in self.drafters:
             return [self.drafters[speculation]]
         plan = speculation if isinstance(speculation, Plan) else static_grid(self._names()).get(speculation, PLAIN)
         return [] if plan.drafter is None else [self.drafters[plan.drafter]]
+
+
+def _drafters(state: EngineState) -> dict[str, Drafter]:
+    """All that can draft here, each as its table says."""
+    made: dict[str, Drafter] = {}
+    for name, entry in DRAFTERS.items():
+        if not entry.runs_draft_model:
+            made[name] = entry.load()()
+        elif state.draft is not None:
+            made[name] = entry.load()(DraftForward(state.draft, state.by_row))
+    return made

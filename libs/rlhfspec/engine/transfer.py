@@ -1,4 +1,4 @@
-"""Sequences on their way between engines; `EngineProtocol` says in which order the calls come.
+"""Sequences on their way between engines; `Movable` says in which order the calls come.
 
 Nothing that another process sends is believed: what does not fit is refused by name before anything here changes.
 """

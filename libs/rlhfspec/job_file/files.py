@@ -21,8 +21,9 @@ from typing import Any
 
 from rlhfspec.errors import InvalidRequest, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file.checks import MODULE_MEMBER, Finding
 from rlhfspec.job_file.paths import MADE_HERE, NOT_ROWS, ROW_SUFFIXES, is_local, resolve
+from rlhfspec.job_file.rules.finding import Finding
+from rlhfspec.job_file.rules.sources import MODULE_MEMBER
 from rlhfspec.job_file.secrets import request_of
 from rlhfspec.job_rewards import FunctionSource, HttpSource, ModelSource
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file.checks import Finding
 from rlhfspec.job_file.paths import resolve
+from rlhfspec.job_file.rules.finding import Finding
 
 SAMPLE_BYTES = 1_100  # a prompt, its sample and its score, measured with one token each
 ENGINE_BYTES = 16 << 20  # of one with a model of a few million parameters
@@ -60,7 +60,7 @@ def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:
     """Of so many versions of what the trainer hands out: the policy, and the critic where there is one. 0 where the
     model's files are not here yet."""
     model = job.spec.model
-    handed_out = [model.path, *([model.critic or model.path] if job.spec.algorithm.name == "ppo" else [])]
+    handed_out = [model.path, *([model.critic or model.path] if job.spec.algorithm.entry.has_critic else [])]
     size = sum(_num_parameters(Path(resolve(path, base))) for path in handed_out)
     return num_versions * size * (2 if model.dtype == "bfloat16" else 4)
 

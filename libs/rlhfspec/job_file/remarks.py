@@ -17,14 +17,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from rlhfspec.job import RLHFJob
+from rlhfspec.job import RLHFJob, Spec
+from rlhfspec.job_block import Mark, marked
 
-_OF_A_CLUSTER = (
-    "suspend", "activeDeadlineSeconds", "preRunningDeadlineSeconds", "deletionPolicy",
-    "ttlSecondsAfterFinished", "scheduling", "podTemplate", "storage", "restart", "failurePolicy.rules",
-    "managedBy",
-)  # fmt: skip
-_OF_A_ROLE = ("resources", "image", "podTemplate", "replicas")  # the same, of a role in a cluster
+# The deeper, the later: those of roles are named last.
+CLUSTER_ONLY = sorted(marked(Spec, Mark.CLUSTER_ONLY), key=lambda path: path.count("."))
 
 
 def remarks(job: RLHFJob) -> Iterator[str]:
@@ -69,9 +66,7 @@ def left_aside(job: RLHFJob) -> str | None:
     'left aside outside a cluster: storage, roles.generator.resources'
     """
     written = job.model_dump(by_alias=True, exclude_defaults=True)["spec"]
-    roles = written.get("roles", {})
-    named = [path for path in _OF_A_CLUSTER if _is_in(written, path)]
-    named += [f"roles.{role}.{name}" for role in roles for name in _OF_A_ROLE if name in roles[role]]
+    named = [path for path in CLUSTER_ONLY if _is_in(written, path)]
     return f"left aside outside a cluster: {', '.join(named)}" if named else None
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from pydantic.alias_generators import to_camel
 
-from rlhfspec.job import ALGORITHM_DEFAULTS, RLHFJob
+from rlhfspec.choices.algorithms import ALGORITHMS
+from rlhfspec.job import RLHFJob
 
 _KEPT = (
     "type", "description", "default", "enum", "minimum", "maximum", "minLength", "maxLength", "pattern", "minItems",
@@ -58,7 +59,7 @@ def json_schema() -> dict[str, Any]:
     definitions = schema.pop("$defs")
     inlined: dict[str, Any] = _inline(schema, definitions)
     algorithm = inlined["properties"]["spec"]["properties"]["algorithm"]["properties"]
-    for name in {to_camel(name) for defaults in ALGORITHM_DEFAULTS.values() for name in defaults}:
+    for name in {to_camel(name) for entry in ALGORITHMS.values() for name in entry.defaults}:
         algorithm[name]["description"] += f" Default: {_defaults_of(name)}."
         del algorithm[name]["default"]
     return inlined
@@ -95,7 +96,7 @@ def in_cel(name: str) -> str:
 
 
 def _defaults_of(camel: str) -> str:
-    own = {name: values for name, values in ALGORITHM_DEFAULTS.items() if camel in map(to_camel, values)}
+    own = {name: entry.defaults for name, entry in ALGORITHMS.items() if camel in map(to_camel, entry.defaults)}
     block = RLHFJob.model_json_schema(by_alias=True)["$defs"]["Algorithm"]["properties"]
     by_algorithm = [f"{name} {values[key]}" for name, values in own.items() for key in values if to_camel(key) == camel]
     return f"{block[camel]['default']}; {', '.join(by_algorithm)}"

@@ -20,7 +20,8 @@ from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlhfspec.job import ALGORITHM_DEFAULTS, API_VERSION, HeldOut, Lora, Spec, Wandb
+from rlhfspec.choices.algorithms import ALGORITHMS
+from rlhfspec.job import API_VERSION, HeldOut, Lora, Spec, Wandb
 from rlhfspec.job_block import Block
 
 DEFAULT_MODEL, DEFAULT_DATA = "tiny:sums", "tiny:sums.jsonl"  # made on this machine: the job runs as it is
@@ -72,7 +73,7 @@ def job_text(choices: Choices) -> str:
         "dataset.path": choices.data,
         "algorithm.name": choices.algorithm,
     }
-    for name, value in ALGORITHM_DEFAULTS.get(choices.algorithm, {}).items():
+    for name, value in ALGORITHMS[choices.algorithm].defaults.items():
         values[f"algorithm.{to_camel(name)}"] = value
     lines = [_HEAD.format(name=choices.name)]
     writer = _Writer(values)

@@ -1,7 +1,8 @@
 """A job's algorithm applied to a step: targets before the first update, losses of each micro-batch.
 
-The fields of `job.Algorithm` decide; its name decides only how rewards become advantages. Every number a token is
-computed for the whole step or mini-batch first; micro-batches pick theirs, so their losses add up to the mini-batch's.
+The fields of `job.Algorithm` decide; its name decides only how rewards become advantages (`estimators`). Every number
+a token is computed for the whole step or mini-batch first; micro-batches pick theirs, so their losses add up to the
+mini-batch's.
 
 Example:
     >>> from rlhfspec.job import Algorithm
@@ -28,16 +29,13 @@ from torch import Tensor
 from rlhfspec.errors import RolloutError
 from rlhfspec.job import Algorithm
 from rlhfspec.learning.advantages import (
-    discounted_sums,
-    gae,
-    group_advantages,
     informative_groups,
-    leave_one_out_advantages,
     overlong_penalties,
     token_rewards,
     whiten,
 )
-from rlhfspec.learning.aggregation import per_token, sample_sums, token_indices, token_weights
+from rlhfspec.learning.aggregation import token_indices, token_weights
+from rlhfspec.learning.estimators import Estimator
 from rlhfspec.learning.importance import sequence_ratio, token_ratio, truncated_importance_weights
 from rlhfspec.learning.kl import kl_estimate
 from rlhfspec.learning.losses import clip_values, clipped_policy_loss, clipped_value_loss, is_clipped
@@ -117,7 +115,8 @@ def prepare(
     rewards, metrics = shaped_rewards(algorithm, rollouts, max_tokens=max_tokens)
     kl = _kl_of_reward(algorithm, rollouts, policy_log_probs)
     at_tokens = token_rewards(rewards, rollouts.lengths, kl, algorithm.kl_coefficient)
-    advantages, returns = _advantages(algorithm, rollouts, at_tokens)
+    estimator: Estimator = algorithm.entry.load()
+    advantages, returns = estimator(algorithm, rollouts, at_tokens)
     if algorithm.whiten_advantages:
         advantages = whiten(advantages)
     metrics |= _step_metrics(rollouts, advantages, returns)
@@ -193,7 +192,7 @@ def policy_terms(
 
 def value_terms(algorithm: Algorithm, values: Tensor, targets: Targets) -> TokenTerms:
     """The critic's loss over a micro-batch: `values` [t] carry the gradient."""
-    assert targets.returns is not None, "only ppo trains a critic"
+    assert targets.returns is not None, "the algorithm trains no critic"
     assert targets.old_values is not None
     loss = clipped_value_loss(values, targets.old_values, targets.returns, clip=algorithm.value_clip)
     detached = values.detach()
@@ -201,23 +200,6 @@ def value_terms(algorithm: Algorithm, values: Tensor, targets: Targets) -> Token
     clipped = (held - targets.returns).abs() > (detached - targets.returns).abs()
     sums = {"value": detached, "value_clip_fraction": clipped}
     return _token_terms([algorithm.value_coefficient * loss], {"value_loss": loss}, sums, targets.weights)
-
-
-def _advantages(algorithm: Algorithm, rollouts: Rollouts, at_tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """[T] float64 rewards -> advantages [T], and returns [T] where there is a critic."""
-    lengths, groups = rollouts.lengths, rollouts.group_index
-    if algorithm.name == "ppo":
-        assert rollouts.values is not None
-        values = rollouts.values.double()
-        return gae(at_tokens, values, lengths, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda)
-    if algorithm.name == "reinforce++":
-        return discounted_sums(at_tokens, lengths, algorithm.gamma), None
-    totals = sample_sums(at_tokens, lengths)
-    if algorithm.name == "rloo":
-        advantages = leave_one_out_advantages(totals, groups)
-    else:
-        advantages = group_advantages(totals, groups, normalize_by_std=algorithm.normalize_by_std)
-    return per_token(advantages, lengths), None
 
 
 def _ratio(algorithm: Algorithm, log_probs: Tensor, old_log_probs: Tensor, lengths: Tensor) -> Tensor:

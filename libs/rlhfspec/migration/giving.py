@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfspec.engine.base import MOST_BYTES, EngineProtocol, KVRange, Manifest, SequenceState, Watermark
+from rlhfspec.engine.base import MOST_BYTES, KVRange, Manifest, Movable, SequenceState, Watermark
 from rlhfspec.engine.state_bytes import to_bytes
 from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
 from rlhfspec.migration import messages
@@ -34,7 +34,7 @@ _NO_KV = 1 << 30  # the position behind which there is none
 class Place:
     """What all moves of one process work with."""
 
-    engine: EngineProtocol
+    engine: Movable
     calls: EngineCalls
     control: Control
     links: Links

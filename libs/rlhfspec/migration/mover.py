@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from rlhfspec.engine.base import EngineProtocol
+from rlhfspec.engine.base import Movable
 from rlhfspec.migration import messages
 from rlhfspec.migration.base import Control, Custody, NoReply, Peer
 from rlhfspec.migration.choice import Costs
@@ -41,7 +41,7 @@ class Mover:
         self,
         name: str,
         incarnation: str,
-        engine: EngineProtocol,
+        engine: Movable,
         calls: EngineCalls,
         control: Control,
         links: Links,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlhfspec.engine.base import EngineProtocol, KVRange, Manifest, SequenceState, Watermark
+from rlhfspec.engine.base import KVRange, Manifest, Movable, SequenceState, Watermark
 from rlhfspec.engine.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
 from rlhfspec.migration import messages
@@ -30,7 +30,7 @@ class Taking:
     def __init__(
         self,
         incarnation: str,
-        engine: EngineProtocol,
+        engine: Movable,
         calls: EngineCalls,
         links: Links,
         custody: Custody,

@@ -13,12 +13,18 @@ Example:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rlhfspec.choices.weight_stores import BETWEEN_PROCESSES, WEIGHT_STORES
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
+
+if TYPE_CHECKING:  # the names are of a table that a type checker does not run
+    WeightStoreName = str
+else:
+    WeightStoreName = Literal[BETWEEN_PROCESSES]
 
 
 class Connections(BaseModel):
@@ -40,7 +46,7 @@ class Connections(BaseModel):
     nats_url: str
     redis_url: str | None = None
     credentials: Path | None = None
-    weights: Literal["file", "grpc"] = "file"
+    weights: WeightStoreName = "file"
     weights_folder: Path | None = None  # of "file": in memory, such as /dev/shm
     activity_folder: Path | None = None  # in which each worker notes what it is at, for who sees it die
     otlp_endpoint: str | None = None
@@ -55,8 +61,9 @@ class Connections(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_place_for_weights(self) -> Self:
-        if self.weights == "file" and self.weights_folder is None:
-            raise ValueError("weights_folder must be set where weights are in files")
+        for need in WEIGHT_STORES[self.weights].needs:
+            if getattr(self, need) is None:
+                raise ValueError(f"{need} must be set where weights is {self.weights}")
         return self
 
     @classmethod

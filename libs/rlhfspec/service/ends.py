@@ -22,7 +22,7 @@ from rlhfspec.servers.certificates import client_tls, server_tls
 from rlhfspec.transport.clock import Clock
 
 if TYPE_CHECKING:
-    from rlhfspec.engine.base import EngineProtocol
+    from rlhfspec.engine.base import Movable
 
 MOVERS = ("generator",)  # roles that may ask, and answer
 
@@ -73,7 +73,7 @@ class Ends:
         )  # fmt: skip
 
     def mover(
-        self, engine: EngineProtocol, calls: EngineCalls, custody: Custody, clock: Clock, *, name: str, link: str
+        self, engine: Movable, calls: EngineCalls, custody: Custody, clock: Clock, *, name: str, link: str
     ) -> Mover:
         listen, connect = self.tls or (None, None)
         landing = make_landing(link, host=self.host, port=self.link_port, tls=listen)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from rlhfspec.choices.weight_stores import WEIGHT_STORES
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Role, Weights, WorkerInfo
 from rlhfspec.service.base import PULL_SECONDS
@@ -24,8 +25,8 @@ READERS = ("generator", "critic")
 
 
 class WorkerWeights:
-    """Implements rlhfspec.weights.WeightStore: in files that all processes share or, where the run says `grpc`, from
-    the trainer and from whoever has them already; these are known by what each worker says of itself."""
+    """Implements rlhfspec.weights.WeightStore, by the one that the run names (`choices.weight_stores`). Those who serve
+    versions to each other are known by what each worker says of itself."""
 
     def __init__(self, connections: Connections, job: RLHFJob, bus: StageBus, health: Health) -> None:
         """Before the gRPC server of `health` starts."""
@@ -36,11 +37,11 @@ class WorkerWeights:
         self._infos: dict[tuple[str, int], WorkerInfo] = {}
         self._lock = threading.Lock()
         self._store: WeightStore | None = None
-        self._grpc: GrpcWeightStore | None = None
+        self._served: GrpcWeightStore | None = None
         self._hearing: asyncio.Task[None] | None = None
-        if connections.weights == "grpc" and self._stage in ("trainer", *READERS):
-            self._store = self._grpc = self._over_grpc()
-            self._grpc.add_to(health.server, health.grpc_address)
+        if WEIGHT_STORES[connections.weights].is_served and self._stage in ("trainer", *READERS):
+            self._store = self._served = self._make()
+            self._served.add_to(health.server, health.grpc_address)
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
         return self._made().put(job, role, version, state_dict)
@@ -49,37 +50,37 @@ class WorkerWeights:
         return self._made().get(record)
 
     async def __aenter__(self) -> Self:
-        if self._grpc is not None:
+        if self._served is not None:
             self._hearing = asyncio.create_task(self._hear())
         return self
 
     async def __aexit__(self, *error: object) -> None:
         if self._hearing is not None:
             self._hearing.cancel()
-        if self._grpc is not None:
-            self._grpc.close()
+        if self._served is not None:
+            self._served.close()
 
     def _made(self) -> WeightStore:
         with self._lock:
             if self._store is None:
-                from rlhfspec.weights import FileWeightStore
-
-                assert self._connections.weights_folder is not None, "checked when the connections were read"
-                self._store = FileWeightStore(self._connections.weights_folder, keep=self._keep)
+                self._store = self._make()
             return self._store
 
-    def _over_grpc(self) -> GrpcWeightStore:
-        from rlhfspec.weights.grpc import GrpcWeightStore, channel_credentials
+    def _make(self) -> Any:
+        from rlhfspec.weights.base import StorePlace
 
-        folder = self._connections.credentials
-        return GrpcWeightStore(
+        connections = self._connections
+        place = StorePlace(
             keep=self._keep,
-            trainer_address=None if self._stage == "trainer" else self._trainer_address,
+            folder=connections.weights_folder,
+            stage=self._stage,
+            readers=READERS,
+            trainer_address=self._trainer_address,
             peer_addresses=self._peer_addresses,
-            credentials=channel_credentials(folder, self._stage) if folder else None,
-            readers=READERS if folder else None,
-            server_name=self._connections.worker_host if folder else None,
+            credentials=connections.credentials,
+            server_name=connections.worker_host,
         )
+        return WEIGHT_STORES[connections.weights].load()(place)
 
     def _trainer_address(self) -> str | None:
         trainer = self._infos.get(("trainer", 0))

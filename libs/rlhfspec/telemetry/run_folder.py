@@ -37,7 +37,7 @@ from rlhfspec.records import Sample, Score
 from rlhfspec.telemetry.evaluations import Evaluation
 from rlhfspec.telemetry.manifest import Manifest, RunOutcome
 from rlhfspec.telemetry.metrics import StepMetrics
-from rlhfspec.telemetry.same_job import as_content, as_yaml, first_difference
+from rlhfspec.telemetry.same_job import as_content, as_yaml, first_difference, with_new_fields
 from rlhfspec.telemetry.sample_lines import sample_lines
 from rlhfspec.tracing.folder import TRACES
 
@@ -290,7 +290,7 @@ class RunFolder:
             raise InvalidRequest("--out", str(self.path), problem)
 
     def _refuse_another(self, job: dict[str, Any], resume: bool) -> None:
-        before = self._job_content()
+        before = with_new_fields(self._job_content())
         differing = first_difference(before, job)
         if differing is not None:
             field, old, new = differing

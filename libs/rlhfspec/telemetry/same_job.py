@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from rlhfspec.job import RLHFJob
+from rlhfspec.job_block import Mark, marked
 from rlhfspec.job_file.secrets import shown_value
 from rlhfspec.job_file.yaml_text import parts_of
 
-# By the law speculation changes when a token appears, never which; the rest is about how much runs and what is kept.
-MAY_DIFFER = (
-    "metadata.labels",
-    "metadata.annotations",
-    "metadata.namespace",
-    "spec.model.drafter",
-    "spec.dataset.epochs",
-    "spec.generation.speculation",
-    "spec.generation.maxSequences",
-    "spec.generation.kvCacheTokens",
-    "spec.training.steps",
-    "spec.roles",
-    "spec.failurePolicy",
-    "spec.rebalance",
-    "spec.checkpoint",
-    "spec.observability",
-    "spec.suspend",
-    "spec.activeDeadlineSeconds",
-    "spec.preRunningDeadlineSeconds",
-    "spec.deletionPolicy",
-    "spec.ttlSecondsAfterFinished",
-    "spec.scheduling",
-    "spec.storage",
-    "spec.restart",
-    "spec.managedBy",
-)
-# Of a reward source: how it is called, not what it says.
-_MAY_DIFFER_IN_SOURCES = ("name", "concurrency", "timeoutSeconds", "retries", "headers")
+MAY_DIFFER = tuple(marked(RLHFJob, Mark.RESUMABLE))
+_PLACE_IN_A_LIST = re.compile(r"\[\d+\]")
 _DECAYING_SCHEDULES = ("linear", "cosine")
 
 
@@ -46,6 +23,19 @@ def as_content(job: RLHFJob) -> dict[str, Any]:
     """The job as plain data, in camelCase: what `job.yaml` holds."""
     content: dict[str, Any] = job.model_dump(by_alias=True, mode="json")
     return content
+
+
+def with_new_fields(before: dict[str, Any]) -> dict[str, Any]:
+    """The job of a run that an earlier release wrote: fields that it did not know then had their defaults. As it is
+    where this release cannot read it.
+
+    >>> with_new_fields({"spec": {"training": {"seed": 1}}})
+    {'spec': {'training': {'seed': 1}}}
+    """
+    try:
+        return as_content(RLHFJob.model_validate(before))
+    except ValidationError:
+        return before
 
 
 def as_yaml(job: RLHFJob) -> str:
@@ -83,9 +73,8 @@ def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, 
 
 
 def _may_differ(path: str) -> bool:
-    if path.startswith("spec.rewards.sources["):
-        return path.split(".")[3:4] in [[name] for name in _MAY_DIFFER_IN_SOURCES]
-    return any(path == free or path.startswith(free + ".") for free in MAY_DIFFER)
+    field = _PLACE_IN_A_LIST.sub("", path)
+    return any(field == free or field.startswith(free + ".") for free in MAY_DIFFER)
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

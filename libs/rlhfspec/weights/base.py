@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -11,6 +13,20 @@ from rlhfspec.errors import StorageError, WeightsVersionError
 from rlhfspec.records import Role, Weights
 
 StateDict = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorePlace:
+    """What a process knows when it makes its store: each kind takes what it needs."""
+
+    keep: int  # versions of each role
+    folder: Path | None = None  # that the processes of a run share
+    stage: str = ""  # of this process
+    readers: tuple[str, ...] = ()  # stages that may have weights from here
+    trainer_address: Callable[[], str | None] = lambda: None  # host:port, as far as it is known
+    peer_addresses: Callable[[], Iterable[str]] = tuple  # of all that may hold versions
+    credentials: Path | None = None  # folder with certificates; None: no TLS
+    server_name: str | None = None  # that all certificates are for, where it is not the address
 
 
 class WeightStore(Protocol):

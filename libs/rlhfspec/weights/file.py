@@ -22,7 +22,7 @@ from rlhfspec.errors import StorageError
 from rlhfspec.modeling.digest import checksum, digest, digest_and_checksum
 from rlhfspec.modeling.tensor_files import read_noted, sync, write_tensors
 from rlhfspec.records import Role, Weights
-from rlhfspec.weights.base import StateDict, not_kept, refuse_other, retired, weights_record
+from rlhfspec.weights.base import StateDict, StorePlace, not_kept, refuse_other, retired, weights_record
 
 SCHEME = "file:"
 SUFFIX = ".safetensors"
@@ -113,3 +113,8 @@ def _note(path: Path, hashes: Iterable[str]) -> None:
         file.seek(8 + at)
         file.write(f'"{HASHES}":"{" ".join(hashes)}"'.encode())
     sync(path)
+
+
+def make_store(place: StorePlace) -> FileWeightStore:
+    assert place.folder is not None, "checked when the connections were read"
+    return FileWeightStore(place.folder, keep=place.keep)

@@ -30,7 +30,7 @@ from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.errors import WeightsVersionError
 from rlhfspec.records import Role, Weights
 from rlhfspec.servers.certificates import channel_credentials
-from rlhfspec.weights.base import StateDict, not_kept, weights_record
+from rlhfspec.weights.base import StateDict, StorePlace, not_kept, weights_record
 from rlhfspec.weights.grpc_client import TICK_SECONDS, GrpcWeightClient, Patience
 from rlhfspec.weights.grpc_fetch import Fetch
 from rlhfspec.weights.grpc_server import GrpcWeightServer
@@ -139,3 +139,15 @@ class GrpcWeightStore:
             own_address=self._address,
             patience=patience,
         ).run()
+
+
+def make_store(place: StorePlace) -> GrpcWeightStore:
+    folder = place.credentials
+    return GrpcWeightStore(
+        keep=place.keep,
+        trainer_address=None if place.stage == "trainer" else place.trainer_address,
+        peer_addresses=place.peer_addresses,
+        credentials=channel_credentials(folder, place.stage) if folder else None,
+        readers=place.readers if folder else None,
+        server_name=place.server_name if folder else None,
+    )

@@ -8,7 +8,7 @@ import torch
 
 from rlhfspec.modeling.digest import digest
 from rlhfspec.records import Role, Weights
-from rlhfspec.weights.base import StateDict, identity, not_kept, refuse_other, retired, weights_record
+from rlhfspec.weights.base import StateDict, StorePlace, identity, not_kept, refuse_other, retired, weights_record
 
 
 class MemoryWeightStore:
@@ -58,3 +58,7 @@ def _copy(state_dict: StateDict) -> dict[str, torch.Tensor]:
             copies[key] = tensor.detach().to("cpu", copy=True)
         result[name] = copies[key]
     return result
+
+
+def make_store(place: StorePlace) -> MemoryWeightStore:
+    return MemoryWeightStore(keep=place.keep)

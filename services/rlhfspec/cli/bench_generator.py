@@ -19,7 +19,8 @@ def main() -> None:
     from rlhfspec.generator.load import Meter
 
     def meter(worker: int, incarnation: str, engine: Any) -> Meter:
-        return Meter("bench", f"generator-{worker}", engine, worker=worker, incarnation=incarnation)
+        name = f"generator-{worker}"
+        return Meter("bench", name, engine, worker=worker, incarnation=incarnation, sequences=engine.sequences)
 
     asyncio.run(Generator(number, answers, meter).serve(sys.stdin))
 

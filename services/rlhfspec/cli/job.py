@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
+from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.cli.problems import exit_on_problems, refuse
 from rlhfspec.cluster.crd import custom_resource_definition
-from rlhfspec.job import AlgorithmName, RLHFJob
+from rlhfspec.job import RLHFJob
 from rlhfspec.job_file import read_job
 from rlhfspec.job_file.remarks import remarks
 from rlhfspec.job_file.schema import json_schema
@@ -50,12 +51,12 @@ def init(
     data: Annotated[
         str, typer.Option(help="Rows: .jsonl, .json, .csv, .parquet; datasets folder; hub id.")
     ] = DEFAULT_DATA,
-    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(AlgorithmName))}.")] = "grpo",
+    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(ALGORITHMS)}.")] = "grpo",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the job file if there is one.")] = False,
 ) -> None:
     """Write a commented job to start from, and rewards.py beside it when there is none."""
-    if algorithm not in get_args(AlgorithmName):
-        refuse(f"--algorithm: must be one of {', '.join(get_args(AlgorithmName))} (got {algorithm!r})")
+    if algorithm not in ALGORITHMS:
+        refuse(f"--algorithm: must be one of {', '.join(ALGORITHMS)} (got {algorithm!r})")
     if job.exists() and not force:
         refuse(f"{job}: exists; give --force to overwrite it")
     if not job.parent.is_dir():

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from rlhfspec.awake_clock import AwakeClock
+from rlhfspec.choices.weight_stores import WEIGHT_STORES
 from rlhfspec.cli.job_run import JobRun, Say
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
@@ -38,7 +39,7 @@ from rlhfspec.telemetry.watch import WatchService
 from rlhfspec.tracing.opening import watching
 from rlhfspec.trainer.service import TrainerService
 from rlhfspec.transport.memory import MemoryTransport
-from rlhfspec.weights import MemoryWeightStore
+from rlhfspec.weights.base import StorePlace, WeightStore
 
 
 class LocalRun(JobRun):
@@ -53,7 +54,7 @@ class LocalRun(JobRun):
         self._bus = Bus(
             self._transport, job.metadata.name, uid=self._run.uid, workers=workers, clock=self._vitals.clock
         )
-        self._weights = MemoryWeightStore(keep=kept_versions(job))
+        self._weights: WeightStore = WEIGHT_STORES["memory"].load()(StorePlace(keep=kept_versions(job)))
         self._services: list[Service] = []
         self._control = DirectControl()  # between the run's generators
         self._infos: list[WorkerInfo] = []  # of generators that samples can move between

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from rlhfspec.choices.engines import ENGINES
 from rlhfspec.job import RLHFJob
 from rlhfspec.service.context import Context
 
 if TYPE_CHECKING:
+    from rlhfspec.engine.base import EngineProtocol
     from rlhfspec.generator.service import GeneratorService
 
 
 def build(job: RLHFJob, context: Context) -> GeneratorService:
     from rlhfspec.data import load_tokenizer
-    from rlhfspec.engine.config import EngineConfig
-    from rlhfspec.engine.loading import make_engine
     from rlhfspec.generator.service import GeneratorService
-    from rlhfspec.huggingface.devices import device_of
-    from rlhfspec.huggingface.loading import load_model
-    from rlhfspec.huggingface.positions import max_context
 
-    model, generation = job.spec.model, job.spec.generation
     context.say("making the engine ready, and measuring what a step costs")
-    config = EngineConfig(
-        dtype=generation.dtype,
-        device=device_of(job.spec),
-        speculation=generation.speculation.mode,
-        max_sequences=min(generation.max_sequences, job.spec.samples_in_flight),
-        max_context=max_context(job),
-        kv_cache_tokens=generation.kv_cache_tokens,
-    )
-    target = load_model(model.path, field="spec.model.path")
-    draft = None
-    if generation.speculation.mode in ("model", "adaptive") and model.drafter is not None:
-        draft = load_model(model.drafter, field="spec.model.drafter")
-    engine = make_engine(target, config, draft=draft, tokenizer=load_tokenizer(model))
+    make = ENGINES[job.spec.generation.engine].load()
+    engine: EngineProtocol = make(job, partial(load_tokenizer, job.spec.model))
     service = GeneratorService(
         context.worker,
         context.vitals,

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import count
 
-from rlhfspec.engine.base import EngineProtocol, EngineStep
+from rlhfspec.engine.base import EngineProtocol, EngineStep, SequenceView
 from rlhfspec.rebalancing.curve import Curve
 from rlhfspec.records import Load
 
@@ -20,7 +20,8 @@ Experts = tuple[tuple[str, tuple[int, ...]], ...]
 class Meter:
     """Counts what the engine's steps report; `load` makes a record of it when one is due.
 
-    `incarnation` is of the process: what is said under another one holds no more. `is_leaving` is set by whoever is.
+    `sequences`: of the engine, where others may take them over. `incarnation` is of the process: what is said under
+    another one holds no more. `is_leaving` is set by whoever is.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Meter:
         *,
         worker: int = 0,
         incarnation: str = "",
+        sequences: Callable[[], tuple[SequenceView, ...]] = tuple,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -41,6 +43,7 @@ class Meter:
         self._host = socket.gethostname()
         self._job = job
         self._engine = engine
+        self._sequences = sequences
         self._now = now
         self._numbers = count()
         self._step = 0
@@ -97,7 +100,7 @@ class Meter:
         return self._record("")
 
     def _record(self, strategy: str) -> Load:
-        stats, sequences = self._engine.stats(), self._engine.sequences()
+        stats, sequences = self._engine.stats(), self._sequences()
         accepted = max(self._num_committed / self._num_rows - 1.0, 0.0) if self._num_drafted else None
         record = Load(
             id=f"{self._job}/{self.name}/load/{self.incarnation}/{next(self._numbers)}",

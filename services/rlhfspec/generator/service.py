@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import Any
 
-from rlhfspec.engine.base import Completion, EngineProtocol, Request
+from rlhfspec.engine.base import Completion, EngineProtocol, Movable, Request
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.generator.dry import Dry
 from rlhfspec.generator.history import Histories
@@ -77,15 +77,19 @@ class GeneratorService(Service):
         self._shares: dict[str, float] = {}  # of what runs: `_share_seconds` when it came
         self._share_seconds = 0.0  # of each piece of work, what fell to each sample that was there
         self._histories = Histories(keep=spec.algorithm.samples_per_prompt)
+        movable = engine if isinstance(engine, Movable) else None  # else its samples stay where they began
+        self._sequences = movable.sequences if movable is not None else tuple
         incarnation = ends.incarnation if ends is not None else ""
         name = f"generator-{worker}"
-        self._meter = Meter(job.metadata.name, name, engine, worker=worker, incarnation=incarnation)
+        self._meter = Meter(
+            job.metadata.name, name, engine, worker=worker, incarnation=incarnation, sequences=self._sequences
+        )
         self._prompts: Inbox[Prompt]
         self._calls = EngineCalls(self._news.set)
         self._moving: Moving | None = None
-        if ends is not None:
+        if ends is not None and movable is not None:
             link = spec.roles.generator.link
-            mover = ends.mover(engine, self._calls, self, bus.clock, name=name, link=link)
+            mover = ends.mover(movable, self._calls, self, bus.clock, name=name, link=link)
             self._moving = Moving(self, bus, mover, job.metadata.name)
 
     async def run(self) -> None:
@@ -129,13 +133,13 @@ class GeneratorService(Service):
         """What is worth more than its prompt."""
 
         def begun() -> list[str]:
-            return [each.id for each in self._engine.sequences() if each.num_generated or not each.is_waiting]
+            return [each.id for each in self._sequences() if each.num_generated or not each.is_waiting]
 
         return await self._calls.call(begun)
 
     def _check_nothing_leaked(self) -> None:
         """Without what still runs an engine is empty: no row, no block and no lease of any move is left in it."""
-        for each in self._engine.sequences():
+        for each in self._sequences():
             self._engine.cancel(each.id)
         self._engine.check_integrity()
         stats = self._engine.stats()

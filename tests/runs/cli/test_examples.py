@@ -13,9 +13,9 @@ from runs import curve_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.cli.main import app
 from rlhfspec.engine.text import cut_at_stop
-from rlhfspec.job import ALGORITHM_DEFAULTS
 from rlhfspec.job_file import read_job
 from rlhfspec.job_rewards import FunctionSource
 from rlhfspec.scoring.rewards.imports import load_function
@@ -68,7 +68,7 @@ def test_own_data_can_earn_its_whole_reward() -> None:
 
 def test_there_is_one_for_every_algorithm() -> None:
     jobs = [yaml.safe_load((EXAMPLES / name).read_text()) for name in JOBS]
-    assert set(ALGORITHM_DEFAULTS) <= {job["spec"]["algorithm"]["name"] for job in jobs}
+    assert set(ALGORITHMS) <= {job["spec"]["algorithm"]["name"] for job in jobs}
 
 
 def test_own_data_from_a_checkpoint_beside_the_job(

@@ -246,7 +246,7 @@ def test_a_generator_says_what_a_plan_needs() -> None:
 
     now = [0.0]
     engine: Any = FakeEngine(random.Random(0))
-    meter = Meter(JOB, "generator-1", engine, worker=1, incarnation="b", now=lambda: now[0])
+    meter = Meter(JOB, "generator-1", engine, worker=1, incarnation="b", sequences=engine.sequences, now=lambda: now[0])
     assert meter.idle() is None  # it has just begun
     for number in range(3):
         engine.submit(Request(id=f"{number}", prompt_token_ids=(1, 2), params=SamplingParams(), seed=0))

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import ROOT
 
+from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.data import load_rows
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.job import ALGORITHM_DEFAULTS, Dataset
+from rlhfspec.job import Dataset
 from rlhfspec.job_file import read_job
 from rlhfspec.tiny import check, paths, resolve, sums
 from rlhfspec.tiny.recipe import DRAFT, RECIPES, SUMS, SUMS_DRAFT, TARGET, WIDE
@@ -139,7 +140,7 @@ def test_unknown_tiny_names_are_refused_with_those_there_are(name: str) -> None:
 
 def test_every_algorithm_has_an_example() -> None:
     algorithms = {read_job(EXAMPLES / name).spec.algorithm.name for name in JOBS}
-    assert algorithms == {*ALGORITHM_DEFAULTS}
+    assert algorithms == {*ALGORITHMS}
 
 
 def test_the_examples_readme_names_every_job() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
+from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.cli.main import app
-from rlhfspec.job import AlgorithmName
 from rlhfspec.job_file import read_job
 
 
@@ -36,7 +35,7 @@ def init(folder: Path, *options: str) -> Path:
     return job
 
 
-@pytest.mark.parametrize("algorithm", get_args(AlgorithmName))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_init_writes_a_valid_job(folder: Path, algorithm: str) -> None:
     job = init(folder, "--algorithm", algorithm)
     code, output = rlhfspec("validate", job)
@@ -45,7 +44,7 @@ def test_init_writes_a_valid_job(folder: Path, algorithm: str) -> None:
     assert "20 rows" in output
 
 
-@pytest.mark.parametrize("algorithm", get_args(AlgorithmName))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_init_comments_out_is_what_is_left_out(folder: Path, algorithm: str) -> None:
     """Removing every # in front of a field changes nothing but the blocks that are off by default."""
     job = init(folder, "--algorithm", algorithm)

@@ -13,8 +13,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.errors import InvalidRequest, JobError
-from rlhfspec.job import ALGORITHM_DEFAULTS, RLHFJob
+from rlhfspec.job import RLHFJob
 from rlhfspec.job_file import read_job, resolve
 from rlhfspec.job_file.memory import check_memory, free_bytes
 from rlhfspec.job_file.remarks import remarks
@@ -93,7 +94,7 @@ def test_paths_start_at_the_job_file(file: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_job_as_resolved_reads_back(file: Path) -> None:
-    for algorithm in ("ppo", *ALGORITHM_DEFAULTS):
+    for algorithm in ("ppo", *ALGORITHMS):
         job = read_job(file, [f"algorithm.name={algorithm}"])
         resolved = file.with_name("resolved.yaml")
         resolved.write_text(yaml.safe_dump(job.model_dump(mode="json", by_alias=True), sort_keys=False))
@@ -148,10 +149,10 @@ def test_aliases_are_read(file: Path) -> None:
     assert read_job(file).spec.training.optimizer.learning_rate == 1e-5
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHM_DEFAULTS))
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_an_algorithm_fills_in_its_defaults_and_keeps_what_is_given(file: Path, algorithm: str) -> None:
     block = read_job(file, [f"algorithm.name={algorithm}"]).spec.algorithm
-    for name, value in ALGORITHM_DEFAULTS[algorithm].items():
+    for name, value in ALGORITHMS[algorithm].defaults.items():
         assert getattr(block, name) == value
     given = read_job(file, [f"algorithm.name={algorithm}", "algorithm.clipHigh=0.5"]).spec.algorithm
     assert given.clip_high == 0.5

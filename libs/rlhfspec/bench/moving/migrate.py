@@ -22,8 +22,8 @@ from rlhfspec.bench.moving.pair import NUM_GENERATORS, Command, Pair, sequences_
 from rlhfspec.bench.moving.watching import Watch
 from rlhfspec.bench.processor import processor
 from rlhfspec.bench.worker import WorkerFailed
+from rlhfspec.choices.links import LINKS_OF_A_JOB
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.migration.links.base import KINDS
 from rlhfspec.records import Move
 from rlhfspec.tiny.corpus import prompts, token_stream
 
@@ -57,7 +57,7 @@ class MigrateSettings:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name, known in (("links", KINDS[1:]), ("decoding", tuple(DECODING))):
+        for name, known in (("links", LINKS_OF_A_JOB[1:]), ("decoding", tuple(DECODING))):
             for value in getattr(self, name):
                 if value not in known:
                     raise InvalidRequest(name, value, f"must be among {', '.join(known)}")

@@ -16,17 +16,36 @@ right: `KVRange.checksum` does.
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rlhfspec.errors import LinkError
 
-KINDS = ("memory", "shm", "tcp", "nixl", "torch")  # "auto": the first of the first three that both ends share
 MOST_BYTES = 256 << 20  # of ranges that landed and are not done, all together
 SECONDS = 10.0  # for the other end to answer, to make room, or to send all of a range that it began
 KEPT_SECONDS = 60.0  # what landed and nobody took
 MOST_KEY_BYTES = 512
+
+
+class Way(Protocol):
+    """One kind of link into a landing. `way`: where sources find it."""
+
+    way: Mapping[str, Any]
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a way listens, and how long it waits. `host`: where others find it, too. `tls`: of a server."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any that is free
+    tls: ssl.SSLContext | None = None
+    seconds: float = SECONDS
+    nixl_by: Literal["read", "write"] = "read"
 
 
 class Landing(Protocol):

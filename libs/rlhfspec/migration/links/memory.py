@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
 from rlhfspec.errors import LinkError
-from rlhfspec.migration.links.base import SECONDS
+from rlhfspec.migration.links.base import SECONDS, Place
 from rlhfspec.migration.links.inbox import Inbox
 
 _inboxes: dict[str, Inbox] = {}  # of the landings of this process, by token
@@ -59,3 +60,11 @@ class MemorySending:
         room, self._room = self._room, None
         if room is not None:
             self._inbox.give_back(room)
+
+
+def listen(inbox: Inbox, token: str, at: Place) -> MemoryWay:
+    return MemoryWay(inbox, token)
+
+
+def connect(way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None, seconds: float) -> MemorySending | None:
+    return MemorySending(way, token, seconds=seconds) if is_here(way, token) else None

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from rlhfspec.errors import InvalidRequest, LinkError
 from rlhfspec.migration.links import tcp
-from rlhfspec.migration.links.base import MOST_BYTES, SECONDS
+from rlhfspec.migration.links.base import MOST_BYTES, SECONDS, Place
 from rlhfspec.migration.links.frames import Header, greet, read_exactly, refuse_dead, send_all
 from rlhfspec.migration.links.inbox import Inbox
 
@@ -303,3 +303,11 @@ def _wait_for_done(connection: socket.socket, help_on: Callable[[], None], deadl
         os.sched_yield()
     if read_exactly(connection, len(_DONE), deadline) != _DONE:
         raise LinkError("connection", "said what is no answer")
+
+
+def listen(inbox: Inbox, token: str, at: Place) -> NixlWay:
+    return NixlWay(inbox, token, host=at.host, port=at.port, by=at.nixl_by, tls=at.tls, seconds=at.seconds)
+
+
+def connect(way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None, seconds: float) -> NixlSending:
+    return NixlSending(way, token, tls=tls, seconds=seconds)

@@ -1,24 +1,16 @@
-"""Makes either end of a link. What a kind needs is imported when it is wanted."""
+"""Makes either end of a link, of the kinds that `rlhfspec.choices.links` lists."""
 
 from __future__ import annotations
 
 import secrets
 import ssl
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Literal
 
+from rlhfspec.choices.links import AUTO, LINKS
 from rlhfspec.errors import InvalidRequest, LinkError, did_you_mean
-from rlhfspec.migration.links import memory, shm, tcp
-from rlhfspec.migration.links.base import KEPT_SECONDS, KINDS, MOST_BYTES, SECONDS, Landing, Offer, Sending
+from rlhfspec.migration.links.base import KEPT_SECONDS, MOST_BYTES, SECONDS, Landing, Offer, Place, Sending, Way
 from rlhfspec.migration.links.inbox import Inbox
-
-
-class Way(Protocol):
-    """One kind of link into an inbox. `way`: where sources find it."""
-
-    way: Mapping[str, Any]
-
-    def close(self) -> None: ...
 
 
 class WaysIn:
@@ -72,25 +64,13 @@ def make_landing(
     ...
     rlhfspec.errors.InvalidRequest: link: must be one of auto, memory, shm, tcp, nixl, torch (got 'pipe')
     """
-    if kind not in ("auto", *KINDS):
-        hint = did_you_mean(kind, KINDS)
-        raise InvalidRequest("link", kind, f"must be one of auto, {', '.join(KINDS)}{hint}")
+    if kind not in (AUTO, *LINKS):
+        problem = f"must be one of {', '.join((AUTO, *LINKS))}{did_you_mean(kind, LINKS)}"
+        raise InvalidRequest("link", kind, problem)
     token, inbox = secrets.token_hex(32), Inbox(most_bytes, kept_seconds=kept_seconds)
-    ways: list[Way] = []
-    if kind in ("auto", "memory"):
-        ways.append(memory.MemoryWay(inbox, token))
-    if kind == "shm" or (kind == "auto" and shm.IS_POSSIBLE):
-        ways.append(shm.ShmWay(inbox, token, seconds=seconds))
-    if kind in ("auto", "tcp"):
-        ways.append(tcp.TcpWay(inbox, token, host=host, port=port, tls=tls, seconds=seconds))
-    if kind == "nixl":
-        from rlhfspec.migration.links import nixl
-
-        ways.append(nixl.NixlWay(inbox, token, host=host, port=port, by=nixl_by, tls=tls, seconds=seconds))
-    if kind == "torch":
-        from rlhfspec.migration.links import torch_link
-
-        ways.append(torch_link.TorchWay(inbox, token, host=host, port=port, tls=tls, seconds=seconds))
+    at = Place(host=host, port=port, tls=tls, seconds=seconds, nixl_by=nixl_by)
+    offered = [each for each in LINKS.values() if each.in_auto and each.is_possible] if kind == AUTO else [LINKS[kind]]
+    ways: list[Way] = [each.load()(inbox, token, at) for each in offered]
     return WaysIn(inbox, token, ways)
 
 
@@ -98,19 +78,10 @@ def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: floa
     """By the first way of the offer that both ends share. `seconds`: how long each call may take."""
     read = Offer.of(offer)
     for way in read.ways:
-        if way["kind"] == "memory" and memory.is_here(way, read.token):
-            return memory.MemorySending(way, read.token, seconds=seconds)
-        if way["kind"] == "shm" and shm.IS_POSSIBLE and way.get("host") == shm.this_host():
-            return shm.ShmSending(way, read.token, seconds=seconds)
-        if way["kind"] == "tcp":
-            return tcp.TcpSending(way, read.token, tls=tls, seconds=seconds)
-        if way["kind"] == "nixl":
-            from rlhfspec.migration.links import nixl
-
-            return nixl.NixlSending(way, read.token, tls=tls, seconds=seconds)
-        if way["kind"] == "torch":
-            from rlhfspec.migration.links import torch_link
-
-            return torch_link.TorchSending(way, read.token, tls=tls, seconds=seconds)
+        link = LINKS.get(way["kind"])
+        if link is not None and link.is_possible:
+            sending: Sending | None = link.load_connect()(way, read.token, tls=tls, seconds=seconds)
+            if sending is not None:
+                return sending
     kinds = ", ".join(str(way["kind"])[:20] for way in read.ways[:8])
     raise LinkError("offer", f"no way of it leads there from here ({kinds})")

@@ -14,8 +14,8 @@ import os
 import secrets
 import select
 import socket
+import ssl
 import struct
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.errors import LinkError
-from rlhfspec.migration.links.base import MOST_BYTES, SECONDS
+from rlhfspec.migration.links.base import MOST_BYTES, SECONDS, Place
 from rlhfspec.migration.links.door import Door
 from rlhfspec.migration.links.frames import Header, greet, read_exactly, send_all
 from rlhfspec.migration.links.inbox import Inbox
 
-IS_POSSIBLE = sys.platform == "linux"
 _PLACE = struct.Struct("!I")
 _LEAST_BYTES = 1 << 16
 _MOST_PLACES = 8  # ranges on the way at once
@@ -217,3 +216,11 @@ def _mapped(file: int, most_bytes: int) -> mmap.mmap:
 def _tell(connection: socket.socket, place: int) -> None:
     with suppress(OSError):  # the source is gone; so is the connection
         connection.send(_PLACE.pack(place), socket.MSG_DONTWAIT)
+
+
+def listen(inbox: Inbox, token: str, at: Place) -> ShmWay:
+    return ShmWay(inbox, token, seconds=at.seconds)
+
+
+def connect(way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None, seconds: float) -> ShmSending | None:
+    return ShmSending(way, token, seconds=seconds) if way.get("host") == this_host() else None

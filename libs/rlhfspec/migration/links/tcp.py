@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhfspec.errors import LinkError
-from rlhfspec.migration.links.base import MOST_BYTES, SECONDS
+from rlhfspec.migration.links.base import MOST_BYTES, SECONDS, Place
 from rlhfspec.migration.links.door import Door
 from rlhfspec.migration.links.frames import (
     Header,
@@ -170,3 +170,11 @@ def keep_alive(connection: socket.socket, seconds: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
+def listen(inbox: Inbox, token: str, at: Place) -> TcpWay:
+    return TcpWay(inbox, token, host=at.host, port=at.port, tls=at.tls, seconds=at.seconds)
+
+
+def connect(way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None, seconds: float) -> TcpSending:
+    return TcpSending(way, token, tls=tls, seconds=seconds)

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from rlhfspec.errors import LinkError
 from rlhfspec.migration.links import tcp
-from rlhfspec.migration.links.base import SECONDS
+from rlhfspec.migration.links.base import SECONDS, Place
 from rlhfspec.migration.links.frames import Header, read_exactly, send_all
 from rlhfspec.migration.links.inbox import Inbox
 
@@ -141,3 +141,11 @@ def _named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LinkError("torch", str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from error
+
+
+def listen(inbox: Inbox, token: str, at: Place) -> TorchWay:
+    return TorchWay(inbox, token, host=at.host, port=at.port, tls=at.tls, seconds=at.seconds)
+
+
+def connect(way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None, seconds: float) -> TorchSending:
+    return TorchSending(way, token, tls=tls, seconds=seconds)

@@ -1,0 +1,102 @@
+"""The tables in docs of what a job can choose by name, from `rlhfspec.choices`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
+from rlhfspec.choices.drafters import DRAFTERS
+from rlhfspec.choices.engines import ENGINES
+from rlhfspec.choices.links import LINKS
+from rlhfspec.choices.registry import docs_table
+from rlhfspec.choices.weight_stores import WEIGHT_STORES
+from rlhfspec.job import Algorithm
+from rlhfspec.loop import scoring_stages
+
+DOCS = Path(__file__).parent.parent / "docs"
+_AVERAGED = {
+    "token-mean": "over tokens",
+    "sequence-mean-token-mean": "over tokens, then samples",
+    "sequence-sum-constant": "sum over tokens / maxTokens",
+}
+
+
+def algorithms_table() -> str:
+    return docs_table(
+        {
+            "name": lambda entry: f"[{entry.name}]({entry.name}.md)",
+            "advantage": lambda entry: entry.about,
+            "needs": lambda entry: ", ".join(scoring_stages(_of(entry))[1:]) or "-",
+            "loss is averaged": lambda entry: _AVERAGED[_of(entry).loss_aggregation],
+            "KL": _kl,
+            "paper": lambda entry: f"[{entry.paper}](https://arxiv.org/abs/{entry.paper})",
+        },
+        ALGORITHMS,
+    )
+
+
+def drafters_table() -> str:
+    return docs_table(
+        {
+            "`speculation.mode`": lambda entry: f"`{entry.name}`",
+            "drafts from": lambda entry: entry.about,
+            "needs": lambda entry: ", ".join(f"`{need}`" for need in entry.needs) or "-",
+            "file": lambda entry: f"`{entry.make.partition(':')[0].removeprefix('rlhfspec.').replace('.', '/')}.py`",
+        },
+        DRAFTERS,
+    )
+
+
+def engines_table() -> str:
+    return docs_table(
+        {
+            "`generation.engine`": lambda entry: f"`{entry.name}`",
+            "what it is": lambda entry: entry.about,
+            "samples move": lambda entry: "yes" if entry.is_movable else "no",
+        },
+        ENGINES,
+    )
+
+
+def links_table() -> str:
+    return docs_table(
+        {
+            "kind": lambda entry: f"`{entry.name}`",
+            "between": lambda entry: entry.between,
+            "what it is": lambda entry: entry.about,
+        },
+        LINKS,
+    )
+
+
+def weight_stores_table() -> str:
+    return docs_table(
+        {
+            "store": lambda entry: f"`{entry.name}`",
+            "for": lambda entry: entry.between,
+            "carries a version by": lambda entry: entry.about,
+        },
+        WEIGHT_STORES,
+    )
+
+
+def _of(entry: AlgorithmEntry) -> Algorithm:
+    return Algorithm.model_validate({"name": entry.name})
+
+
+def _kl(entry: AlgorithmEntry) -> str:
+    algorithm = _of(entry)
+    if algorithm.kl_coefficient == 0:
+        return "none"
+    return f"{algorithm.kl_coefficient:g}, {algorithm.kl_estimator}, in the {algorithm.kl_placement}"
+
+
+def tables() -> dict[Path, dict[str, str]]:
+    """Of each document, its tables by the name of their marks (`<!-- name -->`)."""
+    return {
+        DOCS / "algorithms" / "README.md": {"algorithms": algorithms_table()},
+        DOCS / "selector.md": {"drafters": drafters_table()},
+        DOCS / "engine.md": {"engines": engines_table()},
+        DOCS / "links.md": {"links": links_table()},
+        DOCS / "weights.md": {"weight stores": weight_stores_table()},
+    }

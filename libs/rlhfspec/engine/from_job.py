@@ -1,0 +1,32 @@
+"""The engine `own` of `rlhfspec.choices.engines`, as a job describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlhfspec.choices.drafters import may_run_draft_model
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import Engine
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.huggingface.devices import device_of
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.huggingface.positions import max_context
+from rlhfspec.job import RLHFJob
+
+
+def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> Engine:
+    model, generation = job.spec.model, job.spec.generation
+    config = EngineConfig(
+        dtype=generation.dtype,
+        device=device_of(job.spec),
+        speculation=generation.speculation.mode,
+        max_sequences=min(generation.max_sequences, job.spec.samples_in_flight),
+        max_context=max_context(job),
+        kv_cache_tokens=generation.kv_cache_tokens,
+    )
+    target = load_model(model.path, field="spec.model.path")
+    draft = None
+    if may_run_draft_model(generation.speculation.mode) and model.drafter is not None:
+        draft = load_model(model.drafter, field="spec.model.drafter")
+    return make_engine(target, config, draft=draft, tokenizer=load_tokenizer())

@@ -1,0 +1,131 @@
+"""What a job can choose by name: one table a choice, and everything else about it derived."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args, get_type_hints
+
+import pytest
+from pydantic import ValidationError
+from stages import a_job
+
+from rlhfspec import job as job_module
+from rlhfspec.choices.algorithms import ALGORITHMS
+from rlhfspec.choices.drafters import DRAFTERS, SPECULATION_MODES, may_run_draft_model
+from rlhfspec.choices.engines import ENGINES, EngineEntry
+from rlhfspec.choices.links import LINKS, LINKS_OF_A_JOB
+from rlhfspec.choices.of_a_job import CHOICES
+from rlhfspec.choices.registry import Entry, Registry, docs_table
+from rlhfspec.choices.weight_stores import BETWEEN_PROCESSES, WEIGHT_STORES
+from rlhfspec.engine.base import Movable
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import Algorithm, Roles
+from rlhfspec.job_file.schema import json_schema
+from rlhfspec.loop import scoring_stages
+from rlhfspec.service.connections import Connections, WeightStoreName
+
+ENTRIES = [entry for registry in (*CHOICES, WEIGHT_STORES) for entry in registry.values()]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_what_an_entry_names_is_there(entry: Entry) -> None:
+    assert callable(entry.load())
+    assert entry.about
+    assert "\n" not in entry.about
+
+
+def test_two_entries_never_share_a_name() -> None:
+    one = Entry(name="one", about="", make="builtins:int")
+    with pytest.raises(AssertionError, match="two entries"):
+        Registry("field", one, one)
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(InvalidRequest, match=r"algorithm\.name: must be one of ppo, .*did you mean rloo\?"):
+        ALGORITHMS.pick("rlo")
+
+
+def test_the_job_allows_what_the_tables_hold() -> None:
+    assert get_args(job_module.AlgorithmName) == ALGORITHMS.names
+    assert get_args(job_module.SpeculationMode) == SPECULATION_MODES == ("off", "suffix", "model", "adaptive")
+    assert get_args(job_module.EngineName) == ENGINES.names == ("own",)
+    assert get_args(job_module.LinkName) == LINKS_OF_A_JOB == ("auto", "shm", "tcp", "nixl", "torch")
+
+
+def test_a_table_of_docs_has_a_row_an_entry() -> None:
+    registry = Registry("field", *(Entry(name=name, about=name * 2, make="") for name in "ab"))
+    columns = {"name": lambda entry: entry.name, "what": lambda entry: entry.about}
+    assert docs_table(columns, registry) == "| name | what |\n|---|---|\n| a | aa |\n| b | bb |"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_critic_scores_exactly_where_the_table_says_so(name: str) -> None:
+    assert ("critic" in scoring_stages(Algorithm(name=name))) == ALGORITHMS[name].has_critic
+
+
+def test_the_tables_import_neither_torch_nor_numpy() -> None:
+    modules = sorted({type(entry).__module__ for entry in ENTRIES})
+    asked = f"import sys; import {', '.join(modules)}; sys.exit(bool({{'torch', 'numpy'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
+
+
+def test_modes_that_may_run_the_draft_model() -> None:
+    assert [mode for mode in SPECULATION_MODES if may_run_draft_model(mode)] == ["model", "adaptive"]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_is_called_as_in_its_table(name: str) -> None:
+    assert DRAFTERS[name].load().name == name
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_both_ends_of_a_link_are_there(name: str) -> None:
+    assert callable(LINKS[name].load_connect())
+
+
+def test_fields_that_choices_name_are_fields_of_the_job() -> None:
+    paths = {registry.field for registry in CHOICES} | {
+        need for registry in CHOICES for entry in registry.values() for need in entry.needs
+    }
+    assert {path for path in paths if exists_in_spec(path)} == paths
+
+
+def exists_in_spec(path: str) -> bool:
+    block = json_schema()["properties"]["spec"]
+    for name in path.split("."):
+        block = block["properties"].get(name, {})
+    return block != {}
+
+
+def test_what_a_choice_needs_is_said_with_what_needs_nothing() -> None:
+    assert DRAFTERS.missing("model.drafter") == "needs model.drafter; without one take suffix or adaptive"
+
+
+def test_a_run_of_processes_names_a_store_and_gives_what_it_needs() -> None:
+    assert get_args(WeightStoreName) == BETWEEN_PROCESSES == ("file", "grpc")
+    given = {"uid": "1", "job_file": "j", "base_folder": "b", "folder": "f", "nats_url": "nats://127.0.0.1:1"}
+    assert {need for entry in WEIGHT_STORES.values() for need in entry.needs} <= set(Connections.model_fields)
+    assert Connections.model_validate({**given, "weights": "grpc"}).weights == "grpc"
+    with pytest.raises(ValidationError, match="weights_folder must be set where weights is file"):
+        Connections.model_validate(given)
+
+
+def test_samples_move_between_engines_that_can_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = a_job().spec
+    several = spec.model_copy(update={"roles": Roles.model_validate({"generator": {"workers": 2}})})
+    assert (spec.moves_samples, several.moves_samples) == (False, True)
+    fixed = EngineEntry(name="own", about="", make="")
+    monkeypatch.setattr(job_module, "ENGINES", Registry("generation.engine", fixed))
+    assert not several.moves_samples
+
+
+def test_what_the_table_says_of_moves_is_what_the_engine_can() -> None:
+    for entry in ENGINES.values():
+        assert entry.is_movable == issubclass_of_movable(get_type_hints(entry.load())["return"])
+
+
+def issubclass_of_movable(kind: type) -> bool:
+    wanted = {name for name in dir(Movable) if not name.startswith("_")}
+    assert {"submit", "step", "manifest", "reserve"} <= wanted
+    return wanted <= set(dir(kind))

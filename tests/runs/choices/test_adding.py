@@ -1,0 +1,166 @@
+"""What docs/adding.md shows is done: its files and entries, and nothing else, are put into place, and jobs run so."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+from runs import invoke
+
+MOST_LINES_OF_AN_ENGINE = 60
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A block of the document: a new file, or an entry of a table in one that is there."""
+
+    path: str
+    table: str | None
+    text: str
+
+
+def shown(title: str) -> list[Shown]:
+    """The blocks under one title."""
+    document = (ROOT / "docs" / "adding.md").read_text()
+    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", document, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"```python\n# (\S+?\.py)(?:, in (\w+))?\n(.*?)```", section, re.DOTALL)
+    return [Shown(path, table or None, text) for path, table, text in blocks]
+
+
+def with_entry(module: str, table: str, entry: str) -> str:
+    """The entry stands behind the last one."""
+    begin = module.index(f"{table} = Registry(")
+    end = module.index("\n)", begin)
+    beside = module.find("\n    beside=", begin, end)
+    place = end if beside < 0 else beside
+    return f"{module[:place]}\n{entry.rstrip()}{module[place:]}"
+
+
+class Overlay:
+    """The packages that the blocks touch, with what they add, before those of the repository."""
+
+    def __init__(self, folder: Path, blocks: list[Shown]) -> None:
+        self._folder = folder
+        for block in blocks:
+            original = ROOT / block.path
+            mirror = folder / original.relative_to(ROOT / "libs")
+            self._mirror(original.parent, mirror.parent)
+            if block.table is None:
+                assert not original.exists(), f"{block.path} is there already"
+                mirror.write_text(block.text)
+            else:
+                mirror.unlink()
+                mirror.write_text(with_entry(original.read_text(), block.table, block.text))
+
+    @staticmethod
+    def _mirror(package: Path, mirror: Path) -> None:
+        if not mirror.exists():
+            mirror.mkdir(parents=True)
+            for file in package.iterdir():
+                (mirror / file.name).symlink_to(file)
+
+    def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        paths = [str(self._folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+
+    def rlhfspec(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        return self.python("-m", "rlhfspec.cli.start", *map(str, arguments))
+
+
+def samples_of(run: Path) -> dict[str, list[Any]]:
+    lines = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    return {line["id"]: [line[name] for name in ("tokens", "text", "finish_reason", "reward")] for line in lines}
+
+
+def test_blocks_are_one_new_file_and_one_entry_each() -> None:
+    for title, table in (("An algorithm", "ALGORITHMS"), ("A drafter", "DRAFTERS"), ("An engine", "ENGINES")):
+        assert [block.table for block in shown(title)] == [None, table]
+
+
+def test_an_engine_is_short() -> None:
+    engine = next(block.text for block in shown("An engine") if block.table is None)
+    assert len(engine[engine.index("class ") :].strip().splitlines()) <= MOST_LINES_OF_AN_ENGINE
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("algorithm.name", "raft"), ("generation.speculation.mode", "echo"), ("generation.engine", "plain")],
+)
+def test_without_the_blocks_there_is_no_such_choice(job_file: Path, path: str, value: str) -> None:
+    result = invoke(job_file, "out", f"{path}={value}")
+    assert result.exit_code != 0
+    assert f"spec.{path}" in result.output
+
+
+def test_an_algorithm_is_added(job_file: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    overlay = Overlay(tmp_path_factory.mktemp("overlay"), shown("An algorithm"))
+    alone = overlay.rlhfspec(
+        "validate", job_file, "--set", "algorithm.name=raft", "--set", "algorithm.samplesPerPrompt=1"
+    )
+    assert "raft compares the responses to one prompt: must be >= 2" in " ".join(alone.stderr.split())
+    definition = overlay.rlhfspec("schema", "--crd").stdout
+    assert '"gspo", "raft"' in " ".join(definition.replace("\\", "").split())
+    out = job_file.parent / "out"
+    ran = overlay.rlhfspec("run", job_file, "--out", out, "--set", "algorithm.name=raft", "--set", "training.steps=2")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert json.loads((out / "manifest.json").read_text())["outcome"] == "completed"
+
+
+GENERATES = """
+import json, sys
+from rlhfspec.engine import Engine, SamplingParams
+
+def tokens(engine, temperature):
+    params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True)
+    done = engine.generate([[3, 4, 5, 3, 4], [9, 8]], params)
+    strategies = {name for each in done for name, _ in each.stats.strategies}
+    return [list(each.token_ids) for each in done], sum(each.stats.num_accepted for each in done), strategies
+
+engine = Engine.from_pretrained(sys.argv[1], speculation="off", max_context=64, profile=False)
+for temperature in (0, 1.0):
+    engine.set_speculation("off")
+    plain, _, _ = tokens(engine, temperature)
+    for mode in ("echo", "echo-d4", "adaptive"):
+        engine.set_speculation(mode)
+        drafted, accepted, strategies = tokens(engine, temperature)
+        assert drafted == plain, (mode, temperature)
+        if mode == "echo-d4":
+            assert any(name.startswith("echo") for name in strategies), strategies
+            assert accepted or temperature, "greedy decoding of a tiny model repeats itself"
+print("the same tokens")
+"""
+
+
+def test_a_drafter_is_added(models: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    overlay = Overlay(tmp_path_factory.mktemp("overlay"), shown("A drafter"))
+    ran = overlay.python("-c", GENERATES, str(models / "policy"))
+    assert ran.stdout.strip() == "the same tokens", ran.stderr
+
+
+def test_an_engine_is_added(job_file: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two workers of it have nothing to move, and give what one of our own gives."""
+    small = ("training.steps=2", "generation.speculation.mode=off")
+    ours = invoke(job_file, "ours", *small)
+    assert ours.exit_code == 0, ours.output
+    overlay = Overlay(tmp_path_factory.mktemp("overlay"), shown("An engine"))
+    sets = [
+        argument
+        for each in (*small, "generation.engine=plain", "roles.generator.workers=2")
+        for argument in ("--set", each)
+    ]
+    theirs = overlay.rlhfspec("run", job_file, "--out", job_file.parent / "theirs", *sets)
+    assert theirs.returncode == 0, theirs.stdout + theirs.stderr
+    samples = samples_of(job_file.parent / "theirs")
+    assert len(samples) == 2 * 3 * 3
+    assert samples == samples_of(job_file.parent / "ours")
