@@ -15,6 +15,7 @@ from dataclasses import field as dataclass_field
 from typing import Any
 
 from rlhfspec.choices.algorithms import ALGORITHMS
+from rlhfspec.choices.engines import ENGINES
 from rlhfspec.choices.of_a_job import CHOICES
 from rlhfspec.job import Spec
 from rlhfspec.job_file.rules.finding import Finding
@@ -221,6 +222,14 @@ def _generators() -> list[JobRule]:
             field="rebalance.mode",
             holds=fixed | field("rebalance.mode").differs_from("off"),
             problem="roles.generator.replicas follow the rebalancer's advice: must be auto, or remove replicas",
+        ),
+        *(
+            JobRule(
+                field=replicas,
+                holds=fixed | field("generation.engine").differs_from(name),
+                problem=f"follow the rebalancer's advice, and samples of the engine {name} do not move: remove it",
+            )
+            for name in ENGINES.where(lambda entry: not entry.is_movable)
         ),
     ]
 
