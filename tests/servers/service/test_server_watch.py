@@ -11,7 +11,7 @@ import pytest
 from disks import fill
 
 from rlhfspec.errors import StorageError
-from rlhfspec.job import FailurePolicy
+from rlhfspec.job_roles import FailurePolicy
 from rlhfspec.servers.guardian import NUM_GUARDIANS, Guardians
 from rlhfspec.servers.nats import NatsServer
 from rlhfspec.service import server_watch
