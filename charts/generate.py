@@ -9,6 +9,7 @@
 | files/dashboards/*.json | grafana.py |
 | files/crd.yaml | `rlhfspec schema --crd` |
 | tables of choices in docs | choice_tables.py, so `rlhfspec.choices` |
+| the fields in docs/job.md | job_fields.py, so the schema of a job |
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import yaml
 from choice_tables import tables as choice_tables
 from edges import as_file, edges
 from grafana import DASHBOARDS, dashboard
+from job_fields import fields_text
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from values_model import Pod, Resources, Values
@@ -170,7 +172,11 @@ def files() -> dict[Path, str]:
     }
     for name in DASHBOARDS:
         made[CHART / "files" / "dashboards" / f"{name}.json"] = json.dumps(dashboard(name), indent=1) + "\n"
-    documents = {DOCUMENT: {"values": values_table(), "edges": edges_table()}, **choice_tables()}
+    documents = {
+        DOCUMENT: {"values": values_table(), "edges": edges_table()},
+        ROOT / "docs" / "job.md": {"fields": fields_text()},
+        **choice_tables(),
+    }
     return made | {path: _document(path, tables) for path, tables in documents.items() if path.exists()}
 
 

@@ -18,7 +18,7 @@ import pytest
 from stages import a_job
 
 from rlhfspec.errors import LoopStalled, StageFailed, StageRefused
-from rlhfspec.job import FailurePolicy
+from rlhfspec.job_roles import FailurePolicy
 from rlhfspec.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.service import exits
 from rlhfspec.service.bus import Bus

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from stages import a_job
 
 from rlhfspec import job as job_module
+from rlhfspec import job_generation, job_roles
 from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.choices.drafters import DRAFTERS, SPECULATION_MODES, may_run_draft_model
 from rlhfspec.choices.engines import ENGINES, EngineEntry
@@ -48,9 +49,9 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
 
 def test_the_job_allows_what_the_tables_hold() -> None:
     assert get_args(job_module.AlgorithmName) == ALGORITHMS.names
-    assert get_args(job_module.SpeculationMode) == SPECULATION_MODES == ("off", "suffix", "model", "adaptive")
-    assert get_args(job_module.EngineName) == ENGINES.names == ("own",)
-    assert get_args(job_module.LinkName) == LINKS_OF_A_JOB == ("auto", "shm", "tcp", "nixl", "torch")
+    assert get_args(job_generation.SpeculationMode) == SPECULATION_MODES == ("off", "suffix", "model", "adaptive")
+    assert get_args(job_generation.EngineName) == ENGINES.names == ("own",)
+    assert get_args(job_roles.LinkName) == LINKS_OF_A_JOB == ("auto", "shm", "tcp", "nixl", "torch")
 
 
 def test_a_table_of_docs_has_a_row_an_entry() -> None:

@@ -8,7 +8,7 @@ import pytest
 from stages import a_job
 
 from rlhfspec import loop
-from rlhfspec.job import Roles
+from rlhfspec.job_roles import Roles
 from rlhfspec.records import Record, Sample
 from rlhfspec.transport.dead_letters import dead_letter_subject
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhfspec.errors import StorageError
-from rlhfspec.job import FailurePolicy
+from rlhfspec.job_roles import FailurePolicy
 from rlhfspec.servers.guardian import NUM_GUARDIANS, Guardians
 from rlhfspec.servers.nats import NatsServer
 from rlhfspec.service import server_watch

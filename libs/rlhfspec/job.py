@@ -21,82 +21,89 @@ from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
-from rlhfspec.choices.drafters import SPECULATION_MODES
 from rlhfspec.choices.engines import ENGINES
-from rlhfspec.choices.links import LINKS_OF_A_JOB
 from rlhfspec.job_block import (
     MOST_SECONDS,
     Block,
-    Count,
     Fraction,
     Mark,
     Natural,
     Positive,
     Rate,
-    Seconds,
     WholeSeconds,
 )
 from rlhfspec.job_cluster import (
     MANAGER,
     OPERATOR,
     DeletionPolicy,
-    PodOptions,
     PodTemplate,
-    Replicas,
     Restart,
-    Rule,
     Scheduling,
     Storage,
 )  # fmt: skip
+from rlhfspec.job_generation import Generation
 from rlhfspec.job_rewards import Rewards
+from rlhfspec.job_roles import FailurePolicy, Rebalance, Roles
 
 API_VERSION = "rlhfspec.io/v1alpha1"
-if TYPE_CHECKING:  # names are of tables that a type checker does not run
+if TYPE_CHECKING:  # names are of a table that a type checker does not run
     AlgorithmName = str
-    SpeculationMode = str
-    EngineName = str
-    LinkName = str
 else:
     AlgorithmName = Literal[ALGORITHMS.names]
-    SpeculationMode = Literal[SPECULATION_MODES]
-    EngineName = Literal[ENGINES.names]
-    LinkName = Literal[LINKS_OF_A_JOB]
 
 
 class Lora(Block):
-    rank: Positive = Field(8, description="Rank of the update. 8 is enough for most reward-driven tuning.")
-    alpha: Rate = Field(16.0, description="Scale of the update is alpha / rank.")
-    dropout: Fraction = Field(0.0, description="0: on-policy log-probs stay exact.")
+    """Low-rank adaptation (LoRA) of the policy."""
+
+    rank: Positive = Field(8, description="Rank of the update; 8 is enough for most tuning by rewards.")
+    alpha: Rate = Field(16.0, description="Scaling: the update is multiplied by alpha / rank.")
+    dropout: Fraction = Field(
+        0.0, description="Dropout on the input of the update; with 0 on-policy log-probs stay exact."
+    )
     target_modules: list[str] | Literal["all-linear"] = Field(
-        "all-linear", description="Names of the layers that get an update."
+        "all-linear", description="Names of the modules that get an update; all-linear: every linear layer."
     )
 
 
 class Model(Block):
-    path: str = Field(min_length=1, description="Policy: a Hugging Face folder or hub id of a causal LM.")
-    tokenizer: str | None = Field(None, description="Folder or hub id; null: the one beside the policy.")
+    """The models of the run: a hub id, or a folder in Hugging Face format."""
+
+    path: str = Field(min_length=1, description="Policy to train: a Hugging Face folder or hub id of a causal LM.")
+    tokenizer: str | None = Field(None, description="Folder or hub id of the tokenizer; null: the policy's own.")
     drafter: Annotated[str | None, Mark.RESUMABLE] = Field(
-        None, description="Smaller causal LM of the same vocabulary, for speculation."
+        None, description="Draft model for speculative decoding: a smaller causal LM with the same vocabulary."
     )
-    reference: str | None = Field(None, description="What KL is measured against; null: the policy as it began.")
-    critic: str | None = Field(None, description="Trunk of the critic (ppo); null: a copy of the policy as it began.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the trainer keeps weights.")
-    lora: Lora | None = Field(None, description="Train a low-rank update instead of all weights.")
+    reference: str | None = Field(
+        None, description="Reference model of the KL; null: the policy as it was at the start."
+    )
+    critic: str | None = Field(
+        None, description="Model that the critic of ppo starts from; null: the policy as it was at the start."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Data type of the trainer's weights.")
+    lora: Lora | None = Field(None, description="Train a LoRA adapter; null: train all weights.")
 
 
 class Dataset(Block):
-    path: str = Field(min_length=1, description="A .jsonl, .json, .csv or .parquet file, datasets folder, or hub id.")
-    split: str = Field("train", description="Of datasets that have splits.")
+    """The prompts to train on."""
+
+    path: str = Field(
+        min_length=1, description="A .jsonl, .json, .csv or .parquet file, a folder saved by datasets, or a hub id."
+    )
+    split: str = Field("train", description="Split to use, if the dataset has several.")
     prompt_column: str | None = Field(
-        "prompt", min_length=1, description="Text to continue; null when messagesColumn is set."
+        "prompt", min_length=1, description="Column with the prompt as text; null when messagesColumn is set."
     )
     messages_column: str | None = Field(
-        None, min_length=1, description="Chat messages, through the tokenizer's template."
+        None, min_length=1, description="Column with chat messages, formatted by the tokenizer's chat template."
     )
-    max_prompt_tokens: Positive = Field(512, description="Longer prompts are left out, and counted.")
-    shuffle: bool = Field(True, description="By a function of the seed and the epoch; false: in order.")
+    max_prompt_tokens: Positive = Field(
+        512, description="Longest prompt, in tokens; rows with longer prompts are skipped and counted."
+    )
+    shuffle: bool = Field(
+        True, description="Shuffle the rows in every epoch, by the seed; false: keep the order of the data."
+    )
     epochs: Annotated[Positive | None, Mark.RESUMABLE] = Field(
-        None, description="Passes over the data before the job ends; null: no end."
+        None, description="Passes over the data after which the run ends, even before training.steps; null: no limit."
     )
 
     @model_validator(mode="before")
@@ -108,52 +115,82 @@ class Dataset(Block):
 
 
 class HeldOut(Block):
-    every_steps: Positive = Field(10, description="Steps between evaluations; also before the first and at the end.")
-    path: str | None = Field(
-        None, min_length=1, description="Held-out data, like dataset.path; null: prompts taken out of the dataset."
+    """Evaluation on held-out prompts."""
+
+    every_steps: Positive = Field(
+        10, description="Evaluate every so many steps, and also before the first step and after the last."
     )
-    num_prompts: Positive = Field(64, description="Held-out prompts: the first of path, or drawn by the seed.")
-    samples_per_prompt: Positive = Field(1, description="Responses to each; always with the same noise.")
+    path: str | None = Field(
+        None, min_length=1, description="Evaluation data, like dataset.path; null: hold prompts out of the dataset."
+    )
+    num_prompts: Positive = Field(
+        64, description="Number of evaluation prompts: the first ones of path, or drawn from the dataset by the seed."
+    )
+    samples_per_prompt: Positive = Field(
+        1, description="Responses generated for each evaluation prompt, always with the same random seeds."
+    )
 
     def is_due(self, step: int, last_step: int) -> bool:
         return step % self.every_steps == 0 or step == last_step
 
 
 class Algorithm(Block):
-    """Fields left out take what the paper of the algorithm prescribes, else the default below."""
+    """The RL algorithm. Fields that are left out take the default of the chosen algorithm."""
 
-    name: AlgorithmName = Field("grpo", description="How rewards become advantages and advantages a loss.")
-    samples_per_prompt: Positive = Field(8, description="Responses to each prompt; group algorithms need 2 or more.")
-    clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - clipLow.")
-    clip_high: Rate = Field(0.2, description="The ratio is clipped above 1 + clipHigh.")
-    ratio_level: Literal["token", "sequence"] = Field("token", description="sequence: GSPO's length-normalised ratio.")
+    name: AlgorithmName = Field("grpo", description="Algorithm that turns rewards into advantages and a loss.")
+    samples_per_prompt: Positive = Field(
+        8, description="Responses generated for each prompt (group size); algorithms that compare them need 2 or more."
+    )
+    clip_low: Fraction = Field(0.2, description="Lower clip range of the policy ratio: it is clipped at 1 - clipLow.")
+    clip_high: Rate = Field(0.2, description="Upper clip range of the policy ratio: it is clipped at 1 + clipHigh.")
+    ratio_level: Literal["token", "sequence"] = Field(
+        "token", description="Importance ratio of each token, or of a whole sequence divided by its length (GSPO)."
+    )
     loss_aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-sum-constant"] = Field(
-        "sequence-mean-token-mean", description="How token losses become one number."
+        "sequence-mean-token-mean",
+        description="How the losses of tokens are averaged or summed into the loss of the batch.",
     )
     normalize_by_std: bool = Field(
-        True, description="Divide a group's advantages by their deviation (grpo, dr-grpo, dapo, gspo)."
+        True, description="Divide the advantages of a group by their standard deviation (grpo, dr-grpo, dapo, gspo)."
     )
-    whiten_advantages: bool = Field(False, description="Make a batch's token advantages mean 0, deviation 1.")
+    whiten_advantages: bool = Field(
+        False, description="Scale the token advantages of a step to mean 0 and standard deviation 1."
+    )
     gamma: Fraction = Field(
-        1.0, description="Discount a token; 1: a reward counts in full everywhere (ppo, reinforce++)."
+        1.0, description="Discount factor per token; with 1 a reward counts in full at every token (ppo, reinforce++)."
     )
-    gae_lambda: Fraction = Field(0.95, description="GAE's bias against variance (ppo).")
-    value_clip: Rate = Field(0.2, description="Values move at most this far from the old ones (ppo).")
-    value_coefficient: Rate = Field(0.5, description="Weight of the mean squared error of values (ppo).")
-    kl_coefficient: Rate = Field(0.0, description="Weight of the KL to the reference; 0: no reference stage runs.")
-    kl_placement: Literal["loss", "reward"] = Field("loss", description="Where the KL counts.")
+    gae_lambda: Fraction = Field(
+        0.95, description="Lambda of generalized advantage estimation: lower means more bias, less variance (ppo)."
+    )
+    value_clip: Rate = Field(
+        0.2, description="Clip range of the values: how far they may move from the old values (ppo)."
+    )
+    value_coefficient: Rate = Field(0.5, description="Coefficient of the value loss (ppo).")
+    kl_coefficient: Rate = Field(
+        0.0, description="Coefficient of the KL to the reference model; with 0 no reference model is loaded."
+    )
+    kl_placement: Literal["loss", "reward"] = Field(
+        "loss", description="Add the KL to the loss, or subtract it from the reward of each token."
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
-        description="Schulman's; k3: low variance, >= 0. k1 is for the reward: in a loss its gradient has mean 0.",
+        description="Schulman's estimator of the KL. k3 has low variance and is never negative. Use k1 in the reward "
+        "only: in the loss its gradient has mean 0.",
     )
-    entropy_coefficient: Rate = Field(0.0, description="Weight of the entropy bonus.")
+    entropy_coefficient: Rate = Field(0.0, description="Coefficient of the entropy bonus.")
     importance_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Truncated importance correction between generator and trainer: weights above it are cut."
+        None, description="Cap of the importance weights that correct for generator and trainer differing; null: off."
     )
-    dynamic_sampling: bool = Field(False, description="Groups whose rewards are all equal are replaced (DAPO).")
-    max_demands: Positive = Field(4, description="Rounds of replacement a step before it goes on with what it has.")
-    overlong_buffer: Natural = Field(0, description="Tokens before maxTokens in which a penalty grows (DAPO).")
-    overlong_penalty: Rate = Field(1.0, description="The penalty at maxTokens.")
+    dynamic_sampling: bool = Field(
+        False, description="Replace groups whose rewards are all equal, by sampling further prompts (DAPO)."
+    )
+    max_demands: Positive = Field(
+        4, description="Rounds of dynamic sampling in a step, before it continues with the groups it has."
+    )
+    overlong_buffer: Natural = Field(
+        0, description="Length of the interval before maxTokens in which the overlong penalty grows, in tokens (DAPO)."
+    )
+    overlong_penalty: Rate = Field(1.0, description="Overlong penalty of a response that reaches maxTokens (DAPO).")
 
     @model_validator(mode="before")
     @classmethod
@@ -175,175 +212,118 @@ class Algorithm(Block):
         return self.samples_per_prompt > 1
 
 
-class Speculation(Block):
-    mode: SpeculationMode = Field(
-        "adaptive", description="adaptive chooses at every step, drafter and all; every mode gives the same tokens."
-    )
-
-
-class Generation(Block):
-    engine: EngineName = Field("own", description="What generates; own is this project's engine.")
-    max_tokens: Positive = Field(256, description="Longest response, in tokens.")
-    temperature: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = Field(
-        1.0, description="Of sampling, and of the log-probs that are trained. Below 0.01 nothing is left to chance."
-    )
-    top_k: Natural = Field(0, description="0: every token. A mask makes sampler and trainer disagree.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="1: every token.")
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        [], description="Strings that end a response, beside the model's own end."
-    )
-    speculation: Annotated[Speculation, Mark.RESUMABLE] = Field(Speculation(), description="How drafts are made.")
-    ignore_eos: bool = Field(False, description="Go on past the model's own end to maxTokens; for fixed lengths.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="How the engine keeps weights.")
-    max_sequences: Annotated[Positive, Mark.RESUMABLE] = Field(
-        64, description="Responses generated together by one generator."
-    )
-    kv_cache_tokens: Annotated[Positive | None, Mark.RESUMABLE] = Field(
-        None, description="Memory for KV in tokens; null: for every response."
-    )
-
-
 class Optimizer(Block):
-    name: str = Field("AdamW", description="A class of torch.optim, or module:Class.")
+    """An optimizer."""
+
+    name: str = Field("AdamW", description="Optimizer: a class of torch.optim, or module:Class.")
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        1e-6, description="Small models take more: 3e-5 for a few million parameters."
+        1e-6, description="Peak learning rate; small models need more: 3e-5 for a few million parameters."
     )
-    arguments: dict[str, Any] = Field({}, description="Passed on: betas, weight_decay, ...")
+    arguments: dict[str, Any] = Field(
+        {}, description="Further arguments of the optimizer, such as betas or weight_decay."
+    )
 
 
 class Schedule(Block):
-    name: str = Field("constant", description="constant, linear, cosine, or a class of torch.optim.lr_scheduler.")
-    warmup_steps: Natural = Field(0, description="Optimizer steps over which the rate grows from 0.")
-    arguments: dict[str, Any] = Field({}, description="Passed on to a torch schedule.")
+    """A learning rate schedule."""
+
+    name: str = Field(
+        "constant", description="Schedule: constant, linear, cosine, or a class of torch.optim.lr_scheduler."
+    )
+    warmup_steps: Natural = Field(0, description="Optimizer steps over which the learning rate rises from 0.")
+    arguments: dict[str, Any] = Field({}, description="Arguments of a schedule of torch.")
 
 
 class Training(Block):
-    steps: Annotated[Positive, Mark.RESUMABLE] = Field(100, description="Generate-and-train rounds.")
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(0, description="Of everything random.")
-    prompts_per_step: Positive = Field(16, description="Prompts a step; samples are samplesPerPrompt times that.")
-    epochs: Positive = Field(1, description="Passes over a step's samples.")
-    mini_batches: Positive = Field(1, description="Optimizer steps a pass; samples are split by id order.")
-    tokens_per_micro_batch: Positive = Field(4096, description="Packed tokens a forward; the rest is accumulated.")
-    share_prompts: bool = Field(
-        True, description="Answers to one prompt that are trained together run it once. false: each has its own copy."
+    """How the policy is trained."""
+
+    steps: Annotated[Positive, Mark.RESUMABLE] = Field(
+        100, description="Number of training steps; each generates responses and trains on them."
     )
-    optimizer: Optimizer = Field(Optimizer(), description="Of the policy.")
-    critic_optimizer: Optimizer = Field(Optimizer(learningRate=1e-5), description="Of the critic (ppo).")
-    schedule: Schedule = Field(Schedule(), description="Of both learning rates.")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradients are scaled down to it.")
-    autocast: Literal["off", "bfloat16"] = Field("off", description="Mixed precision of the trainer's forward.")
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
+        0, description="Random seed for data order, sampling and initialisation."
+    )
+    prompts_per_step: Positive = Field(
+        16, description="Prompts in a step; a step has samplesPerPrompt times as many samples."
+    )
+    epochs: Positive = Field(1, description="Passes over the samples of a step.")
+    mini_batches: Positive = Field(
+        1, description="Mini-batches, and so optimizer steps, in a pass; samples are split in the order of their ids."
+    )
+    tokens_per_micro_batch: Positive = Field(
+        4096, description="Tokens packed into one forward pass; gradients are accumulated over a mini-batch."
+    )
+    share_prompts: bool = Field(
+        True,
+        description="Compute a prompt once for all responses to it in a forward pass; false: once for each response.",
+    )
+    optimizer: Optimizer = Field(Optimizer(), description="Optimizer of the policy.")
+    critic_optimizer: Optimizer = Field(Optimizer(learningRate=1e-5), description="Optimizer of the critic (ppo).")
+    schedule: Schedule = Field(Schedule(), description="Learning rate schedule of policy and critic.")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradients are clipped to this norm.")
+    autocast: Literal["off", "bfloat16"] = Field("off", description="Mixed precision in the trainer's forward pass.")
     fuse: Literal["auto", "off"] = Field(
         "off",
-        description="auto: actor and critic (ppo) are trained at the same time, each with half of the threads, or on a "
-        "rank each where ranks is 2. off: one after the other.",
+        description="Train actor and critic (ppo) at the same time (auto): each on half of the threads, or on a rank "
+        "each if roles.trainer.ranks is 2; off: one after the other.",
     )
     exact_on_policy: bool = Field(
-        False, description="The trainer's forward runs on the engine's kernels: log-probs equal bit for bit (CPU)."
+        False,
+        description="Run the trainer's forward pass on the engine's kernels: log-probs agree bit for bit (CPU only).",
     )
-    max_staleness: Natural = Field(0, description="Versions a sample may lag; 0: synchronous, reproducible.")
-
-
-class Work(Block):
-    workers: Count = Field(1, description="How many compete for the work.")
-    deadline_seconds: Seconds = Field(600.0, description="One piece of work may take so long before the run ends.")
-
-
-class Workers(PodOptions, Work):
-    """Of a stage."""
-
-
-class Trainer(Workers):
-    ranks: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="Processes on one machine that share the training, by torchrun."
+    max_staleness: Natural = Field(
+        0, description="Weights versions that a sample may be behind the policy; 0: synchronous and reproducible."
     )
-
-
-class GeneratorWorkers(Workers):
-    workers: Annotated[Count, Mark.MUTABLE] = Field(1, description="How many compete for the work.")
-    replicas: Annotated[Replicas | None, Mark.MUTABLE, Mark.CLUSTER_ONLY] = Field(
-        None,
-        description="In a cluster, how many may run; between the two the rebalancer's advice decides, from `workers` "
-        "on. null: always `workers`.",
-    )
-    prefetch: Natural | None = Field(
-        None,
-        description="Samples a worker holds beyond what its engine can run, so that a free row never waits for one. "
-        "null: 4, or all of one prompt where samples move between generators, so that they share its KV.",
-    )
-    link: LinkName = Field("auto", description="How KV goes to another generator; auto: shm on one host, else tcp.")
-
-
-class Roles(Block):
-    """One entry a stage of `rlhfspec.loop`, and the two that have a pod in a cluster only."""
-
-    prompts: Workers = Field(Workers(), description="Reads the dataset.")
-    generator: GeneratorWorkers = Field(GeneratorWorkers(), description="Generates.")
-    reward: Workers = Field(Workers(), description="Scores responses.")
-    reference: Workers = Field(Workers(), description="Log-probs under the reference; runs when klCoefficient > 0.")
-    critic: Workers = Field(Workers(), description="Values; runs with ppo.")
-    trainer: Trainer = Field(Trainer(), description="Learns.")
-    rebalancer: Workers = Field(Workers(), description="Says which samples go on at another generator (rebalance).")
-    prepare: PodOptions = Field(PodOptions(), description="Checks the job and makes the run folder, before all others.")
-    control: PodOptions = Field(PodOptions(), description="Looks on, and reports to the operator.")
-
-
-class FailurePolicy(Block):
-    """With `--processes` a worker that fails is started again. In one process, the first failure ends the run."""
-
-    max_restarts: Natural = Field(
-        5, description="Counted failures of one worker since the last trained step; one more ends the run."
-    )
-    counted: list[Literal["error", "temporary", "killed"]] = Field(
-        ["error", "temporary"],
-        description="error: it raised, crashed or took too long; temporary: a server was away; killed: by a signal, "
-        "such as memory running out. What would only happen again always ends the run.",
-    )
-    backoff_seconds: Seconds = Field(0.5, description="Before the first restart; doubled for each further one.")
-    max_backoff_seconds: Seconds = Field(30.0, description="The longest wait before a restart.")
-    rules: Annotated[list[Rule], Mark.CLUSTER_ONLY] = Field(
-        [], max_length=32, description="Exceptions by exit code, in a cluster."
-    )
-
-
-class Rebalance(Block):
-    """Runs with more than one generator."""
-
-    mode: Literal["auto", "off"] = Field(
-        "auto", description="auto: unfinished samples go on at another generator where that pays; their tokens stay."
-    )
-    interval_seconds: Seconds = Field(0.25, description="Between two plans, at least.")
 
 
 class Checkpoint(Block):
-    every_steps: Positive = Field(10, description="A checkpoint is also written at the end and on Ctrl-C.")
-    keep: Positive = Field(2, description="The newest so many stay.")
-    export: bool = Field(True, description="At the end, write the policy as a Hugging Face folder.")
+    """Checkpoints of the trainer."""
+
+    every_steps: Positive = Field(
+        10, description="Write a checkpoint every so many steps, and also at the end and on Ctrl-C."
+    )
+    keep: Positive = Field(2, description="Number of newest checkpoints to keep.")
+    export: bool = Field(True, description="Save the trained policy in Hugging Face format at the end.")
 
 
 class Wandb(Block):
-    project: str = Field(min_length=1, description="Needs the wandb package and a login.")
-    entity: str | None = Field(None, description="null: the default of the login.")
+    """Reporting to Weights & Biases."""
+
+    project: str = Field(min_length=1, description="Project in Weights & Biases; needs the wandb package and a login.")
+    entity: str | None = Field(None, description="User or team; null: the default of the login.")
 
 
 class Observability(Block):
-    view: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live in a terminal, else lines.")
-    tensorboard: bool = Field(False, description="Write event files into the run folder.")
-    wandb: Wandb | None = Field(None, description="Also report there.")
-    sample_texts: Natural = Field(4, description="Responses that the summary shows, of the beginning and the end.")
-    traces: bool = Field(True, description="Write where each sample's time went into the run folder.")
+    """What a run shows and reports. Nothing here changes a result."""
+
+    view: Literal["auto", "live", "plain", "off"] = Field(
+        "auto", description="Display in the terminal; auto: live if standard output is a terminal, else plain lines."
+    )
+    tensorboard: bool = Field(False, description="Write TensorBoard event files into the run folder.")
+    wandb: Wandb | None = Field(None, description="Report to Weights & Biases; null: off.")
+    sample_texts: Natural = Field(
+        4, description="Number of responses shown in the summary, from the beginning and from the end of the run."
+    )
+    traces: bool = Field(True, description="Record a trace of every sample in the run folder, for `rlhfspec trace`.")
     otlp_endpoint: str | None = Field(
-        None, pattern=r"^https?://\S+$", description="Also send traces and metrics to this OpenTelemetry collector."
+        None,
+        pattern=r"^https?://\S+$",
+        description="URL of an OpenTelemetry collector that traces and metrics are also sent to; null: none.",
     )
 
 
 class Spec(Block):
+    """What to train, on what, and how."""
+
     device: str = Field(
-        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Where models run; auto: on a GPU if there is one."
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="Device of all models; auto: a GPU if there is one, but the CPU with training.exactOnPolicy.",
     )
     model: Model
     dataset: Dataset
     evaluation: HeldOut | None = Field(
-        None, description="Answers to held-out prompts are scored now and then; the best checkpoint is kept."
+        None, description="Evaluate on held-out prompts and keep the best checkpoint; null: no evaluation."
     )
     algorithm: Algorithm = Field(default_factory=Algorithm)
     generation: Generation = Generation()
@@ -355,33 +335,36 @@ class Spec(Block):
     checkpoint: Annotated[Checkpoint, Mark.RESUMABLE] = Checkpoint()
     observability: Annotated[Observability, Mark.RESUMABLE] = Observability()
     suspend: Annotated[bool, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
-        False, description="true: end after a checkpoint and free everything; false again: go on from there."
+        False, description="true: write a checkpoint and delete the pods; false: run, or continue from the checkpoint."
     )
     active_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
-        None, description="The job fails when it has run so long, suspended time left out; null: no limit."
+        None,
+        description="Time limit of the job in seconds, without suspended time; it fails afterwards. null: no limit.",
     )
     pre_running_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = (
         Field(
             None,
-            description="It fails when not every pod is ready after so long, such as for want of nodes; null: never.",
+            description="Seconds after which the job fails if not every pod is ready; null: no limit.",
         )
     )
     deletion_policy: Annotated[DeletionPolicy, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = DeletionPolicy()
     ttl_seconds_after_finished: Annotated[
         Annotated[int, Field(ge=0, le=MOST_SECONDS)] | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY
     ] = Field(
-        None, description="So long after its end the job is deleted with its pods; the run folder stays. null: never."
+        None,
+        description="Delete the job and its pods so many seconds after its end; the run folder stays. null: never.",
     )
     scheduling: Annotated[Scheduling, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Scheduling()
     pod_template: Annotated[PodTemplate, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
-        {}, description="Merged into every pod of the job, before the podTemplate of its role: one toleration for all."
+        {},
+        description="Merged into every pod of the job, before the podTemplate of its role; for example a toleration.",
     )
     storage: Annotated[Storage, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Storage()
     restart: Annotated[Restart, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Restart()
     managed_by: Annotated[str | None, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
         None, max_length=63, pattern=MANAGER,
-        description=f"Who runs the job in a cluster, such as kueue.x-k8s.io/multikueue; null: {OPERATOR}. The operator "
-        "leaves a job of somebody else entirely alone. Never changes.",
+        description=f"Controller that manages the job, such as kueue.x-k8s.io/multikueue; null: {OPERATOR}. The "
+        "operator ignores jobs of other controllers. Immutable.",
     )  # fmt: skip
 
     @property
@@ -418,10 +401,21 @@ class Spec(Block):
 
 
 class Metadata(Block):
-    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?$", description="Small letters, digits, dashes.")
-    labels: Annotated[dict[str, str], Mark.RESUMABLE] = Field({}, description="For Kubernetes; not read here.")
-    annotations: Annotated[dict[str, str], Mark.RESUMABLE] = Field({}, description="For Kubernetes; not read here.")
-    namespace: Annotated[str | None, Mark.RESUMABLE] = Field(None, description="For Kubernetes; not read here.")
+    """Name of the job, and metadata for Kubernetes."""
+
+    name: str = Field(
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?$",
+        description="Name of the job: lower case letters, digits and dashes. It is part of every sample's id.",
+    )
+    labels: Annotated[dict[str, str], Mark.RESUMABLE] = Field(
+        {}, description="Labels for Kubernetes; `rlhfspec run` ignores them."
+    )
+    annotations: Annotated[dict[str, str], Mark.RESUMABLE] = Field(
+        {}, description="Annotations for Kubernetes; `rlhfspec run` ignores them."
+    )
+    namespace: Annotated[str | None, Mark.RESUMABLE] = Field(
+        None, description="Namespace in Kubernetes; `rlhfspec run` ignores it."
+    )
 
 
 class RLHFJob(Block):

@@ -29,86 +29,104 @@ ExitCode = Annotated[int, Field(ge=1, le=255)]
 
 
 class PodOptions(Block):
-    """Of each of a role's pods."""
+    """Options of the pods of a role."""
 
     resources: Annotated[
         dict[Literal["requests", "limits"], dict[str, int | str]], Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY
     ] = Field(
         {},
-        description="Kubernetes' requests and limits of the role's container, such as limits: {nvidia.com/gpu: 1}; "
-        "left out: the namespace's own defaults.",
+        description="Resource requests and limits of the role's container, such as limits: {nvidia.com/gpu: 1}, with "
+        'fractions as text ("500m"); where left out, the defaults of the namespace apply.',
     )
     image: Annotated[str | None, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
-        None, min_length=1, max_length=512, description="Of the role's container; null: the operator's for the role."
+        None,
+        min_length=1,
+        max_length=512,
+        description="Image of the role's container; null: the operator's image for the role.",
     )
     pod_template: Annotated[PodTemplate, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         {},
-        description="Merged into each pod of the role, as kubectl patch does: containers, volumes and variables by "
-        "name (the role's container is called worker). metadata: labels and annotations; spec: a pod's.",
+        description="Merged into each pod of the role like a strategic merge patch: containers, volumes and variables "
+        "by name (the role's container is called worker). metadata takes labels and annotations, spec a pod spec.",
     )
 
 
 class Replicas(Block):
-    """How many generators run is then decided while the job does."""
+    """Bounds of the number of generators, which is chosen while the job runs."""
 
-    min: Count = Field(1, description="The fewest generators that are left running.")
-    max: Count = Field(description="The most that are started, however far behind generation is.")
+    min: Count = Field(1, description="Minimum number of generators.")
+    max: Count = Field(description="Maximum number of generators.")
 
 
 class DeletionPolicy(Block):
-    """What becomes of finished pods. Their logs end with them; the run folder always stays."""
+    """Whether finished pods are kept or deleted. Their logs go with them; the run folder always stays."""
 
-    succeeded: Literal["keep", "delete"] = Field("keep", description="Of a job that succeeded.")
-    failed: Literal["keep", "delete"] = Field("keep", description="Of one that failed: keep them to see why.")
+    succeeded: Literal["keep", "delete"] = Field(
+        "keep", description="What happens to the pods of a job that succeeded."
+    )
+    failed: Literal["keep", "delete"] = Field(
+        "keep", description="What happens to the pods of a job that failed; keep them to see why."
+    )
 
 
 class Scheduling(Block):
+    """How the pods of the job are scheduled."""
+
     gang: Literal["none", "kueue", "volcano", "coscheduling"] = Field(
-        "none", description="Who starts all pods of the job or none; none: each starts as soon as it fits."
+        "none",
+        description="Gang scheduler that starts all pods of the job at once or none; none: each starts when it fits.",
     )
-    queue: Name | None = Field(None, description="Queue of kueue or volcano; null: the provider's default.")
+    queue: Name | None = Field(None, description="Queue of kueue or volcano; null: the scheduler's default.")
     topology_key: Name | None = Field(
-        None, description="Label of nodes, such as topology.kubernetes.io/zone: generators are spread over its values."
+        None, description="Node label that generators are spread over, such as topology.kubernetes.io/zone; null: none."
     )
-    priority_class: Name | None = Field(None, description="Of the job's pods; null: the cluster's default.")
+    priority_class: Name | None = Field(
+        None, description="PriorityClass of all pods of the job; null: the chart's class for each role, if it has any."
+    )
 
 
 class Storage(Block):
+    """Where data, models and the run folder are stored: in a claim, or in an object store."""
+
     claim: Name | None = Field(
         None,
-        description="PersistentVolumeClaim of the job's namespace for data, models and the run folder; relative paths "
-        "begin there. ReadWriteMany when pods land on several nodes; null: the operator's default claim.",
+        description="PersistentVolumeClaim in the job's namespace for data, models and the run folder; relative paths "
+        "start there. It must be ReadWriteMany if pods run on several nodes. null: the operator's default claim.",
     )
     uri: str | None = Field(
         None, min_length=1, max_length=1024, pattern=OBJECT_STORE,
-        description="In place of a claim: where in an object store data and models are, and the run folder is kept, "
-        "such as s3://bucket/team. Pods work on copies of their own; the trainer's goes there with each checkpoint.",
+        description="Prefix in an object store for data, models and the run folder, instead of a claim, such as "
+        "s3://bucket/team. Pods work on local copies; the trainer uploads its copy with each checkpoint.",
     )  # fmt: skip
     secret: Name | None = Field(
         None,
-        description="Of uri: Secret of the job's namespace with its credentials as variables, such as "
-        "AWS_ACCESS_KEY_ID; null: the pods' own identity.",
+        description="Secret in the job's namespace with the credentials for uri as environment variables, such as "
+        "AWS_ACCESS_KEY_ID; null: the identity of the pods.",
     )
     run_folder: str | None = Field(
         None, min_length=1, max_length=1024,
-        description="Folder within the claim or below uri; null: runs/NAME-UID, so that a job made again begins anew.",
+        description="Run folder in the claim or below uri; null: runs/NAME-UID, so that a recreated job starts anew.",
     )  # fmt: skip
 
 
 class Restart(Block):
-    """To start pods again by hand: set another id."""
+    """Restart of pods by hand: set another id."""
 
-    id: str = Field("", max_length=63, description="Any text; pods started under another one are started again.")
-    roles: list[Role] = Field([], max_length=16, description="Only these; none: the whole job, from its checkpoint.")
+    id: str = Field("", max_length=63, description="Any text; changing it restarts the pods.")
+    roles: list[Role] = Field(
+        [], max_length=16, description="Roles to restart; if empty, the whole job restarts from its checkpoint."
+    )
 
 
 class Rule(Block):
-    """For a worker that ended. The first rule that fits decides; without one the counting below does."""
+    """A rule for workers that exit. Failures that match no rule are counted."""
 
-    roles: list[Role] = Field([], max_length=16, description="Of which roles; none: of all.")
+    roles: list[Role] = Field([], max_length=16, description="Roles that the rule applies to; if empty, all.")
     exit_codes: list[ExitCode] = Field(
-        min_length=1, max_length=64, description="That it fits. 75: a server is away; 78: would only happen again."
+        min_length=1,
+        max_length=64,
+        description="Exit codes that match. 75 means that a server was unreachable, 78 a permanent error.",
     )
     action: Literal["FailJob", "Ignore", "Restart"] = Field(
-        description="FailJob: end the job; Ignore: start the worker again, uncounted; Restart: again, and counted."
+        description="FailJob: fail the job; Ignore: restart the worker without counting; Restart: restart it and count."
     )

@@ -10,42 +10,58 @@ from rlhfspec.job_block import Block, Mark, Natural, Positive, Seconds
 
 
 class FunctionReward(Block):
-    type: Literal["function"]
-    function: str = Field(description="module:function; modules are found beside the job file too.")
+    """A reward computed by a Python function."""
+
+    type: Literal["function"] = Field(description="Kind of source.")
+    function: str = Field(description="Function as module:function; modules beside the job file are found first.")
     batched: bool = Field(
-        False, description="true: called once a prompt group with lists (prompts, completions, columns)."
+        False, description="Call the function once per prompt, with lists of prompts, completions and columns."
     )
 
 
 class ModelReward(Block):
-    type: Literal["model"]
-    path: str = Field(min_length=1, description="A Hugging Face sequence-classification model; one output, or label.")
-    label: Natural | None = Field(None, description="Which output counts; null: the model has one.")
+    """A reward computed by a reward model."""
+
+    type: Literal["model"] = Field(description="Kind of source.")
+    path: str = Field(
+        min_length=1,
+        description="Folder or hub id of a sequence classification model; with several outputs, set label.",
+    )
+    label: Natural | None = Field(
+        None, description="Index of the output that is the reward; null: the model has one output."
+    )
     chat_template: bool = Field(
-        False, description="true: one exchange in the model's chat template; false: prompt followed by response."
+        False, description="Format prompt and response with the model's chat template; false: concatenate them."
     )
 
 
 class HttpReward(Block):
-    type: Literal["http"]
+    """A reward computed by an HTTP endpoint."""
+
+    type: Literal["http"] = Field(description="Kind of source.")
     url: str = Field(
-        pattern=r"^(https?://|\$\{)", description="Receives a JSON POST; ${NAME} is taken from the environment."
+        pattern=r"^(https?://|\$\{)",
+        description="URL that receives a JSON POST; ${NAME} is taken from the environment.",
     )
     headers: Annotated[dict[str, str], Mark.RESUMABLE] = Field(
-        {}, description="Sent along. ${NAME} is taken from the environment: write keys so."
+        {}, description="HTTP headers; ${NAME} is taken from the environment: use it for keys."
     )
 
 
 class _Common(Block):
     name: Annotated[str | None, Mark.RESUMABLE] = Field(
-        None, description="In metrics and messages; null: derived from the source."
+        None, description="Name in metrics and messages; null: derived from the source."
     )
-    weight: Annotated[float, Field(allow_inf_nan=False)] = Field(1.0, description="Factor in the combination.")
-    concurrency: Annotated[Positive, Mark.RESUMABLE] = Field(4, description="Calls at a time.")
-    timeout_seconds: Annotated[Seconds, Mark.RESUMABLE] = Field(60.0, description="Of one call.")
-    retries: Annotated[Natural, Mark.RESUMABLE] = Field(2, description="After a failed call, with growing delays.")
+    weight: Annotated[float, Field(allow_inf_nan=False)] = Field(
+        1.0, description="Weight of this reward in the combination."
+    )
+    concurrency: Annotated[Positive, Mark.RESUMABLE] = Field(4, description="Maximum number of concurrent calls.")
+    timeout_seconds: Annotated[Seconds, Mark.RESUMABLE] = Field(60.0, description="Timeout of one call, in seconds.")
+    retries: Annotated[Natural, Mark.RESUMABLE] = Field(
+        2, description="Number of retries of a failed call, with growing delays."
+    )
     on_error: Literal["fail", "drop"] = Field(
-        "fail", description="When retries are used up: end the job, or leave the sample out and say so."
+        "fail", description="What happens when all retries fail: fail the job, or drop the sample and log it."
     )
 
 
@@ -65,5 +81,9 @@ RewardSource = Annotated[FunctionSource | ModelSource | HttpSource, Field(discri
 
 
 class Rewards(Block):
-    sources: list[RewardSource] = Field(min_length=1, max_length=32, description="Where rewards come from.")
-    combine: Literal["sum", "min", "product"] = Field("sum", description="Of weighted sources.")
+    """The rewards of the job."""
+
+    sources: list[RewardSource] = Field(min_length=1, max_length=32, description="Sources of rewards.")
+    combine: Literal["sum", "min", "product"] = Field(
+        "sum", description="How the weighted rewards of the sources become one."
+    )

@@ -169,8 +169,8 @@ def main() -> int:
     """`python -m rlhfspec.object_store URI FOLDER PATH`: for who has a shell and no tool of the store's."""
     parser = argparse.ArgumentParser(prog="python -m rlhfspec.object_store", description="Fetches what a store has.")
     parser.add_argument("uri", metavar="URI", help="such as s3://bucket/team")
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="that is to be a copy of it")
-    parser.add_argument("path", metavar="PATH", type=Path, help="a file or folder within FOLDER: what is fetched")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="local copy")
+    parser.add_argument("path", metavar="PATH", type=Path, help="file or folder within FOLDER to fetch")
     arguments = parser.parse_args()
     try:
         store = ObjectStore(arguments.uri, arguments.folder)

@@ -14,6 +14,7 @@ Example:
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,8 +99,15 @@ def in_cel(name: str) -> str:
 def _defaults_of(camel: str) -> str:
     own = {name: entry.defaults for name, entry in ALGORITHMS.items() if camel in map(to_camel, entry.defaults)}
     block = RLHFJob.model_json_schema(by_alias=True)["$defs"]["Algorithm"]["properties"]
-    by_algorithm = [f"{name} {values[key]}" for name, values in own.items() for key in values if to_camel(key) == camel]
-    return f"{block[camel]['default']}; {', '.join(by_algorithm)}"
+    by_algorithm = [
+        f"{name} {_shown(values[key])}" for name, values in own.items() for key in values if to_camel(key) == camel
+    ]
+    return f"{_shown(block[camel]['default'])}; {', '.join(by_algorithm)}"
+
+
+def _shown(value: Any) -> str:
+    """As YAML has it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _inline(node: Any, definitions: dict[str, Any]) -> Any:

@@ -33,11 +33,11 @@ def exact(completion: str, answer: str) -> float:
     """1 for a completion that ends with the row's answer, else 0."""
     return float(completion.strip().endswith(str(answer)))
 '''
-_SOURCES = """    # Where rewards come from: function (module:function, also beside this file), model (path) or http.
+_SOURCES = """    # Sources of rewards: function (module:function, also beside this file), model (path) or http.
     sources:
       - type: function
         function: rewards:exact
-        # Factor in the combination.
+        # Weight of this reward in the combination.
         weight: 1.0"""
 _PLAIN = re.compile(r"^[A-Za-z./~][\w./~+-]*(:[\w./+-]+)?$")
 _ACTIVE = {
@@ -53,7 +53,7 @@ _HEAD = f"""# A job for rlhfspec. Check it with `rlhfspec validate`, start it wi
 apiVersion: {API_VERSION}
 kind: RLHFJob
 metadata:
-  # Small letters, digits and dashes.
+  # Lower case letters, digits and dashes.
   name: {{name}}
 spec:"""
 

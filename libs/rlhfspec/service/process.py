@@ -96,10 +96,10 @@ def _arguments(stage: str) -> argparse.Namespace:
         "--connections", type=Path, required=True, metavar="FILE", help="RUN/processes/connections.json"
     )
     parser.add_argument(
-        "--worker", type=_number, required=True, metavar="N", help="its number among the stage's workers, from 0"
+        "--worker", type=_number, required=True, metavar="N", help="number of the worker within its stage, from 0"
     )
     parser.add_argument(
-        "--threads", type=_number, metavar="N", help="of torch; where it is not given, OMP_NUM_THREADS or all cores"
+        "--threads", type=_number, metavar="N", help="threads of torch (default: OMP_NUM_THREADS, or all cores)"
     )
     return parser.parse_args()
 

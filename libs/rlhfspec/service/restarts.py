@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 
-from rlhfspec.job import FailurePolicy
+from rlhfspec.job_roles import FailurePolicy
 from rlhfspec.service.exits import Failure
 
 MOST_UNCOUNTED = 20  # whatever the policy: a worker that dies over and over, and no step is trained meanwhile

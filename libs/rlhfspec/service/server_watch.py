@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
 from rlhfspec.errors import ServerFailed, StorageError
-from rlhfspec.job import FailurePolicy
+from rlhfspec.job_roles import FailurePolicy
 from rlhfspec.servers.guardian import NUM_GUARDIANS, Guardians
 from rlhfspec.servers.program import ServerProgram
 from rlhfspec.servers.room import refuse_full_disk

@@ -21,24 +21,28 @@ from rlhfspec.errors import InvalidRequest, RLHFSpecError
 if TYPE_CHECKING:
     from rlhfspec.plugin.cluster import Cluster
 
-app = typer.Typer(
-    name="kubectl rlhf", help="RLHFJobs: what they do, and why not.", no_args_is_help=True, add_completion=False
-)
+app = typer.Typer(name="kubectl rlhf", help="Inspect and control RLHFJobs.", no_args_is_help=True, add_completion=False)
 Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.", show_default=False)]
-Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Else the one of the context.")]
-Context = Annotated[str | None, typer.Option("--context", help="Of the kubeconfig; else its current one.")]
-Kubeconfig = Annotated[str | None, typer.Option("--kubeconfig", help="Else $KUBECONFIG, or the one in ~/.kube.")]
-Role = Annotated[str | None, typer.Option("--role", help="Only this role, such as generator.")]
+Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Namespace.  [default: the context's]")]
+Context = Annotated[
+    str | None, typer.Option("--context", help="Context of the kubeconfig.  [default: the current context]")
+]
+Kubeconfig = Annotated[
+    str | None, typer.Option("--kubeconfig", help="Kubeconfig file.  [default: $KUBECONFIG, or the one in ~/.kube]")
+]
+Role = Annotated[str | None, typer.Option("--role", help="Role to show, such as generator.  [default: all roles]")]
 
 
 @app.command()
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help="Else all jobs.", show_default=False)] = None,
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="Name of the job.  [default: all jobs]", show_default=False)
+    ] = None,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """A job as a tree: phase, progress, roles, pods with their nodes, conditions."""
+    """Show a job as a tree: phase, progress, roles, pods with their nodes, conditions."""
     from rlhfspec.plugin.output import console, say
     from rlhfspec.plugin.status import tree_of
 
@@ -54,14 +58,18 @@ def status(
 def logs(
     job: Job,
     role: Role = None,
-    sample: Annotated[str | None, typer.Option("--sample", help="Only what is about this sample, in any role.")] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on, until Ctrl-C.")] = False,
-    tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last lines of each pod.")] = None,
+    sample: Annotated[
+        str | None, typer.Option("--sample", help="Show only lines about this sample, in any role.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the logs until Ctrl-C.")] = False,
+    tail: Annotated[
+        int | None, typer.Option("--tail", min=1, help="Number of last lines of each pod to show.  [default: all]")
+    ] = None,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """What the pods of a job said, of all roles, in the order of time."""
+    """Print the logs of all pods of a job, merged by time."""
     from rlhfspec.plugin.logs import followed, lines, trace_of
     from rlhfspec.plugin.output import console
 
@@ -83,7 +91,7 @@ def logs(
 
 @app.command()
 def why(job: Job, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
-    """Why a job is pending, stalled or failed: the reason, and the evidence."""
+    """Explain why a job is pending, stalled or failed: the reason and the evidence."""
     from rlhfspec.plugin.output import say
     from rlhfspec.plugin.why import explanation
 
@@ -95,14 +103,18 @@ def why(job: Job, namespace: Namespace = None, context: Context = None, kubeconf
 @app.command()
 def drain(
     job: Job,
-    worker: Annotated[str | None, typer.Argument(metavar="WORKER", help="Such as generator-1.")] = None,
-    node: Annotated[str | None, typer.Option("--node", help="Every pod of the job on this node.")] = None,
-    timeout_seconds: Annotated[float, typer.Option("--timeout-seconds", min=1, help="To wait for them.")] = 180.0,
+    worker: Annotated[
+        str | None, typer.Argument(metavar="WORKER", help="Worker to drain, such as generator-1.")
+    ] = None,
+    node: Annotated[str | None, typer.Option("--node", help="Drain every pod of the job on this node.")] = None,
+    timeout_seconds: Annotated[
+        float, typer.Option("--timeout-seconds", min=1, help="Seconds to wait for the pods.")
+    ] = 180.0,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Move a worker elsewhere: it hands its sequences over and leaves; the operator starts it where there is room."""
+    """Move a worker to another node: it hands over its sequences and exits, and the operator starts it again."""
     from rlhfspec.plugin.changes import drain as drain_pods
     from rlhfspec.plugin.changes import to_drain
     from rlhfspec.plugin.output import say
@@ -114,25 +126,25 @@ def drain(
 
 @app.command()
 def suspend(job: Job, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
-    """End after a checkpoint, and free everything."""
+    """Suspend a job: write a checkpoint and delete its pods."""
     _suspend(job, True, namespace, context, kubeconfig)
 
 
 @app.command()
 def resume(job: Job, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
-    """Go on from the checkpoint."""
+    """Resume a suspended job from its checkpoint."""
     _suspend(job, False, namespace, context, kubeconfig)
 
 
 @app.command()
 def top(
     job: Job,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every two seconds, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until Ctrl-C.")] = False,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Every worker now: what it does; generators with tokens/s, load and strategy."""
+    """Show what every worker does now; for generators also tokens/s, load and strategy."""
     from rlhfspec.plugin.control import asked
     from rlhfspec.plugin.output import console
     from rlhfspec.plugin.top import table_of
@@ -147,7 +159,7 @@ def top(
 
 @app.command()
 def view(job: Job, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
-    """The live view, as on a laptop; Ctrl-C ends the view alone."""
+    """Show the live view of a run; Ctrl-C ends the view, not the job."""
     from rlhfspec.plugin.control import view_command
 
     with _cluster(namespace, context, kubeconfig) as cluster:
@@ -159,14 +171,20 @@ def view(job: Job, namespace: Namespace = None, context: Context = None, kubecon
 @app.command("get-run")
 def get_run(
     job: Job,
-    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Else out/JOB.", show_default=False)] = None,
-    claim: Annotated[str | None, typer.Option("--claim", help="Where the folder lies, when no pod is left.")] = None,
-    image: Annotated[str | None, typer.Option("--image", help="With tar, when no pod is left.")] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Folder to write to.  [default: out/JOB]", show_default=False)
+    ] = None,
+    claim: Annotated[
+        str | None, typer.Option("--claim", help="PersistentVolumeClaim with the run folder, if no pod is left.")
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option("--image", help="Image with tar for the helper pod, if no pod is left.")
+    ] = None,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Copy the run's folder here: steps, samples, checkpoints, the exported policy."""
+    """Copy the run folder to this machine: steps, samples, checkpoints, the exported policy."""
     from rlhfspec.plugin.output import say
     from rlhfspec.plugin.run_folder import fetch
 

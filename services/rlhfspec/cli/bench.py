@@ -15,7 +15,7 @@ from rlhfspec.cli.progress import StatusLine, wide_console
 if TYPE_CHECKING:
     from rlhfspec.bench.results import Results
 
-app = typer.Typer(help="How fast the engine generates, against what, and why.", no_args_is_help=True)
+app = typer.Typer(help="Benchmarks of generation, training steps and moves.", no_args_is_help=True)
 app.command()(drain.drain)
 app.command()(moving.rebalance)
 app.command()(moving.migrate)
@@ -41,30 +41,30 @@ def generate(
     model: Model = None,
     draft: Draft = None,
     pairs: Annotated[
-        str, typer.Option(help="Tiny models: english, library (real text; the draft is right .6 of the time), or both.")
+        str, typer.Option(help="Tiny models: english, library (real text, acceptance about .6), or both.")
     ] = "english,library",
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller grid; done within three minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run a smaller grid, in at most three minutes.")] = False,
     threads: Annotated[str | None, typer.Option(help="Thread counts, such as 1,2 (the default).")] = None,
     modes: Annotated[
         str | None,
-        typer.Option(help="Among plain,adaptive,static,static:NAME,hf,vllm-plain,vllm-draft; all by default."),
+        typer.Option(help="Modes: plain,adaptive,static,static:NAME,hf,vllm-plain,vllm-draft.  [default: all]"),
     ] = None,
     scenarios: Annotated[
-        str | None, typer.Option(help="Among batch-1, batch-4, batch-8, batch-16, batch-32, batch-64, long-tail.")
+        str | None, typer.Option(help="Workloads: batch-1, batch-4, batch-8, batch-16, batch-32, batch-64, long-tail.")
     ] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Repetitions of everything, interleaved.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, max=512, help="Response length of the batches.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    repeats: Annotated[int | None, typer.Option(min=1, help="Number of interleaved repetitions.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, max=512, help="Response length in tokens.")] = None,
+    dtype: Annotated[str, typer.Option(help="Data type: bfloat16 or float32.")] = "bfloat16",
     vllm_python: Annotated[
         str | None,
-        typer.Option(help="Python of an environment with vLLM.", envvar="RLHFSPEC_VLLM_PYTHON"),
+        typer.Option(help="Python interpreter of an environment with vLLM.", envvar="RLHFSPEC_VLLM_PYTHON"),
     ] = None,
-    vllm_draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens vLLM drafts a step in vllm-draft.")] = 4,
+    vllm_draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per step in vllm-draft.")] = 4,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file, by pair.")
+        Path | None, typer.Option("--json", help="Write all measurements to this JSON file, by pair of models.")
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw it into this PNG; of several pairs, one each.")
+        Path | None, typer.Option("--plot", help="Plot the result to this PNG, one for each pair of models.")
     ] = None,
 ) -> None:
     """Compare plain, static strategies, adaptive, Hugging Face and vLLM: same model, prompts and seeds, one run."""
@@ -118,21 +118,21 @@ def _show(results: dict[str, Results], json_file: Path | None, plot_file: Path |
 def step(
     model: Model = None,
     draft: Draft = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small model and few tokens; done in minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Use a small model and few tokens; done in minutes.")] = False,
     long_prompts: Annotated[
-        bool, typer.Option("--long-prompts", help="16 answers of 48 tokens to each prompt of 768.")
+        bool, typer.Option("--long-prompts", help="Generate 16 responses of 48 tokens to each prompt of 768.")
     ] = False,
-    algorithm: Annotated[str, typer.Option(help="grpo, or ppo, which TRL 1.16 does not train.")] = "grpo",
-    modes: Annotated[str, typer.Option(help="Among trl, plain, adaptive.")] = "trl,plain,adaptive",
-    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts a step.")] = None,
-    samples: Annotated[int | None, typer.Option(min=2, help="Samples a prompt.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, max=512, help="Tokens of every response.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Measured steps of a repetition.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Repetitions of every mode, interleaved.")] = None,
+    algorithm: Annotated[str, typer.Option(help="Algorithm: grpo, or ppo (which TRL 1.16 does not train).")] = "grpo",
+    modes: Annotated[str, typer.Option(help="Modes to compare, from trl, plain, adaptive.")] = "trl,plain,adaptive",
+    prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts in a step.")] = None,
+    samples: Annotated[int | None, typer.Option(min=2, help="Number of samples per prompt.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, max=512, help="Response length in tokens.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of measured steps in a repetition.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Number of interleaved repetitions of every mode.")] = None,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for mixed precision on both sides.")] = "float32",
     trl_python: Annotated[
-        str | None, typer.Option(help="Python of an environment with TRL.", envvar="RLHFSPEC_TRL_PYTHON")
+        str | None, typer.Option(help="Python interpreter of an environment with TRL.", envvar="RLHFSPEC_TRL_PYTHON")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -174,11 +174,11 @@ def explain(
     model: Model = None,
     draft: Draft = None,
     pair: Pair = "english",
-    batch: Annotated[int, typer.Option(min=1, max=64, help="Sequences generated together.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, max=512, help="Response length.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, max=64, help="Number of sequences generated together.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, max=512, help="Response length in tokens.")] = 64,
     threads: Annotated[int, typer.Option(min=1)] = 2,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    decisions: Annotated[int, typer.Option(min=1, help="How many of the last decisions to show.")] = 12,
+    dtype: Annotated[str, typer.Option(help="Data type: bfloat16 or float32.")] = "bfloat16",
+    decisions: Annotated[int, typer.Option(min=1, help="Number of last decisions to show.")] = 12,
 ) -> None:
     """Show how the strategy was chosen: predicted and real seconds and acceptance of the last steps, and every plan."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -201,9 +201,9 @@ def explain(
 def trees(
     model: Model = None,
     draft: Draft = None,
-    batch: Annotated[int, typer.Option(min=1, max=64, help="Sequences generated together.")] = 16,
-    tokens: Annotated[int, typer.Option(min=1, max=512, help="Response length.")] = 256,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    batch: Annotated[int, typer.Option(min=1, max=64, help="Number of sequences generated together.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, max=512, help="Response length in tokens.")] = 256,
+    dtype: Annotated[str, typer.Option(help="Data type: bfloat16 or float32.")] = "bfloat16",
 ) -> None:
     """Count tokens per verification: chains for each sequence against trees under one budget for the batch."""
     from rlhfspec.bench.scenarios import MAX_CONTEXT, batch_scenario

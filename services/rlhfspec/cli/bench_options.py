@@ -12,12 +12,13 @@ from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.errors import InvalidRequest
 
 Pair = Annotated[
-    Literal["english", "library"], typer.Option(help="Which tiny models: of templated English, or of real text.")
+    Literal["english", "library"],
+    typer.Option(help="Tiny models to use: trained on templated English, or on real text (library)."),
 ]
-Model = Annotated[str | None, typer.Option(help="Folder of the target; without it, the tiny 77M model.")]
-Draft = Annotated[str | None, typer.Option(help="Folder of the draft model; without it, the tiny draft.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG.")]
+Model = Annotated[str | None, typer.Option(help="Folder of the target model.  [default: the tiny 77M model]")]
+Draft = Annotated[str | None, typer.Option(help="Folder of the draft model.  [default: the tiny draft model]")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all measurements to this JSON file.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Plot the result to this PNG.")]
 
 
 def chosen(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:

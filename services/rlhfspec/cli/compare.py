@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlhfspec.telemetry.metrics import StepMetrics
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the curves into this PNG.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also plot the curves to this PNG.")]
 
 
 def compare(runs: Runs, plot: Plot = None) -> None:

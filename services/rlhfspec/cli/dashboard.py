@@ -14,7 +14,7 @@ from rlhfspec.errors import InvalidRequest
 HOST = "127.0.0.1"
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free port.")]
 
 
 def dashboard(runs: Runs, port: Port = 8000) -> None:

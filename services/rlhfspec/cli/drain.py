@@ -25,12 +25,14 @@ _LINE_SECONDS = 2.0  # between two lines where there is no terminal
 
 
 def drain(
-    output: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/drain.png"),
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
-    tokens: Annotated[int, typer.Option(min=8, max=512, help="Responses are lognormal around 3/4 of this.")] = 128,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    output: Annotated[Path, typer.Option(help="Path of the PNG to write.")] = Path("out/drain.png"),
+    threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads.")] = 2,
+    tokens: Annotated[
+        int, typer.Option(min=8, max=512, help="Longest response in tokens; lengths are lognormal around 3/4 of it.")
+    ] = 128,
+    dtype: Annotated[str, typer.Option(help="Data type: bfloat16 or float32.")] = "bfloat16",
 ) -> None:
-    """Plain against adaptive on a draining batch: the same tokens, sooner. Makes its tiny models the first time."""
+    """Compare plain and adaptive decoding on a draining batch. The first call makes the tiny models."""
     console = wide_console()
     try:
         _drain(console, output, threads, tokens, dtype)

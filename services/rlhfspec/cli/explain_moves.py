@@ -28,8 +28,8 @@ _HOW = {
 }
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line, as moves.jsonl has them.")]
-Follow = Annotated[bool, typer.Option("--follow", help="And what comes, until Ctrl-C.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line, as in moves.jsonl.")]
+Follow = Annotated[bool, typer.Option("--follow", help="Also print new moves as they happen, until Ctrl-C.")]
 
 
 def explain_moves(run: Run, as_json: AsJson = False, follow: Follow = False) -> None:

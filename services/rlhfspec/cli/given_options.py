@@ -49,7 +49,7 @@ Nats = Annotated[
     str | None,
     typer.Option(
         NATS_OPTION, metavar="URL", rich_help_panel=PANEL,
-        help="A NATS with JetStream that is there already, in place of one that the run starts: 'nats://host:4222', or "
+        help="URL of a running NATS server with JetStream, instead of one that the run starts: 'nats://host:4222', or "
         "tls:// for TLS. A user goes into it, ${NAME} is taken from the environment: 'tls://me:${NATS_PASSWORD}@host'.",
     ),
 ]  # fmt: skip
@@ -57,41 +57,41 @@ Redis = Annotated[
     str | None,
     typer.Option(
         REDIS_OPTION, metavar="URL", rich_help_panel=PANEL,
-        help="The same of a Redis or Valkey: 'redis://host:6379', or rediss:// for TLS.",
+        help="URL of a running Redis or Valkey server: 'redis://host:6379', or rediss:// for TLS.",
     ),
 ]  # fmt: skip
 NatsCredentials = Annotated[
     Path | None,
     typer.Option(
         FILE_OPTIONS[NATS_OPTION], metavar="FILE", rich_help_panel=PANEL,
-        help="A .creds file, or the seed of an NKEY; with a user in the URL, 'nats://me@host', a file with the "
-        "password.",
+        help="Credentials for NATS: a .creds file, or the seed of an NKEY; with a user in the URL, "
+        "'nats://me@host', a file with the password.",
     ),
 ]  # fmt: skip
 RedisCredentials = Annotated[
     Path | None,
     typer.Option(
         FILE_OPTIONS[REDIS_OPTION], metavar="FILE", rich_help_panel=PANEL,
-        help="A file with the password, of the user in the URL or of the server's default user.",
+        help="File with the password for Redis, of the user in the URL or of the default user.",
     ),
 ]  # fmt: skip
 ServersCa = Annotated[
     Path | None,
     typer.Option(
         CA, metavar="FILE", rich_help_panel=PANEL,
-        help="Who signed the servers' certificates, as PEM. Without it: whom this machine trusts.",
+        help="CA certificates of the servers, as PEM.  [default: the CAs that this machine trusts]",
     ),
 ]  # fmt: skip
 ServersCertificate = Annotated[
     Path | None,
     typer.Option(
         CERTIFICATE, metavar="FILE", rich_help_panel=PANEL,
-        help="A certificate to show to servers that ask for one, as PEM, with its key.",
+        help="Client certificate for servers that ask for one, as PEM, with its key.",
     ),
 ]  # fmt: skip
 ServersKey = Annotated[
     Path | None,
-    typer.Option(KEY_OPTION, metavar="FILE", rich_help_panel=PANEL, help="Its key, where that has a file of its own."),
+    typer.Option(KEY_OPTION, metavar="FILE", rich_help_panel=PANEL, help="Key of the client certificate, if separate."),
 ]  # fmt: skip
 
 

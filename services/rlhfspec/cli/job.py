@@ -19,17 +19,17 @@ from rlhfspec.job_file.schema import json_schema
 from rlhfspec.job_file.template import DEFAULT_DATA, DEFAULT_MODEL, REWARD_MODULE, Choices, job_text
 from rlhfspec.prepare.checks import check_as_run_does, check_made_here, checked_rows
 
-Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file: YAML or JSON.", show_default=False)]
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML or JSON.", show_default=False)]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Change a field of spec, such as training.steps=3. Repeatable."),
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a field of spec, such as training.steps=3. Repeatable."),
 ]
 
 
 def validate(
     job: Job,
     overrides: Set = None,
-    prompts: Annotated[bool, typer.Option("--prompts", help="Also run every prompt through the tokenizer.")] = False,
+    prompts: Annotated[bool, typer.Option("--prompts", help="Also tokenize every prompt.")] = False,
 ) -> None:
     """Check a job and its data, and say in short what it would do."""
     with exit_on_problems():
@@ -49,9 +49,9 @@ def init(
     job: Job,
     model: Annotated[str, typer.Option(help="Folder or hub id of the policy.")] = DEFAULT_MODEL,
     data: Annotated[
-        str, typer.Option(help="Rows: .jsonl, .json, .csv, .parquet; datasets folder; hub id.")
+        str, typer.Option(help="Dataset: .jsonl, .json, .csv or .parquet file, datasets folder, or hub id.")
     ] = DEFAULT_DATA,
-    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(ALGORITHMS)}.")] = "grpo",
+    algorithm: Annotated[str, typer.Option(help=f"Algorithm: {', '.join(ALGORITHMS)}.")] = "grpo",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the job file if there is one.")] = False,
 ) -> None:
     """Write a commented job to start from, and rewards.py beside it when there is none."""
@@ -74,7 +74,7 @@ def init(
 
 
 def schema(
-    crd: Annotated[bool, typer.Option("--crd", help="A Kubernetes CustomResourceDefinition.")] = False,
+    crd: Annotated[bool, typer.Option("--crd", help="Print the Kubernetes CustomResourceDefinition instead.")] = False,
 ) -> None:
     """Print the schema of a job: JSON Schema for editors, or the CustomResourceDefinition for `kubectl apply -f -`."""
     typer.echo(json.dumps(custom_resource_definition() if crd else json_schema(), indent=2))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhfspec.sweep.run import Judged
     from rlhfspec.sweep.verdict import Verdict
 
-app = typer.Typer(help="Which models run right in every bit, and why others are refused.", no_args_is_help=True)
+app = typer.Typer(help="Check which models run bit-exactly, and why others are refused.", no_args_is_help=True)
 _CODES = {"right": 0, "wrong": FAILED, "refused": 2, "not made": 2}
 _LARGE = 200_000_000  # parameters; from there on a model is judged in fewer ways
 
@@ -27,7 +27,7 @@ Targets = Annotated[
     list[str],
     typer.Argument(
         metavar="PATH|TYPE|all...",
-        help="A model's folder or hub id; types of transformers, such as mixtral; or all types.",
+        help="Folder or hub id of a model, model types of transformers such as mixtral, or all.",
         show_default=False,
     ),
 ]
@@ -35,18 +35,24 @@ Targets = Annotated[
 
 @app.callback()
 def group() -> None:
-    """Which models run right in every bit, and why others are refused."""
+    """Check which models run bit-exactly, and why others are refused."""
 
 
 @app.command()
 def check(
     targets: Targets,
     max_context: Annotated[
-        int, typer.Option(min=128, help="A model of your own is looked at up to this position, as far as it goes.")
+        int, typer.Option(min=128, help="Largest position to check in a model given by folder or hub id.")
     ] = 8192,
-    variants: Annotated[bool, typer.Option(help="Types: also with windows, kinds of RoPE, biases, ...")] = True,
-    workers: Annotated[int | None, typer.Option(min=1, help="Types: so many processes; as many as cores.")] = None,
-    table: Annotated[Path | None, typer.Option("--table", metavar="FILE", help="Types: write the table there.")] = None,
+    variants: Annotated[
+        bool, typer.Option(help="For model types: also check variants with windows, kinds of RoPE, biases, ...")
+    ] = True,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="For model types: number of processes.  [default: number of cores]")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option("--table", metavar="FILE", help="For model types: write the table to this file.")
+    ] = None,
 ) -> None:
     """Judge models against plain Hugging Face: right in every bit (exit code 0), wrong (1), or refused (2).
 

@@ -25,13 +25,21 @@ QUICK_MIGRATE: dict[str, Any] = {"links": ("shm", "tcp"), "tokens": (512, 1024),
 def rebalance(
     model: Model = None,
     draft: Draft = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One seed, short responses; done within minutes.")] = False,
-    workloads: Annotated[str | None, typer.Option(help="Among skew, groups, independent; all by default.")] = None,
-    decoding: Annotated[str | None, typer.Option(help="Among adaptive, plain; both by default.")] = None,
-    arms: Annotated[str | None, typer.Option(help="Among dealt, pulled, ours, clairvoyant; all by default.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Stages of each workload.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Repetitions of every stage, arms interleaved.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run one seed with short responses; done within minutes.")
+    ] = False,
+    workloads: Annotated[
+        str | None, typer.Option(help="Workloads, from skew, groups, independent.  [default: all]")
+    ] = None,
+    decoding: Annotated[str | None, typer.Option(help="Decoding, from adaptive, plain.  [default: both]")] = None,
+    arms: Annotated[
+        str | None, typer.Option(help="Policies to compare, from dealt, pulled, ours, clairvoyant.  [default: all]")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds of each workload.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Number of repetitions of every seed, with policies interleaved.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Data type: bfloat16 or float32.")] = "bfloat16",
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -63,17 +71,24 @@ def rebalance(
 def migrate(
     model: Model = None,
     draft: Draft = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few moves of one length; done within minutes.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure few moves of one length; done within minutes.")
+    ] = False,
     links: Annotated[
-        str | None, typer.Option(help="Among shm, tcp, nixl, torch; all that are here by default.")
+        str | None, typer.Option(help="Links, from shm, tcp, nixl, torch.  [default: all that are installed]")
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="Sizes of the moved sequence.  [default: 512,1024,2000]")] = None,
-    decoding: Annotated[str | None, typer.Option(help="Among plain, drafts; both by default.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Moves of each cell.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Lengths of the moved sequence in tokens.  [default: 512,1024,2000]")
+    ] = None,
+    decoding: Annotated[str | None, typer.Option(help="Decoding, from plain, drafts.  [default: both]")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Number of moves of each combination.")] = None,
     large_kv: Annotated[
-        bool, typer.Option(help="Also a model with 65 KB of KV a token (67 MB at 1,024 tokens), plainly.")
+        bool,
+        typer.Option(
+            help="Also measure a model with 65 KB of KV a token (67 MB at 1,024 tokens), without speculation."
+        ),
     ] = True,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Data type: bfloat16 or float32.")] = "bfloat16",
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:

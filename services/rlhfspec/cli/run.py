@@ -43,17 +43,15 @@ if TYPE_CHECKING:
     from rlhfspec.job import RLHFJob
     from rlhfspec.telemetry.manifest import RunOutcome
 
-Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (rlhfspec init writes one).", show_default=False)]
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (rlhfspec init writes one).", show_default=False)]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Change a field of spec, such as training.steps=3. Repeatable."),
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a field of spec, such as training.steps=3. Repeatable."),
 ]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="The run's folder.  [default: out/NAME-OF-THE-JOB]")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Run folder.  [default: out/NAME-OF-THE-JOB]")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the run folder.")]
 Processes = Annotated[
-    bool, typer.Option("--processes", help="Every stage's worker in a process of its own (docs/processes.md).")
+    bool, typer.Option("--processes", help="Run every worker in a process of its own (docs/processes.md).")
 ]
 
 
@@ -71,10 +69,10 @@ def run(
     servers_certificate: ServersCertificate = None,
     servers_key: ServersKey = None,
 ) -> None:
-    """Train. Ctrl-C ends the step, writes a checkpoint and stops.
+    """Run a job. Ctrl-C finishes the step, writes a checkpoint and stops.
 
-    Every stage runs in this process; with --processes each of their workers in its own, and those that fail are started
-    again. Launched by torchrun, rank 0 runs the stages and all ranks share the training (docs/training.md).
+    All stages run in this process; with --processes every worker is a process of its own and is restarted when it
+    fails. Under torchrun, rank 0 runs the stages and all ranks share the training (docs/training.md).
     """
     console = wide_console()
     given = GivenOptions(

@@ -26,50 +26,64 @@ if TYPE_CHECKING:
     from rlhfspec.rebalancing.trials import Trial
 
 Generators = Annotated[
-    int | None, typer.Option(min=1, max=100_000, help="Generators.  [default: the job's, at least 2]")
+    int | None, typer.Option(min=1, max=100_000, help="Number of generators.  [default: the job's, at least 2]")
 ]
 PerGenerator = Annotated[
-    int | None, typer.Option(min=1, help="Sequences of a stage for each.  [default: the job's step, shared out]")
+    int | None,
+    typer.Option(min=1, help="Number of sequences per generator.  [default: the samples of the job's step, divided]"),
 ]
-Seeds = Annotated[int, typer.Option(min=1, help="Stages of other lengths, from seed 1 on.")]
-Lengths = Annotated[str, typer.Option(help="independent, groups, skew or adversarial (docs/simulator.md).")]
-Median = Annotated[float, typer.Option(min=1, help="Of the lognormal lengths, in tokens.")]
-Sigma = Annotated[float, typer.Option(min=0, help="Of the log lengths.")]
-Curve = Annotated[str, typer.Option(help="plain, adaptive, t0=32c, t0=2.5c, memory-bound, or T0,C in milliseconds.")]
-Prefill = Annotated[float, typer.Option(min=0, help="Milliseconds a prompt token.")]
-Rows = Annotated[int | None, typer.Option(min=1, help="Sequences a generator runs at once.  [default: the job's]")]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds, from 1 on; each draws other lengths.")]
+Lengths = Annotated[
+    str, typer.Option(help="How lengths are drawn: independent, groups, skew or adversarial (docs/simulator.md).")
+]
+Median = Annotated[float, typer.Option(min=1, help="Median of the lognormal lengths, in tokens.")]
+Sigma = Annotated[float, typer.Option(min=0, help="Standard deviation of the logarithm of the lengths.")]
+Curve = Annotated[
+    str, typer.Option(help="Step times: plain, adaptive, t0=32c, t0=2.5c, memory-bound, or T0,C in milliseconds.")
+]
+Prefill = Annotated[float, typer.Option(min=0, help="Prefill time of a prompt token, in milliseconds.")]
+Rows = Annotated[
+    int | None,
+    typer.Option(min=1, help="Maximum number of sequences that a generator runs at a time.  [default: the job's]"),
+]
 Policies = Annotated[
     list[str] | None,
     typer.Option(
         "--policy",
-        help="none, threshold, knee, counts, ours or ours-knowing; pull+ before it: pulled, not dealt. Repeatable.  "
+        help="Policy: none, threshold, knee, counts, ours or ours-knowing; with pull+ in front, generators pull "
+        "prompts instead of getting them dealt. Repeatable.  "
         "[default: all]",
     ),
 ]
-PerHost = Annotated[int, typer.Option(min=1, help="Generators that share a host's memory bandwidth.")]
-PauseMs = Annotated[float, typer.Option("--pause", min=0, help="Milliseconds that a moving sequence waits.")]
+PerHost = Annotated[int, typer.Option(min=1, help="Number of generators that share the memory bandwidth of a host.")]
+PauseMs = Annotated[float, typer.Option("--pause", min=0, help="Time that a moved sequence pauses, in milliseconds.")]
 Kills = Annotated[
     list[str] | None,
-    typer.Option("--kill", metavar="GENERATOR@SECONDS[+SECONDS]", help="It dies then, and is back so much later."),
+    typer.Option(
+        "--kill",
+        metavar="GENERATOR@SECONDS[+SECONDS]",
+        help="Kill this generator at this time, and restart it so much later.",
+    ),
 ]
 Slow = Annotated[
-    list[str] | None, typer.Option("--slow", metavar="GENERATOR:TIMES", help="Its steps take so many times as long.")
+    list[str] | None,
+    typer.Option("--slow", metavar="GENERATOR:TIMES", help="Make the steps of this generator so many times slower."),
 ]
 Calibrate = Annotated[
-    Path | None, typer.Option(metavar="RUN", help="Take curve, prefill and lengths from a run's folder, with traces.")
+    Path | None, typer.Option(metavar="RUN", help="Take step times, prefill and lengths from a run folder with traces.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Out = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Also draw: the first seed into DIR/simulated.png, or DIR/fused.png.")
+    Path | None, typer.Option(metavar="DIR", help="Also plot the first seed to DIR/simulated.png, or DIR/fused.png.")
 ]
 MaybeJob = Annotated[
-    Path | None, typer.Argument(metavar="[JOB]", help="A job file; none with --fuse.", show_default=False)
+    Path | None, typer.Argument(metavar="[JOB]", help="Job file; not needed with --fuse.", show_default=False)
 ]
 Fuse = Annotated[
     str | None,
     typer.Option(
         metavar="STAGESxMICROBATCHES[xCRITIC]",
-        help="Instead: actor and critic trained on one pipeline, interleaved; a critic of so many times the actor.",
+        help="Simulate actor and critic trained interleaved on one pipeline; the critic is CRITIC times as large.",
     ),
 ]
 

@@ -8,12 +8,12 @@ import typer
 
 from rlhfspec.cli.progress import StatusLine
 
-app = typer.Typer(help="Small models, made on this machine and kept in its cache.", no_args_is_help=True)
+app = typer.Typer(help="Small models, made on this machine and cached.", no_args_is_help=True)
 
 
 @app.callback()
 def group() -> None:
-    """Small models, made on this machine and kept in its cache."""
+    """Small models, made on this machine and cached."""
 
 
 @app.command()
@@ -21,7 +21,7 @@ def make(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="draft, library, library-draft, library-wide, sums, sums-draft, target, wide; all when none is named"
+            help="Models: draft, library, library-draft, library-wide, sums, sums-draft, target, wide.  [default: all]"
         ),
     ] = None,
 ) -> None:

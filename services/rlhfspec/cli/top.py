@@ -25,7 +25,7 @@ EVERY_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # some beats of who only waits: from then on it is told
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with --processes.", show_default=False)]
-Watch = Annotated[bool, typer.Option("--watch", help="Again every second, until Ctrl-C.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
 
 
 def top(run: Run, watch: Watch = False) -> None:

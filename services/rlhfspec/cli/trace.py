@@ -20,16 +20,17 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show
 Sample = Annotated[
     str | None,
     typer.Argument(
-        metavar="[SAMPLE]", help="An id of samples.jsonl, such as sums/3/7/1 (or 3/7/1).", show_default=False
+        metavar="[SAMPLE]", help="Id of a sample in samples.jsonl, such as sums/3/7/1 (or 3/7/1).", show_default=False
     ),
 ]
 Slowest = Annotated[
-    int | None, typer.Option("--slowest", metavar="N", min=1, help="Instead: the N slowest samples of a step.")
+    int | None, typer.Option("--slowest", metavar="N", min=1, help="List the N slowest samples of a step instead.")
 ]
 Step = Annotated[
-    int | None, typer.Option("--step", metavar="STEP", min=1, help="Of --slowest.  [default: the last trained]")
+    int | None,
+    typer.Option("--step", metavar="STEP", min=1, help="Step for --slowest.  [default: the last trained step]"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the spans instead of a picture.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the spans as JSON instead of a picture.")]
 
 
 def trace(run: Run, sample: Sample = None, slowest: Slowest = None, step: Step = None, as_json: AsJson = False) -> None:

@@ -38,7 +38,7 @@ def main() -> int:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="one JSON document (the default)")
     how.add_argument("--view", action="store_true", help="the live view, until Ctrl-C")
-    how.add_argument("--sample", metavar="ID", help="its trace, as lines of a log")
+    how.add_argument("--sample", metavar="ID", help="trace of this sample, as log lines")
     arguments = parser.parse_args()
     from rlhfspec.errors import RLHFSpecError
     from rlhfspec.service import exits

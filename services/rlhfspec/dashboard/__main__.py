@@ -40,16 +40,16 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--host", default="", help="address to listen at (default: all)")
     add("--port", type=int, default=names.DASHBOARD_PORT)
-    add("--namespace", action="append", default=[], metavar="NAME", help="only this one, and others so named")
-    add("--nats-url", metavar="URL", help="tls://HOST:PORT; without it nothing arrives live")
-    add("--redis-url", metavar="URL", help="rediss://HOST:PORT")
+    add("--namespace", action="append", default=[], metavar="NAME", help="namespace to show; repeatable (default: all)")
+    add("--nats-url", metavar="URL", help="URL of NATS, tls://HOST:PORT; without it there are no live updates")
+    add("--redis-url", metavar="URL", help="URL of Redis, rediss://HOST:PORT")
     add("--credentials", type=Path, default=Path(names.CREDENTIALS), metavar="FOLDER")
-    add("--storage", type=Path, metavar="FOLDER", help="where a claim with run folders is mounted")
-    add("--storage-claim", default="", metavar="NAME", help="its name, for jobs that name it; others name none")
-    add("--storage-namespace", default="", metavar="NAME", help="whose claim it is (default: the pod's)")
+    add("--storage", type=Path, metavar="FOLDER", help="folder where a claim with run folders is mounted")
+    add("--storage-claim", default="", metavar="NAME", help="name of that claim, for jobs that name it")
+    add("--storage-namespace", default="", metavar="NAME", help="namespace of that claim (default: the pod's)")
     add("--tls-cert", type=Path, metavar="FILE")
     add("--tls-key", type=Path, metavar="FILE")
-    add("--kubeconfig", type=Path, metavar="FILE", help="where it is no pod")
+    add("--kubeconfig", type=Path, metavar="FILE", help="kubeconfig, if the dashboard does not run in a pod")
     return parser.parse_args()
 
 

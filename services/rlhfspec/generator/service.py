@@ -14,7 +14,8 @@ from rlhfspec.generator.dry import Dry
 from rlhfspec.generator.history import Histories
 from rlhfspec.generator.load import Experts, Meter
 from rlhfspec.generator.moving import Luggage, Moving
-from rlhfspec.job import Generation, RLHFJob
+from rlhfspec.job import RLHFJob
+from rlhfspec.job_generation import Generation
 from rlhfspec.migration.engine_calls import EngineCalls
 from rlhfspec.records import Load, Prompt, Sample, Weights
 from rlhfspec.service.base import PULL_SECONDS, Service
