@@ -10,6 +10,7 @@
 | files/crd.yaml | `rlhfspec schema --crd` |
 | tables of choices in docs | choice_tables.py, so `rlhfspec.choices` |
 | the fields in docs/job.md | job_fields.py, so the schema of a job |
+| stages and records in docs/loop.md | loop_tables.py, so `loop.py` |
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from choice_tables import tables as choice_tables
 from edges import as_file, edges
 from grafana import DASHBOARDS, dashboard
 from job_fields import fields_text
+from loop_tables import records_table, stages_table
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from values_model import Pod, Resources, Values
@@ -175,6 +177,7 @@ def files() -> dict[Path, str]:
     documents = {
         DOCUMENT: {"values": values_table(), "edges": edges_table()},
         ROOT / "docs" / "job.md": {"fields": fields_text()},
+        ROOT / "docs" / "loop.md": {"stages": stages_table(), "records": records_table()},
         **choice_tables(),
     }
     return made | {path: _document(path, tables) for path, tables in documents.items() if path.exists()}
