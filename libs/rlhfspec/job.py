@@ -131,6 +131,7 @@ class HeldOut(Block):
     )
 
     def is_due(self, step: int, last_step: int) -> bool:
+        """Return whether an evaluation follows this step."""
         return step % self.every_steps == 0 or step == last_step
 
 
@@ -203,12 +204,12 @@ class Algorithm(Block):
 
     @property
     def entry(self) -> AlgorithmEntry:
-        """What is known of the algorithm by its name alone."""
+        """Return the entry of the algorithm in the table of algorithms."""
         return ALGORITHMS[self.name]
 
     @property
     def shares_prompts(self) -> bool:
-        """Has a prompt several answers, so that what was run of it is worth keeping for the next?"""
+        """Return whether a prompt has several responses, so that its KV is worth keeping."""
         return self.samples_per_prompt > 1
 
 
@@ -369,20 +370,23 @@ class Spec(Block):
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest prompt and the longest response together."""
+        """Return the tokens of the longest prompt and the longest response together."""
         return self.dataset.max_prompt_tokens + self.generation.max_tokens
 
     @property
     def moves_samples(self) -> bool:
-        """Do samples go on at another generator where that pays?"""
+        """Return whether samples can move to another generator."""
         generator = self.roles.generator
         most = max(generator.workers, generator.replicas.max if generator.replicas else 1)
         return most > 1 and self.rebalance.mode == "auto" and ENGINES[self.generation.engine].is_movable
 
     @property
     def prefetch(self) -> int:
-        """What is held cannot go to another generator that has room, so few is better; but what may move mends that,
-        and then a whole group at one generator runs its prompt once."""
+        """Return how many samples a generator fetches beyond those that its engine can run.
+
+        A fetched sample is not available to another generator that has room, so the default is small. Where samples
+        can move, it is at least a whole group, whose prompt is then computed once.
+        """
         given = self.roles.generator.prefetch
         if given is not None:
             return given
@@ -390,12 +394,12 @@ class Spec(Block):
 
     @property
     def pulled_at_a_time(self) -> int:
-        """Samples of one prompt, so that they share its KV; and no more, so that other generators get theirs."""
+        """Return how many samples are pulled at a time: those of one prompt, which share its KV."""
         return max(min(self.algorithm.samples_per_prompt, self.prefetch), 1)
 
     @property
     def samples_in_flight(self) -> int:
-        """That a generator may be asked for at a time: those of every step that staleness lets begin."""
+        """Return the most samples that may be requested at a time: those of every step that staleness lets begin."""
         training = self.training
         return training.prompts_per_step * self.algorithm.samples_per_prompt * (1 + training.max_staleness)
 

@@ -1,4 +1,4 @@
-"""What every block of a job is made of; for `rlhfspec.job` and its parts, which describe it.
+"""The base class and number types of the blocks of a job, used by `rlhfspec.job` and its parts.
 
 What is true of a field beyond its value is a `Mark` in its annotation; `marked` lists the fields that have one.
 
@@ -38,7 +38,7 @@ class Block(BaseModel):
 
 
 class Mark(Enum):
-    """On a block it holds for all that is in it."""
+    """A property of a field. A mark on a block holds for all fields in it."""
 
     MUTABLE = "may change while the job runs"
     MUTABLE_WHILE_SUSPENDED = "may change while the job is suspended, for the pods that are made when it goes on"
@@ -47,7 +47,7 @@ class Mark(Enum):
 
 
 def marked(block: type[Block], mark: Mark) -> Iterator[str]:
-    """The fields with a mark, such as roles.generator.workers; nothing within a block that has it."""
+    """Return the paths of fields with a mark, such as roles.generator.workers; a marked block is one path."""
     for field in block.model_fields.values():
         if mark in field.metadata:
             yield str(field.alias)
@@ -57,7 +57,7 @@ def marked(block: type[Block], mark: Mark) -> Iterator[str]:
 
 
 def blocks_of(annotation: Any) -> list[type[Block]]:
-    """The blocks that a field may hold, by itself, in a list or as one of several."""
+    """Return the blocks that a field may hold, by itself, in a list or as one of several."""
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return [annotation]
     return [block for inner in get_args(annotation) for block in blocks_of(inner)]

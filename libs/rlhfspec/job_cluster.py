@@ -1,5 +1,5 @@
-"""What a job says of a cluster, and only of a cluster: on one machine these fields are left aside, and `rlhfspec run`
-says which (`job_file.remarks`). All are optional.
+"""The fields of a job that have an effect in a cluster only: on one machine they are ignored, and `rlhfspec run`
+lists them (`job_file.remarks`). All are optional.
 
 Example:
     >>> Replicas.model_validate({"min": 1, "max": 4}).max

@@ -1,4 +1,4 @@
-"""Where the rewards of a job come from."""
+"""The sources of the rewards of a job."""
 
 from __future__ import annotations
 

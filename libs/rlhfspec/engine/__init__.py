@@ -1,4 +1,4 @@
-"""The generation engine. `from rlhfspec.engine import Engine, SamplingParams` is all a person types first."""
+"""The generation engine. `from rlhfspec.engine import Engine, SamplingParams` is all that is needed to generate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Completion", "Engine", "EngineProtocol", "EngineStats", "EngineStep"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Engine":  # torch is imported only by those who generate
+    if name == "Engine":  # torch is imported only where tokens are generated
         from rlhfspec.engine.core import Engine
 
         return Engine

@@ -1,4 +1,4 @@
-"""What the rest of the system sees of a generation engine: records in, records out, two Protocols.
+"""The contract of a generation engine: the records that go in and come out, and two Protocols.
 
 Torch-free. `rlhfspec.engine.core.Engine` implements both on Hugging Face models;
 `rlhfspec.engine.oracle` holds the slow, obvious decoder that every fast path is compared with.
@@ -41,7 +41,7 @@ class Request:
     group: str = ""  # samples of one prompt share a group; empty: the prompt itself is the group
     history: tuple[tuple[int, ...], ...] = ()  # earlier rollouts of the same prompt, for the suffix drafter
     weights_version: int | None = None  # None: whatever is loaded
-    stays: bool = False  # when it is finished, its KV stays for `extend`, as long as nobody needs the memory
+    stays: bool = False  # when it is finished, its KV stays for `extend`, as long as its memory is not needed
 
     def __post_init__(self) -> None:
         for name in ("seed", "weights_version"):
@@ -49,7 +49,7 @@ class Request:
 
 
 def check_types(request: Request) -> None:
-    """Raises InvalidRequest, naming the field, for what is no request in any engine.
+    """Raise InvalidRequest, naming the field, for a request that no engine can run.
 
     >>> check_types(Request(id="a", prompt_token_ids=(1.5,), params=SamplingParams(), seed=0))  # type: ignore[arg-type]
     Traceback (most recent call last):
@@ -82,7 +82,7 @@ def _are_ids(values: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStats:
-    """How one sequence was generated. It never influences which tokens came out."""
+    """Statistics of how one sequence was generated. They never influence its tokens."""
 
     num_verifications: int = 0  # target forwards that produced at least one token
     num_drafted: int = 0  # nodes verified
@@ -115,7 +115,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStep:
-    """What one `step()` did."""
+    """The result of one `step()`."""
 
     finished: tuple[Completion, ...]
     num_decoding: int
@@ -160,7 +160,7 @@ class SequenceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What another engine looks at before anything else of a sequence is sent."""
+    """Description of a sequence that another engine checks before any KV is sent."""
 
     schema: int
     fingerprints: tuple[str, ...]  # of target and draft: model, weights, arithmetic; one only without a draft
@@ -219,48 +219,52 @@ class SequenceState:
 
 
 class EngineProtocol(Protocol):
-    """What every engine promises. By the law, nothing here but submit and load_weights can change which tokens come
-    out. One whose sequences can go on at another engine is `Movable`, too."""
+    """The contract of every engine. By the law, only submit and load_weights can change which tokens come out. An
+    engine whose sequences can move to another engine is also `Movable`."""
 
     @property
     def reports(self) -> Mapping[str, ModelReport]:
-        """How each model was found right when it was loaded: `model`, and `drafter` where there is one."""
+        """Return how each model was checked when it was loaded: `model`, and `drafter` if there is one."""
         ...
 
     def submit(self, request: Request) -> None:
-        """Queue a sequence. Raises InvalidRequest naming the field when it can never run."""
+        """Queue a sequence. Raise InvalidRequest, naming the field, if it can never run here."""
         ...
 
     @property
     def has_work(self) -> bool:
-        """Is any sequence waiting or running?"""
+        """Return whether any sequence is waiting or running."""
         ...
 
     def step(self) -> EngineStep:
-        """One target forward for everything that can run. Never raises for the fault of one sequence."""
+        """Run one forward pass of the target for all sequences that can run. Never raise for the fault of one."""
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a sequence, also one that stays or is on its way from or to here; False when it is not here."""
+        """Forget a sequence, also one that stays or is moving. Return False if it is not here."""
         ...
 
     @property
-    def weights_version(self) -> int: ...
-
-    def load_weights(self, state_dict: Mapping[str, Any], *, version: int) -> None:
-        """Swap the target's weights between steps. `version` must grow; running sequences recompute their KV."""
+    def weights_version(self) -> int:
+        """Return the version of the loaded weights."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def load_weights(self, state_dict: Mapping[str, Any], *, version: int) -> None:
+        """Replace the target's weights between steps. `version` must grow; running sequences recompute their KV."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges of the engine."""
+        ...
 
     def check_integrity(self) -> None:
-        """Between two steps. AssertionError where rows, blocks and sequences do not add up."""
+        """Raise AssertionError if rows, blocks and sequences do not add up. For use between two steps."""
         ...
 
 
 @runtime_checkable
 class Movable(EngineProtocol, Protocol):
-    """An engine whose sequences can go on at another one of its kind.
+    """An engine whose sequences can move to another engine of its kind.
 
     A sequence moves in this order, `here` and `there` being two engines; all of it between steps:
 
@@ -273,40 +277,40 @@ class Movable(EngineProtocol, Protocol):
     """
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        """Those that wait or run here; not those on their way from or to another engine."""
+        """Return the sequences that wait or run here, without those that are moving."""
         ...
 
     def manifest(self, request_id: str) -> Manifest:
-        """Raises InvalidRequest when there is no such sequence here (it may have finished)."""
+        """Return the manifest of a sequence. Raise InvalidRequest if it is not here (it may have finished)."""
         ...
 
     def reserve(self, manifest: Manifest) -> Watermark:
-        """Keep a row and blocks for a sequence until `import_sequence` or `cancel`; says what need not be sent, because
-        siblings have it here. Raises SequenceStateError or InvalidRequest naming what differs or does not fit."""
+        """Reserve a row and blocks for a sequence until `import_sequence` or `cancel`. Return what need not be sent,
+        because siblings have it here. Raise SequenceStateError or InvalidRequest naming what differs or is too big."""
         ...
 
     def export_range(
         self, request_id: str, start: Watermark, *, max_bytes: int = MOST_BYTES, out: Bytes | None = None
     ) -> KVRange:
-        """Copy committed KV behind `start`, at least a position and else at most `max_bytes`; the sequence decodes on.
-        Into `out`, where it is given: flat, for `max_bytes` and a position at least; the parts are views of it, one
-        behind the other. Raises SequenceStateError("epoch") when it lost its memory since `start`: then begin again."""
+        """Copy committed KV behind `start`, at most `max_bytes` but at least a position, while the sequence decodes.
+        If `out` is given, write into it: flat, for `max_bytes` and at least a position; the parts are views of it, one
+        behind the other. Raise SequenceStateError("epoch") if the sequence lost its memory since `start`."""
         ...
 
     def import_range(self, kv: KVRange) -> None:
-        """Write KV to what was reserved for it. Ranges come in order; what is refused changes nothing."""
+        """Write KV into the reserved blocks. Ranges come in order; a range that is refused changes nothing."""
         ...
 
     def export_sequence(self, request_id: str, start: Watermark | None = None) -> SequenceState:
-        """Stop a sequence and copy out what is left of it: KV behind `start`, or without `start` all of it. It stays
-        ours: `cancel` it when the other engine has it, or `reattach` it."""
+        """Stop a sequence and return its state with the KV behind `start`, or all KV without `start`. It stays here
+        until `cancel`, after the other engine has it, or `reattach`."""
         ...
 
     def import_sequence(self, arrived: SequenceState) -> None:
-        """Go on with a sequence at the next step, as old as it is. Without a reservation, without room, and under
-        newer weights it is queued and computes its KV again. What is refused changes nothing."""
+        """Continue a sequence at the next step, with its age. Without a reservation or room, or under newer weights, it
+        is queued and recomputes its KV. A state that is refused changes nothing."""
         ...
 
     def reattach(self, request_id: str) -> None:
-        """Go on with a sequence that was exported."""
+        """Continue a sequence that was exported."""
         ...

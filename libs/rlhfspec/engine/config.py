@@ -67,7 +67,7 @@ class EngineConfig:
 
     @property
     def table_width(self) -> int:
-        """Slots one row can own: its context and the room for trees, in whole blocks."""
+        """Return the number of slots that one row can own: its context and the room for trees, in whole blocks."""
         return -(-(self.max_context + self.tree_slots + 1) // self.block_size) * self.block_size
 
     @property

@@ -1,4 +1,4 @@
-"""The engine. `step()` reads like the algorithm: schedule, draft, select, verify, commit, learn."""
+"""The generation engine. `step()` reads like the algorithm: schedule, draft, select, verify, commit, learn."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rlhfspec.huggingface.check import ModelReport
 
 
 class Engine:
-    """Generates by the law on one model; `rlhfspec.engine.base.Movable` holds the promises.
+    """Generate tokens by the law on one model. `rlhfspec.engine.base.Movable` is its contract.
 
     >>> engine = Engine.from_pretrained("path/to/model", speculation="suffix")    # doctest: +SKIP
     >>> [done] = engine.generate(["2+2="], SamplingParams(max_tokens=8), seeds=[7])    # doctest: +SKIP
@@ -69,10 +69,10 @@ class Engine:
 
     @property
     def reports(self) -> dict[str, ModelReport]:
-        """How the model, and the drafter where there is one, were found right when they were loaded."""
+        """Return how the model, and the drafter if there is one, were checked when they were loaded."""
         return dict(zip(("model", "drafter"), (space.runner.report for space in self.state.spaces), strict=False))
 
-    # -- what a person types first --------------------------------------------------------------------------
+    # -- generating without records --------------------------------------------------------------------------
 
     def generate(
         self,
@@ -80,7 +80,7 @@ class Engine:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         seeds: SequenceOf[int] | None = None,
     ) -> list[Completion]:
-        """Generate for every prompt (text or token ids); completions come back in the prompts' order."""
+        """Generate a completion for every prompt (text or token ids), and return them in the order of the prompts."""
         each = params if isinstance(params, SequenceOf) else [params or SamplingParams()] * len(prompts)
         seeds = list(range(len(prompts))) if seeds is None else seeds
         for name, values in (("params", each), ("seeds", seeds)):
@@ -108,12 +108,13 @@ class Engine:
                     finished[done.id] = done
                 else:
                     others.append(done)
-        self._undelivered.extend(others)  # somebody submitted those; their step reports them
+        self._undelivered.extend(others)  # submitted by another caller, whose step() returns them
         return [finished[request.id] for request in requests]
 
     # -- the protocol ---------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
+        """Queue a sequence. Raise InvalidRequest, naming the field, if it can never run here."""
         self.validate(request)
         sequence = self.state.new_sequence(request, Generated.of_prompt(request.prompt_token_ids))
         self.state.sequences[request.id] = sequence
@@ -121,10 +122,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Return whether any sequence is waiting, running or not yet returned."""
         return bool(self.state.sequences) or bool(self._undelivered)
 
     def step(self) -> EngineStep:
-        """One target forward for everything that can run."""
+        """Run one forward pass of the target for all sequences that can run."""
         began = time.perf_counter()
         state, rows = self.state, self.state.rows
         self.scheduler.admit()
@@ -248,7 +250,7 @@ class Engine:
     def extend(
         self, request_id: str, token_ids: SequenceOf[int], *, seed: int, params: SamplingParams | None = None
     ) -> None:
-        """Go on with a sequence that finished and stays (`Request.stays`): a turn of a chat, what a tool said.
+        """Continue a finished sequence that stays (`Request.stays`), with a turn of a chat or the output of a tool.
 
         It is a new request of the same id, whose prompt is all there was (prompt and response) and these tokens: by
         the law it has that request's tokens. Of the prompt only what is new is run, unless the memory was needed
@@ -266,7 +268,7 @@ class Engine:
         self.scheduler.extend(self.state.new_sequence(request, Generated.of_prompt(prompt)))
 
     def preempt(self, request_id: str) -> bool:
-        """Take a running sequence's memory back; it recomputes and goes on with the same tokens."""
+        """Preempt a running sequence and free its memory. It recomputes later and continues with the same tokens."""
         sequence = self.state.sequences.get(request_id)
         if sequence is None or not sequence.has_row:
             return False
@@ -274,20 +276,20 @@ class Engine:
         return True
 
     def forget_kept(self) -> None:
-        """No sequence finds what an earlier one left of its prompt: for measurements that use prompts again."""
+        """Drop the kept KV of earlier prompts, for measurements that use prompts again."""
         self.state.pool.forget_kept()
 
     def set_speculation(self, speculation: str | Plan) -> None:
-        """Change how drafts are made, at any time; the tokens stay the same."""
+        """Set the speculation mode, at any time; the tokens stay the same."""
         self.speculation.choose(speculation)
 
     def validate(self, request: Request) -> None:
-        """Raise InvalidRequest, naming the field, for what can never run here."""
+        """Raise InvalidRequest, naming the field, if the request can never run here."""
         self.state.validate(request)
         self.scheduler.refuse_known(request.id)
 
     def check_integrity(self) -> None:
-        """Free plus owned blocks are everything, tables match blocks, rows match sequences; AssertionError if not."""
+        """Raise AssertionError unless free and owned blocks are all blocks and tables, rows and sequences agree."""
         self.scheduler.check()
 
     # -- the end of a step ----------------------------------------------------------------------------------

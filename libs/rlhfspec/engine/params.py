@@ -1,4 +1,4 @@
-"""How one sequence is sampled. Torch-free, so that every stage can read it.
+"""Sampling parameters of one sequence. Torch-free, so that every stage can read it.
 
 Example:
     >>> SamplingParams(temperature=0.7, top_p=0.95, max_tokens=64).temperature
@@ -22,12 +22,12 @@ LARGEST = 3.4028234663852886e38  # of float32, in which the law reads temperatur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What a sequence's tokens depend on, beside weights, prompt and seed (the law, docs/law.md).
+    """Sampling parameters: with weights, prompt and seed, all that tokens depend on (the law, docs/law.md).
 
     temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1.0 keeps every token.
     max_tokens: response length limit. stop_token_ids: kept as the last token, finish_reason "stop".
     stop: strings; generation ends with the first token that completes one (needs a tokenizer).
-    ignore_eos: go on past the model's own end-of-sequence token.
+    ignore_eos: continue after the EOS token of the model.
     """
 
     temperature: float = 1.0
@@ -59,14 +59,14 @@ class SamplingParams:
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy's as Python's, which never overflows; anything else as it is."""
+    """Convert a number of numpy to Python's, which never overflows; return any other value as it is."""
     if is_int(value):
         return int(value)
     return float(value) if not isinstance(value, bool) and isinstance(value, Real) else value
 
 
 def is_int(value: Any) -> bool:
-    """A whole number, numpy's too, but not true or false."""
+    """Return whether the value is a whole number, also numpy's, but not true or false."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

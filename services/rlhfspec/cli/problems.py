@@ -38,7 +38,7 @@ def exit_on_problems() -> Iterator[None]:
     except RLHFSpecError as error:  # damaged checkpoints, an export that finds no room
         refuse(str(error), code=FAILED)
     except OSError as error:
-        if error.filename is None and error.errno not in LIMITS:  # says nothing of what failed, or is nobody's fault
+        if error.filename is None and error.errno not in LIMITS:  # says nothing of what failed
             raise
         refuse(said_of(error), code=FAILED)
     except MemoryError:

@@ -293,7 +293,7 @@ class ProcessRun(JobRun):
     # --- servers of the user's -----------------------------------------------------------------------------------
 
     def _uid_before(self) -> str:
-        """Of a run in this folder that died with its machine: its credentials are lost, so nobody else can clean up."""
+        """A run in this folder that died with its machine: with its credentials lost, no other process can clean up."""
         with suppress(OSError):
             return (self._place / UID).read_text()
         return ""

@@ -214,7 +214,7 @@ def _calibration(samples: list[Ran]) -> Calibration:
 def _samples(run: Path) -> list[Ran]:
     """Generated samples of a run's training steps, each for every generator that made a part of it: when from its
     traces, of which prompt from its samples. Nothing in a run's folder tells how many tokens a prompt has, so that its
-    words count; who goes on with a sample need not run its prompt."""
+    words count; a generator that continues a sample need not run its prompt."""
     from rlhfspec.rebalancing.calibrate import Ran
     from rlhfspec.telemetry.run_folder import RunFolder
     from rlhfspec.tracing.folder import read_spans

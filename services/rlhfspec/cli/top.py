@@ -1,4 +1,4 @@
-"""`rlhfspec top`: who runs where, and what it does right now."""
+"""`rlhfspec top`: where each worker runs, and what it does right now."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhfspec.service.live import LiveView, Snapshot
 
 EVERY_SECONDS = 1.0
-SILENT_SECONDS = 5.0  # some beats of who only waits: from then on it is told
+SILENT_SECONDS = 5.0  # some heartbeats of a worker that only waits: from then on its silence is shown
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with --processes.", show_default=False)]
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
