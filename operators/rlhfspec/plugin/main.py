@@ -61,7 +61,9 @@ def logs(
     sample: Annotated[
         str | None, typer.Option("--sample", help="Show only lines about this sample, in any role.")
     ] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the logs until the job is over or Ctrl-C.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Follow the logs until the job ends or Ctrl-C.")
+    ] = False,
     tail: Annotated[
         int | None, typer.Option("--tail", min=1, help="Number of last lines of each pod to show.  [default: all]")
     ] = None,
