@@ -22,7 +22,7 @@ TIERS = {
     "runs": "whole runs of jobs",
 }
 ALONE = ("unit", "torch")  # in the process of pytest
-TOOLS = {"c++", "cc", "clang++", "g++", "gcc", "ld", "ldconfig", "lscpu", "uname"}  # for kernels, of the machine
+TOOLS = {"c++", "cc", "clang++", "g++", "gcc", "ld", "ldconfig", "lscpu", "uname"}  # build kernels, tell the machine
 _running = ""  # the tier of the test that runs
 
 
