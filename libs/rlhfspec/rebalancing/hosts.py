@@ -69,7 +69,7 @@ def _best_number(fleet: Fleet, engines: Ints, total: Floats, longest: Floats, se
     now = max(int((total > 0).sum()), 1)
     costs = [
         _cost(fleet, engines, number, float(total.sum()), float(longest.max()), settings)
-        if number >= now or _has_room(fleet, engines[np.argsort(-total, kind="stable")], number)
+        if number >= now or _has_room(fleet, engines, number)
         else np.inf
         for number in range(1, len(engines) + 1)
     ]
@@ -91,8 +91,16 @@ def _curves(fleet: Fleet, engines: Ints, number: int) -> tuple[Floats, Floats]:
     return step, alone_sequence + (fleet.sequence_seconds[engines] - alone_sequence) * share
 
 
-def _has_room(fleet: Fleet, fullest_first: Ints, number: int) -> bool:
-    kept, closed = fullest_first[:number], fullest_first[number:]
-    moving = np.isin(fleet.generator, closed)
-    rows, tokens = int(moving.sum()), float((fleet.held + fleet.remaining)[moving].sum())
-    return bool(fleet.free_rows[kept].sum() >= rows and fleet.free_tokens[kept].sum() >= tokens)
+def _has_room(fleet: Fleet, engines: Ints, number: int) -> bool:
+    """Whether the largest of them can hold all that the host has, wherever that is now: no move changes the answer."""
+    held, need = (
+        np.bincount(fleet.generator, tokens, minlength=fleet.num_generators)[engines]
+        for tokens in (fleet.held, fleet.held + fleet.remaining)
+    )
+    rows = np.bincount(fleet.generator, minlength=fleet.num_generators)[engines]
+    has_rows = _sum_of_largest(fleet.free_rows[engines] + rows, number) >= rows.sum()
+    return has_rows and _sum_of_largest(fleet.free_tokens[engines] + held, number) >= need.sum()
+
+
+def _sum_of_largest(capacities: Floats | Ints, number: int) -> float:
+    return float(np.sort(capacities)[-number:].sum())

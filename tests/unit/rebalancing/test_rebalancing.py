@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlhfspec.rebalancing.fleet import Fleet
@@ -138,6 +138,8 @@ def test_with_lengths_fixed_the_ends_sorted_downwards_fall_until_nothing_moves(s
 
 @given(st.integers(0, 1 << 32), st.sampled_from([0.0, 0.2, 1.0]))
 @settings(max_examples=150, deadline=None)
+@example(419720, 0.2)  # whether a host has room must not depend on where in it its samples are
+@example(20296410, 0.2)
 def test_hosts_that_consolidate_come_to_rest_too(seed: int, engine_cost: float) -> None:
     fleet = random_fleet(seed)
     fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool), host=fleet.host % 3)
