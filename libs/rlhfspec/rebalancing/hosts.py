@@ -98,8 +98,8 @@ def _has_room(fleet: Fleet, engines: Ints, number: int) -> bool:
         for tokens in (fleet.held, fleet.held + fleet.remaining)
     )
     rows = np.bincount(fleet.generator, minlength=fleet.num_generators)[engines]
-    has_rows = _sum_of_largest(fleet.free_rows[engines] + rows, number) >= rows.sum()
-    return has_rows and _sum_of_largest(fleet.free_tokens[engines] + held, number) >= need.sum()
+    has_rows = _sum_of_largest(fleet.free_rows[engines] + rows, number) >= float(rows.sum())
+    return has_rows and _sum_of_largest(fleet.free_tokens[engines] + held, number) >= float(need.sum())
 
 
 def _sum_of_largest(capacities: Floats | Ints, number: int) -> float:
