@@ -6,6 +6,7 @@ Not run here: nodes, so no pod is ever scheduled where a flavor says; admission 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,11 @@ def edit_workload(world: World, namespace: str, job: str, spec: dict[str, Any]) 
 
 
 def end_all(world: World, namespace: str, job: str) -> None:
-    """Whatever was asked to end does, as a kubelet makes it."""
+    """Whatever was asked to end does, as a kubelet makes it; what had ended before may be gone by then."""
     for name, pod in pods_of(world, namespace, job).items():
         if pod.metadata.deletion_timestamp is not None:
-            world.core.delete_namespaced_pod(name, namespace, grace_period_seconds=0)
+            with suppress(client.exceptions.NotFoundException):
+                world.core.delete_namespaced_pod(name, namespace, grace_period_seconds=0)
 
 
 def test_two_jobs_take_turns_where_there_is_room_for_one(world: World, operator: Operator) -> None:
