@@ -58,7 +58,7 @@ def uses(audit: Iterable[Json], user: str, *, allowed: bool = True) -> Iterator[
     """Of what is an object: the paths that everybody may read, such as /apis, are none."""
     for entry in audit:
         about = entry.get("objectRef", {})
-        if entry["user"]["username"] != user or "resource" not in about:
+        if entry["user"].get("username") != user or "resource" not in about:
             continue
         is_forbidden = (entry.get("annotations") or {}).get("authorization.k8s.io/decision") == "forbid"
         if is_forbidden is allowed:
