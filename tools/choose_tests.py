@@ -29,7 +29,7 @@ CODE_ROOTS = ("libs", "kernels", "services", "operators")
 BESIDE = ("tests", "e2e", "tools", "charts")  # where `import name` finds what is no package
 TIERS = ("tests/unit", "tests/torch")
 FOR_ALL = ("pyproject.toml", "constraints.txt", "tests/conftest.py", "tests/tiers.py")
-DOCSTRINGS = "tests/torch/house/test_docstrings.py::test_module_imports_and_its_examples_are_true"
+DOCSTRINGS = "tests/processes/house/test_docstrings.py::test_module_imports_and_its_examples_are_true"
 
 
 @dataclass(frozen=True)
