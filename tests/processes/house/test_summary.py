@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,9 @@ def pytest_says(folder: Path, place: str, code: str, *options: str) -> str:
     (folder / place).parent.mkdir(parents=True)
     (folder / place).write_text(code)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # those of CI
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "1")])
