@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -78,6 +79,7 @@ class Proxy:
     """Between a client and a server on this machine; it can fall silent: it reads no more, and closes nothing."""
 
     def __init__(self, port: int) -> None:
+        self.sent = b""  # by all clients
         self._port = port
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
@@ -109,14 +111,21 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._port)
         self._writers += [writer, to_writer]
-        for source, target in ((reader, to_writer), (to_reader, writer)):
-            task = asyncio.create_task(_pump(source, target))
+        for source, target, saw in ((reader, to_writer, self._saw), (to_reader, writer, None)):
+            task = asyncio.create_task(_pump(source, target, saw))
             self._tasks.add(task)
 
+    def _saw(self, data: bytes) -> None:
+        self.sent += data
 
-async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+
+async def _pump(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, saw: Callable[[bytes], None] | None
+) -> None:
     with suppress(OSError):
         while data := await source.read(1 << 16):
+            if saw is not None:
+                saw(data)
             target.write(data)
             await target.drain()
         target.close()

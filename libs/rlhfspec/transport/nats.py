@@ -38,6 +38,7 @@ from rlhfspec.transport.nats_streams import (
 
 FULL = 10077  # JetStream's number for a stream without room
 SHORTEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.01, 0.5
+LAST_ANSWER_SECONDS = 1.0  # a last try is given these, or "no answer" would hide why the earlier ones failed
 
 
 class NatsTransport:
@@ -171,7 +172,7 @@ class NatsTransport:
         began = self._clock.now()
         wait, problem = SHORTEST_WAIT_SECONDS, ""
         while True:
-            left = max(began + self._patience_seconds(problem) - self._clock.now(), SHORTEST_WAIT_SECONDS)
+            left = max(began + self._patience_seconds(problem) - self._clock.now(), LAST_ANSWER_SECONDS)
             answer = await self._connection.ask(place, data, headers, seconds=min(ANSWER_SECONDS, left))
             if answer is None:
                 problem = "no answer"

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import nats.errors
-from nats.aio.client import Client
+from nats.aio.client import PING_PROTO, Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -195,10 +195,7 @@ class Connection:
     # --- listening -----------------------------------------------------------------------------------------------
 
     async def listen(self, subject: str, arrived: Arrived) -> Subscription:
-        """The server knows of it, or has refused it, before it answers whatever is asked after this.
-
-        (nats-py's own `flush` is no such sign: its ping overtakes what is still to be sent.)
-        """
+        """The server knows of it, or has refused it, before it answers whatever is asked after this."""
         self.refuse("subscription", subject)
         return await self._nc.subscribe(subject, cb=arrived)
 
@@ -306,6 +303,17 @@ class _Client(Client):
     def _give_up(self, socket: asyncio.WriteTransport) -> None:
         if _socket_of(self) is socket:  # else it is connected anew by now
             socket.abort()
+
+    async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
+        """After all that is still to be written, which nats-py's ping overtakes: `drain` took the answer for a sign
+        that the server had heard it, dropped what came later, and that stayed delivered until its ack wait was over.
+        """
+        answer: asyncio.Future[bool] = asyncio.Future()
+        if future is not None:  # it may be cancelled by then, which nats-py takes for an error of the connection
+            answer.add_done_callback(lambda _: None if future.done() else future.set_result(True))
+        self._pongs.append(answer)
+        await self._send_command(PING_PROTO)
+        await self._flush_pending()
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         """What is unsent while the server is away is given up: nats-py would write it to a lost TLS connection, which

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-from nats_servers import NatsServer
+from nats_servers import NatsServer, Proxy
 from transport_contract import Harness, TransportContract
 
 from rlhfspec.transport.base import Consumer
@@ -19,6 +19,13 @@ from rlhfspec.transport.nats import NatsTransport
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     with NatsServer(tmp_path_factory.mktemp("nats")) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(server: NatsServer) -> Iterator[None]:
+    """Also after a test that failed, which may be run again: the server would take its messages for known ones."""
+    yield
+    asyncio.run(forget_everything(server.url))
 
 
 class TestNatsTransport(TransportContract):
@@ -35,7 +42,6 @@ class TestNatsTransport(TransportContract):
             yield Harness(transport)
         finally:
             await transport.close()
-            await forget_everything(self._url)
 
 
 async def forget_everything(url: str) -> None:
@@ -65,7 +71,21 @@ def test_who_it_is_for_is_said_by_the_server(server: NatsServer) -> None:
         assert [seen.data for seen in await view.pull(1, 10.0)] == [b"busy"]
         await worker.close()
         await opening.close()
-        await forget_everything(server.url)
+
+    asyncio.run(main())
+
+
+def test_the_server_hears_that_a_reading_is_closed_before_it_is_asked_what_else_it_sent(server: NatsServer) -> None:
+    async def main() -> None:
+        async with Proxy(server.port) as proxy:
+            reward = Consumer(name="reward", max_deliveries=None)
+            transport = await NatsTransport.connect(proxy.url, name="reward")
+            await transport.declare("rlhf.a.sample", "work", [reward])
+            reading = await transport.subscribe("rlhf.a.sample", reward)
+            assert await reading.pull(1, 0.0) == []
+            await reading.close()
+            assert b"PING" in proxy.sent.rpartition(b"UNSUB")[2]
+            await transport.close()
 
     asyncio.run(main())
 
@@ -96,6 +116,5 @@ def test_who_leaves_while_messages_come_keeps_none_of_them_from_others(server: N
             await got[0].ack()
         await leaving.close()
         await sending.close()
-        await forget_everything(server.url)
 
     asyncio.run(main())
