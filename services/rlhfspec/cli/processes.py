@@ -138,6 +138,21 @@ class ProcessRun(JobRun):
     async def _build(self, say: Say) -> None:
         say("starting the servers")
         connections = await self._start_servers()
+        self._starter = self._make_starter()
+        await self._starter.begin()  # what it imports is there when the workers are to be started
+        await _while_running(self._watch_servers(say, until=asyncio.Event()), self._connect(connections))
+        workers = workers_of(self._job)
+        self._children = [self._child(stage, worker) for stage, count in workers.items() for worker in range(count)]
+        self._processes = self._children_service(say)
+        self._closing.push_async_callback(self._processes.end)
+        self._count()
+        self._server_watch = self._watch_servers(
+            lambda line: self._processes.say(line), until=self._processes.gone, given=self._given_watch()
+        )
+        say(f"starting {len(self._children)} processes")
+        await _while_running(self._server_watch, self._processes.start())
+
+    async def _connect(self, connections: Connections) -> None:
         if self._given.nats is not None:
             await try_out(self._given.nats, connections)
         self._closing.push_async_callback(self._forget, self._uid)
@@ -148,33 +163,27 @@ class ProcessRun(JobRun):
             connections, CONTROL, name="supervisor", clock=self._vitals.clock, max_pending=MOST_PENDING
         )
         self._closing.push_async_callback(self._transport.close)
-        workers = workers_of(self._job)
         self._bus = await Bus.open(
             self._transport,
             self._job.metadata.name,
             uid=self._uid,
-            workers=workers | {"view": 1},
+            workers=workers_of(self._job) | {"view": 1},
             clock=self._vitals.clock,
         )
         self._watch = WatchService(self._vitals, self._bus.of("view"), view=self._view)
         await self._watch.listen()
-        self._starter = self._make_starter()
-        self._children = [self._child(stage, worker) for stage, count in workers.items() for worker in range(count)]
-        self._processes = self._children_service(say)
-        self._closing.push_async_callback(self._processes.end)
-        self._count()
-        self._server_watch = ServerWatch(
+
+    def _watch_servers(self, say: Say, *, until: asyncio.Event, given: GivenNatsWatch | None = None) -> ServerWatch:
+        return ServerWatch(
             self._vitals,
             self._servers,
             self._guardians,
             self._starter,
             self._job.spec.failure_policy,
-            lambda line: self._processes.say(line),
-            until=self._processes.gone,
-            given=self._given_watch(),
+            say,
+            until=until,
+            given=given,
         )
-        say(f"starting {len(self._children)} processes")
-        await _while_running(self._server_watch, self._processes.start())
 
     def _count(self) -> None:
         """What only the supervisor knows, for /metrics."""

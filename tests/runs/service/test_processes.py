@@ -130,6 +130,32 @@ def test_a_supervisor_that_dies_together_with_its_guardians_is_cleaned_up_after_
     assert not (run.folder / "processes").exists()
 
 
+TESTS = Path(__file__).parents[2]
+DIE = """
+import os, signal, sys
+sys.path.insert(0, TESTS)
+from faults.processes import named
+from rlhfspec.service.bus import Bus
+open_bus = Bus.open
+async def open_without_servers(transport, job, *, uid, **arguments):
+    for server in ("nats", "redis"):
+        os.kill(named(uid, server)[0], signal.SIGKILL)
+    return await open_bus(transport, job, uid=uid, **arguments)
+Bus.open = open_without_servers
+from rlhfspec.cli.start import main
+main()
+"""
+
+
+def test_servers_that_die_before_a_stage_is_started_are_started_again(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    code, output = starting("many", "training.steps=2", before=f"exec({DIE!r}, {{'TESTS': {str(TESTS)!r}}})").ended()
+    assert code == 0, output
+    assert "nats-server: killed by SIGKILL; it is started again" in output
+    assert "valkey-server: killed by SIGKILL; it is started again" in output
+
+
 def test_servers_that_die_while_the_stages_start_are_started_again(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
