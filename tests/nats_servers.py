@@ -79,7 +79,7 @@ class Proxy:
     """Between a client and a server on this machine; it can fall silent: it reads no more, and closes nothing."""
 
     def __init__(self, port: int) -> None:
-        self.sent = b""  # by all clients
+        self.sent = bytearray()  # by all clients
         self._port = port
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
@@ -111,12 +111,9 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._port)
         self._writers += [writer, to_writer]
-        for source, target, saw in ((reader, to_writer, self._saw), (to_reader, writer, None)):
+        for source, target, saw in ((reader, to_writer, self.sent.extend), (to_reader, writer, None)):
             task = asyncio.create_task(_pump(source, target, saw))
             self._tasks.add(task)
-
-    def _saw(self, data: bytes) -> None:
-        self.sent += data
 
 
 async def _pump(

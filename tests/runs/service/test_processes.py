@@ -142,8 +142,6 @@ async def open_without_servers(transport, job, *, uid, **arguments):
         os.kill(named(uid, server)[0], signal.SIGKILL)
     return await open_bus(transport, job, uid=uid, **arguments)
 Bus.open = open_without_servers
-from rlhfspec.cli.start import main
-main()
 """
 
 
