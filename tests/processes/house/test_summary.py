@@ -26,15 +26,28 @@ def test_gpu():
     pytest.skip("there is no GPU")
 """
 STARTING = "import subprocess, sys\ndef test_it():\n    subprocess.run([sys.executable, '-c', 'pass'], check=True)\n"
+FAILING_ONCE = """
+import pathlib, pytest
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    runs = pathlib.Path(__file__).with_name("runs")
+    runs.write_text(runs.read_text() + "." if runs.exists() else ".")
+    return len(runs.read_text())
+
+def test_before(run): assert run == 1
+def test_it(run): assert run == 2
+def test_behind(run): assert run == 2
+"""
 IMPORTING = "def test_it():\n    import torch\n"
 
 
 def pytest_says(folder: Path, place: str, code: str, *options: str) -> str:
     """Of a repository with this one file of tests."""
-    for name in ("places", "skips", "tiers"):
+    for name in ("places", "reruns", "skips", "tiers"):
         (folder / "tests").mkdir(exist_ok=True)
         shutil.copy(TESTS / f"{name}.py", folder / "tests")
-    (folder / "tests" / "conftest.py").write_text('pytest_plugins = ["skips", "tiers"]\n')
+    (folder / "tests" / "conftest.py").write_text('pytest_plugins = ["reruns", "skips", "tiers"]\n')
     (folder / "pytest.ini").write_text(
         "[pytest]\npythonpath = tests\naddopts = --strict-markers --import-mode=importlib\n"
     )
@@ -54,6 +67,11 @@ def test_what_did_not_run_is_counted_by_reason(tmp_path: Path, options: tuple[st
         "3 skipped: the package nixl is not installed",
         "1 skipped: there is no GPU",
     ]
+
+
+@pytest.mark.parametrize(("options", "said"), [(["--reruns", "1"], "3 passed, 1 rerun"), ([], "2 failed, 1 passed")])
+def test_what_is_run_again_has_new_fixtures_of_its_module(tmp_path: Path, options: list[str], said: str) -> None:
+    assert said in pytest_says(tmp_path, "tests/runs/room/test_it.py", FAILING_ONCE, *options)
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ from started import PATIENCE_SECONDS, Started, eventually
 from rlhfspec.tracing.folder import read_spans
 from rlhfspec.tracing.read import Life, lives
 from rlhfspec.tracing.spans import Span
-from rlhfspec.tracing.tracer import OPEN_SECONDS
 
 pytestmark = pytest.mark.timeout(400)  # one run for all
 ALERTS = CHART / "files" / "alerts.yaml"
 BROKER_AWAY = "RLHFBrokerAway"
 LOSSES = 6
+STILL_SECONDS, MOMENT_SECONDS = 0.3, 0.03
 MANY = 6  # samples, of which one or the other may be finished, and its end not yet told
 # The reward waits in each step until the test lets it go on.
 HELD = """
@@ -107,27 +107,32 @@ def watch(run: Started, job_file: Path) -> Watched:
 
 
 def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path) -> int:
-    """While it has what it said in its traces: which. All are stopped again and again, so that stays last long enough
-    to be told of on a machine however quick."""
+    """While it has what it said in its traces: which. All stand still but for moments, so that stays last long enough
+    to be told of on a machine however quick, and what was told of is there a moment later."""
     before, pids = scraper.look(), {worker: run.pid_of("generator", worker) for worker in (0, 1)}
     scraper.first = scraper.ask()
     assert set(values_of(scraper.first, "rlhfspec_restarts_total", stage="generator")) == {0.0}, "said before the first"
 
+    def there_were_moves() -> bool:
+        scraper.first = scraper.ask()
+        return bool(values_of(scraper.first, "rlhfspec_move_bytes_total"))
+
     def one_has_what_it_told() -> list[int]:
-        """Else all go on: what was told of may be finished, or at the other, by now."""
+        """Else all go on for a moment: what was told of may be finished, or at the other, by now."""
         for pid in pids.values():
             os.kill(pid, signal.SIGSTOP)
-        go_on.touch()
+        time.sleep(STILL_SECONDS)
         lasts = [last_of(life) for life in lives(read_spans(run.folder)) if life.stays]
         has = Counter(last.worker for last in lasts if last.is_open)
-        if max(has.values(), default=0) >= MANY and values_of(scraper.first, "rlhfspec_move_bytes_total"):
+        if max(has.values(), default=0) >= MANY:
             return [max(has, key=has.__getitem__)]
-        time.sleep(OPEN_SECONDS)
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
-        scraper.first = scraper.ask()  # once there were moves
+        time.sleep(MOMENT_SECONDS)
         return []
 
+    eventually(there_were_moves, "there were moves")
+    go_on.touch()
     [worker] = eventually(one_has_what_it_told, "one has had samples for a while")
     os.kill(pids[1 - worker], signal.SIGCONT)
     os.kill(pids[worker], signal.SIGKILL)
