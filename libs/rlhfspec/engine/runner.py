@@ -27,7 +27,7 @@ from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
 from rlhfspec.huggingface.casting import Precision, cast, precision_of, round_parameters, widen
 from rlhfspec.huggingface.causal_lm import CausalLM
-from rlhfspec.huggingface.check import ModelReport, Proof, prove
+from rlhfspec.huggingface.check import ModelReport, RunnerProof, prove
 from rlhfspec.huggingface.experts import ExpertLoad
 from rlhfspec.huggingface.fuse import FusedModel, fuse
 from rlhfspec.huggingface.native import native_decoder
@@ -94,7 +94,7 @@ class ModelRunner:
         self._digest = ""
         tolerances = TOLERANCES if config.device.type == "cpu" else _TOLERANCES_OF_CUDA
         tolerance = tolerances[config.dtype]
-        proof = Proof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split)
+        proof = RunnerProof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split)
         self.report: ModelReport = prove(proof, began=began)
         give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)

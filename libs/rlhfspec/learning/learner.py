@@ -56,7 +56,7 @@ from rlhfspec.modeling import lora
 from rlhfspec.modeling.critic import Critic, load_critic
 from rlhfspec.modeling.loading import load_policy
 from rlhfspec.modeling.log_probs import PolicyForward, TorchForward
-from rlhfspec.modeling.packed import Packed, pack_sequences
+from rlhfspec.modeling.packed import PackedRow, pack_sequences
 
 log = logging.getLogger("rlhfspec.learning")
 
@@ -286,7 +286,7 @@ class Learner:
         first, last = (rollouts.ids[sample] for sample in (mini.samples[0], mini.samples[-1]))
         return f"the gradient of samples {first} to {last} together is not finite"
 
-    def _packed(self, rollouts: Rollouts, samples: Sequence[int]) -> Packed:
+    def _packed(self, rollouts: Rollouts, samples: Sequence[int]) -> PackedRow:
         tokens = torch.split(rollouts.token_ids[_tokens(rollouts, samples)], rollouts.lengths[list(samples)].tolist())
         prompts = [rollouts.prompt_token_ids[sample] for sample in samples]
         answers = [part.tolist() for part in tokens]

@@ -25,7 +25,7 @@ from rlhfspec.huggingface.casting import Precision, cast, precision_of, round_pa
 from rlhfspec.huggingface.causal_lm import CausalLM, within_positions
 from rlhfspec.huggingface.check import BITS_BY_COMPANY, ModelReport, keep_report
 from rlhfspec.huggingface.loading import load_model
-from rlhfspec.huggingface.reference import TOLERANCES, Answer, FollowedChoices, Reference, Rounding, ask
+from rlhfspec.huggingface.reference import TOLERANCES, FollowedChoices, ProbeResult, Reference, Rounding, ask
 from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.modeling.packed import attend, hidden_states, use_packed_attention
 from rlhfspec.modeling.probed import answers, every_row, probes_of, random_keys
@@ -94,7 +94,7 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
 
 
 @torch.no_grad()
-def _packed_answers(model: Any, reference: Reference) -> list[Answer]:
+def _packed_answers(model: Any, reference: Reference) -> list[ProbeResult]:
     parts, batch = CausalLM(model), every_row(reference.probes)
     try:
         with random_keys(model, reference.probes, attend), FollowedChoices(reference.choices):

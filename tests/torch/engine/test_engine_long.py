@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rlhfspec.drafting.base import Plan
+from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
@@ -19,8 +19,8 @@ from rlhfspec.tiny import perturbed, random_model
 VOCAB = 31
 OPERATIONS = 10_000
 STEPS = 10_000
-TREE = Plan(drafter="model", depth=3, width=1, branch=2)
-SUFFIX_TREE = Plan(drafter="suffix", depth=4, width=2, branch=2)
+TREE = DraftPlan(drafter="model", depth=3, width=1, branch=2)
+SUFFIX_TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 
 
 def make(**options: object) -> Engine:

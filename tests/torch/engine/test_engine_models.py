@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from rlhfspec.drafting.base import Plan
+from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
@@ -18,7 +18,7 @@ from rlhfspec.errors import UnsupportedModel
 from rlhfspec.tiny import KINDS, perturbed, random_model
 
 VOCAB = 61
-TREE = Plan(drafter="model", depth=4, width=2, branch=2)
+TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 
 
 def make(model: Any, **options: Any) -> Engine:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, check, drain, in_rounds, make, model, request, reserved
 
-from rlhfspec.drafting.base import Plan
+from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import Completion, Engine
 from rlhfspec.engine.base import KVRange, Watermark
 from rlhfspec.engine.state_bytes import from_bytes, to_bytes
@@ -27,7 +27,7 @@ from rlhfspec.tiny import perturbed
 @pytest.mark.parametrize("way", [at_once, reserved, in_rounds])
 @pytest.mark.parametrize("speculation", ["off", "adaptive", TREE, SUFFIX])
 def test_moved_at_any_time_in_any_way_the_bits_are_those_of_the_plain_engine(
-    way: Callable[..., list[Completion] | None], speculation: str | Plan
+    way: Callable[..., list[Completion] | None], speculation: str | DraftPlan
 ) -> None:
     rng = np.random.default_rng(3)
     engines = [make(speculation=speculation, prefill_chunk=24), make(speculation=speculation)]

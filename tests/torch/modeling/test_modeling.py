@@ -24,7 +24,7 @@ from rlhfspec.modeling.critic import Critic, load_critic
 from rlhfspec.modeling.digest import digest
 from rlhfspec.modeling.loading import load_policy, load_reference, prepared
 from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
-from rlhfspec.modeling.packed import Packed, _sdpa, attend, explicit_attention, pack_sequences
+from rlhfspec.modeling.packed import PackedRow, _sdpa, attend, explicit_attention, pack_sequences
 from rlhfspec.tiny import KINDS, random_model
 
 PROMPTS = [(5,), (6, 7, 8), (9, 10, 11, 12, 13), (2, 3)]
@@ -33,7 +33,7 @@ RESPONSES = [
 ]
 
 
-def batch() -> Packed:
+def batch() -> PackedRow:
     return pack_sequences(PROMPTS, RESPONSES)
 
 
