@@ -34,7 +34,7 @@ from rlhfspec.telemetry.run_folder import RunFolder, example_job
 from rlhfspec.telemetry.sample_lines import example_sample
 from rlhfspec.tracing.spans import Span
 from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_proof import Proof
+from rlhfspec.transport.nats_proof import NatsProof
 
 TOKEN = "a-token-of-the-tests"
 UID = "3f2a"
@@ -214,7 +214,7 @@ class LiveRun:
         for role in (CONTROL, "generator", "trainer", "reward"):
             transport = await NatsTransport.connect(
                 self.connections.nats_url, name=role, inbox_prefix=inbox_of(role, UID),
-                proof=Proof(nkey_seed=credentials / f"{role}.seed"), tls=client_tls(credentials, role),
+                proof=NatsProof(nkey_seed=credentials / f"{role}.seed"), tls=client_tls(credentials, role),
             )  # fmt: skip
             self._transports.append(transport)
         workers = {stage.name: 1 for stage in loop.STAGES}

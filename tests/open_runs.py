@@ -22,7 +22,7 @@ from rlhfspec.service.bus import Bus
 from rlhfspec.service.credentials import operator_creds
 from rlhfspec.service.rights import inbox_of
 from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_proof import Proof
+from rlhfspec.transport.nats_proof import NatsProof
 from rlhfspec.transport.nats_streams import Keeping
 
 JOB = "sums"
@@ -72,7 +72,7 @@ async def asked_by_the_operator(servers: SharedServers, **keeping: Any) -> NatsT
         servers.nats_url,
         name="opening",
         inbox_prefix=inbox_of("operator", "release"),
-        proof=Proof(creds=file),
+        proof=NatsProof(creds=file),
         tls=ssl.create_default_context(cadata=servers.keys.ca_pem.decode()),
         keeping=Keeping(**keeping),
     )

@@ -32,7 +32,7 @@ from rlhfspec.trainer.collector import Collector
 from rlhfspec.trainer.service import Trained, TrainerService
 from rlhfspec.transport.clock import Clock, FakeClock
 from rlhfspec.transport.memory import MemoryTransport
-from rlhfspec.transport.memory_subjects import Work
+from rlhfspec.transport.memory_subjects import WorkSubject
 from rlhfspec.weights import MemoryWeightStore
 from rlhfspec.weights.base import weights_record
 
@@ -271,7 +271,7 @@ class Stages:
     def has_read(self, stage: str) -> bool:
         """Whether its workers acknowledged all that was published."""
         subjects = self.transport._subjects.values()
-        stored = [message for s in subjects if isinstance(s, Work) for message in s.stored.values()]
+        stored = [message for s in subjects if isinstance(s, WorkSubject) for message in s.stored.values()]
         return not any(stage in message.owed for message in stored)
 
     def stored(self) -> dict[str, list[str]]:
@@ -280,7 +280,7 @@ class Stages:
         return {
             name.rpartition(".")[2]: [m.id for m in s.stored.values()]
             for name, s in subjects.items()
-            if isinstance(s, Work) and s.stored
+            if isinstance(s, WorkSubject) and s.stored
         }
 
 

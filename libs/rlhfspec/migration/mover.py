@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 from rlhfspec.engine.base import Movable
 from rlhfspec.migration import messages
-from rlhfspec.migration.base import Control, Custody, NoReply, Peer
+from rlhfspec.migration.base import Custody, MoveControl, NoReply, Peer
 from rlhfspec.migration.choice import Costs
 from rlhfspec.migration.engine_calls import EngineCalls, EngineStopped
-from rlhfspec.migration.giving import Giving, Place
+from rlhfspec.migration.giving import Giving, MoveContext
 from rlhfspec.migration.sendings import Links
-from rlhfspec.migration.source import Source
+from rlhfspec.migration.source import MoveSource
 from rlhfspec.migration.taking import Taking
 from rlhfspec.records import Move, Moved
 from rlhfspec.transport.clock import Clock, SystemClock
@@ -43,7 +43,7 @@ class Mover:
         incarnation: str,
         engine: Movable,
         calls: EngineCalls,
-        control: Control,
+        control: MoveControl,
         links: Links,
         custody: Custody,
         clock: Clock | None = None,
@@ -52,7 +52,7 @@ class Mover:
         self.costs = Costs()
         self._clock = clock or SystemClock()
         self._taking = Taking(incarnation, engine, calls, links, custody, self._clock)
-        self._place = Place(
+        self._place = MoveContext(
             engine=engine, calls=calls, control=control, links=links, custody=custody, clock=self._clock,
             costs=self.costs, part=self._part,
         )  # fmt: skip
@@ -79,7 +79,7 @@ class Mover:
         reason = self._why_not(move)
         if reason:
             return _kept(move, reason)
-        machine = Source(
+        machine = MoveSource(
             move.id, move.sample_id, source=self.incarnation, destination=peer.incarnation, numbers=self._numbers,
             must_go=must_go,
         )  # fmt: skip

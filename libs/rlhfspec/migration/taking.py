@@ -15,7 +15,18 @@ from rlhfspec.engine.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
 from rlhfspec.migration import messages
 from rlhfspec.migration.base import Custody
-from rlhfspec.migration.destination import Action, Answer, Arrived, Copy, Destination, Done, Free, Keep, Take, Tick
+from rlhfspec.migration.destination import (
+    Action,
+    Arrived,
+    Copy,
+    Destination,
+    DestinationTick,
+    Done,
+    Free,
+    Keep,
+    SendReply,
+    Take,
+)
 from rlhfspec.migration.engine_calls import EngineCalls
 from rlhfspec.migration.progress import progress_of
 from rlhfspec.migration.sendings import Links
@@ -45,7 +56,7 @@ class Taking:
         self._clock = clock
         self._lines: dict[str, tuple[asyncio.Lock, int]] = {}  # by sample, and how many stand there
         self._freeing: dict[str, asyncio.Future[bool]] = {}
-        self._waits: dict[str, tuple[messages.Message, asyncio.Event]] = {}  # for the link; or is it given up?
+        self._waits: dict[str, tuple[messages.MoveMessage, asyncio.Event]] = {}  # for the link; or is it given up?
         self._ticking: asyncio.Task[None] | None = None
 
     @property
@@ -63,7 +74,7 @@ class Taking:
             while True:
                 freed = self._free(actions)
                 last = actions[-1]
-                if isinstance(last, Answer):
+                if isinstance(last, SendReply):
                     await freed
                     return self._said(last.reply)
                 assert not isinstance(last, Free), "every message has an answer"
@@ -211,7 +222,7 @@ class Taking:
     async def _tick(self) -> None:
         while True:
             await self._clock.sleep(TICK_SECONDS)
-            await self._free(self.machine.on(Tick(), self._clock.now()))
+            await self._free(self.machine.on(DestinationTick(), self._clock.now()))
 
     @asynccontextmanager
     async def _in_line(self, sample: str) -> AsyncIterator[None]:

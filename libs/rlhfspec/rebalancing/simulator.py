@@ -27,12 +27,12 @@ from rlhfspec.rebalancing.lengths import Ints, Workload, workload
 from rlhfspec.rebalancing.scenario import (
     NANOSECONDS,
     MoveMade,
-    Outcome,
     Policy,
     Scenario,
+    StageOutcome,
     nanoseconds,
 )
-from rlhfspec.rebalancing.simulator_state import DONE, MOVING, RUNNING, WAITING, State
+from rlhfspec.rebalancing.simulator_state import DONE, MOVING, RUNNING, WAITING, SimulatorState
 from rlhfspec.rebalancing.step_curves import PRESETS
 
 __all__ = ["PRESETS", "Scenario", "simulate", "workload"]
@@ -47,12 +47,12 @@ def simulate(
     *,
     order: Ints | None = None,
     records: bool = False,
-) -> Outcome:
+) -> StageOutcome:
     """One stage, from the first prompt to the last token. `order`: of the prompts; `records`: the timeline too."""
     return _Simulation(scenario, work, policy, order, records).run()
 
 
-class _Simulation(State):
+class _Simulation(SimulatorState):
     def __init__(
         self, scenario: Scenario, work: Workload, policy: Policy | None, order: Ints | None, records: bool
     ) -> None:
@@ -61,7 +61,7 @@ class _Simulation(State):
 
     # -- the loop
 
-    def run(self) -> Outcome:
+    def run(self) -> StageOutcome:
         self.events: list[tuple[int, int, int, Any]] = [
             (0, BOUNDARY, generator, 0) for generator in range(self.scenario.num_generators)
         ]

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from rlhfspec.migration.base import Control, Custody
+from rlhfspec.migration.base import Custody, MoveControl
 from rlhfspec.migration.control import Answer, DirectControl, StreamControl, StreamControlServer
 from rlhfspec.migration.engine_calls import EngineCalls
 from rlhfspec.migration.links.opening import make_landing, open_sending
@@ -33,7 +33,7 @@ class Ends:
     `host`: where others reach its links. `close`: after the mover, in the event loop."""
 
     incarnation: str
-    control: Control
+    control: MoveControl
     serve: Callable[[Answer], None]
     address: str = ""
     host: str = "127.0.0.1"

@@ -24,7 +24,7 @@ from rlhfspec.transport.base import Consumer, Kind, Receipt, Subscription
 from rlhfspec.transport.clock import Clock, SystemClock
 from rlhfspec.transport.nats_connection import ANSWER_SECONDS, Connection, status_of
 from rlhfspec.transport.nats_deliveries import ID, Consuming, NatsReceipt, Token
-from rlhfspec.transport.nats_proof import NO_PROOF, Proof
+from rlhfspec.transport.nats_proof import NO_PROOF, NatsProof
 from rlhfspec.transport.nats_reading import PullReading, WatchReading
 from rlhfspec.transport.nats_streams import (
     FOR_EVER,
@@ -64,7 +64,7 @@ class NatsTransport:
         *,
         name: str,
         inbox_prefix: str = "_INBOX",
-        proof: Proof = NO_PROOF,
+        proof: NatsProof = NO_PROOF,
         tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
         max_pending: int = 8192,

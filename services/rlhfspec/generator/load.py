@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 
 from rlhfspec.engine.base import EngineProtocol, EngineStep, SequenceView
-from rlhfspec.rebalancing.curve import Curve
+from rlhfspec.rebalancing.curve import LearnedCurve
 from rlhfspec.records import Load
 
 EVERY_SECONDS, IDLE_EVERY_SECONDS = 0.25, 1.0
@@ -39,7 +39,7 @@ class Meter:
         self.worker = worker
         self.incarnation = incarnation or secrets.token_hex(8)
         self.is_leaving = False
-        self._curve = Curve()
+        self._curve = LearnedCurve()
         self._host = socket.gethostname()
         self._job = job
         self._engine = engine

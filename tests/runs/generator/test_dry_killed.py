@@ -23,7 +23,7 @@ from rlhfspec.service.bus import Bus
 from rlhfspec.service.rights import CONTROL, inbox_of
 from rlhfspec.tracing.folder import read_spans
 from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_proof import Proof
+from rlhfspec.transport.nats_proof import NatsProof
 from rlhfspec.transport.nats_streams import stream_name
 
 PPO = ("generation.speculation.mode=off", "roles.generator.workers=2")
@@ -75,7 +75,7 @@ class Control:
     async def _connected(self, role: str) -> NatsTransport:
         return await NatsTransport.connect(
             self._url, name=role, inbox_prefix=inbox_of(role, self._uid),
-            proof=Proof(nkey_seed=self._credentials / f"{role}.seed"), tls=client_tls(self._credentials, role),
+            proof=NatsProof(nkey_seed=self._credentials / f"{role}.seed"), tls=client_tls(self._credentials, role),
         )  # fmt: skip
 
     def plan(self, text: str) -> None:

@@ -24,7 +24,7 @@ from rlhfspec.service.rights import CONTROL, ROLES, inbox_of, rights_of
 from rlhfspec.transport.base import Message, Subscription
 from rlhfspec.transport.dead_letters import decode
 from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_proof import Proof
+from rlhfspec.transport.nats_proof import NatsProof
 from rlhfspec.transport.nats_streams import stream_name
 
 WORKERS = dict.fromkeys(loop.BY_NAME, 1)
@@ -59,7 +59,7 @@ async def everybody(place: Place) -> AsyncIterator[dict[str, NatsTransport]]:
             place.url,
             name=role,
             inbox_prefix=inbox_of(role, UID),
-            proof=Proof(nkey_seed=place.seed(role)),
+            proof=NatsProof(nkey_seed=place.seed(role)),
             publish_timeout_seconds=20.0,
         )
         for role in ROLES

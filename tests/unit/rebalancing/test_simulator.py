@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.rebalancing.calibrate import as_spans, calibrate
-from rlhfspec.rebalancing.lengths import Shape, Workload, workload
+from rlhfspec.rebalancing.lengths import LengthShape, Workload, workload
 from rlhfspec.rebalancing.policies import NAMES, policy_named
-from rlhfspec.rebalancing.scenario import Kill, Outcome, Policy, Scenario
+from rlhfspec.rebalancing.scenario import Kill, Policy, Scenario, StageOutcome
 from rlhfspec.rebalancing.simulator import simulate
 from rlhfspec.rebalancing.simulator_oracle import simulate_slowly
 from rlhfspec.rebalancing.step_curves import PRESETS
 from rlhfspec.rebalancing.trials import trials
 
-SMALL = Shape(median=20, limit=60, samples_per_prompt=4, shortest_prompt=1, longest_prompt=9)
+SMALL = LengthShape(median=20, limit=60, samples_per_prompt=4, shortest_prompt=1, longest_prompt=9)
 
 
 @st.composite
@@ -74,7 +74,7 @@ def policy_of(name: str, work: Workload, seed: int) -> Policy | None:
     return random_policy(seed) if name == "random" else policy_named(name, work)
 
 
-def told(outcome: Outcome) -> tuple[object, ...]:
+def told(outcome: StageOutcome) -> tuple[object, ...]:
     return (
         outcome.seconds,
         outcome.ended.tolist(),

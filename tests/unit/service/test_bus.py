@@ -21,7 +21,7 @@ from rlhfspec.service.vitals import Vitals
 from rlhfspec.transport.clock import FakeClock
 from rlhfspec.transport.dead_letters import decode
 from rlhfspec.transport.memory import MemoryTransport
-from rlhfspec.transport.memory_subjects import Work
+from rlhfspec.transport.memory_subjects import WorkSubject
 from rlhfspec.wire.codec import encode
 
 ALL = {"prompts": 1, "generator": 2, "reward": 2, "reference": 1, "trainer": 1, "view": 1}
@@ -61,7 +61,7 @@ def test_a_record_goes_when_all_who_run_have_it() -> None:
     async def check(bus: Bus, clock: FakeClock) -> None:
         assert isinstance(bus.transport, MemoryTransport)
         samples = bus.transport._subjects[bus.subject(Sample)]
-        assert isinstance(samples, Work)
+        assert isinstance(samples, WorkSubject)
         await bus.of("generator").publish(SAMPLE)
         for name in ("reward", "reference", "trainer"):  # no critic runs, and nobody waits for the view
             assert samples.stored

@@ -16,7 +16,7 @@ from rlhfspec.job_file.secrets import request_of
 from rlhfspec.job_rewards import FunctionSource, HttpSource, ModelSource, Rewards
 from rlhfspec.records import Sample, Score
 from rlhfspec.scoring.rewards.attempts import Attempts, During, Limits, Sleep
-from rlhfspec.scoring.rewards.base import CallFailed, Reward, Source
+from rlhfspec.scoring.rewards.base import CallFailed, Reward, Rewarder
 from rlhfspec.scoring.rewards.combine import combine
 from rlhfspec.scoring.rewards.function import FunctionRewards
 from rlhfspec.scoring.rewards.imports import load_function
@@ -176,7 +176,7 @@ def _limits(source: AnySource) -> Limits:
     return Limits(concurrency=source.concurrency, timeout_seconds=source.timeout_seconds, retries=source.retries)
 
 
-def _make(source: AnySource, base_folder: Path, field: str, keep_prompts: bool) -> Source:
+def _make(source: AnySource, base_folder: Path, field: str, keep_prompts: bool) -> Rewarder:
     match source:
         case FunctionSource():
             return _function(source, base_folder, field)
