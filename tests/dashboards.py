@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 from rlhfspec import loop
 from rlhfspec.dashboard.access import Access, LaptopAccess
 from rlhfspec.dashboard.server import Dashboard
-from rlhfspec.dashboard.source import Source
+from rlhfspec.dashboard.source import JobSource
 from rlhfspec.records import Heartbeat, Load, Moved, Record, Score, StepReport
 from rlhfspec.servers.certificates import ServerTls, client_tls, create_credentials
 from rlhfspec.servers.nats import NatsServer, User
@@ -80,7 +80,7 @@ def write_trace(folder: Path, sample: str) -> None:
 
 
 @asynccontextmanager
-async def served(source: Source, access: Access | None = None) -> AsyncIterator[tuple[Dashboard, str]]:
+async def served(source: JobSource, access: Access | None = None) -> AsyncIterator[tuple[Dashboard, str]]:
     """The dashboard, and where it is."""
     dashboard = Dashboard(source, access or LaptopAccess(TOKEN))
     server = TestServer(dashboard.app(), host="127.0.0.1")

@@ -25,7 +25,7 @@ from rlhfspec.rebalancing.settings import STANDARD, PlannerSettings
 from rlhfspec.rebalancing.simulator import simulate
 from rlhfspec.rebalancing.step_curves import PRESETS
 
-__all__ = ["PRESETS", "Scenario", "PolicyTrial", "trials", "workload"]
+__all__ = ["PRESETS", "PolicyTrial", "Scenario", "trials", "workload"]
 _EARLIER = 1_000_000  # the seed of the step that ours learnt lengths from, past any that is asked for
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.job import Spec
-from rlhfspec.operator.memory import Memory, Outcome, WorkerMemory
-from rlhfspec.operator.observed import JobView, Observed, PodView, Settings, Worker
+from rlhfspec.operator.memory import JobOutcome, Memory, WorkerMemory
+from rlhfspec.operator.observed import ChartSettings, JobView, Observed, PodView, Worker
 from rlhfspec.operator.plan import Delete, WorkloadWrite
 
 LOST_SECONDS = 15.0  # past the end of its grace: a kubelet that answers would have removed the pod
@@ -26,7 +26,7 @@ class Draft:
 
     job: JobView
     observed: Observed
-    settings: Settings
+    settings: ChartSettings
     now: datetime
     memory: Memory
     trial: list[dict[str, Any]] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Draft:
     def end(self, type_: str, reason: str, message: str) -> None:
         """The first outcome stays."""
         if self.memory.outcome is None:
-            self.memory.outcome = Outcome(type_, reason, message)  # type: ignore[arg-type]
+            self.memory.outcome = JobOutcome(type_, reason, message)  # type: ignore[arg-type]
             self.memory.completed = self.now
 
     def remove(self, pod: PodView, grace_seconds: int | None = None) -> None:

@@ -49,7 +49,7 @@ class WorkerMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     type: Literal["Succeeded", "Failed"]
     reason: str
     message: str
@@ -77,7 +77,7 @@ class Memory:
     placed: dict[str, dict[str, Any]] = field(default_factory=dict)  # by role: where Kueue wants the run's pods
     started: datetime | None = None
     completed: datetime | None = None
-    outcome: Outcome | None = None  # it stands in the conditions
+    outcome: JobOutcome | None = None  # it stands in the conditions
 
     def of_worker(self, name: str) -> WorkerMemory:
         """`name`: as in role-number."""
@@ -106,10 +106,10 @@ class Memory:
 _TIMES = ("opened", "running_since", "started", "completed")
 
 
-def _outcome_of(status: Mapping[str, Any]) -> Outcome | None:
+def _outcome_of(status: Mapping[str, Any]) -> JobOutcome | None:
     for condition in status.get("conditions") or ():
         if condition["type"] in ("Succeeded", "Failed") and condition["status"] == "True":
-            return Outcome(condition["type"], condition["reason"], condition["message"])
+            return JobOutcome(condition["type"], condition["reason"], condition["message"])
     return None
 
 

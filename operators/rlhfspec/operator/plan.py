@@ -2,8 +2,10 @@
 anywhere in between: the next look decides again, from what is there then.
 
 Example:
-    >>> Plan(status={"phase": "Pending"}).is_quiet, Plan(status={}, create=({"kind": "Pod"},)).is_quiet
-    (True, False)
+    >>> ReconcilePlan(status={"phase": "Pending"}).is_quiet
+    True
+    >>> ReconcilePlan(status={}, create=({"kind": "Pod"},)).is_quiet
+    False
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ReconcilePlan:
     """To be carried out in this order: the status is written, then what is tried is tried, then deleted, created. The
     status is the memory of what was decided: where it cannot be written (somebody wrote since: a conflict on the
     resourceVersion that was looked at), nothing else is done, and the job is looked at again."""

@@ -24,7 +24,7 @@ FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class ReconcileResult:
     """`did`: what was done, to be compared; None: nothing had to be. `gone`: there is no such job."""
 
     requeue_seconds: float | None = None
@@ -50,12 +50,12 @@ class _Entry:
     last: object = None
 
 
-class Queue:
+class WorkQueue:
     """`waited`: told of each look how many seconds it was late."""
 
     def __init__(
         self,
-        look: Callable[[Key], Awaitable[Looked]],
+        look: Callable[[Key], Awaitable[ReconcileResult]],
         timers: Timers,
         *,
         waited: Callable[[float], None] = lambda seconds: None,
@@ -117,7 +117,7 @@ class Queue:
                 await asyncio.wait({look}, timeout=PATIENT_SECONDS)
 
     async def _one_look(self, key: Key, entry: _Entry) -> None:
-        looked = Looked(failed=True)
+        looked = ReconcileResult(failed=True)
         try:
             looked = await self._look(key)
         except Exception:  # one job's trouble is not another's
@@ -125,7 +125,7 @@ class Queue:
         finally:
             self._looked(key, entry, looked)
 
-    def _looked(self, key: Key, entry: _Entry, looked: Looked) -> None:
+    def _looked(self, key: Key, entry: _Entry, looked: ReconcileResult) -> None:
         entry.is_looked_at = False
         if looked.gone and not entry.is_told:
             del self._entries[key]

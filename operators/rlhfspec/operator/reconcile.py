@@ -20,8 +20,8 @@ from rlhfspec.operator.draft import MOST_AT_ONCE, Draft, worker_name
 from rlhfspec.operator.failures import count_in, forget_after_progress, is_complete
 from rlhfspec.operator.memory import Memory
 from rlhfspec.operator.objects import mounted_by, objects_for
-from rlhfspec.operator.observed import JobView, Observed, PodView, Settings, Worker
-from rlhfspec.operator.plan import Delete, Plan
+from rlhfspec.operator.observed import ChartSettings, JobView, Observed, PodView, Worker
+from rlhfspec.operator.plan import Delete, ReconcilePlan
 from rlhfspec.operator.reasons import all_ready, config_problem, roles_that_lack_ours
 from rlhfspec.operator.times import in_milliseconds
 from rlhfspec.operator.wanted import must_restart, settle_generators, wanted_workers
@@ -30,12 +30,12 @@ STALE_SECONDS, STALE_AT_MOST_SECONDS = 1.0, 5.0
 SEEN_AGAIN_SECONDS = 15.0  # while something goes on, the job is looked at so often whatever happens
 
 
-def reconcile(job: JobView, observed: Observed, settings: Settings, now: datetime) -> Plan:
+def reconcile(job: JobView, observed: Observed, settings: ChartSettings, now: datetime) -> ReconcilePlan:
     draft = Draft(job, observed, settings, in_milliseconds(now), Memory.of(job.status))
     if job.deleting_since is not None:
         return _deleting(draft)
     if _is_stale(draft):
-        return Plan(status=dict(job.status), requeue_seconds=STALE_SECONDS)
+        return ReconcilePlan(status=dict(job.status), requeue_seconds=STALE_SECONDS)
     problem = config_problem(draft)
     if problem:
         _refuse(draft, problem)
@@ -204,22 +204,22 @@ def _remove_surplus(draft: Draft, wanted: set[Worker]) -> None:
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def _deleting(draft: Draft) -> Plan:
+def _deleting(draft: Draft) -> ReconcilePlan:
     """Somebody else holds it, such as a deletion in the foreground: until it is gone nothing is made any more."""
     if draft.job.leaves_orphans:
-        return Plan(status=dict(draft.job.status))
+        return ReconcilePlan(status=dict(draft.job.status))
     runs.take_down(draft, keep_finished=False)
     if draft.memory.number and not draft.pods:
         runs.close(draft)
     return _finish(draft)
 
 
-def _finish(draft: Draft) -> Plan:
+def _finish(draft: Draft) -> ReconcilePlan:
     kueue.settle(draft)
     new, events = status.render(draft)
     if draft.memory.state != "closed":
         draft.look_again_in(SEEN_AGAIN_SECONDS)
-    return Plan(
+    return ReconcilePlan(
         status=new, trial=tuple(draft.trial), create=tuple(draft.create), delete=tuple(draft.delete),
         workload=draft.workload, events=tuple(events), requeue_seconds=draft.requeue,
     )  # fmt: skip

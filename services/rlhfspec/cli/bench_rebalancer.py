@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfspec.rebalancer.knowledge import Knowledge
+from rlhfspec.rebalancer.knowledge import FleetKnowledge
 from rlhfspec.rebalancing.settings import STANDARD
 from rlhfspec.records import Load, Move, Moved, Sample
 
@@ -14,7 +14,9 @@ class RunsRebalancer:
 
     def __init__(self, now: float, limit: int, earlier: Sequence[int]) -> None:
         began = now - STANDARD.rest_seconds  # in a run it has been there for long
-        self._knowledge = Knowledge("bench", max_tokens=limit, began_at=began, draw=lambda number: f"move-{number}")
+        self._knowledge = FleetKnowledge(
+            "bench", max_tokens=limit, began_at=began, draw=lambda number: f"move-{number}"
+        )
         for index, length in enumerate(earlier):
             self.finished(f"earlier/{index}/0", (index,), length)
 

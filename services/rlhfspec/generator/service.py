@@ -12,7 +12,7 @@ from rlhfspec.engine.base import Completion, EngineProtocol, Movable, Request
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.generator.dry import Dry
 from rlhfspec.generator.history import Histories
-from rlhfspec.generator.load import Experts, Meter
+from rlhfspec.generator.load import Experts, LoadMeter
 from rlhfspec.generator.moving import Luggage, Moving
 from rlhfspec.job import RLHFJob
 from rlhfspec.job_generation import Generation
@@ -82,7 +82,7 @@ class GeneratorService(Service):
         self._sequences = movable.sequences if movable is not None else tuple
         incarnation = ends.incarnation if ends is not None else ""
         name = f"generator-{worker}"
-        self._meter = Meter(
+        self._meter = LoadMeter(
             job.metadata.name, name, engine, worker=worker, incarnation=incarnation, sequences=self._sequences
         )
         self._prompts: Inbox[Prompt]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhfspec.data import PromptRow, Prompts
 from rlhfspec.job import HeldOut, RLHFJob
-from rlhfspec.prompts.lengths import Lengths
+from rlhfspec.prompts.lengths import PromptLengths
 from rlhfspec.records import DatasetInfo, Demand, Prompt, Sample, Weights, evaluation_id, sample_id, sample_seed
 from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import Inbox, StageBus
@@ -40,7 +40,7 @@ class PromptsService(Service):
         self._job = job
         self._evaluation = job.spec.evaluation or HeldOut()
         self._last_step = min(job.spec.training.steps, prompts.order.last_step or job.spec.training.steps)
-        self._lengths = Lengths()
+        self._lengths = PromptLengths()
         self._published = 0  # the last step whose prompts are out; 0: none since this worker began
 
     async def run(self) -> None:

@@ -7,7 +7,7 @@ import secrets
 from typing import Any
 
 from rlhfspec.job import RLHFJob, Spec
-from rlhfspec.rebalancer.knowledge import Advice, Knowledge
+from rlhfspec.rebalancer.knowledge import Advice, FleetKnowledge
 from rlhfspec.rebalancer.stage_work import StageWork
 from rlhfspec.rebalancing.elastic import Elastic, Wanted
 from rlhfspec.records import Load, Moved, Plan, Sample
@@ -35,7 +35,7 @@ class RebalancerService(Service):
         self._interval = job.spec.rebalance.interval_seconds
         self._moves = moves
         self._incarnation = secrets.token_hex(4)
-        self.knowledge = Knowledge(
+        self.knowledge = FleetKnowledge(
             self._job,
             max_tokens=job.spec.generation.max_tokens,
             began_at=bus.clock.now(),

@@ -18,7 +18,7 @@ from operator_world import SETTINGS, World, job_body
 
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.draft import MOST_AT_ONCE
-from rlhfspec.operator.looks import Looks
+from rlhfspec.operator.looks import Reconciler
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.running import restarted
 from rlhfspec.operator.views import job_view
@@ -110,7 +110,7 @@ def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path
         cache = Cache()
         cache.put_job(job_body())
         async with serving(take, tmp_path) as api:
-            return await Looks(cache, api, SETTINGS, decide=broken).look(("rl", "sums"))
+            return await Reconciler(cache, api, SETTINGS, decide=broken).look(("rl", "sums"))
 
     looked = asyncio.run(look())
     assert looked.requeue_seconds == pytest.approx(60.0)

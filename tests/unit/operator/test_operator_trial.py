@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator_world import World, job_body, view_of
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.api import Answer
+from rlhfspec.cluster.api import ApiResponse
 from rlhfspec.operator import trial
 
 ODD = {
@@ -90,7 +90,7 @@ def test_a_pod_that_is_refused_in_its_trial_is_refused_at_once_if_it_is_the_firs
     pods = [{"metadata": {"name": role, "labels": {names.ROLE: role}}} for role in (names.PREPARE, "reward")]
 
     def told(code: int, message: str) -> list[str]:
-        answer = Answer(code, {"message": message, "reason": "AlreadyExists" if code == 409 else ""})
+        answer = ApiResponse(code, {"message": message, "reason": "AlreadyExists" if code == 409 else ""})
         return [name for name, _ in trial.refusals(pods, [answer, answer])]
 
     assert told(500, 'failed calling webhook "a": context deadline exceeded') == [names.PREPARE]
@@ -108,5 +108,5 @@ def test_the_problem_names_what_the_user_wrote_in_words_of_the_job() -> None:
         (job_body(roles={"prepare": {"podTemplate": {"spec": {}}}}), "spec.roles.prepare"),
     ):
         tried = World(body).look().trial
-        said = trial.problem_of(view_of(body).job, tried, [Answer(400, {"message": wrong})])
+        said = trial.problem_of(view_of(body).job, tried, [ApiResponse(400, {"message": wrong})])
         assert said == f"{where}: no pod can be made of it: spec.tolerations must be a list of Toleration, not a string"
