@@ -102,7 +102,7 @@ class Bench:
 
     async def look_at_all(self) -> int:
         for key in self.keys:
-            await self.looks.look(key)
+            await self.looks.reconcile(key)
         return len(self.keys)
 
     def prepared(self) -> int:
@@ -118,7 +118,7 @@ class Bench:
             for pod in self.cache.pods(key):
                 if pod.role != names.PREPARE:
                     self._say(pod.name, "Running", {"running": {"startedAt": now()}}, ready=True)
-                    await self.looks.look(key)
+                    await self.looks.reconcile(key)
                     num_looks += 1
         return num_looks
 

@@ -72,7 +72,7 @@ def things_of(**spec: Any) -> list[dict[str, Any]]:
 
 def made_by(world: World) -> list[dict[str, Any]]:
     things: list[dict[str, Any]] = []
-    while not (plan := world.look()).is_quiet:
+    while not (plan := world.reconcile()).is_quiet:
         things += plan.create
     return things
 

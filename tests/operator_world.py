@@ -125,7 +125,7 @@ class World:
     def plan(self) -> ReconcilePlan:
         return reconcile(view_of(self.body), self.observed(), self.settings, self.now)
 
-    def look(self) -> ReconcilePlan:
+    def reconcile(self) -> ReconcilePlan:
         plan = self.plan()
         self.carry_out(plan)
         return plan
@@ -158,7 +158,7 @@ class World:
         """Looks until there is nothing more to do at this moment."""
         for _ in range(most):
             before = json.dumps(self.body, sort_keys=True)
-            plan = self.look()
+            plan = self.reconcile()
             if plan.is_quiet and json.dumps(self.body, sort_keys=True) == before:
                 return plan
         return plan

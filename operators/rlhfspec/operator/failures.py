@@ -90,7 +90,7 @@ def count_in(draft: Draft, pod: PodView) -> None:
     draft.memory.total += 1
     memory.restarts += 1
     ended_at = pod.terminated.at if pod.terminated and pod.terminated.at else draft.now
-    memory.again = min(ended_at, draft.now) + timedelta(milliseconds=round(delay * 1000))
+    memory.restart_not_before = min(ended_at, draft.now) + timedelta(milliseconds=round(delay * 1000))
     return None
 
 

@@ -1,4 +1,4 @@
-"""One look at one job: what is known of it, what `reconcile` makes of that, and the doing.
+"""One reconcile of one job: what is known of it, what `reconcile` makes of that, and the doing.
 
 What was done is known at once, not only when the watches tell it: the answer to each write goes into the cache.
 """
@@ -31,7 +31,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Conflict(Exception):
-    """Somebody wrote the job since we looked."""
+    """Somebody wrote the job since we read it."""
 
 
 class Reconciler:
@@ -49,7 +49,7 @@ class Reconciler:
         self._decide = decide
         self._events = EventRecorder(api)
 
-    async def look(self, key: Key) -> ReconcileResult:
+    async def reconcile(self, key: Key) -> ReconcileResult:
         job = self._cache.job(key)
         if job is None:
             return ReconcileResult(gone=True)
@@ -74,8 +74,8 @@ class Reconciler:
         return ReconcileResult(soonest, None if plan.is_quiet else _deeds(plan))
 
     async def _carry_out(self, key: Key, job: JobView, plan: ReconcilePlan, now: datetime) -> float | None:
-        """In the order that `plan` asks for. When to look again, where no watch will tell: at once if something came
-        of it, or when a status that was put off is to be written."""
+        """In the order that `plan` asks for. When to reconcile again, where no watch will tell: at once if something
+        came of it, or when a status that was put off is to be written."""
         put_off = seconds_to_write(job.status, plan.status, self._cache.status_written(key), now)
         if not plan.is_quiet or put_off == 0.0:
             await self._write_status(key, job, plan.status, now)

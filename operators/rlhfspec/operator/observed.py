@@ -1,5 +1,5 @@
-"""What the operator knows when it looks at a job: the job, its pods, its report, and what was refused. All of it as the
-watches have it, so possibly some moments old; `views` makes these from the API server's objects.
+"""What the operator knows when it reconciles a job: the job, its pods, its report, and what was refused. All of it as
+the watches have it, so possibly some moments old; `views` makes these from the API server's objects.
 
 Example:
     >>> from datetime import UTC, datetime

@@ -1,9 +1,9 @@
 """One replica of the operator: it watches always, and acts while it holds the Lease.
 
-    watches -> cache -> queue -> one look at one job -> writes
+    watches -> cache -> queue -> one reconcile of one job -> writes
     reports ----^                                       (only while the Lease is held, asked again before every write)
 
-Whoever begins to act labels its pod (the Service of the reports selects it), lists everything, and looks at every job.
+A leader labels its pod (the Service of the reports selects it), lists everything, and reconciles every job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rlhfspec.operator.watching import Informers
 from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.service.tasks import ended
 
-WORKERS = 4  # looks at a time; with 8, 200 jobs began no sooner, and the p99 of a look was 2.5 s instead of 1
+WORKERS = 4  # reconciles at a time; with 8, 200 jobs began no sooner, and the p99 of one was 2.5 s instead of 1
 RETRY_SECONDS = 1.0
 LOG = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Operator:
         self._lease_api = Api(self._access, agent=agent)  # its requests never stand in line behind others
         self._lease = Lease(self._lease_api, told.namespace, f"{told.release}-operator", identity)
         self._api = Api(self._access, may_write=lambda: self._lease.is_held, count=self._metrics.wrote, agent=agent)
-        self._looks = Reconciler(self._cache, self._api, settings, decide=self._decide)
+        self._reconciler = Reconciler(self._cache, self._api, settings, decide=self._decide)
         self._watch_api = Api(self._access, agent=agent, connections=0)
         self._spaces = Spaces(self._api, told.namespace_kit)
         self._watching = Informers(
@@ -112,7 +112,7 @@ class Operator:
     def _begin(self) -> None:
         """In the event loop."""
         waited = self._metrics.waited_seconds.observe
-        self._queue = WorkQueue(self._look, asyncio.get_running_loop(), waited=waited)
+        self._queue = WorkQueue(self._reconcile, asyncio.get_running_loop(), waited=waited)
         self._metrics.show(
             queue=lambda: len(self._queue),
             jobs=lambda: len(self._cache.jobs()),
@@ -203,17 +203,17 @@ class Operator:
         for tending in self._tending:
             tending.tell()
 
-    async def _look(self, key: Key) -> ReconcileResult:
+    async def _reconcile(self, key: Key) -> ReconcileResult:
         while not self._lease.is_held:  # until it is renewed, or we are ended
             await asyncio.sleep(LOOK_SECONDS)
         began = time.perf_counter()
-        looked = await self._looks.look(key)
-        self._metrics.look_seconds.observe(time.perf_counter() - began)
-        if looked.gone:
+        result = await self._reconciler.reconcile(key)
+        self._metrics.reconcile_seconds.observe(time.perf_counter() - began)
+        if result.gone:
             self._reports.forget(key)
-        if looked.failed:
+        if result.failed:
             self._metrics.failed.inc()
-        return looked
+        return result
 
     def _decide(self, job: JobView, observed: Observed, settings: ChartSettings, now: datetime) -> ReconcilePlan:
         began = time.thread_time()

@@ -37,7 +37,7 @@ def test_of_steps_faster_than_once_a_second_the_last_is_written_and_none_is_lost
 
             async def look(phase: str, step: int) -> ReconcileResult:
                 wanted.update(phase=phase, progress={"step": step}, memory={"step": step})
-                return await looks.look(KEY)
+                return await looks.reconcile(KEY)
 
             found = [await look("Running", 1)]
             found += [await look("Running", step) for step in range(2, 9)]

@@ -255,7 +255,7 @@ def test_a_look_that_raises_stops_nobody(caplog: pytest.LogCaptureFixture) -> No
         return set(look.seen)
 
     assert asyncio.run(seen()) == {A, B, C}
-    assert "the look at team/a failed" in caplog.text
+    assert "the reconcile of team/a failed" in caplog.text
 
 
 @settings(max_examples=50, deadline=None)

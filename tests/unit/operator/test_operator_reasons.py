@@ -332,7 +332,7 @@ def test_what_is_in_the_way_is_named_and_tried_again_soon() -> None:
     secret = "sums-prepare-6f1c-42"
     world.pods.clear()
     world.refusals["Secret", secret] = Refusal("Secret", secret, "AlreadyExists", "already exists", world.now)
-    plan = world.look()
+    plan = world.reconcile()
     said = f"Secret {secret} is there already, and is not of this job: remove it"
     assert world.healthy()[1:] == ("BadConfig", said)
     assert (plan.create, plan.requeue_seconds) == ((), pytest.approx(5.0))

@@ -457,7 +457,7 @@ def test_a_job_is_deleted_so_long_after_its_end_as_it_says(end: str) -> None:
     world.settle()
     assert not world.is_gone
     world.pass_time(1)
-    world.look()
+    world.reconcile()
     assert world.is_gone
 
 

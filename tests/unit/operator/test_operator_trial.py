@@ -24,13 +24,13 @@ def test_nothing_is_asked_of_a_job_that_says_nothing_of_pods() -> None:
 
 
 def test_what_is_written_for_all_pods_is_tried_by_one() -> None:
-    plan = World(job_body(podTemplate={"spec": {"tolerations": []}})).look()
+    plan = World(job_body(podTemplate={"spec": {"tolerations": []}})).reconcile()
     assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-prepare-0"]
 
 
 def test_pods_are_tried_and_then_made() -> None:
     world = World(job_body(**ODD))
-    plan = world.look()
+    plan = world.reconcile()
     assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-prepare-0", "sums-reward-0"]
     assert plan.create == ()
     world.to_running()
@@ -80,7 +80,7 @@ def test_a_job_that_begins_anew_is_tried_by_the_look_that_finds_its_last_pod_gon
     plan = world.settle()
     while world.pods:
         world.end_those_asked()
-        plan = world.look()
+        plan = world.reconcile()
     assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-reward-0"]
     world.to_running()
     assert (world.phase, world.status["run"]["number"]) == ("Running", 2)
@@ -107,6 +107,6 @@ def test_the_problem_names_what_the_user_wrote_in_words_of_the_job() -> None:
         (job_body(podTemplate={"spec": {"tolerations": "all"}}), "spec.podTemplate"),
         (job_body(roles={"prepare": {"podTemplate": {"spec": {}}}}), "spec.roles.prepare"),
     ):
-        tried = World(body).look().trial
+        tried = World(body).reconcile().trial
         said = trial.problem_of(view_of(body).job, tried, [ApiResponse(400, {"message": wrong})])
         assert said == f"{where}: no pod can be made of it: spec.tolerations must be a list of Toleration, not a string"
