@@ -25,7 +25,7 @@ from rlhfspec.servers.nats import NatsServer, User
 from rlhfspec.servers.redis import RedisServer
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.connections import Connections
-from rlhfspec.service.live import LiveState, Snapshot, Window
+from rlhfspec.service.live import LiveState, Window, WorkerSnapshot
 from rlhfspec.service.rights import CONTROL, ROLES, inbox_of, rights_of
 from rlhfspec.service.tasks import ended
 from rlhfspec.service.vitals import WorkerState
@@ -172,12 +172,12 @@ def beat(worker: int = 0, *, job: str = "sums") -> Heartbeat:
     )  # fmt: skip
 
 
-def snapshot(worker: int = 0, *, owned: tuple[str, ...] = ()) -> Snapshot:
+def snapshot(worker: int = 0, *, owned: tuple[str, ...] = ()) -> WorkerSnapshot:
     state = WorkerState(
         stage="generator", worker=worker, doing="working", what="64 samples", since_seconds=1.0, overdue_seconds=-9.0,
         busy_seconds=7.0,
     )  # fmt: skip
-    return Snapshot(host="node-a", pid=4711, state=state, load=load(worker), owned=owned)
+    return WorkerSnapshot(host="node-a", pid=4711, state=state, load=load(worker), owned=owned)
 
 
 class LiveRun:
@@ -244,11 +244,11 @@ class LiveRun:
         for record in records:
             await self._buses[speakers[type(record)]].publish(record)
 
-    def show(self, what: Snapshot | Window) -> None:
-        self._live["generator" if isinstance(what, Snapshot) else CONTROL].write(what)
+    def show(self, what: WorkerSnapshot | Window) -> None:
+        self._live["generator" if isinstance(what, WorkerSnapshot) else CONTROL].write(what)
 
 
-def many_snapshots(count: int, owned: int) -> list[Snapshot]:
+def many_snapshots(count: int, owned: int) -> list[WorkerSnapshot]:
     """`owned` samples in all."""
     each = owned // count
     return [

@@ -22,7 +22,7 @@ from rlhfspec.migration.sendings import Links, SendingWay
 from rlhfspec.migration.source import Action, Detached, Event, Failed, Heard, MoveSource, PackedKV, Silence
 from rlhfspec.migration.taking import watermark
 from rlhfspec.records import Move, Moved
-from rlhfspec.tracing.base import Progress
+from rlhfspec.tracing.base import SampleProgress
 from rlhfspec.transport.clock import Clock
 
 ASK_SECONDS = 2.0  # for an answer that needs no engine
@@ -57,7 +57,7 @@ class Giving:
         self._packed_at = 0.0
         self._num_bytes, self._num_tokens, self._num_spaces = 0, 0, 0
         self._detached_at = 0.0
-        self._progress: Progress | None = None  # when it stood still
+        self._progress: SampleProgress | None = None  # when it stood still
         self._pause = 0.0
         self._moved: Moved | None = None
 
@@ -266,7 +266,7 @@ class Giving:
             case machines.MoveEnd():
                 self._moved = self._told(action)
 
-    def _stood_still(self) -> Progress:
+    def _stood_still(self) -> SampleProgress:
         assert self._progress is not None, "it was handed over"
         return self._progress
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Literal
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.service.bus import StageBus
-from rlhfspec.service.guest import Guest
+from rlhfspec.service.guest import HostedScoring
 from rlhfspec.service.vitals import Vitals
 
 if TYPE_CHECKING:
-    from rlhfspec.service.ends import Ends
+    from rlhfspec.service.ends import MoveEndpoint
     from rlhfspec.service.mirror import Mirror
     from rlhfspec.weights import WeightStore
 
@@ -47,6 +47,6 @@ class Context:
     vitals: Vitals
     run: Run
     say: Callable[[str], None]  # a line for the person who watches
-    ends: Ends | None = None  # of a generator
+    move_endpoint: MoveEndpoint | None = None  # of a generator
     at_end: ExitStack | None = None  # of a process of its own: told what ended it, once the service is closed
-    guest: Guest | None = None  # of a generator: the scoring stage that it may help
+    hosted_scoring: HostedScoring | None = None  # of a generator: the scoring stage that it may help

@@ -38,7 +38,7 @@ from rlhfspec.servers.certificates import Authority
 from rlhfspec.servers.derived import ACCOUNT, OPERATOR, USER, derived, nkey_seed
 from rlhfspec.service import redis_users
 from rlhfspec.service.redis_users import DASHBOARD, PASSWORD_FILE, USER_FILE, ClusterRun
-from rlhfspec.service.rights import GUESTS, ROLES, Rights, inbox_of, rights_of
+from rlhfspec.service.rights import GUESTS, ROLES, RoleRights, inbox_of, rights_of
 
 JOB_LIFETIME = timedelta(days=1096)  # of its certificates, from its creation: longer than any job
 RELEASE_LIFETIME = timedelta(days=3652)
@@ -115,7 +115,7 @@ def _authority(secret: bytes, job_uid: str, begin: datetime) -> Authority:
     return Authority.derived(secret, f"rlhfspec job {job_uid}", begin, JOB_LIFETIME)
 
 
-def _creds(keys: Keys, seed: str, name: str, rights: Rights, issued: int = 0) -> bytes:
+def _creds(keys: Keys, seed: str, name: str, rights: RoleRights, issued: int = 0) -> bytes:
     account = keys.account_seed.decode()
     token = jwt.user_jwt(account, seed, name, publish=rights.publish, subscribe=rights.subscribe, issued=issued)
     return jwt.creds_file(token, seed)
@@ -139,7 +139,7 @@ def dashboard_creds(keys: Keys) -> bytes:
 
 
 def _release_creds(keys: Keys, role: str, publish: tuple[str, ...], subscribe: tuple[str, ...]) -> bytes:
-    rights = Rights(publish, (f"{inbox_of(role, 'release')}.>", *subscribe))
+    rights = RoleRights(publish, (f"{inbox_of(role, 'release')}.>", *subscribe))
     return _creds(keys, nkey_seed(keys.master, USER, "release", role), f"rlhfspec/{role}", rights)
 
 

@@ -16,7 +16,7 @@ from rlhfspec.loop import workers_of
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.context import Context
-from rlhfspec.service.guest import Guest, HostedVitals
+from rlhfspec.service.guest import HostedScoring, HostedVitals
 from rlhfspec.service.rights import GUESTS
 from rlhfspec.service.threads import ComputeThread
 
@@ -32,7 +32,7 @@ def with_guest(job: RLHFJob, context: Context, connect: Connect) -> Context:
     if stage is None or "rebalancer" not in running:
         return context
     making = _Making(job, stage, running[stage] + context.worker, context, connect)
-    return replace(context, guest=Guest(stage, making.service))
+    return replace(context, hosted_scoring=HostedScoring(stage, making.service))
 
 
 class _Making:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from rlhfspec.telemetry.equal_rewards import equal_rewards_warning
 from rlhfspec.telemetry.evaluations import Evaluation, best
-from rlhfspec.telemetry.manifest import Manifest, RunOutcome
+from rlhfspec.telemetry.manifest import RunManifest, RunOutcome
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.plots import STAGE_COLOURS, ends, num_of_ends
 from rlhfspec.telemetry.run_folder import RunFolder
@@ -44,7 +44,7 @@ class ResponseText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    manifest: Manifest
+    manifest: RunManifest
     steps: Sequence[StepMetrics]
     places: Sequence[Row]
     evaluations: Sequence[Evaluation] = ()

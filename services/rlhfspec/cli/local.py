@@ -28,7 +28,7 @@ from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.context import Context, Run, kept_versions
 from rlhfspec.service.dead_letters import DeadLetterWatch
-from rlhfspec.service.ends import Ends
+from rlhfspec.service.ends import MoveEndpoint
 from rlhfspec.service.heartbeats import Heartbeats
 from rlhfspec.service.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
 from rlhfspec.service.vitals import Vitals
@@ -71,14 +71,14 @@ class LocalRun(JobRun):
                     vitals=self._vitals,
                     run=self._run,
                     say=say,
-                    ends=self._ends(worker) if stage == "generator" and num_workers > 1 else None,
+                    move_endpoint=self._move_endpoint(worker) if stage == "generator" and num_workers > 1 else None,
                 )
                 service = make(self._job, context)
                 self._services.append(service)
                 self._leaving.callback(service.close)
         self._check_columns()
 
-    def _ends(self, worker: int) -> Ends:
+    def _move_endpoint(self, worker: int) -> MoveEndpoint:
         """Without addresses: they call each other."""
         info = WorkerInfo(
             id=incarnation_of("generator", worker),
@@ -92,7 +92,7 @@ class LocalRun(JobRun):
             models_json="{}",
         )
         self._infos.append(info)
-        return Ends.direct(info.id, self._control)
+        return MoveEndpoint.direct(info.id, self._control)
 
     def begin(self) -> None:
         models = {role: asdict(report) for service in self._services for role, report in service.models.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhfspec import loop
 from rlhfspec.records import Heartbeat, Load, Plan, Record
-from rlhfspec.service.live import LiveView, Snapshot
+from rlhfspec.service.live import LiveView, WorkerSnapshot
 from rlhfspec.service.vitals import WorkerState
 
 SILENT_SECONDS = 5.0  # many beats: it is told
@@ -52,7 +52,7 @@ class Live:
         """Which worker makes it now; empty: nobody says so."""
         return self._owners.get(sample, "")
 
-    def _snapshot(self, snapshot: Snapshot, at: float) -> None:
+    def _snapshot(self, snapshot: WorkerSnapshot, at: float) -> None:
         place = snapshot.state.stage, snapshot.state.worker
         if place[0] in ORDER and ((before := self._workers.get(place)) is None or before.at <= at or not before.pid):
             self._workers[place] = _LastHeard(at, snapshot.state, snapshot.host, snapshot.pid)

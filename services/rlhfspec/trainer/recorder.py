@@ -12,7 +12,7 @@ from rlhfspec.records import Sample, Score
 from rlhfspec.service.mirror import Mirror
 from rlhfspec.telemetry.equal_rewards import equal_reward_groups
 from rlhfspec.telemetry.evaluations import Evaluation, best
-from rlhfspec.telemetry.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
+from rlhfspec.telemetry.metrics import LengthHistogram, Seconds, Spread, StepMetrics, learner_fields
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.trackers import Trackers
 from rlhfspec.trainer.collector import Collector
@@ -123,7 +123,7 @@ def step_metrics(job: RLHFJob, trained: Trained) -> StepMetrics:
         reward=Spread.of(trained.rollouts.rewards.tolist()),
         reward_components={name: float(v.mean()) for name, v in trained.rollouts.reward_components.items()},
         advantage=Spread.of(trained.report.advantages.tolist()),
-        response_length=Lengths.of(lengths, max_tokens=job.spec.generation.max_tokens),
+        response_length=LengthHistogram.of(lengths, max_tokens=job.spec.generation.max_tokens),
         num_response_tokens=trained.rollouts.num_tokens,
         equal_reward_groups=equal_reward_groups([s.group_id for s in samples], trained.rollouts.rewards.tolist()),
         tokens_per_second=num_generated / seconds.generation if seconds.generation > 0 else None,
