@@ -26,7 +26,7 @@ from rlhfspec.servers.redis import RedisServer
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.connections import Connections
 from rlhfspec.service.live import LiveState, Window, WorkerSnapshot
-from rlhfspec.service.rights import CONTROL, ROLES, inbox_of, rights_of
+from rlhfspec.service.rights import BUS_ROLES, CONTROL, inbox_of, rights_of
 from rlhfspec.service.tasks import ended
 from rlhfspec.service.vitals import WorkerState
 from rlhfspec.telemetry.metrics import example_step
@@ -190,7 +190,7 @@ class LiveRun:
     async def __aenter__(self) -> Self:
         place, credentials = self._place, self._place / "credentials"
         place.mkdir()
-        keys = create_credentials(credentials, ROLES)
+        keys = create_credentials(credentials, BUS_ROLES)
         users = {role: User.of(key, rights_of(role, "sums", UID, declares=True)) for role, key in keys.items()}
         self._nats = NatsServer(place / "nats", run=UID, users=users, tls=ServerTls.of(credentials, "nats"))
         self._sockets = TemporaryDirectory(prefix="rlhfspec-")  # pytest's folders may be too long for one

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfspec.bench.step import ADAPTIVE, PLAIN, STAGES, TRL, StepResults, StepRow
+from rlhfspec.bench.step import ADAPTIVE, PLAIN, STEP_PARTS, TRL, StepResults, StepRow
 
 WANTED = 2.0  # times as fast as TRL
 
@@ -33,7 +33,7 @@ def _heading(results: StepResults) -> Text:
 
 def _table(results: StepResults) -> Table:
     table = Table(title="seconds a training step", title_style="bold")
-    for name in ("mode", "step", *STAGES, "tokens a step", "times TRL"):
+    for name in ("mode", "step", *STEP_PARTS, "tokens a step", "times TRL"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row in results.rows:
         ratio = results.times_as_fast(row.mode)
@@ -43,7 +43,7 @@ def _table(results: StepResults) -> Table:
 
 
 def _stages(row: StepRow) -> list[str]:
-    return [f"{row.by_stage[name]:.2f}" if name in row.by_stage else "-" for name in STAGES]
+    return [f"{row.by_stage[name]:.2f}" if name in row.by_stage else "-" for name in STEP_PARTS]
 
 
 def _bar(mode: str, ratio: float) -> Text:

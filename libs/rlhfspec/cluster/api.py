@@ -27,8 +27,8 @@ Body = Json | list[Json]
 APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 PATCH = "application/json-patch+json"
 ATTEMPT_SECONDS = 10.0
-WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server say that nobody answers
-DEADLINE_SECONDS = 30.0
+_WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server say that nobody answers
+_DEADLINE_SECONDS = 30.0
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PAGE = 250  # objects of one page of a list
 WATCH_SECONDS = 60  # a connection that says nothing for longer is broken
@@ -120,7 +120,7 @@ class Api:
         count: Callable[[str, str], None] = lambda verb, kind: None,
         agent: str = names.FIELD_MANAGER,
         connections: int = CONNECTIONS,
-        deadline_seconds: float = DEADLINE_SECONDS,
+        deadline_seconds: float = _DEADLINE_SECONDS,
         draw: random.Random | None = None,
     ) -> None:
         self._access = access
@@ -327,7 +327,7 @@ class Api:
             if is_write and not self._may_write():
                 raise LeadershipLost(f"{method} {path}")
             try:
-                seconds = WRITE_SECONDS if is_write else ATTEMPT_SECONDS
+                seconds = _WRITE_SECONDS if is_write else ATTEMPT_SECONDS
                 answer = await self._try(method, path, body, query or {}, content, seconds)
                 if not answer.may_pass:
                     return answer

@@ -37,7 +37,7 @@ from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
-ATTENTION_NAME = "rlhfspec_tree"
+_ATTENTION_NAME = "rlhfspec_tree"
 SPARE_BYTES = 1 << 30  # of KV; an 8B model's keys and values of 8,000 tokens, one sixteenth of its weights
 # Its products are torch's, in fewer bits. In bfloat16 a sound model was seen to be .011 to .017 from the reference.
 _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
@@ -206,8 +206,8 @@ class ModelRunner:
         fused.model.to(device=self.config.device)
         computed_in = self.activation_dtype
         cast(fused.model, precision if computed_in == self.config.dtype else Precision(computed_in))
-        AttentionInterface.register(ATTENTION_NAME, attend)
-        model.set_attn_implementation(ATTENTION_NAME)
+        AttentionInterface.register(_ATTENTION_NAME, attend)
+        model.set_attn_implementation(_ATTENTION_NAME)
         use_eager_experts(model)
         return fused
 

@@ -14,7 +14,7 @@ from rlhfspec.service.vitals import Vitals
 
 PULL_SECONDS = 5.0  # for records; whatever comes ends the wait at once, and so does a stop
 P = ParamSpec("P")
-R = TypeVar("R")
+_R = TypeVar("_R")
 
 
 class Service(ABC):
@@ -67,7 +67,7 @@ class Service(ABC):
         """How far it came, for who looks at its process afterwards."""
         return "left: it was asked to"
 
-    async def unless_stopped(self, wait: Coroutine[Any, Any, list[R]], *events: asyncio.Event) -> list[R]:
+    async def unless_stopped(self, wait: Coroutine[Any, Any, list[_R]], *events: asyncio.Event) -> list[_R]:
         """What the wait brings; nothing, and the wait is cancelled, as soon as the worker is asked to stop, or one of
         these is set."""
         waiting = asyncio.create_task(wait)
@@ -84,7 +84,7 @@ class Service(ABC):
         with self.vitals.waiting(what), suppress(TimeoutError):
             await asyncio.wait_for(self.stopping.wait(), seconds)
 
-    async def in_thread(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    async def in_thread(self, function: Callable[P, _R], /, *args: P.args, **kwargs: P.kwargs) -> _R:
         """Computes in this worker's own thread (`ComputeThread`)."""
         return await self._thread.in_thread(function, *args, **kwargs)
 

@@ -38,7 +38,7 @@ from rlhfspec.servers.certificates import Authority
 from rlhfspec.servers.derived import ACCOUNT, OPERATOR, USER, derived, nkey_seed
 from rlhfspec.service import redis_users
 from rlhfspec.service.redis_users import DASHBOARD, PASSWORD_FILE, USER_FILE, ClusterRun
-from rlhfspec.service.rights import GUESTS, ROLES, RoleRights, inbox_of, rights_of
+from rlhfspec.service.rights import BUS_ROLES, GUESTS, RoleRights, inbox_of, rights_of
 
 JOB_LIFETIME = timedelta(days=1096)  # of its certificates, from its creation: longer than any job
 RELEASE_LIFETIME = timedelta(days=3652)
@@ -92,7 +92,7 @@ def credentials_of(
     keys: Keys, *, namespace: str, job: str, job_uid: str, run: str, role: str, created: datetime
 ) -> dict[str, bytes]:
     """The data of a role's Secret. `created`: of the job; `run`: its uid (`names.run_uid`)."""
-    if role not in (*names.ROLES, *ROLES):
+    if role not in (*names.ROLES, *BUS_ROLES):
         raise InvalidRequest("role", role, f"must be one of {', '.join(names.ROLES)}")
     secret = derived(keys.master, "job", job_uid)
     authority = _authority(secret, job_uid, created.replace(microsecond=0))

@@ -29,7 +29,7 @@ from rlhfspec.transport.nats_connection import Connection, status_of
 from rlhfspec.transport.nats_greeting import read_info
 
 OPTION, CREDENTIALS = "--nats", "--nats-credentials"
-SECONDS = 5.0
+_SECONDS = 5.0
 LEAST_STORAGE_BYTES = 8 << 20
 NUM_STREAMS = len(loop.subjects("job", "uid"))
 BYTES_PER_TOKEN = 34  # a sample takes some 25, its dead letter a third more
@@ -41,7 +41,7 @@ async def check_nats(given: GivenServer, max_context: int) -> None:
     """`max_context`: tokens of the longest prompt and the longest response together."""
     needed_bytes = max_context * BYTES_PER_TOKEN + BYTES_BESIDES
     with named(given):
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(_SECONDS):
             info = await read_info(given.url)
         _check_tls(given, info)
         connection = await _opened(given, shows_certificate=bool(info.get("tls_verify")))
@@ -60,7 +60,7 @@ async def _opened(given: GivenServer, *, shows_certificate: bool) -> Connection:
     try:
         return await Connection.open(
             given.url, name="preflight", inbox_prefix=access.inbox_prefix, proof=access.proof, tls=access.tls,
-            clock=SystemClock(), patience_seconds=SECONDS, connect_timeout_seconds=SECONDS,
+            clock=SystemClock(), patience_seconds=_SECONDS, connect_timeout_seconds=_SECONDS,
         )  # fmt: skip
     except (TransportUnavailable, InvalidRequest) as error:
         hangs_up = isinstance(error.__cause__, ConnectionError)
@@ -91,9 +91,9 @@ def _too_small(have: int, needed: int) -> str:
 
 
 async def _account(connection: Connection) -> dict[str, Any]:
-    answer = await connection.ask("$JS.API.INFO", seconds=SECONDS)
+    answer = await connection.ask("$JS.API.INFO", seconds=_SECONDS)
     if answer is None:
-        raise TransportUnavailable(connection.url, f"no answer to $JS.API.INFO within {SECONDS:g} s")
+        raise TransportUnavailable(connection.url, f"no answer to $JS.API.INFO within {_SECONDS:g} s")
     if status_of(answer) == "503":
         return {"error": {"code": 503, "description": "JetStream not enabled for account"}}
     found: dict[str, Any] = json.loads(answer.data)
@@ -130,7 +130,7 @@ async def try_out(given: GivenServer, connections: Connections) -> None:
     """Its streams are gone afterwards."""
     job, uid = connections.job().metadata.name, connections.uid
     with named(given):
-        transport = await connect(connections, CONTROL, name="preflight", publish_timeout_seconds=SECONDS)
+        transport = await connect(connections, CONTROL, name="preflight", publish_timeout_seconds=_SECONDS)
         try:
             await _there_and_back(transport, loop.trial(job, uid, "work"), loop.trial(job, uid, "state"))
         finally:
@@ -150,11 +150,11 @@ async def _there_and_back(transport: NatsTransport, work: str, state: str) -> No
         await (await _arrives(pulling, work)).ack()
     finally:
         for subject in (work, state):
-            await transport.undeclare(subject, SECONDS)
+            await transport.undeclare(subject, _SECONDS)
 
 
 async def _arrives(reading: Subscription, subject: str) -> Any:
-    messages = await reading.pull(1, SECONDS)
+    messages = await reading.pull(1, _SECONDS)
     if not messages:
         raise InvalidRequest("permission denied", subject, "what is published there does not arrive")
     return messages[0]
@@ -169,7 +169,7 @@ def named(given: GivenServer) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise InvalidRequest(OPTION, given.url, f"no answer within {SECONDS:g} s") from None
+        raise InvalidRequest(OPTION, given.url, f"no answer within {_SECONDS:g} s") from None
     except TransportUnavailable as error:
         raise InvalidRequest(OPTION, given.url, error.problem) from None
     except InvalidRequest as error:

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 DEADLINE_SECONDS = 0.2  # of one write
 CONNECT_SECONDS = 2.0  # of one that has to connect first: by TLS, in a process that computes
-READ_SECONDS = 2.0
-KEPT_SECONDS = 30.0  # of a worker that says nothing any more
-_KEPT_MILLISECONDS = int(KEPT_SECONDS * 1000)
+_READ_SECONDS = 2.0
+_KEPT_SECONDS = 30.0  # of a worker that says nothing any more
+_KEPT_MILLISECONDS = int(_KEPT_SECONDS * 1000)
 MOST_STEPS, MOST_SAMPLES, MOST_CHARACTERS = 100, 50, 200
 
 log = logging.getLogger("rlhfspec.service")
@@ -256,9 +256,9 @@ class LiveView:
 
 async def read_live(url: str, uid: str, *, role: str, credentials: Path | None = None) -> LiveView:
     """All there is now; ServerFailed with the reason when Redis cannot be asked."""
-    redis = client_of(url, role, credentials, READ_SECONDS)
+    redis = client_of(url, role, credentials, _READ_SECONDS)
     try:
-        async with asyncio.timeout(READ_SECONDS):
+        async with asyncio.timeout(_READ_SECONDS):
             return await _read(redis, uid)
     except failures() as error:
         raise ServerFailed("redis", words_of(error)) from None
@@ -279,7 +279,7 @@ async def _read(redis: Redis, uid: str) -> LiveView:
         snapshot = _parsed(_SNAPSHOT, value)
         if snapshot is not None:
             workers[snapshot.worker] = snapshot
-            silent[snapshot.worker] = max(KEPT_SECONDS - milliseconds_left / 1000, 0.0)
+            silent[snapshot.worker] = max(_KEPT_SECONDS - milliseconds_left / 1000, 0.0)
     return LiveView(workers=workers, silent_seconds=silent, window=_parsed(_WINDOW, window) or Window())
 
 

@@ -38,7 +38,7 @@ from rlhfspec.tracing.folder import TRACES
 SEND_SECONDS = 30.0
 FETCH_PATIENCE_SECONDS = 5.0  # a pod that cannot begin says why, and begins again
 CHECKPOINTS, MANIFEST, MOVES = "checkpoints", "manifest.json", "moves.jsonl"
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 JOB_FILE = "processes/job.json"
 _READ_BY = {
     PREPARE: ("job.yaml", "manifest.json", "steps.jsonl"),
@@ -102,7 +102,7 @@ class Mirror:
         sizes = self.store.sizes(*input_paths(_spec_of(job_file), self.store.base))
         modules = {path: size for path, size in self.store.at_the_top().items() if path.endswith(".py")}
         computes = self._stage in TORCH_ROLES and self._stage != PREPARE
-        needed = {path: size for path, size in sizes.items() if computes or not path.endswith(WEIGHTS)}
+        needed = {path: size for path, size in sizes.items() if computes or not path.endswith(_WEIGHTS)}
         return self.store.fetch(modules | needed)
 
     def fetch_traces(self) -> None:

@@ -14,7 +14,7 @@ from rlhfspec.transport.clock import Clock
 if TYPE_CHECKING:
     from rlhfspec.weights import WeightStore
 
-RETRY_SECONDS = 0.25
+_RETRY_SECONDS = 0.25
 log = logging.getLogger("rlhfspec.service")
 Load = Callable[[dict[str, Any], int], None]
 
@@ -61,5 +61,5 @@ class NewWeights:
         return None
 
     async def _pause(self) -> list[None]:
-        await self._clock.sleep(RETRY_SECONDS)
+        await self._clock.sleep(_RETRY_SECONDS)
         return []

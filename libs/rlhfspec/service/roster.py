@@ -20,7 +20,7 @@ from rlhfspec.service.vitals import WorkerState
 from rlhfspec.transport.clock import Clock
 
 SILENT_SECONDS = 15.0  # without a heartbeat: its event loop is dead, it is stopped, or the server is away
-ORDER = {name: place for place, name in enumerate(BY_NAME)}
+_ORDER = {name: place for place, name in enumerate(BY_NAME)}
 Phase = Literal["starting", "running", "restarting", "held", "left"]
 ProcessDoing = Literal["starting", "working", "waiting", "silent", "restarting", "held", "left"]
 
@@ -147,7 +147,7 @@ class Roster:
 
     def states(self) -> list[ProcessState]:
         """By stage, in the order of the loop."""
-        members = sorted(self._members.values(), key=lambda member: (ORDER[member.stage], member.worker))
+        members = sorted(self._members.values(), key=lambda member: (_ORDER[member.stage], member.worker))
         return [self._state(member, members) for member in members]
 
     def gone_by_hand(self) -> list[str]:

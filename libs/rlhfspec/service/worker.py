@@ -45,7 +45,7 @@ from rlhfspec.transport.nats import NatsTransport
 if TYPE_CHECKING:
     from rlhfspec.service.ends import MoveEndpoint
 
-HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
+_HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
 LEAVING_SECONDS = 15.0  # for a server that is away, where this worker was asked to leave: it may be gone for good
 OPENING_SECONDS = 300.0  # for `control`, or the supervisor, to open the run
 log = logging.getLogger("rlhfspec.service")
@@ -236,12 +236,12 @@ class StageWorker:
 
 def host_told(environment: Mapping[str, str]) -> str:
     """
-    >>> host_told({HOST: "300.1.2.3"})  # doctest: +ELLIPSIS
+    >>> host_told({_HOST: "300.1.2.3"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     rlhfspec.errors.InvalidRequest: RLHFSPEC_HOST: in the environment, is no address of this machine: ...
     """
-    host = environment.get(HOST) or LOOPBACK
+    host = environment.get(_HOST) or LOOPBACK
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             listening.bind((host, 0))
@@ -249,7 +249,7 @@ def host_told(environment: Mapping[str, str]) -> str:
         if error.errno == errno.EADDRINUSE:
             raise TransportUnavailable(host, "no port is free (net.ipv4.ip_local_port_range)") from None
         raise InvalidRequest(
-            HOST, host, f"in the environment, is no address of this machine: {error.strerror}"
+            _HOST, host, f"in the environment, is no address of this machine: {error.strerror}"
         ) from None
     return host
 

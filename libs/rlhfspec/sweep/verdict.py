@@ -50,7 +50,7 @@ from rlhfspec.modeling.log_probs import TorchForward
 from rlhfspec.modeling.lora import add_lora, merged_state
 from rlhfspec.modeling.packed import PackedRow, pack_sequences
 from rlhfspec.scoring.log_probs import log_probs_reference
-from rlhfspec.sweep.by_position import MOST, Band, judge_positions
+from rlhfspec.sweep.by_position import MOST_TIMES_WORSE, Band, judge_positions
 from rlhfspec.sweep.ways import Samples, Wrong, check_same, moving, one_by_one, preempt, together
 from rlhfspec.tiny import perturbed
 
@@ -236,7 +236,7 @@ class _Judge:
         for seed in range(_ROWS):
             bands = judge_positions(self.make, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
             worst = max(bands, key=lambda band: band.ratio)
-            if worst.ratio <= MOST:
+            if worst.ratio <= MOST_TIMES_WORSE:
                 return worst
         raise Wrong(f"the trainer's log-probs in bfloat16 are {worst}")
 

@@ -16,7 +16,7 @@ from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.servers.tls_words import tls_problem
 from rlhfspec.transport.nats_proof import NatsProof
 
-OLDEST_SERVER = (2, 10, 26)  # before it, messages stay in a stream for ever after the server was killed
+_OLDEST_SERVER = (2, 10, 26)  # before it, messages stay in a stream for ever after the server was killed
 
 
 async def read_info(url: str) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def reason_of(error: OSError) -> str:
 def check_info(url: str, info: Mapping[str, Any], tls: ssl.SSLContext | None) -> None:
     version = str(info.get("version", ""))
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if numbers < OLDEST_SERVER:
-        oldest = ".".join(map(str, OLDEST_SERVER))
+    if numbers < _OLDEST_SERVER:
+        oldest = ".".join(map(str, _OLDEST_SERVER))
         raise InvalidRequest("nats", version, f"the server at {url} must be {oldest} or newer")
     if not info.get("jetstream"):
         raise InvalidRequest("nats", url, "the server must run with JetStream (nats-server -js)")

@@ -28,7 +28,7 @@ CHECKPOINT_SECONDS = 600
 NODE_SECONDS = 60  # a node may be away so long before its pods are made elsewhere
 TOKEN_SECONDS = 3600
 LOAD_SECONDS = 600  # for a start: libraries, and a file system that is slow
-FETCH_SECONDS = 4 * 3600  # where models are fetched from an object store first
+_FETCH_SECONDS = 4 * 3600  # where models are fetched from an object store first
 
 
 def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }  # fmt: skip
     if role != names.PREPARE:
-        container |= {"ports": _ports(role), **_probes(FETCH_SECONDS if draft.spec.storage.uri else LOAD_SECONDS)}
+        container |= {"ports": _ports(role), **_probes(_FETCH_SECONDS if draft.spec.storage.uri else LOAD_SECONDS)}
     return container
 
 

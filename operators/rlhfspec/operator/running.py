@@ -43,7 +43,7 @@ from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.service.tasks import ended
 
 WORKERS = 4  # reconciles at a time; with 8, 200 jobs began no sooner, and the p99 of one was 2.5 s instead of 1
-RETRY_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 LOG = logging.getLogger(__name__)
 
 
@@ -171,7 +171,7 @@ class Operator:
                 return await what()
             except (ClusterUnavailable, LeadershipLost) as error:
                 LOG.warning("%s", error)
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def _label_leader(self) -> None:
         """On our pod, and on no other of the release."""

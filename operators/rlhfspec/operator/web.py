@@ -13,7 +13,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.operator.metrics import Metrics
 
 CERTIFICATE, KEY = "tls.crt", "tls.key"  # of the Secret RELEASE-operator-tls
-CLOSE_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
 
 
 def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
@@ -47,7 +47,7 @@ def tls_of(folder: Path) -> ssl.SSLContext:
 @asynccontextmanager
 async def served(app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
     """The port that it listens on."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port, ssl_context=tls)

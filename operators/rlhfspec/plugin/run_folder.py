@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 HELPER_SECONDS = 3600  # it ends by itself, should nobody remove it
-START_SECONDS = 120.0
+_START_SECONDS = 120.0
 USER = 65532  # as the job's own pods
 
 
@@ -149,9 +149,9 @@ def _wait_until_running(cluster: Cluster, name: str) -> None:
         if pod is not None and is_running(pod):
             return
         state = state_of(pod) if pod is not None else None
-        if time.monotonic() - began > START_SECONDS:
+        if time.monotonic() - began > _START_SECONDS:
             why = f"{state.word} {state.detail}" if state else "it is gone"
-            raise ClusterUnavailable(f"a start of {name}", f"not running after {START_SECONDS:g} s: {why}")
+            raise ClusterUnavailable(f"a start of {name}", f"not running after {_START_SECONDS:g} s: {why}")
         time.sleep(0.5)
 
 

@@ -89,10 +89,10 @@ def _check_own(path: str, max_context: int) -> int:
     from rlhfspec.huggingface.causal_lm import within_positions
     from rlhfspec.huggingface.loading import load_model
     from rlhfspec.sweep.verdict import judge
-    from rlhfspec.tiny.paths import PREFIX, resolve
+    from rlhfspec.tiny.paths import TINY_PREFIX, resolve
 
     with StatusLine() as status, exit_on_problems():
-        folder = resolve(path, status) if path.startswith(PREFIX) else path
+        folder = resolve(path, status) if path.startswith(TINY_PREFIX) else path
         status(f"{path}: loading")
         model = load_model(folder)
         size = model.num_parameters()

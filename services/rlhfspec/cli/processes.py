@@ -46,7 +46,7 @@ from rlhfspec.service.given_redis import check_redis
 from rlhfspec.service.given_watch import GivenNatsWatch
 from rlhfspec.service.launcher import Launcher
 from rlhfspec.service.live import LiveBeats, LiveState
-from rlhfspec.service.rights import CONTROL, ROLES, rights_of
+from rlhfspec.service.rights import BUS_ROLES, CONTROL, rights_of
 from rlhfspec.service.server_watch import ServerWatch
 from rlhfspec.service.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
 from rlhfspec.service.vitals import Vitals
@@ -195,7 +195,7 @@ class ProcessRun(JobRun):
 
     async def _start_servers(self) -> Connections:
         credentials = self._credentials
-        keys = create_credentials(credentials, ROLES)
+        keys = create_credentials(credentials, BUS_ROLES)
         if self._given:
             self._given.keep(credentials)
             forgetting.note(credentials, self._job.metadata.name, self._uid)
@@ -226,7 +226,7 @@ class ProcessRun(JobRun):
     @property
     def _credentials(self) -> Path:
         """Those of the user's own servers are in memory alone."""
-        return (self._scratch.path if self._given else self._place) / forgetting.CREDENTIALS
+        return (self._scratch.path if self._given else self._place) / forgetting.CREDENTIALS_FOLDER
 
     def _own_nats(self, keys: Mapping[str, str]) -> NatsServer:
         name = self._job.metadata.name

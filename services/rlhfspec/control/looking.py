@@ -24,7 +24,7 @@ from rlhfspec.transport.base import Subscription
 from rlhfspec.transport.nats import NatsTransport
 from rlhfspec.wire.codec import decode
 
-LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.1
 FOLDER_SECONDS, STORE_SECONDS = (
     1.0,
     5.0,
@@ -72,7 +72,7 @@ class Looking(Service):
             await self._hear_letters(letters)
             await self._hear_infos(infos)
             await self._look_at_folder()
-            await self.pause("something said", LOOK_SECONDS)
+            await self.pause("something said", _LOOK_SECONDS)
 
     async def _hear_letters(self, letters: Subscription) -> None:
         for message in await letters.pull(64, 0.0):

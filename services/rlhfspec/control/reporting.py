@@ -13,10 +13,10 @@ from rlhfspec.service.base import Service
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.transport.clock import Clock
 
-LOOK_SECONDS = 0.25
+_LOOK_SECONDS = 0.25
 AT_MOST_EVERY_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 10.0  # before a report that was not taken is tried again
-DEADLINE_SECONDS = 60.0
+_DEADLINE_SECONDS = 60.0
 log = logging.getLogger("rlhfspec.service")
 
 
@@ -71,11 +71,11 @@ class Reporter(Service):
             report = self._look()
             if self._turn.is_due(report, self._clock.now()):
                 await self._tell(report)
-            await self.pause("something to report", LOOK_SECONDS)
+            await self.pause("something to report", _LOOK_SECONDS)
 
     async def _tell(self, report: Report) -> None:
         try:
-            with self.vitals.working("a report to the operator", deadline_seconds=DEADLINE_SECONDS):
+            with self.vitals.working("a report to the operator", deadline_seconds=_DEADLINE_SECONDS):
                 await self.in_thread(self._post, report.model_dump_json(exclude_defaults=True).encode())
         except NotTaken as error:
             if self._turn.was_not_taken(self._clock.now()):

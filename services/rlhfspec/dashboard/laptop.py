@@ -23,7 +23,7 @@ from rlhfspec.service.threads import ComputeThread
 
 NAMESPACE = "laptop"
 ROLE = "view"
-PHASES = {"running": "Running", "completed": "Succeeded", "stopped": "Suspended", "failed": "Failed"}
+_PHASES = {"running": "Running", "completed": "Succeeded", "stopped": "Suspended", "failed": "Failed"}
 
 
 class LaptopSource:
@@ -97,7 +97,7 @@ class _Run:
         training, roles = _under(spec, "training"), _under(spec, "roles")
         step, total = int(_of(row, "step") or 0), training.get("steps")
         total_steps = total if isinstance(total, int) else 0
-        running = PHASES.get(str(manifest.get("outcome")), "Pending")
+        running = _PHASES.get(str(manifest.get("outcome")), "Pending")
         seconds = _of(row, "seconds")
         return JobHead(
             namespace=NAMESPACE,

@@ -11,9 +11,9 @@ from rlhfspec.records import Heartbeat, Load, Plan, Record
 from rlhfspec.service.live import LiveView, WorkerSnapshot
 from rlhfspec.service.vitals import WorkerState
 
-SILENT_SECONDS = 5.0  # many beats: it is told
-GONE_SECONDS = 30.0
-ORDER = {stage.name: place for place, stage in enumerate(loop.STAGES)}
+_SILENT_SECONDS = 5.0  # many beats: it is told
+_GONE_SECONDS = 30.0
+_ORDER = {stage.name: place for place, stage in enumerate(loop.STAGES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Live:
     def heard(self, record: Record, now: float) -> None:
         if isinstance(record, Load):
             self.loads[record.worker] = (now, record)
-        elif isinstance(record, Heartbeat) and record.stage in ORDER:
+        elif isinstance(record, Heartbeat) and record.stage in _ORDER:
             before = self._workers.get((record.stage, record.worker))
             host, pid = (before.host, before.pid) if before else ("", 0)
             self._workers[record.stage, record.worker] = _LastHeard(now, record, host, pid)
@@ -54,7 +54,7 @@ class Live:
 
     def _snapshot(self, snapshot: WorkerSnapshot, at: float) -> None:
         place = snapshot.state.stage, snapshot.state.worker
-        if place[0] in ORDER and ((before := self._workers.get(place)) is None or before.at <= at or not before.pid):
+        if place[0] in _ORDER and ((before := self._workers.get(place)) is None or before.at <= at or not before.pid):
             self._workers[place] = _LastHeard(at, snapshot.state, snapshot.host, snapshot.pid)
         load = snapshot.load
         if load is not None and ((last := self.loads.get(load.worker)) is None or last[0] <= at):
@@ -62,8 +62,8 @@ class Live:
 
     def content(self, now: float) -> dict[str, Any]:
         """For the page. Who has been silent for long is gone."""
-        self.loads = {worker: said for worker, said in self.loads.items() if now - said[0] < GONE_SECONDS}
-        self._workers = {place: said for place, said in self._workers.items() if now - said.at < GONE_SECONDS}
+        self.loads = {worker: said for worker, said in self.loads.items() if now - said[0] < _GONE_SECONDS}
+        self._workers = {place: said for place, said in self._workers.items() if now - said.at < _GONE_SECONDS}
         states = {place[1]: said for place, said in self._workers.items() if place[0] == "generator"}
         return {
             "generators": [
@@ -71,7 +71,7 @@ class Live:
             ],
             "workers": [
                 _worker(said, now)
-                for _, said in sorted(self._workers.items(), key=lambda each: (ORDER[each[0][0]], each[0][1]))
+                for _, said in sorted(self._workers.items(), key=lambda each: (_ORDER[each[0][0]], each[0][1]))
             ],
         }
 
@@ -90,7 +90,7 @@ def _generator(load: Load, at: float, said: _LastHeard | None, now: float) -> di
         "strategy": load.strategy[:60],
         "version": load.weights_version,
         "leaving": load.is_leaving,
-        "silent": now - at > SILENT_SECONDS,
+        "silent": now - at > _SILENT_SECONDS,
     }
 
 
@@ -99,9 +99,9 @@ def _worker(said: _LastHeard, now: float) -> dict[str, Any]:
     return {
         "stage": said.what.stage,
         "worker": said.what.worker,
-        "doing": "silent" if silent > SILENT_SECONDS else said.what.doing,
+        "doing": "silent" if silent > _SILENT_SECONDS else said.what.doing,
         "what": said.what.what[:200],
-        "seconds": round(silent if silent > SILENT_SECONDS else said.what.since_seconds, 1),
+        "seconds": round(silent if silent > _SILENT_SECONDS else said.what.since_seconds, 1),
         "busy": round(said.what.busy_seconds, 1),
         "host": said.host,
         "pid": said.pid,

@@ -13,8 +13,8 @@ from rlhfspec.dashboard.kept import Kept
 from rlhfspec.transport.clock import Clock
 
 COUNTS_SECONDS = 10.0  # and an open page is asked about every server.BEAT_SECONDS: together how long a lost right lasts
-MOST_AT_ONCE = 16  # reviews: a flood of wrong tokens is no flood for the API server
-ASKED: dict[What, dict[str, str]] = {
+_MOST_AT_ONCE = 16  # reviews: a flood of wrong tokens is no flood for the API server
+_ASKED: dict[What, dict[str, str]] = {
     "jobs": {"group": names.GROUP, "resource": names.PLURAL, "verb": "get"},
     # What a sample says may also stand in the logs of a pod: who may read these may read samples. And what a process
     # said last, in its pod's status, is the end of its log.
@@ -29,7 +29,7 @@ class ClusterAccess:
         self._server = server
         self._visitors: Kept[Visitor | None] = Kept(seconds=COUNTS_SECONDS, clock=clock)
         self._rights: Kept[bool] = Kept(seconds=COUNTS_SECONDS, most=20_000, clock=clock)
-        self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
+        self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
 
     async def visitor(self, token: str) -> Visitor | None:
         key = hashlib.sha256(token.encode()).hexdigest()
@@ -59,4 +59,4 @@ class ClusterAccess:
             "extra": {name: list(values) for name, values in visitor.extra},
         }
         async with self._at_once:
-            return await self._server.review_access(user, {"namespace": namespace, **ASKED[what]})
+            return await self._server.review_access(user, {"namespace": namespace, **_ASKED[what]})

@@ -16,9 +16,9 @@ from rlhfspec.service.bus import Inbox, StageBus
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.telemetry.moves import MovesFile
 
-AT_ONCE = 4096  # records
+_AT_ONCE = 4096  # records
 TOLD_SECONDS = 10.0  # between two lines of plans that move nothing and say what the one before said
-MOST_NAMED = 64  # generators in a line
+_MOST_NAMED = 64  # generators in a line
 
 
 class RebalancerService(Service):
@@ -62,16 +62,16 @@ class RebalancerService(Service):
     async def _hear(self, loads: Inbox[Load], all_moved: Inbox[Moved], samples: Inbox[Sample]) -> bool:
         """Whether there is news. Samples count for what is known and for nothing else."""
         with self.vitals.waiting(f"generators to say what they have; {self.knowledge.num_moves} moves so far"):
-            arrived = await self.unless_stopped(loads.pull(max_records=AT_ONCE, timeout_seconds=self._interval))
+            arrived = await self.unless_stopped(loads.pull(max_records=_AT_ONCE, timeout_seconds=self._interval))
         now = self._bus.clock.now()
         for load in arrived:
             self.knowledge.loaded(load.record, now)
-        ended = await all_moved.pull(max_records=AT_ONCE, timeout_seconds=0.0)
+        ended = await all_moved.pull(max_records=_AT_ONCE, timeout_seconds=0.0)
         for moved in ended:
             self.knowledge.moved(moved.record, now)
         if ended:
             await self.in_thread(self._moves.moved, [moved.record for moved in ended])
-        finished = await samples.pull(max_records=AT_ONCE, timeout_seconds=0.0)
+        finished = await samples.pull(max_records=_AT_ONCE, timeout_seconds=0.0)
         for sample in finished:
             self.knowledge.finished(sample.record)
         return bool(arrived or ended or finished)
@@ -121,7 +121,7 @@ def content_of(advice: Advice) -> dict[str, Any]:
     planned, seen = advice.planned, advice.seen
     return {
         "ends": {str(worker): round(float(end), 3) for worker, end in zip(seen.workers, planned.before, strict=True)}
-        if len(seen.workers) <= MOST_NAMED
+        if len(seen.workers) <= _MOST_NAMED
         else {},
         "num_generators": len(seen.workers),
         "num_samples": seen.fleet.num_sequences,

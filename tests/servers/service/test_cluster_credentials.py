@@ -35,7 +35,7 @@ from rlhfspec.service.credentials import (
     operator_creds,
 )
 from rlhfspec.service.redis_users import DASHBOARD
-from rlhfspec.service.rights import CONTROL, GUESTS, ROLES, inbox_of
+from rlhfspec.service.rights import BUS_ROLES, CONTROL, GUESTS, inbox_of
 from rlhfspec.transport.nats import NatsTransport
 
 JOB, UID = stage_rights.JOB, stage_rights.UID
@@ -179,7 +179,7 @@ async def denied(servers: SharedServers, creds: Path, publish: list[str], subscr
     return refused
 
 
-@pytest.mark.parametrize("role", [role for role in ROLES if role != "view"])
+@pytest.mark.parametrize("role", [role for role in BUS_ROLES if role != "view"])
 def test_every_role_has_its_own_rights_and_no_other(servers: SharedServers, role: str) -> None:
     """As on the laptop (test_rights.py), by tokens; but nobody makes a stream or a consumer."""
 
@@ -209,7 +209,7 @@ def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, run: str
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", BUS_ROLES)
 def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServers, role: str) -> None:
     """Whatever their names: of a stream of its own one could have what another run says, and of a consumer too."""
 

@@ -19,7 +19,7 @@ from rlhfspec.modeling.loading import prepared
 from rlhfspec.modeling.log_probs import TorchForward
 from rlhfspec.modeling.packed import pack_sequences
 from rlhfspec.scoring.log_probs import LogProbScorer
-from rlhfspec.tiny.classes import VOCAB_SIZE, tiny_config, tiny_model
+from rlhfspec.tiny.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
 
 NUM_TOKENS = 4000
 BANDS = (0, 500, 1000, 2000, 3000, NUM_TOKENS)
@@ -54,7 +54,7 @@ def sharp_model(family: str) -> Any:
     return model
 
 
-TOKENS = torch.randint(VOCAB_SIZE, (NUM_TOKENS + 1,), generator=torch.Generator().manual_seed(1)).tolist()
+TOKENS = torch.randint(CLASSES_VOCAB_SIZE, (NUM_TOKENS + 1,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 @torch.inference_mode()

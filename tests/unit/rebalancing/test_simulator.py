@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.rebalancing.calibrate import as_spans, calibrate
 from rlhfspec.rebalancing.lengths import LengthShape, Workload, workload
-from rlhfspec.rebalancing.policies import NAMES, policy_named
+from rlhfspec.rebalancing.policies import POLICY_NAMES, policy_named
 from rlhfspec.rebalancing.scenario import Kill, Policy, Scenario, StageOutcome
 from rlhfspec.rebalancing.simulator import simulate
 from rlhfspec.rebalancing.simulator_oracle import simulate_slowly
@@ -90,7 +90,7 @@ def told(outcome: StageOutcome) -> tuple[object, ...]:
 @given(
     scenario=scenarios(),
     kind=st.sampled_from(["independent", "groups", "skew", "adversarial"]),
-    policy=st.sampled_from([*NAMES, "random"]),
+    policy=st.sampled_from([*POLICY_NAMES, "random"]),
     seed=st.integers(0, 1000),
 )
 def test_events_do_what_single_steps_do(scenario: Scenario, kind: str, policy: str, seed: int) -> None:

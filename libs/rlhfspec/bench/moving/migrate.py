@@ -28,7 +28,7 @@ from rlhfspec.records import Move
 from rlhfspec.tiny.corpus import prompts, token_stream
 
 WIDE, LARGE_KV = "wide", "large-kv"
-DECODING = {"plain": "off", "drafts": "adaptive"}
+_DECODING = {"plain": "off", "drafts": "adaptive"}
 NUM_OTHERS = 8  # on each generator
 LARGE_KV_TOKENS = 1024  # 67 MB
 MAX_CONTEXT, MIN_CONTEXT = 2048, 1536
@@ -50,14 +50,14 @@ class MigrateSettings:
     large_kv: str | None = None
     links: tuple[str, ...] = ("shm", "tcp", "nixl", "torch")
     tokens: tuple[int, ...] = (512, 1024, 2000)
-    decoding: tuple[str, ...] = tuple(DECODING)
+    decoding: tuple[str, ...] = tuple(_DECODING)
     repeats: int = 20
     moves_per_stage: int = 4
     link_rounds: int = 5
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name, known in (("links", LINKS_OF_A_JOB[1:]), ("decoding", tuple(DECODING))):
+        for name, known in (("links", LINKS_OF_A_JOB[1:]), ("decoding", tuple(_DECODING))):
             for value in getattr(self, name):
                 if value not in known:
                     raise InvalidRequest(name, value, f"must be among {', '.join(known)}")
@@ -207,7 +207,7 @@ class MigrateBenchmark:
             sequences_of([id], [prompt], [length], [seed], [seed], max_tokens=length)[0]
             for seed, (id, prompt, length) in enumerate(zip(ids, texts, lengths, strict=True))
         ]
-        pair.ask_all("stage", "ready", name=name, speculation=DECODING[decoding], sequences=sequences, watch=[moved])
+        pair.ask_all("stage", "ready", name=name, speculation=_DECODING[decoding], sequences=sequences, watch=[moved])
         pair.tell(0, "go", ids=[moved, *others[0]])
         pair.tell(1, "go", ids=others[1])
 
