@@ -22,8 +22,8 @@ from rlhfspec.bench.scenarios import MAX_CONTEXT, PAIRS, SCENARIO_NAMES, BenchSc
 from rlhfspec.bench.worker import Worker, WorkerFailed, hf_command, our_command, vllm_command
 from rlhfspec.errors import InvalidRequest
 
-OURS, STATIC, HF, VLLM_PLAIN, VLLM_DRAFT = ("plain", "adaptive"), "static", "hf", "vllm-plain", "vllm-draft"
-_MODES = (*OURS, STATIC, HF, VLLM_PLAIN, VLLM_DRAFT)
+_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT = ("plain", "adaptive"), "static", "hf", "vllm-plain", "vllm-draft"
+_MODES = (*_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT)
 _WARM_UP_TOKENS = 12
 
 Report = Callable[[str], None]
@@ -53,7 +53,7 @@ class BenchSettings:
         for mode in self.modes:
             if mode not in _MODES and not mode.startswith("static:"):
                 raise InvalidRequest("modes", mode, f"must be among {', '.join(_MODES)} or static:NAME")
-        if not set(self.modes).intersection((*OURS, STATIC)) and not any("static:" in mode for mode in self.modes):
+        if not set(self.modes).intersection((*_OURS, _STATIC)) and not any("static:" in mode for mode in self.modes):
             raise InvalidRequest("modes", self.modes, "must hold at least one of ours: plain, adaptive, static")
         scenarios(self.scenarios, num_tokens=self.num_tokens)  # an unknown name is refused before anything starts
         if self.repeats < 1:
@@ -128,9 +128,9 @@ class Benchmark:
     def _our_modes(self, grid: list[str]) -> list[str]:
         modes: list[str] = []
         for mode in self._settings.modes:
-            if mode == STATIC:
+            if mode == _STATIC:
                 modes += [f"static:{name}" for name in grid]
-            elif mode in OURS:
+            elif mode in _OURS:
                 modes.append(mode)
             elif mode.startswith("static:"):
                 if mode.removeprefix("static:") not in grid:

@@ -31,8 +31,8 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny.corpus import prompts, text
 from rlhfspec.tiny.tokenizer import decode
 
-TRL, PLAIN, ADAPTIVE = "trl", "plain", "adaptive"
-_MODES = (TRL, PLAIN, ADAPTIVE)
+TRL, PLAIN_STEP, ADAPTIVE = "trl", "plain", "adaptive"
+_MODES = (TRL, PLAIN_STEP, ADAPTIVE)
 _ALGORITHMS = ("grpo", "ppo")
 STEP_PARTS = ("generation", "reward", "reference", "critic", "training", "waiting")
 WARM_UP_STEPS = 1
@@ -149,7 +149,7 @@ class StepResults:
         return theirs.seconds_per_step / ours.seconds_per_step if ours and theirs else None
 
     def to_json(self) -> str:
-        ratios = {mode: self.times_as_fast(mode) for mode in (PLAIN, ADAPTIVE)}
+        ratios = {mode: self.times_as_fast(mode) for mode in (PLAIN_STEP, ADAPTIVE)}
         return json.dumps(asdict(self) | {"times_as_fast_as_trl": ratios}, indent=1)
 
 
@@ -164,7 +164,7 @@ class StepBenchmark:
     ) -> None:
         self._settings = settings
         self._report = report
-        self._measures = measures or {TRL: measure_trl, PLAIN: measure_plain, ADAPTIVE: measure_adaptive}
+        self._measures = measures or {TRL: measure_trl, PLAIN_STEP: measure_plain, ADAPTIVE: measure_adaptive}
         self._skipped: dict[str, str] = {}
 
     def run(self) -> StepResults:

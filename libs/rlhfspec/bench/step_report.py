@@ -6,14 +6,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfspec.bench.step import ADAPTIVE, PLAIN, STEP_PARTS, TRL, StepResults, StepRow
+from rlhfspec.bench.step import ADAPTIVE, PLAIN_STEP, STEP_PARTS, TRL, StepResults, StepRow
 
 WANTED = 2.0  # times as fast as TRL
 
 
 def render(results: StepResults) -> Group:
     parts: list[RenderableType] = [_heading(results), _table(results)]
-    parts += [_bar(mode, ratio) for mode in (PLAIN, ADAPTIVE) if (ratio := results.times_as_fast(mode)) is not None]
+    parts += [
+        _bar(mode, ratio) for mode in (PLAIN_STEP, ADAPTIVE) if (ratio := results.times_as_fast(mode)) is not None
+    ]
     parts += [Text(f"left out: {line}", style="yellow") for line in results.skipped]
     return Group(*parts)
 

@@ -24,12 +24,12 @@ from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
 
 Json = dict[str, Any]
 Body = Json | list[Json]
-APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
+APPLY, _MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 PATCH = "application/json-patch+json"
 ATTEMPT_SECONDS = 10.0
 _WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server say that nobody answers
 _DEADLINE_SECONDS = 30.0
-FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.2, 5.0
 PAGE = 250  # objects of one page of a list
 WATCH_SECONDS = 60  # a connection that says nothing for longer is broken
 CONNECTIONS = 64
@@ -165,7 +165,7 @@ class Api:
         self, version: str, kind: str, namespace: str, name: str, patch: Json, *, status: bool = False
     ) -> ApiResponse:
         path = path_of(version, kind, namespace, name) + ("/status" if status else "")
-        return await self._write("PATCH", "merge", f"{kind}Status" if status else kind, path, patch, content=MERGE)
+        return await self._write("PATCH", "merge", f"{kind}Status" if status else kind, path, patch, content=_MERGE)
 
     async def delete(
         self, version: str, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int | None
@@ -322,7 +322,7 @@ class Api:
         self, method: str, path: str, body: Body | None = None, query: Mapping[str, str] | None = None,
         content: str = "application/json", *, is_write: bool = False,
     ) -> ApiResponse:  # fmt: skip
-        began, wait = time.monotonic(), FIRST_WAIT_SECONDS
+        began, wait = time.monotonic(), _FIRST_WAIT_SECONDS
         while True:
             if is_write and not self._may_write():
                 raise LeadershipLost(f"{method} {path}")
@@ -337,7 +337,7 @@ class Api:
             if time.monotonic() - began + wait > self._deadline_seconds:
                 raise ClusterUnavailable(f"{method} {path}", problem)
             await asyncio.sleep(wait * self._draw.uniform(0.5, 1.0))
-            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     async def _try(
         self, method: str, path: str, body: Body | None, query: Mapping[str, str], content: str,

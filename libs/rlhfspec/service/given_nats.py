@@ -28,7 +28,7 @@ from rlhfspec.transport.nats import NatsTransport
 from rlhfspec.transport.nats_connection import Connection, status_of
 from rlhfspec.transport.nats_greeting import read_info
 
-OPTION, CREDENTIALS = "--nats", "--nats-credentials"
+_OPTION, _CREDENTIALS = "--nats", "--nats-credentials"
 _SECONDS = 5.0
 LEAST_STORAGE_BYTES = 8 << 20
 NUM_STREAMS = len(loop.subjects("job", "uid"))
@@ -47,7 +47,7 @@ async def check_nats(given: GivenServer, max_context: int) -> None:
         connection = await _opened(given, shows_certificate=bool(info.get("tls_verify")))
         try:
             if connection.max_payload < needed_bytes:
-                raise InvalidRequest(OPTION, given.url, _too_small(connection.max_payload, needed_bytes))
+                raise InvalidRequest(_OPTION, given.url, _too_small(connection.max_payload, needed_bytes))
             _check_account(given, await _account(connection))
         finally:
             await connection.close()
@@ -67,7 +67,7 @@ async def _opened(given: GivenServer, *, shows_certificate: bool) -> Connection:
         if shows_certificate and (
             hangs_up or (isinstance(error.__cause__, ssl.SSLError) and is_alert(error.__cause__))
         ):
-            raise InvalidRequest(OPTION, given.url, refused) from None
+            raise InvalidRequest(_OPTION, given.url, refused) from None
         raise
 
 
@@ -80,7 +80,7 @@ def _check_tls(given: GivenServer, info: Mapping[str, Any]) -> None:
     elif info.get("tls_verify") and given.certificate is None:
         problem = f"the server asks its clients for a certificate: name yours with {CERTIFICATE}"
     if problem:
-        raise InvalidRequest(OPTION, given.url, problem)
+        raise InvalidRequest(_OPTION, given.url, problem)
 
 
 def _too_small(have: int, needed: int) -> str:
@@ -106,7 +106,7 @@ def _check_account(given: GivenServer, account: dict[str, Any]) -> None:
     else:
         problem = _limit_problem(account["tiers"].get("R1", {}) if account.get("tiers") else account)
     if problem:
-        raise InvalidRequest(OPTION, given.url, f"this user's account {problem}")
+        raise InvalidRequest(_OPTION, given.url, f"this user's account {problem}")
 
 
 def _limit_problem(account: dict[str, Any]) -> str:
@@ -169,24 +169,24 @@ def named(given: GivenServer) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise InvalidRequest(OPTION, given.url, f"no answer within {_SECONDS:g} s") from None
+        raise InvalidRequest(_OPTION, given.url, f"no answer within {_SECONDS:g} s") from None
     except TransportUnavailable as error:
-        raise InvalidRequest(OPTION, given.url, error.problem) from None
+        raise InvalidRequest(_OPTION, given.url, error.problem) from None
     except InvalidRequest as error:
         raise _in_the_users_words(error, given) from None
 
 
 def _in_the_users_words(error: InvalidRequest, given: GivenServer) -> InvalidRequest:
-    if error.field in (OPTION, CA, CERTIFICATE):
+    if error.field in (_OPTION, CA, CERTIFICATE):
         return error
     if error.field in ("creds", "nkey_seed"):
         no_kind = error.problem.startswith("is no ")
         problem = "is neither a .creds file nor the seed of a user's NKEY" if no_kind else error.problem
-        return InvalidRequest(CREDENTIALS, error.value, problem)
+        return InvalidRequest(_CREDENTIALS, error.value, problem)
     if error.field == "permission denied":
-        return InvalidRequest(OPTION, error.value, f"{_not_allowed(error)}; {RIGHTS}")
+        return InvalidRequest(_OPTION, error.value, f"{_not_allowed(error)}; {RIGHTS}")
     value = given.url if error.field == "subject" else error.value
-    return InvalidRequest(OPTION, value, error.problem + _help(error))
+    return InvalidRequest(_OPTION, value, error.problem + _help(error))
 
 
 def _not_allowed(error: InvalidRequest) -> str:
@@ -198,5 +198,5 @@ def _help(error: InvalidRequest) -> str:
     if is_of_unknown_authority(error.__cause__):
         return f"; {CA} FILE names who signed it"
     if "without credentials" in error.problem:
-        return f": a user goes into the URL (nats://me:${{NATS_PASSWORD}}@host:4222), a file into {CREDENTIALS}"
+        return f": a user goes into the URL (nats://me:${{NATS_PASSWORD}}@host:4222), a file into {_CREDENTIALS}"
     return ""

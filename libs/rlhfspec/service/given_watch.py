@@ -10,7 +10,7 @@ from rlhfspec.transport.clock import Clock
 from rlhfspec.transport.nats import NatsTransport
 
 _AWAY_SECONDS = 180.0  # less than a run may wait for itself, so that the line names the server
-ANSWER_SECONDS = 5.0
+_ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 
 
@@ -30,7 +30,7 @@ class GivenNatsWatch:
         """Raises ServerFailed when it stays away."""
         heard, is_away = self._clock.now(), False
         while True:
-            if await self._transport.answers(self._subject, ANSWER_SECONDS):
+            if await self._transport.answers(self._subject, _ANSWER_SECONDS):
                 if is_away:
                     self._say(f"{self._url}: is back")
                 heard, is_away = self._clock.now(), False

@@ -36,7 +36,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlhfspec.errors import ServerFailed
 from rlhfspec.records import Load
 from rlhfspec.service.base import Service
-from rlhfspec.service.pace import BEAT_SECONDS, Beats
+from rlhfspec.service.pace import LIVE_BEAT_SECONDS, Beats
 from rlhfspec.service.redis_client import client_of, close, failures, words_of
 from rlhfspec.service.redis_users import window_key, worker_key, worker_keys, workers_key
 from rlhfspec.service.tasks import ended, to_the_end
@@ -50,7 +50,7 @@ CONNECT_SECONDS = 2.0  # of one that has to connect first: by TLS, in a process 
 _READ_SECONDS = 2.0
 _KEPT_SECONDS = 30.0  # of a worker that says nothing any more
 _KEPT_MILLISECONDS = int(_KEPT_SECONDS * 1000)
-MOST_STEPS, MOST_SAMPLES, MOST_CHARACTERS = 100, 50, 200
+MOST_STEPS, _MOST_SAMPLES, _MOST_CHARACTERS = 100, 50, 200
 
 log = logging.getLogger("rlhfspec.service")
 
@@ -97,7 +97,7 @@ class RecentLines:
 
     def __init__(self) -> None:
         self._steps: deque[str] = deque(maxlen=MOST_STEPS)
-        self._samples: deque[SampleHead] = deque(maxlen=MOST_SAMPLES)
+        self._samples: deque[SampleHead] = deque(maxlen=_MOST_SAMPLES)
 
     def step(self, line: str) -> None:
         self._steps.append(line)
@@ -111,7 +111,7 @@ class RecentLines:
 
 def _head(text: str) -> str:
     """Half characters cannot be written; who looks does not miss them."""
-    return text[:MOST_CHARACTERS].encode(errors="replace").decode()
+    return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
 _SNAPSHOT = TypeAdapter(WorkerSnapshot)
@@ -159,7 +159,7 @@ class LiveState:
             except failures() as error:
                 self._unsent = sending | self._unsent
                 self._failed(error)
-                await asyncio.sleep(BEAT_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
+                await asyncio.sleep(LIVE_BEAT_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
                 self._news.set()
             else:
                 self._arrived()

@@ -39,7 +39,7 @@ SEND_SECONDS = 30.0
 FETCH_PATIENCE_SECONDS = 5.0  # a pod that cannot begin says why, and begins again
 CHECKPOINTS, MANIFEST, MOVES = "checkpoints", "manifest.json", "moves.jsonl"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-JOB_FILE = "processes/job.json"
+_JOB_FILE = "processes/job.json"
 _READ_BY = {
     PREPARE: ("job.yaml", "manifest.json", "steps.jsonl"),
     CONTROL: ("steps.jsonl",),
@@ -73,7 +73,7 @@ def is_read_by(stage: str, worker: int, name: str) -> bool:
         return name == f"{TRACES}/{stage}-{worker}.jsonl"
     if stage == "trainer":
         return top not in (MOVES, "export", "plots")
-    return name == JOB_FILE or name in _READ_BY.get(stage, ())
+    return name == _JOB_FILE or name in _READ_BY.get(stage, ())
 
 
 class Mirror:

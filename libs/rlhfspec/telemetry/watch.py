@@ -13,7 +13,7 @@ from rlhfspec.telemetry.evaluations import Evaluation
 from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.view import View
 
-LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.1, 1.0
+_LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.1, 1.0
 
 
 class WatchService(Service):
@@ -42,7 +42,7 @@ class WatchService(Service):
     async def run(self) -> None:
         if not self._listens:
             await self.listen()
-        pace = Pace(LOOK_SECONDS, IDLE_LOOK_SECONDS)
+        pace = Pace(_LOOK_SECONDS, IDLE_LOOK_SECONDS)
         while True:
             last = self.stopping.is_set()  # what was published before the stop is still shown
             pace.after(await self._show_what_came())

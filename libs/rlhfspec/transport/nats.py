@@ -37,7 +37,7 @@ from rlhfspec.transport.nats_streams import (
 )
 
 FULL = 10077  # JetStream's number for a stream without room
-SHORTEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.01, 0.5
+SHORTEST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 0.5
 LAST_ANSWER_SECONDS = 1.0  # a last try is given these, or "no answer" would hide why the earlier ones failed
 
 
@@ -127,7 +127,7 @@ class NatsTransport:
         while not await self.is_declared(subject):
             if self._clock.now() >= end:
                 raise TransportUnavailable(self._connection.url, f"nobody has declared {subject} for {seconds:g} s")
-            await self._clock.sleep(LONGEST_WAIT_SECONDS)
+            await self._clock.sleep(_LONGEST_WAIT_SECONDS)
 
     async def _declared(self, subject: str) -> Declared:
         self._connection.refuse_if_closed(subject)
@@ -195,7 +195,7 @@ class NatsTransport:
             if left <= 0.0:
                 raise await self._gave_up(subject, problem)
             await self._clock.sleep(min(wait, left))
-            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     def _patience_seconds(self, problem: str) -> float:
         """With a subject that is full as long as ever: it will have room again."""

@@ -22,7 +22,7 @@ from rlhfspec.operator.failures import is_about_storage_away
 from rlhfspec.operator.memory import WorkerMemory
 from rlhfspec.operator.observed import PodView, Refusal, Said
 from rlhfspec.operator.wanted import wanted_workers
-from rlhfspec.operator.workloads import KIND as WORKLOAD
+from rlhfspec.operator.workloads import WORKLOAD_KIND as WORKLOAD
 from rlhfspec.service.exits import is_about_full_disk
 
 READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # so long a pod may take after the job ran, and before

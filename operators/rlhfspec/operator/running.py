@@ -27,7 +27,7 @@ from rlhfspec.errors import ClusterUnavailable, LeadershipLost
 from rlhfspec.operator.broker import Dialling
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.draft import worker_name
-from rlhfspec.operator.lease import LOOK_SECONDS, Lease
+from rlhfspec.operator.lease import LEADER_LOOK_SECONDS, Lease
 from rlhfspec.operator.leftovers import Runs, Server, Tending
 from rlhfspec.operator.looks import Reconciler
 from rlhfspec.operator.metrics import Metrics, Restarted
@@ -205,7 +205,7 @@ class Operator:
 
     async def _reconcile(self, key: Key) -> ReconcileResult:
         while not self._lease.is_held:  # until it is renewed, or we are ended
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(LEADER_LOOK_SECONDS)
         began = time.perf_counter()
         result = await self._reconciler.reconcile(key)
         self._metrics.reconcile_seconds.observe(time.perf_counter() - began)

@@ -12,7 +12,7 @@ from aiohttp import web
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.operator.metrics import Metrics
 
-CERTIFICATE, KEY = "tls.crt", "tls.key"  # of the Secret RELEASE-operator-tls
+_CERTIFICATE, KEY = "tls.crt", "tls.key"  # of the Secret RELEASE-operator-tls
 _CLOSE_SECONDS = 2.0
 
 
@@ -37,9 +37,9 @@ def tls_of(folder: Path) -> ssl.SSLContext:
     """To serve with; callers prove themselves by a token."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+        context.load_cert_chain(folder / _CERTIFICATE, folder / KEY)
     except (OSError, ssl.SSLError) as error:
-        problem = f"cannot be read: {CERTIFICATE} and {KEY} ({error})"
+        problem = f"cannot be read: {_CERTIFICATE} and {KEY} ({error})"
         raise InvalidRequest("--tls", str(folder), problem) from None
     return context
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 HELPER_SECONDS = 3600  # it ends by itself, should nobody remove it
 _START_SECONDS = 120.0
-USER = 65532  # as the job's own pods
+_USER = 65532  # as the job's own pods
 
 
 def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image: str | None) -> int:
@@ -118,7 +118,7 @@ def helper_pod(name: str, namespace: str, claim: str | None, image: str, *, secr
             "terminationGracePeriodSeconds": 0,
             "automountServiceAccountToken": False,
             "securityContext": {
-                "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
+                "runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER,
                 "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [

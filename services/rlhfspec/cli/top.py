@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhfspec.service.connections import Connections
     from rlhfspec.service.live import LiveView, WorkerSnapshot
 
-EVERY_SECONDS = 1.0
+_EVERY_SECONDS = 1.0
 _SILENT_SECONDS = 5.0  # some heartbeats of a worker that only waits: from then on its silence is shown
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with --processes.", show_default=False)]
@@ -38,7 +38,7 @@ def top(run: Run, watch: Watch = False) -> None:
             return
         with Live(table, console=wide_console(), auto_refresh=False) as live, suppress(KeyboardInterrupt):
             while True:
-                time.sleep(EVERY_SECONDS)
+                time.sleep(_EVERY_SECONDS)
                 live.update(_table(_look(connections)), refresh=True)
 
 

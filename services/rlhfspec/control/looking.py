@@ -30,7 +30,7 @@ FOLDER_SECONDS, STORE_SECONDS = (
     5.0,
 )  # between two looks at which checkpoints there are: each is paid for in a store
 FOLDER_DEADLINE_SECONDS = 600.0  # a storage that hangs is no reason to end
-ASK_SECONDS, ANSWER_SECONDS = 1.0, 2.0
+ASK_SECONDS, _ANSWER_SECONDS = 1.0, 2.0
 _STEP = re.compile(r"step-(\d+)")
 log = logging.getLogger("rlhfspec.service")
 
@@ -144,7 +144,7 @@ class BrokerWatch(Service):
     async def run(self) -> None:
         was_away = False
         while not self.stopping.is_set():
-            if await self._transport.answers(self._subject, ANSWER_SECONDS):
+            if await self._transport.answers(self._subject, _ANSWER_SECONDS):
                 self._knowledge.broker_answered()
                 if was_away:
                     log.info("the broker answers again")

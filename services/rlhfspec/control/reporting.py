@@ -15,7 +15,7 @@ from rlhfspec.transport.clock import Clock
 
 _LOOK_SECONDS = 0.25
 AT_MOST_EVERY_SECONDS = 1.0
-LONGEST_WAIT_SECONDS = 10.0  # before a report that was not taken is tried again
+LONGEST_REPORT_WAIT_SECONDS = 10.0  # before a report that was not taken is tried again
 _DEADLINE_SECONDS = 60.0
 log = logging.getLogger("rlhfspec.service")
 
@@ -48,7 +48,7 @@ class Turn:
     def was_not_taken(self, now: float) -> bool:
         """Whether that is news. Many jobs lose their operator at the same moment, and come back one by one."""
         self._num_failures += 1
-        wait = min(AT_MOST_EVERY_SECONDS * 2.0 ** min(self._num_failures - 1, 10), LONGEST_WAIT_SECONDS)
+        wait = min(AT_MOST_EVERY_SECONDS * 2.0 ** min(self._num_failures - 1, 10), LONGEST_REPORT_WAIT_SECONDS)
         self._not_before = self._at_latest = now + wait * self._draw.uniform(0.5, 1.0)
         return self._num_failures == 1
 

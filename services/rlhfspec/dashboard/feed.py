@@ -38,7 +38,7 @@ FOLDER_SECONDS = 1.0
 SOURCE_SECONDS = 1.0
 _MOST_MOVES = 200
 MOST_POINTS = 600  # of a curve that a new browser is told; a longer one is thinned out
-MOST_SAMPLES = 8
+_MOST_SAMPLES = 8
 
 log = logging.getLogger("rlhfspec.dashboard")
 
@@ -149,7 +149,7 @@ class Feed:
             if head.id not in self._heads:
                 content = {"id": head.id, "prompt": shown(head.prompt, 200), "text": shown(head.text, 200)}
                 self._heads[head.id] = content
-        while len(self._heads) > MOST_SAMPLES:
+        while len(self._heads) > _MOST_SAMPLES:
             del self._heads[next(iter(self._heads))]
 
     async def _read_folder(self) -> None:

@@ -22,7 +22,7 @@ from rlhfspec.service.connections import Connections
 from rlhfspec.service.threads import ComputeThread
 
 NAMESPACE = "laptop"
-ROLE = "view"
+_ROLE = "view"
 _PHASES = {"running": "Running", "completed": "Succeeded", "stopped": "Suspended", "failed": "Failed"}
 
 
@@ -145,7 +145,7 @@ class _Run:
             nats_url=connections.nats_url,
             redis_url=connections.redis_url,
             credentials=connections.credentials,
-            role=ROLE,
+            role=_ROLE,
         )
 
     def manifest(self) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from rlhfspec.dashboard.api_server import ApiServer
 from rlhfspec.dashboard.kept import Kept
 from rlhfspec.transport.clock import Clock
 
-COUNTS_SECONDS = 10.0  # and an open page is asked about every server.BEAT_SECONDS: together how long a lost right lasts
+_COUNTS_SECONDS = (
+    10.0  # and an open page is asked about every server.BEAT_SECONDS: together how long a lost right lasts
+)
 _MOST_AT_ONCE = 16  # reviews: a flood of wrong tokens is no flood for the API server
 _ASKED: dict[What, dict[str, str]] = {
     "jobs": {"group": names.GROUP, "resource": names.PLURAL, "verb": "get"},
@@ -27,8 +29,8 @@ class ClusterAccess:
 
     def __init__(self, server: ApiServer, *, clock: Clock | None = None) -> None:
         self._server = server
-        self._visitors: Kept[Visitor | None] = Kept(seconds=COUNTS_SECONDS, clock=clock)
-        self._rights: Kept[bool] = Kept(seconds=COUNTS_SECONDS, most=20_000, clock=clock)
+        self._visitors: Kept[Visitor | None] = Kept(seconds=_COUNTS_SECONDS, clock=clock)
+        self._rights: Kept[bool] = Kept(seconds=_COUNTS_SECONDS, most=20_000, clock=clock)
         self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
 
     async def visitor(self, token: str) -> Visitor | None:

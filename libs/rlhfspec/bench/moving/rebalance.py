@@ -18,8 +18,8 @@ from rlhfspec.bench.moving.pair import NUM_GENERATORS, Command, Pair, sequences_
 from rlhfspec.bench.moving.prediction import ROWS, MeasuredCurve, clairvoyant, predict
 from rlhfspec.bench.moving.rebalance_results import RebalanceResults, StageResult, StageRun, digest_of
 from rlhfspec.bench.moving.workloads import (
-    LONGEST,
     LONGEST_PROMPT,
+    LONGEST_RESPONSE,
     SHORTEST,
     WORKLOADS,
     StageWorkload,
@@ -85,7 +85,7 @@ class RebalanceSettings:
     @property
     def limit(self) -> int:
         """The most tokens of a response, which is all that engines and rebalancer know."""
-        return max(round(LONGEST * self.scale), SHORTEST)
+        return max(round(LONGEST_RESPONSE * self.scale), SHORTEST)
 
     def published(self) -> dict[str, Any]:
         """For the JSON: models by the names of their folders, no path of the machine."""
