@@ -79,6 +79,60 @@ def test_a_planted_fault_is_told_with_its_place(tmp_path: Path, plant: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("path", "text", "line", "words"),
+    [
+        (
+            "services/rlhfspec/cli/start.py",
+            "class Cache: ...\n",
+            1,
+            "the class Cache is in libs/rlhfspec/engine/core.py too",
+        ),
+        (
+            "services/rlhfspec/cli/start.py",
+            "x = 1\nclass _Row: ...\n",
+            2,
+            "the class _Row is in libs/rlhfspec/engine/core.py too",
+        ),
+        (
+            "services/rlhfspec/cli/start.py",
+            "def f():\n    class Cache: ...\n",
+            2,
+            "the class Cache is in libs/rlhfspec/engine/core.py too",
+        ),
+        (
+            "services/rlhfspec/cli/start.py",
+            "WAIT = 3\n",
+            1,
+            "the constant WAIT has another value in libs/rlhfspec/engine/core.py",
+        ),
+        ("services/rlhfspec/cli/start.py", "WAIT: int = 3\n", 1, "the constant WAIT has another value in libs"),
+        ("services/rlhfspec/cli/start.py", "BOTH, WAIT = 2, 3\n", 1, "the constant WAIT has another value in libs"),
+    ],
+)
+def test_a_name_that_means_two_things_is_told(tmp_path: Path, path: str, text: str, line: int, words: str) -> None:
+    first = "class Cache: ...\nclass _Row: ...\nWAIT = 2\nclass Again:\n    WAIT = 1\n"
+    [fault] = house.faults_of(of(tmp_path, {CORE: first, path: text}))
+    assert (str(fault.path), fault.line) == (path, line)
+    assert words in fault.words
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "WAIT = 2\n",
+        "_WAIT = 3\n",
+        "wait = 3\n",
+        "def f():\n    WAIT = 3\n",
+        "class Stopped:\n    WAIT = 3\n",
+        "from rlhfspec.engine.core import Cache, WAIT\n",
+    ],
+)
+def test_a_name_that_means_one_thing_is_none(tmp_path: Path, text: str) -> None:
+    first = "class Cache: ...\nWAIT = 2\n"
+    assert house.faults_of(of(tmp_path, {CORE: first, "services/rlhfspec/cli/start.py": text})) == []
+
+
+@pytest.mark.parametrize(
     "back",
     [
         "from rlhfspec.engine.core import step\n",
