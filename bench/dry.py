@@ -23,13 +23,13 @@ from typing import Any
 
 import yaml
 
-from rlhfspec.records import Plan, WorkerInfo
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.connecting import connect
-from rlhfspec.service.connections import Connections
-from rlhfspec.telemetry.metrics import curve
-from rlhfspec.tiny.models import ensure
-from rlhfspec.tracing.folder import read_spans
+from rlhfspec.messages.access.connecting import connect
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.records import Plan, WorkerInfo
+from rlhfspec.models.tiny.models import ensure
+from rlhfspec.runs.folder.metrics import curve
+from rlhfspec.stage.bus import Bus
+from rlhfspec.telemetry.folder import read_spans
 
 ORDER = json.dumps({"dry": {"0": "score", "1": "score"}})
 REWARDS = "def letters(completion):\n    return sum(map(str.isalpha, completion)) / 8\n"

@@ -14,11 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from rlhfspec.records import Prompt, Sample, Score, ScoringStage, StepReport
-from rlhfspec.service.bus import Bus, StageBus, ack_all
-from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.tracing.opening import watching
-from rlhfspec.transport.memory import MemoryTransport
+from rlhfspec.messages.records import Prompt, Sample, Score, ScoringStage, StepReport
+from rlhfspec.messages.transport.memory import MemoryTransport
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.stage.bus import Bus, StageBus, ack_all
+from rlhfspec.telemetry.opening import watching
 
 NUM_SAMPLES = 256
 ROUNDS = 30

@@ -15,26 +15,26 @@ from typing import Any, Self
 import aiohttp
 from aiohttp.test_utils import TestServer
 
-from rlhfspec import loop
 from rlhfspec.dashboard.access import Access, LaptopAccess
 from rlhfspec.dashboard.server import Dashboard
 from rlhfspec.dashboard.source import Source
-from rlhfspec.records import Heartbeat, Load, Moved, Record, Score, StepReport
-from rlhfspec.servers.certificates import ServerTls, client_tls, create_credentials
-from rlhfspec.servers.nats import NatsServer, User
-from rlhfspec.servers.redis import RedisServer
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.connections import Connections
-from rlhfspec.service.live import LiveState, Snapshot, Window
-from rlhfspec.service.rights import CONTROL, ROLES, inbox_of, rights_of
-from rlhfspec.service.tasks import ended
-from rlhfspec.service.vitals import WorkerState
-from rlhfspec.telemetry.metrics import example_step
-from rlhfspec.telemetry.run_folder import RunFolder, example_job
-from rlhfspec.telemetry.sample_lines import example_sample
-from rlhfspec.tracing.spans import Span
-from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_proof import Proof
+from rlhfspec.messages import loop
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.access.rights import CONTROL, ROLES, inbox_of, rights_of
+from rlhfspec.messages.records import Heartbeat, Load, Moved, Record, Score, StepReport
+from rlhfspec.messages.servers.certificates import ServerTls, client_tls, create_credentials
+from rlhfspec.messages.servers.nats import NatsServer, User
+from rlhfspec.messages.servers.redis import RedisServer
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.runs.folder.metrics import example_step
+from rlhfspec.runs.folder.run_folder import RunFolder, example_job
+from rlhfspec.runs.folder.sample_lines import example_sample
+from rlhfspec.runs.live.live import LiveState, Snapshot, Window
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.tasks import ended
+from rlhfspec.stage.vitals import WorkerState
+from rlhfspec.telemetry.spans import Span
 
 TOKEN = "a-token-of-the-tests"
 UID = "3f2a"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rlhfspec.errors import InvalidRequest, TransportClosed, TransportFull
-from rlhfspec.transport import dead_letters
-from rlhfspec.transport.base import Consumer, Message, Subscription, Transport
-from rlhfspec.transport.clock import FakeClock
+from rlhfspec.messages.transport import dead_letters
+from rlhfspec.messages.transport.base import Consumer, Message, Subscription, Transport
+from rlhfspec.messages.transport.clock import FakeClock
 
 SUBJECT = "rlhf.sums.sample"
 DEAD = "rlhf.sums.dead"

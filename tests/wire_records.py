@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rlhfspec.records import (
+from rlhfspec.messages.records import (
     DatasetInfo,
     Demand,
     EvaluationReport,

@@ -28,9 +28,9 @@ COMMANDS = {
 # Where a process, or what stands for one, ends: nobody above could do better than to say what was raised.
 MAY_CATCH_ALL = {
     "rlhfspec.bench.rivals.serve",
-    "rlhfspec.scoring.rewards.user_code",
-    "rlhfspec.service.process",
-    "rlhfspec.service.threads",
+    "rlhfspec.training.scoring.rewards.user_code",
+    "rlhfspec.worker.process",
+    "rlhfspec.stage.threads",
     # what the API server took and nobody here foresaw stops no other job
     *(f"rlhfspec.operator.{name}" for name in ("queue", "looks", "views", "watching", "leftovers")),
     # whatever a model raises is a verdict on it
@@ -88,7 +88,7 @@ class House:
 
 def module_name(path: Path) -> str:
     """
-    >>> module_name(Path("libs/rlhfspec/engine/__init__.py")), module_name(Path("libs/rlhfspec/job.py"))
+    >>> module_name(Path("libs/rlhfspec/engine/__init__.py")), module_name(Path("libs/rlhfspec/job/__init__.py"))
     ('rlhfspec.engine', 'rlhfspec.job')
     """
     parts = path.with_suffix("").parts[1:]

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.loop import workers_of
+from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator import objects, trial
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.memory import Memory

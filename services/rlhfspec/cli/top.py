@@ -18,8 +18,8 @@ from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rlhfspec.service.connections import Connections
-    from rlhfspec.service.live import LiveView, Snapshot
+    from rlhfspec.messages.access.connections import Connections
+    from rlhfspec.runs.live.live import LiveView, Snapshot
 
 EVERY_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # some heartbeats of a worker that only waits: from then on its silence is shown
@@ -45,7 +45,7 @@ def top(run: Run, watch: Watch = False) -> None:
 def _connections(run: Path) -> Connections:
     from pydantic import ValidationError
 
-    from rlhfspec.service.connections import Connections
+    from rlhfspec.messages.access.connections import Connections
 
     path = run / "processes" / "connections.json"
     try:
@@ -60,7 +60,7 @@ def _connections(run: Path) -> Connections:
 
 
 def _look(connections: Connections) -> LiveView:
-    from rlhfspec.service.live import read_live
+    from rlhfspec.runs.live.live import read_live
 
     assert connections.redis_url is not None
     url, uid, credentials = connections.redis_url, connections.uid, connections.credentials
@@ -68,7 +68,7 @@ def _look(connections: Connections) -> LiveView:
 
 
 def _table(view: LiveView) -> Table:
-    from rlhfspec.loop import STAGES
+    from rlhfspec.messages.loop import STAGES
 
     table = Table(caption=None if view.workers else "nobody has said anything yet")
     for title in ("worker", "process", "does", "what"):
@@ -84,7 +84,7 @@ def _table(view: LiveView) -> Table:
 
 
 def _row(snapshot: Snapshot, silent_seconds: float) -> tuple[str, ...]:
-    from rlhfspec.telemetry.text import one_line
+    from rlhfspec.runs.view.text import one_line
 
     state, load = snapshot.state, snapshot.load
     silent = silent_seconds > SILENT_SECONDS

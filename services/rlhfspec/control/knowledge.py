@@ -13,11 +13,11 @@ from rlhfspec.cluster.report import Report, Trouble
 from rlhfspec.control.report import RECENT_STEPS, Facts, report_of
 from rlhfspec.control.troubles import Failing, broker_unavailable, reward_failing, stalled, undeliverable
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
-from rlhfspec.service.roster import SILENT_SECONDS, Roster
-from rlhfspec.service.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
-from rlhfspec.telemetry.metrics import StepMetrics
-from rlhfspec.transport.clock import Clock
+from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.runs.folder.metrics import StepMetrics
+from rlhfspec.runs.view.roster import SILENT_SECONDS, Roster
+from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
 
 AWAY_SECONDS = 3.5  # the broker is asked every second
 GONE_SECONDS = 60.0  # a silent worker whose stage has others is not waited for any longer

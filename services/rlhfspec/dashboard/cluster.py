@@ -14,7 +14,7 @@ from rlhfspec.dashboard.folder import shown
 from rlhfspec.dashboard.kept import Kept
 from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Place, Pod, RunFolder
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.service.redis_users import DASHBOARD
+from rlhfspec.runs.live.redis_users import DASHBOARD
 
 LIST_SECONDS = 2.0
 MOST_CHARACTERS = 500  # of a message

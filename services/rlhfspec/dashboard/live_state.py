@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfspec import loop
-from rlhfspec.records import Heartbeat, Load, Plan, Record
-from rlhfspec.service.live import LiveView, Snapshot
-from rlhfspec.service.vitals import WorkerState
+from rlhfspec.messages import loop
+from rlhfspec.messages.records import Heartbeat, Load, Plan, Record
+from rlhfspec.runs.live.live import LiveView, Snapshot
+from rlhfspec.stage.vitals import WorkerState
 
 SILENT_SECONDS = 5.0  # many beats: it is told
 GONE_SECONDS = 30.0

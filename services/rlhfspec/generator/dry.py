@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
-from rlhfspec.records import Plan
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import StageBus
-from rlhfspec.service.guest import Guest
+from rlhfspec.messages.records import Plan
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import StageBus
+from rlhfspec.stage.guest import Guest
 
 
 class Dry:

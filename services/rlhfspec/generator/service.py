@@ -15,21 +15,21 @@ from rlhfspec.generator.history import Histories
 from rlhfspec.generator.load import Experts, Meter
 from rlhfspec.generator.moving import Luggage, Moving
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_generation import Generation
-from rlhfspec.migration.engine_calls import EngineCalls
-from rlhfspec.records import Load, Prompt, Sample, Weights
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import Delivery, Inbox, StageBus, give_back
-from rlhfspec.service.ends import Ends
-from rlhfspec.service.guest import Guest
-from rlhfspec.service.new_weights import NewWeights
-from rlhfspec.service.tasks import together
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.tracing.base import Progress
-from rlhfspec.weights import WeightStore
-from rlhfspec.wire.codec import encode
+from rlhfspec.job.generation import Generation
+from rlhfspec.messages.records import Load, Prompt, Sample, Weights
+from rlhfspec.messages.wire.codec import encode
+from rlhfspec.moves.migration.engine_calls import EngineCalls
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import Delivery, Inbox, StageBus, give_back
+from rlhfspec.stage.guest import Guest
+from rlhfspec.stage.new_weights import NewWeights
+from rlhfspec.stage.tasks import together
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.telemetry.base import Progress
+from rlhfspec.training.weights import WeightStore
+from rlhfspec.worker.ends import Ends
 
-log = logging.getLogger("rlhfspec.service")
+log = logging.getLogger("rlhfspec.stage")
 IDLE_SECONDS = 0.5
 ON_THE_WAY_SECONDS = 0.05
 BURST_SECONDS = 0.05  # so long the engine steps between two looks at what came; a finished sample ends it sooner

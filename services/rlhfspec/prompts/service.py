@@ -6,14 +6,23 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from rlhfspec.data import PromptRow, Prompts
 from rlhfspec.job import HeldOut, RLHFJob
+from rlhfspec.messages.records import (
+    DatasetInfo,
+    Demand,
+    Prompt,
+    Sample,
+    Weights,
+    evaluation_id,
+    sample_id,
+    sample_seed,
+)
 from rlhfspec.prompts.lengths import Lengths
-from rlhfspec.records import DatasetInfo, Demand, Prompt, Sample, Weights, evaluation_id, sample_id, sample_seed
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import Inbox, StageBus
-from rlhfspec.service.tasks import together
-from rlhfspec.service.vitals import Vitals
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import Inbox, StageBus
+from rlhfspec.stage.tasks import together
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.training.data import PromptRow, Prompts
 
 
 class PromptsService(Service):

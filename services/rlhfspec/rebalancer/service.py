@@ -7,14 +7,14 @@ import secrets
 from typing import Any
 
 from rlhfspec.job import RLHFJob, Spec
+from rlhfspec.messages.records import Load, Moved, Plan, Sample
+from rlhfspec.moves.rebalancing.elastic import Elastic, Wanted
 from rlhfspec.rebalancer.knowledge import Advice, Knowledge
 from rlhfspec.rebalancer.stage_work import StageWork
-from rlhfspec.rebalancing.elastic import Elastic, Wanted
-from rlhfspec.records import Load, Moved, Plan, Sample
-from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Inbox, StageBus
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.moves import MovesFile
+from rlhfspec.runs.folder.moves import MovesFile
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.bus import Inbox, StageBus
+from rlhfspec.stage.vitals import Vitals
 
 AT_ONCE = 4096  # records
 TOLD_SECONDS = 10.0  # between two lines of plans that move nothing and say what the one before said

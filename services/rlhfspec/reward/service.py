@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import DatasetInfo, Purpose, Sample
-from rlhfspec.scoring.rewards.sources import RewardSources
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import Delivery, StageBus, give_back
-from rlhfspec.service.vitals import Vitals
+from rlhfspec.messages.records import DatasetInfo, Purpose, Sample
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import Delivery, StageBus, give_back
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.training.scoring.rewards.sources import RewardSources
 
 
 class RewardService(Service):

@@ -11,19 +11,19 @@ from typing import Any
 
 from rlhfspec.errors import StageFailed, StorageError
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import WorkerInfo
-from rlhfspec.service import exits
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import StageBus
-from rlhfspec.service.last_words import one_line
-from rlhfspec.service.mirror import Mirror
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.ending import finish_folder, kept_traceback
-from rlhfspec.telemetry.manifest import RunOutcome
-from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.messages.records import WorkerInfo
+from rlhfspec.runs.folder.manifest import RunOutcome
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.view.ending import finish_folder, kept_traceback
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import StageBus
+from rlhfspec.stage.vitals import Vitals
 from rlhfspec.trainer.service import TrainerService
+from rlhfspec.worker import exits
+from rlhfspec.worker.last_words import one_line
+from rlhfspec.worker.mirror import Mirror
 
-log = logging.getLogger("rlhfspec.service")
+log = logging.getLogger("rlhfspec.stage")
 
 
 class LoadedModels(Service):

@@ -6,17 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rlhfspec.checkpoint import CheckpointStore
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Sample, Score
-from rlhfspec.service.mirror import Mirror
-from rlhfspec.telemetry.equal_rewards import equal_reward_groups
-from rlhfspec.telemetry.evaluations import Evaluation, best
-from rlhfspec.telemetry.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
-from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.telemetry.trackers import Trackers
+from rlhfspec.messages.records import Sample, Score
+from rlhfspec.runs.folder.evaluations import Evaluation, best
+from rlhfspec.runs.folder.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.folder.trackers import Trackers
+from rlhfspec.runs.view.equal_rewards import equal_reward_groups
 from rlhfspec.trainer.collector import Collector
 from rlhfspec.trainer.service import StepTime, Trained
+from rlhfspec.training.checkpoint import CheckpointStore
+from rlhfspec.worker.mirror import Mirror
 
 Export = Callable[[dict[str, Any]], object]
 

@@ -16,23 +16,23 @@ from typing import Any, Protocol
 
 from rlhfspec.errors import DataExhausted
 from rlhfspec.job import RLHFJob
-from rlhfspec.learning.learner import LearnReport
-from rlhfspec.learning.rollouts import Rollouts
-from rlhfspec.loop import scoring_stages
-from rlhfspec.records import DatasetInfo, EvaluationReport, Purpose, Sample, Score, StepReport, Weights
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import Delivery, Held, Inbox, StageBus, ack_all
-from rlhfspec.service.pace import Pace
-from rlhfspec.service.vitals import Vitals, WorkerVitals
+from rlhfspec.messages.loop import scoring_stages
+from rlhfspec.messages.records import DatasetInfo, EvaluationReport, Purpose, Sample, Score, StepReport, Weights
+from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import Delivery, Held, Inbox, StageBus, ack_all
+from rlhfspec.stage.pace import Pace
+from rlhfspec.stage.vitals import Vitals, WorkerVitals
 from rlhfspec.trainer.collector import Chosen, Collector, StepShape
-from rlhfspec.transport.clock import Clock
-from rlhfspec.weights import WeightStore
+from rlhfspec.training.learning.learner import LearnReport
+from rlhfspec.training.learning.rollouts import Rollouts
+from rlhfspec.training.weights import WeightStore
 
 LATE_SECONDS = 0.5  # a sample may come after its last score
 
 
 class Learns(Protocol):
-    """What the trainer needs of `rlhfspec.learning.learner.Learner` (or of a leader of several ranks)."""
+    """What the trainer needs of `rlhfspec.training.learning.learner.Learner` (or of a leader of several ranks)."""
 
     @property
     def version(self) -> int: ...

@@ -15,7 +15,7 @@ import yaml
 from helm import CHART, HELM, MONITORING, REGISTRY, ROOT, named, needs_helm, of_kind, pods, rendered, template
 
 from rlhfspec.cluster import names
-from rlhfspec.loop import STAGES
+from rlhfspec.messages.loop import STAGES
 from rlhfspec.operator.release import AUTHORITIES, NATS_ACCOUNT, REDIS_LOGIN
 from rlhfspec.operator.settings import OperatorFile
 

@@ -16,15 +16,15 @@ from faults.processes import send
 from runs import train
 from started import Started, eventually
 
-from rlhfspec.loop import subject
-from rlhfspec.records import Plan, Sample
-from rlhfspec.servers.certificates import client_tls
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.rights import CONTROL, inbox_of
-from rlhfspec.tracing.folder import read_spans
-from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_proof import Proof
-from rlhfspec.transport.nats_streams import stream_name
+from rlhfspec.messages.access.rights import CONTROL, inbox_of
+from rlhfspec.messages.loop import subject
+from rlhfspec.messages.records import Plan, Sample
+from rlhfspec.messages.servers.certificates import client_tls
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.messages.transport.nats_streams import stream_name
+from rlhfspec.stage.bus import Bus
+from rlhfspec.telemetry.folder import read_spans
 
 PPO = ("generation.speculation.mode=off", "roles.generator.workers=2")
 

@@ -11,8 +11,8 @@ import pytest
 from nats_servers import NatsServer, Proxy
 from transport_contract import Harness, TransportContract
 
-from rlhfspec.transport.base import Consumer
-from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.messages.transport.base import Consumer
+from rlhfspec.messages.transport.nats import NatsTransport
 
 
 @pytest.fixture(scope="session")

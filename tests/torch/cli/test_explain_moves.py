@@ -11,13 +11,13 @@ from typer.testing import CliRunner, Result
 from views import a_full_view, picture, terminal
 
 from rlhfspec.cli.main import app
+from rlhfspec.messages.records import Plan
 from rlhfspec.rebalancer.knowledge import Advice
 from rlhfspec.rebalancer.service import content_of
-from rlhfspec.records import Plan
-from rlhfspec.telemetry.moves import MovesFile
-from rlhfspec.tracing.base import Place
-from rlhfspec.tracing.meters import Meters
-from rlhfspec.tracing.prometheus import text_of
+from rlhfspec.runs.folder.moves import MovesFile
+from rlhfspec.telemetry.base import Place
+from rlhfspec.telemetry.meters import Meters
+from rlhfspec.telemetry.prometheus import text_of
 
 
 def explain(*arguments: str) -> Result:
@@ -104,7 +104,7 @@ def test_moves_are_counted() -> None:
 
 def test_loads_of_rebalancing_are_loads(tmp_path: Path) -> None:
     """What tests here plan with is what the wire carries."""
-    from rlhfspec.wire.codec import decode, encode
+    from rlhfspec.messages.wire.codec import decode, encode
 
     load = a_load(1, range(3), is_leaving=True)
     assert decode(encode(load)) == load

@@ -10,8 +10,8 @@ import pytest
 from link_checks import NIXL, landing_of, nothing_left, pattern, warm
 
 from rlhfspec.errors import InvalidRequest, LinkError
-from rlhfspec.migration.links.base import Landing, Sending
-from rlhfspec.migration.links.opening import make_landing, open_sending
+from rlhfspec.moves.migration.links.base import Landing, Sending
+from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 
 KINDS = ["memory", "shm", "tcp", "torch", *NIXL]
 Pair = tuple[Landing, Sending]

@@ -15,15 +15,15 @@ from loads import MAX_TOKENS, a_load, knowing, moved, sample_of, skewed
 from stages import JOB, FakeEngine, a_job
 
 from rlhfspec.generator.load import Meter
+from rlhfspec.messages.records import Move, Plan
+from rlhfspec.messages.transport.clock import FakeClock
+from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.rebalancer.knowledge import MOVE_SECONDS, QUIET_SECONDS, Advice, Knowledge
 from rlhfspec.rebalancer.service import RebalancerService
-from rlhfspec.records import Move, Plan
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.moves import MovesFile, read_moves
+from rlhfspec.runs.folder.moves import MovesFile, read_moves
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.vitals import Vitals
 from rlhfspec.trainer.collector import example_sample
-from rlhfspec.transport.clock import FakeClock
-from rlhfspec.transport.memory import MemoryTransport
 
 
 def advised(knowledge: Knowledge, now: float) -> Advice:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from weight_nodes import FromTheTrainer, cluster
 
 from rlhfspec.errors import StorageError, WeightsVersionError
-from rlhfspec.modeling.digest import checksum, digest, digest_and_checksum
-from rlhfspec.modeling.tensor_files import read_noted, read_tensors, write_tensors
-from rlhfspec.weights import FileWeightStore, MemoryWeightStore, WeightStore, newest_kept
-from rlhfspec.weights.file import HASHES
-from rlhfspec.weights.packed import DTYPES
+from rlhfspec.training.modeling.digest import checksum, digest, digest_and_checksum
+from rlhfspec.training.modeling.tensor_files import read_noted, read_tensors, write_tensors
+from rlhfspec.training.weights import FileWeightStore, MemoryWeightStore, WeightStore, newest_kept
+from rlhfspec.training.weights.file import HASHES
+from rlhfspec.training.weights.packed import DTYPES
 
 Make = Callable[[int], WeightStore]
 
@@ -123,7 +123,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rlhfspec.modeling.tensor_files.sync", full)
+    monkeypatch.setattr("rlhfspec.training.modeling.tensor_files.sync", full)
     with pytest.raises(StorageError, match="No space left on device"):
         store.put("sums", "policy", 2, state(2))
     assert digest(store.get(first)) == first.digest
@@ -198,7 +198,9 @@ def test_a_file_is_hashed_once_by_each_process(tmp_path: Path, monkeypatch: pyte
     path = Path(record.uri.removeprefix("file:"))
     write_tensors(path, state(1))  # says nothing of its digest
     store, hashed = FileWeightStore(tmp_path, keep=2), []
-    monkeypatch.setattr("rlhfspec.weights.file.digest", lambda tensors: hashed.append(tensors) or digest(tensors))
+    monkeypatch.setattr(
+        "rlhfspec.training.weights.file.digest", lambda tensors: hashed.append(tensors) or digest(tensors)
+    )
     for _ in range(3):
         store.get(record)
     assert len(hashed) == 1
@@ -212,8 +214,10 @@ def test_a_file_that_says_its_digest_is_checked_once_by_each_process(
 ) -> None:
     record = FileWeightStore(tmp_path, keep=2).put("sums", "policy", 1, state(1))
     store, checked, hashed = FileWeightStore(tmp_path, keep=2), [], []
-    monkeypatch.setattr("rlhfspec.weights.file.checksum", lambda tensors: checked.append(1) or checksum(tensors))
-    monkeypatch.setattr("rlhfspec.weights.file.digest", lambda tensors: hashed.append(1) or digest(tensors))
+    monkeypatch.setattr(
+        "rlhfspec.training.weights.file.checksum", lambda tensors: checked.append(1) or checksum(tensors)
+    )
+    monkeypatch.setattr("rlhfspec.training.weights.file.digest", lambda tensors: hashed.append(1) or digest(tensors))
     for _ in range(3):
         assert digest(store.get(record)) == record.digest
     assert (len(checked), len(hashed)) == (1, 0)

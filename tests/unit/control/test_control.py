@@ -20,12 +20,12 @@ from rlhfspec.control.show import trace_lines
 from rlhfspec.control.troubles import LASTING_SECONDS
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
-from rlhfspec.service.roster import SILENT_SECONDS
-from rlhfspec.telemetry.metrics import example_step
-from rlhfspec.telemetry.run_folder import example_job
-from rlhfspec.tracing.spans import Span
-from rlhfspec.transport.clock import FakeClock
+from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.messages.transport.clock import FakeClock
+from rlhfspec.runs.folder.metrics import example_step
+from rlhfspec.runs.folder.run_folder import example_job
+from rlhfspec.runs.view.roster import SILENT_SECONDS
+from rlhfspec.telemetry.spans import Span
 
 NOON = datetime(2026, 7, 1, 12, 0, 7, tzinfo=UTC)
 BEAT = Heartbeat(

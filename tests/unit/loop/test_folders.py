@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from places import ROOT
 
-from rlhfspec.loop import STAGES
+from rlhfspec.messages.loop import STAGES
 
 
 def test_stages_are_the_folders_of_services() -> None:

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 from transport_contract import DEAD, SUBJECT, Harness, TransportContract, ids
 
-from rlhfspec.transport import dead_letters
-from rlhfspec.transport.base import Consumer
-from rlhfspec.transport.clock import FakeClock, SystemClock, first_of
-from rlhfspec.transport.memory import MemoryTransport
-from rlhfspec.transport.memory_subjects import Work
+from rlhfspec.messages.transport import dead_letters
+from rlhfspec.messages.transport.base import Consumer
+from rlhfspec.messages.transport.clock import FakeClock, SystemClock, first_of
+from rlhfspec.messages.transport.memory import MemoryTransport
+from rlhfspec.messages.transport.memory_subjects import Work
 
 
 class TestMemoryTransport(TransportContract):

@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 from wire_records import SAMPLE, SCORE, STRATEGIES, records
 
 from rlhfspec.errors import InvalidRequest, MalformedRecord
-from rlhfspec.records import (
-    Demand,
-    Record,
-)
-from rlhfspec.wire.codec import ENVELOPE_FIELDS, decode, encode
-from rlhfspec.wire.records_pb2 import Envelope
+from rlhfspec.messages.records import Demand, Record
+from rlhfspec.messages.wire.codec import ENVELOPE_FIELDS, decode, encode
+from rlhfspec.messages.wire.records_pb2 import Envelope
 
 
 def bits(value: Any) -> Any:
