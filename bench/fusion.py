@@ -6,9 +6,9 @@ and a model on each:
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 bench/fusion.py
 
-Ratios are medians over turns; without two quiet cores they say nothing. The models are synthetic (`rlhfspec.models.tiny`), the
-critic is a new head on the policy's trunk. Digests of both models stand behind each way: those with as many threads a
-model must be equal.
+Ratios are medians over turns; without two quiet cores they say nothing. The models are synthetic
+(`rlhfspec.models.tiny`), the critic is a new head on the policy's trunk. Digests of both models stand behind each way:
+those with as many threads a model must be equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/loop.md, from `rlhfspec.messages.loop`: stages; records with their subjects, publishers and readers."""
+"""The tables of docs/loop.md, from `rlhfspec.messages.loop`: stages; records with subjects, publishers, readers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Three processes whose sequences move, on a network that loses, repeats, delays and reorders; and who runs what.
 
-The machines are those of `rlhfspec.moves.migration`; engines and the broker are sets. What is right is judged by the sets
-alone.
+The machines are those of `rlhfspec.moves.migration`; engines and the broker are sets. What is right is judged by the
+sets alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The draft model at work for `rlhfspec.engine.drafting.model`: forwards in its own KV space, and whole trees in one call."""
+"""The draft model at work for `engine.drafting.model`: forwards in its own KV space, and whole trees in one call."""
 
 from __future__ import annotations
 

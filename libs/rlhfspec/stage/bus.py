@@ -1,4 +1,4 @@
-"""Records instead of bytes, by THE MAP: a stage publishes and reads what `rlhfspec.messages.loop` gives it, and nothing else.
+"""Records instead of bytes, by THE MAP: a stage publishes and reads what `messages.loop` gives it, and nothing else.
 
 Example:
     >>> from rlhfspec.messages.records import Demand

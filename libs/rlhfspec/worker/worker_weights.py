@@ -25,8 +25,8 @@ READERS = ("generator", "critic")
 
 
 class WorkerWeights:
-    """Implements rlhfspec.training.weights.WeightStore, by the one that the run names (`choices.weight_stores`). Those who serve
-    versions to each other are known by what each worker says of itself."""
+    """Implements rlhfspec.training.weights.WeightStore, by the one that the run names (`choices.weight_stores`). Those
+    who serve versions to each other are known by what each worker says of itself."""
 
     def __init__(self, connections: Connections, job: RLHFJob, bus: StageBus, health: Health) -> None:
         """Before the gRPC server of `health` starts."""

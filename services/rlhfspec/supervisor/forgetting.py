@@ -1,8 +1,8 @@
 """What a run has on servers that are not its own goes when the run does: its streams, and its keys.
 
 The supervisor sees to that at the end (`forget`). For one that died its guardian does, while the run's credentials are
-still there: `python -m rlhfspec.supervisor.forgetting CREDENTIALS ...`; or, where the guardians died too, the next run of
-this user on this machine (`forget_dead`).
+still there: `python -m rlhfspec.supervisor.forgetting CREDENTIALS ...`; or, where the guardians died too, the next run
+of this user on this machine (`forget_dead`).
 """
 
 from __future__ import annotations

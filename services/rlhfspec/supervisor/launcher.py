@@ -1,6 +1,6 @@
 """Starts workers by forking a process that has imported all they need: each in tenths of a second, not in seconds.
 
-    python -m rlhfspec.supervisor.launcher SUPERVISOR MODULE ...  # a line of JSON in for each process, a line out: its pid
+    python -m rlhfspec.supervisor.launcher SUPERVISOR MODULE ...  # a JSON line in for each process, a line out: its pid
 
 What it starts is like a process of its own in every respect: its own session, log, environment (also in /proc, by which
 the guardian finds it) and name, and a child of the supervisor, not of the launcher, which may be killed and started

@@ -26,7 +26,8 @@ def test_the_command_line_starts_without_torch() -> None:
 
 
 def test_the_wire_needs_no_torch() -> None:
-    modules = "rlhfspec.messages.wire.codec, rlhfspec.messages.transport.memory, rlhfspec.stage.supervisor, rlhfspec.stage.bus"
+    messages = "rlhfspec.messages.wire.codec, rlhfspec.messages.transport.memory"
+    modules = f"{messages}, rlhfspec.stage.supervisor, rlhfspec.stage.bus"
     subprocess.run([sys.executable, "-c", f"import {modules}, sys; sys.exit('torch' in sys.modules)"], check=True)
 
 

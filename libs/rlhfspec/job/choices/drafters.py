@@ -1,7 +1,7 @@
 """What drafts: `generation.speculation.mode` names one, or leaves it to the selector (adaptive), or is off.
 
-`make` is a class that implements `rlhfspec.engine.drafting.base.Drafter`; one that needs `model.drafter` is given its forward
-(`rlhfspec.engine.drafting.model.DraftEngine`), any other is given nothing.
+`make` is a class that implements `rlhfspec.engine.drafting.base.Drafter`; one that needs `model.drafter` is given its
+forward (`rlhfspec.engine.drafting.model.DraftEngine`), any other is given nothing.
 
 Example:
     >>> may_run_draft_model("adaptive"), may_run_draft_model("suffix")

@@ -1,4 +1,4 @@
-"""What each role may do on the bus, as subjects of NATS: the least it needs for its part of the map (`rlhfspec.messages.loop`).
+"""What each role may do on the bus, as subjects of NATS: the least it needs for its part of the map (`messages.loop`).
 
 A role is a stage, `view` or `control`, who looks on at everything. All others publish what they produce, pull and end
 what they consume, and hear their own answers only.

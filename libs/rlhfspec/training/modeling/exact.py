@@ -3,7 +3,7 @@
 The engine's log-probs are, bit for bit, a function of the sequence and the weights; so a trainer that runs the same
 kernels finds the same bits, however it packs sequences, and the first ratio of a step is exactly 1.
 
-`ExactForward` takes the place of `rlhfspec.training.modeling.log_probs.TorchForward`; the model's parameters stay where they are
+`ExactForward` takes the place of `training.modeling.log_probs.TorchForward`; the model's parameters stay where they are
 and receive torch's gradients. It needs the CPU kernels, and about the memory of the weights once more
 (docs/exact-on-policy.md).
 
