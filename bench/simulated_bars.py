@@ -14,7 +14,7 @@ from rlhfspec.simulator.policies import policy_named
 from rlhfspec.simulator.scenario import Scenario
 from rlhfspec.simulator.simulator import simulate
 from rlhfspec.simulator.step_curves import PRESETS
-from rlhfspec.simulator.trials import Trial, trials
+from rlhfspec.simulator.trials import PolicyTrial, trials
 
 PREFILL_SECONDS = 5e-4
 POLICIES = ("none", "threshold", "knee", "counts", "ours", "ours-knowing")
@@ -39,7 +39,7 @@ def rows(scenario: Scenario, kind: str, policies: tuple[str, ...], num_seeds: in
     print(f"| {scenario.curve.name} | {count}{hosts} | {kind} |", " | ".join(map(cell, found)), "|", flush=True)
 
 
-def cell(trial: Trial) -> str:
+def cell(trial: PolicyTrial) -> str:
     content = trial.content()
     ideal = content["of_ideal_sharing"]
     return f"{content['of_clairvoyant']:.3f} / {ideal:.3f} ({trial.moves_per_sequence:.2f})"

@@ -26,7 +26,7 @@ from rlhfspec.messages.servers.certificates import ServerTls, client_tls, create
 from rlhfspec.messages.servers.nats import NatsServer, User
 from rlhfspec.messages.servers.redis import RedisServer
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.messages.transport.nats_proof import NatsProof
 from rlhfspec.runs.folder.metrics import example_step
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.sample_lines import example_sample
@@ -214,7 +214,7 @@ class LiveRun:
         for role in (CONTROL, "generator", "trainer", "reward"):
             transport = await NatsTransport.connect(
                 self.connections.nats_url, name=role, inbox_prefix=inbox_of(role, UID),
-                proof=Proof(nkey_seed=credentials / f"{role}.seed"), tls=client_tls(credentials, role),
+                proof=NatsProof(nkey_seed=credentials / f"{role}.seed"), tls=client_tls(credentials, role),
             )  # fmt: skip
             self._transports.append(transport)
         workers = {stage.name: 1 for stage in loop.STAGES}

@@ -10,13 +10,13 @@ import numpy as np
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.models.tiny import perturbed, random_model
 
 VOCAB = 260  # the byte tokenizer's
-TREE = Plan(drafter="model", depth=4, width=2, branch=2)
-SUFFIX = Plan(drafter="suffix", depth=4, width=2, branch=2)
+TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
+SUFFIX = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 PROMPT = tuple(range(40))
 Bits = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...], str]
 

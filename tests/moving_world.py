@@ -16,7 +16,7 @@ from rlhfspec.moves.migration import destination as theirs
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration import source as ours
 from rlhfspec.moves.migration.destination import Destination
-from rlhfspec.moves.migration.source import Source
+from rlhfspec.moves.migration.source import MoveSource
 
 MESSAGE_SECONDS = 25.0  # no message comes later than that
 REDELIVERY_SECONDS = 30.0  # after the last one who kept it in progress
@@ -50,7 +50,7 @@ class Node:
     engine: Engine = field(default_factory=Engine)
     keeps: set[str] = field(default_factory=set)  # prompts in progress
     has_own: set[str] = field(default_factory=set)  # that it had when they were handed over to it
-    moves: dict[str, Source] = field(default_factory=dict)  # by sample
+    moves: dict[str, MoveSource] = field(default_factory=dict)  # by sample
     steps: dict[str, deque[ours.Action]] = field(default_factory=dict)  # of those, what is to be done next
     waits: dict[str, float] = field(default_factory=dict)
     work: list[theirs.Action] = field(default_factory=list)  # of the engine, for what arrives
@@ -66,7 +66,7 @@ class World:
     def __init__(
         self,
         samples: int = 2,
-        make_source: Callable[..., Source] = Source,
+        make_source: Callable[..., MoveSource] = MoveSource,
         make_destination: Callable[[str], Destination] = Destination,
     ) -> None:
         self.now = 0.0
@@ -129,7 +129,7 @@ class World:
                     return ours.Failed("finished", "")
                 node.epochs[sample] = engine.epochs[sample]
                 return ours.Described(b"", engine.version, True)
-            case ours.Tell(message) | ours.Part(message):
+            case ours.Tell(message) | ours.Notify(message):
                 self.told.append((self.now + MESSAGE_SECONDS, to, node.index, message))
                 return None
             case ours.Pack() | ours.Detach():
@@ -138,7 +138,7 @@ class World:
                 if engine.epochs[sample] != node.epochs[sample]:
                     return ours.Failed("epoch", "")
                 if isinstance(action, ours.Pack):
-                    return ours.Packed(b"kv", b"mark", 1, is_last=len(self.told) % 2 == 0)
+                    return ours.PackedKV(b"kv", b"mark", 1, is_last=len(self.told) % 2 == 0)
                 engine.running.remove(sample)
                 engine.away.add(sample)
                 return ours.Detached(b"state", b"kv", 1, b"prompt", "token")
@@ -150,7 +150,7 @@ class World:
             case ours.LetGo():
                 engine.cancel(sample)
                 node.keeps.discard(sample)
-            case ours.End(how):
+            case ours.MoveEnd(how):
                 self.ends.append(how)
                 del node.moves[sample], node.steps[sample]
                 node.waits.pop(sample, None)
@@ -171,7 +171,7 @@ class World:
     def act(self, node: Node, actions: list[theirs.Action], back: int) -> None:
         for action in actions:
             match action:
-                case theirs.Answer(reply):
+                case theirs.SendReply(reply):
                     self.replies.append((self.now + MESSAGE_SECONDS, back, reply))
                 case theirs.Free(sample, has_kv):
                     if has_kv:
@@ -190,7 +190,7 @@ class World:
         if not node.work:
             return
         action, engine = node.work.pop(0), node.engine
-        assert not isinstance(action, theirs.Answer | theirs.Free)
+        assert not isinstance(action, theirs.SendReply | theirs.Free)
         message, sample = action.message, action.message.sample
         refusal: tuple[str, str] | None = None
         match action:
@@ -264,10 +264,10 @@ class World:
         self.told = [each for each in self.told if each[0] > self.now]
         self.replies = [each for each in self.replies if each[0] > self.now]
         for node in self.nodes:
-            self.act(node, node.destination.on(theirs.Tick(), self.now), 0)
+            self.act(node, node.destination.on(theirs.DestinationTick(), self.now), 0)
             for sample in [sample for sample, until in node.waits.items() if until <= self.now]:
                 del node.waits[sample]
-                self.say(node, sample, ours.Tick())
+                self.say(node, sample, ours.SourceTick())
         for sample in self.samples:
             if sample in self.finished or any(sample in node.keeps for node in self.nodes):
                 self.alone_since[sample] = self.now

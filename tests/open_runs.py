@@ -13,7 +13,7 @@ from shared_servers import SharedServers
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.rights import inbox_of
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.messages.transport.nats_proof import NatsProof
 from rlhfspec.messages.transport.nats_streams import Keeping
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.credentials import operator_creds
@@ -72,7 +72,7 @@ async def asked_by_the_operator(servers: SharedServers, **keeping: Any) -> NatsT
         servers.nats_url,
         name="opening",
         inbox_prefix=inbox_of("operator", "release"),
-        proof=Proof(creds=file),
+        proof=NatsProof(creds=file),
         tls=ssl.create_default_context(cadata=servers.keys.ca_pem.decode()),
         keeping=Keeping(**keeping),
     )

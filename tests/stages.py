@@ -20,7 +20,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Prompt, Record, Sample, Score, Weights
 from rlhfspec.messages.transport.clock import Clock, FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
-from rlhfspec.messages.transport.memory_subjects import Work
+from rlhfspec.messages.transport.memory_subjects import WorkSubject
 from rlhfspec.models.tiny.tokenizer import encode
 from rlhfspec.prompts.service import PromptsService
 from rlhfspec.reward.service import RewardService
@@ -271,7 +271,7 @@ class Stages:
     def has_read(self, stage: str) -> bool:
         """Whether its workers acknowledged all that was published."""
         subjects = self.transport._subjects.values()
-        stored = [message for s in subjects if isinstance(s, Work) for message in s.stored.values()]
+        stored = [message for s in subjects if isinstance(s, WorkSubject) for message in s.stored.values()]
         return not any(stage in message.owed for message in stored)
 
     def stored(self) -> dict[str, list[str]]:
@@ -280,7 +280,7 @@ class Stages:
         return {
             name.rpartition(".")[2]: [m.id for m in s.stored.values()]
             for name, s in subjects.items()
-            if isinstance(s, Work) and s.stored
+            if isinstance(s, WorkSubject) and s.stored
         }
 
 

@@ -26,7 +26,7 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
 
-class _Linear(ctypes.Structure):
+class _LinearStruct(ctypes.Structure):
     _fields_ = [("packed", _POINTER), ("bias", _POINTER), ("inputs", _LONG), ("outputs", _LONG)]
 
 
@@ -45,7 +45,7 @@ class _GatedMlp(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("input_norm", _Norm), ("query_norm", _Norm), ("key_norm", _Norm), ("mlp_norm", _Norm),
-        ("query", _Linear), ("key", _Linear), ("value", _Linear), ("output", _Linear),
+        ("query", _LinearStruct), ("key", _LinearStruct), ("value", _LinearStruct), ("output", _LinearStruct),
         ("mlp", _GatedMlp), ("sliding_window", _LONG),
     ]  # fmt: skip
 
@@ -56,7 +56,7 @@ class _DecoderStruct(ctypes.Structure):
     _fields_ = [
         ("linear", _POINTER), ("head_linear", _POINTER), ("gated_mlp", _POINTER),
         ("layers", _POINTER), ("embedding", _POINTER), ("cosine", _POINTER), ("sine", _POINTER),
-        ("final_norm", _Norm), ("head", _Linear), ("kv", _POINTER),
+        ("final_norm", _Norm), ("head", _LinearStruct), ("kv", _POINTER),
         ("num_layers", _LONG), ("hidden", _LONG), ("num_heads", _LONG), ("num_kv_heads", _LONG), ("head_dim", _LONG),
         ("block_size", _LONG), ("kv_is_bf16", _LONG), ("split", _LONG), ("scale", _FLOAT),
     ]  # fmt: skip
@@ -151,8 +151,8 @@ def _layer(layer: Any, sliding_window: int) -> _Layer:
     )  # fmt: skip
 
 
-def _linear(layer: PackedLinear) -> _Linear:
-    return _Linear(layer.packed.data_ptr(), _data(layer.bias), layer.in_features, layer.out_features)
+def _linear(layer: PackedLinear) -> _LinearStruct:
+    return _LinearStruct(layer.packed.data_ptr(), _data(layer.bias), layer.in_features, layer.out_features)
 
 
 def _norm(norm: FusedRMSNorm) -> _Norm:

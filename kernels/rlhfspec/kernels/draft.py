@@ -32,7 +32,7 @@ _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _PROBLEMS = {-1: "slot_table: a slot outside the cache", -2: "temperatures: every value must be finite and >= 0"}
 
 
-class Curve(Protocol):
+class CostCurve(Protocol):
     """Seconds by rows: linear between `rows` [n] and `knots` [n], times `factor`."""
 
     @property
@@ -43,13 +43,13 @@ class Curve(Protocol):
     def factor(self) -> float: ...
 
 
-class LevelTerms(Protocol):
+class LevelTermsProtocol(Protocol):
     """What decides whether one more level pays."""
 
     @property
-    def target(self) -> Curve: ...
+    def target(self) -> CostCurve: ...
     @property
-    def level(self) -> Curve: ...
+    def level(self) -> CostCurve: ...
     @property
     def tokens_per_second(self) -> float: ...
     @property
@@ -102,7 +102,7 @@ class _KeepStruct(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class GrownNodes:
     """M nodes, E of which were expanded (run through the draft model), level by level."""
 
     nodes: Ints  # [5, M] sequence, parent, depth, token, rank
@@ -128,8 +128,8 @@ class NativeDraft:
         self, *, rows: Ints, lengths: Ints, prompt_lengths: Ints, room: Ints, seeds: npt.NDArray[np.uint64],
         temperatures: Floats, shifts: Doubles, capacity: Ints, slot_table: Ints,
         roots: Ints, tokens: Ints, scores: Floats, log_odds: Doubles,
-        depth: int, width: int, branch: int, terms: LevelTerms | None,
-    ) -> Grown:  # fmt: skip
+        depth: int, width: int, branch: int, terms: LevelTermsProtocol | None,
+    ) -> GrownNodes:  # fmt: skip
         """Trees of at most `depth` levels, at most `width` nodes a sequence expanded for each, `branch` children kept.
 
         rows ... shifts [B]; capacity [R]; slot_table [R, L]; roots [n] indices into the batch, with their first
@@ -164,7 +164,7 @@ class NativeDraft:
             raise ValueError(f"{problem} (row {struct.problem_row} of a draft's level)")
         num_nodes, num_levels = struct.num_nodes, struct.num_levels
         level_rows = self._level_rows[:num_levels].copy()
-        return Grown(
+        return GrownNodes(
             self._nodes[:, :num_nodes].copy(), self._chances[:, :num_nodes].copy(),
             self._expanded[:, : int(level_rows.sum())].copy(), level_rows,
         )  # fmt: skip
@@ -192,7 +192,7 @@ class NativeDraft:
         for name in ("nodes", "chances", "expanded", "level_rows"):
             setattr(struct, name, getattr(self, f"_{name}").ctypes.data)
 
-    def _use_terms(self, terms: LevelTerms | None) -> None:
+    def _use_terms(self, terms: LevelTermsProtocol | None) -> None:
         self._struct.has_rule = terms is not None
         if terms is None:
             return

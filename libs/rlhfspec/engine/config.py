@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.kernels.attention_splits import SPLIT, UNIT
 
@@ -34,7 +34,7 @@ class EngineConfig:
     device: str = "cpu"
     arithmetic: str = "auto"
     attention_split: int = SPLIT
-    speculation: str | Plan = "adaptive"
+    speculation: str | DraftPlan = "adaptive"
     num_threads: int | None = None
     max_sequences: int = 64
     max_context: int = 1024

@@ -27,7 +27,7 @@ from rlhfspec.engine.base import (
     SequenceView,
     Watermark,
 )
-from rlhfspec.engine.drafting.base import PLAIN, Plan
+from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
 from rlhfspec.engine.drafting.tree import accept, index_in_sequence
 from rlhfspec.engine.models import load_state
 from rlhfspec.engine.params import SamplingParams
@@ -279,7 +279,7 @@ class Engine:
         """Drop the kept KV of earlier prompts, for measurements that use prompts again."""
         self.state.pool.forget_kept()
 
-    def set_speculation(self, speculation: str | Plan) -> None:
+    def set_speculation(self, speculation: str | DraftPlan) -> None:
         """Set the speculation mode, at any time; the tokens stay the same."""
         self.speculation.choose(speculation)
 
@@ -314,7 +314,7 @@ class Engine:
         finished: list[Completion],
         num_nodes: int,
         num_committed: int,
-        plan: Plan,
+        plan: DraftPlan,
     ) -> EngineStep:
         self._num_steps += 1
         self._num_generated += num_committed

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from rlhfspec.common.arrays import FloatArray, Floats, IntArray
-from rlhfspec.engine.drafting.base import DraftBatch, Forest, Plan
+from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
 from rlhfspec.engine.drafting.levels import LevelTerms
-from rlhfspec.engine.drafting.model import DraftRows, Expanded, Grown, Roots
+from rlhfspec.engine.drafting.model import DraftRows, Expanded, GrownTrees, Roots
 from rlhfspec.engine.sequences import Sequence
 from rlhfspec.engine.state import KVSpace
 from rlhfspec.kernels import draft, gumbel
@@ -49,8 +49,8 @@ class DraftForward:
         return tokens.cpu().numpy(), scores.cpu().numpy()
 
     def grow(
-        self, batch: DraftBatch, plan: Plan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
-    ) -> Grown | None:
+        self, batch: DraftBatch, plan: DraftPlan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
+    ) -> GrownTrees | None:
         native = self._native_draft()
         if native is None:
             return None
@@ -68,7 +68,7 @@ class DraftForward:
             sequence=sequence, parent=parent, depth=depth, token=token, rank=rank,
             gap=gap, path_acceptance=path_acceptance,
         )  # fmt: skip
-        return Grown(forest, Expanded(grown.expanded, grown.level_rows))
+        return GrownTrees(forest, Expanded(grown.expanded, grown.level_rows))
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
         return draft.keep(

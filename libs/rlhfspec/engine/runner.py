@@ -36,7 +36,7 @@ from rlhfspec.models.huggingface.attention import (
 )
 from rlhfspec.models.huggingface.casting import Precision, cast, precision_of, round_parameters, widen
 from rlhfspec.models.huggingface.causal_lm import CausalLM
-from rlhfspec.models.huggingface.check import ModelReport, Proof, prove
+from rlhfspec.models.huggingface.check import ModelReport, RunnerProof, prove
 from rlhfspec.models.huggingface.experts import ExpertLoad
 from rlhfspec.models.huggingface.fuse import FusedModel, fuse
 from rlhfspec.models.huggingface.native import native_decoder
@@ -100,7 +100,7 @@ class ModelRunner:
         self._digest = ""
         tolerances = TOLERANCES if config.device.type == "cpu" else _TOLERANCES_OF_CUDA
         tolerance = tolerances[config.dtype]
-        proof = Proof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split)
+        proof = RunnerProof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split)
         self.report: ModelReport = prove(proof, began=began)
         give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)

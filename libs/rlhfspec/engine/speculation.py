@@ -17,12 +17,12 @@ from rlhfspec.engine.drafting.acceptance import AcceptanceModel
 from rlhfspec.engine.drafting.base import (
     PLAIN,
     BatchState,
-    Choice,
     DraftBatch,
+    DraftChoice,
     Drafter,
+    DraftOutcome,
+    DraftPlan,
     Forest,
-    Outcome,
-    Plan,
     Selector,
     empty_forest,
 )
@@ -43,11 +43,11 @@ from rlhfspec.job.choices.drafters import ADAPTIVE, DRAFTERS, OFF
 class Proposal:
     """The trees of one step, and how they came about."""
 
-    plan: Plan
+    plan: DraftPlan
     state: BatchState
     forest: Forest  # the nodes to verify
     num_proposed: int = 0
-    choice: Choice | None = None
+    choice: DraftChoice | None = None
     seconds: float = 0.0
 
 
@@ -63,9 +63,9 @@ class Speculator:
         self.costs = CostModel()
         self.used: list[Drafter] = []
         self.selector: Selector = FixedSelector(PLAIN)
-        self._selectors: dict[str | Plan, Selector] = {}  # one a mode: coming back to it, it knows what it learnt
+        self._selectors: dict[str | DraftPlan, Selector] = {}  # one a mode: coming back to it, it knows what it learnt
 
-    def choose(self, speculation: str | Plan) -> None:
+    def choose(self, speculation: str | DraftPlan) -> None:
         """Install the selector for a mode: off, a drafter's name, adaptive, a static strategy, or a Plan."""
         if not self.costs.tables and speculation != OFF:
             self.costs = self._profile() if self._may_profile else unmeasured()
@@ -129,7 +129,7 @@ class Speculator:
         lengths = self.state.rows.lengths[drafted_for.rows]
         for drafter in self.used:
             drafter.observe(drafted_for, lengths)
-        outcome = Outcome(
+        outcome = DraftOutcome(
             plan=proposal.plan, state=proposal.state, forest=proposal.forest,
             reached=walk.reached, accepted=walk.accepted,
             num_committed=num_committed, num_proposed=proposal.num_proposed, choice=proposal.choice,
@@ -191,9 +191,9 @@ class Speculator:
     def _names(self) -> list[str]:
         return sorted(self.drafters)
 
-    def _selector(self, speculation: str | Plan) -> Selector:
+    def _selector(self, speculation: str | DraftPlan) -> Selector:
         grid = {OFF: PLAIN, **static_grid(self._names())}
-        plan = speculation if isinstance(speculation, Plan) else grid.get(speculation)
+        plan = speculation if isinstance(speculation, DraftPlan) else grid.get(speculation)
         if plan is not None:
             return FixedSelector(plan, costs=self.costs if self.costs.tables else None, acceptance=self.acceptance)
         if speculation in self.drafters or speculation == ADAPTIVE:
@@ -204,12 +204,12 @@ class Speculator:
         known = ", ".join([ADAPTIVE, *self._names(), *grid])
         raise InvalidRequest("speculation", speculation, f"must be one of {known}")
 
-    def _drafters_of(self, speculation: str | Plan) -> list[Drafter]:
+    def _drafters_of(self, speculation: str | DraftPlan) -> list[Drafter]:
         if speculation == ADAPTIVE:
             return list(self.drafters.values())
         if isinstance(speculation, str) and speculation in self.drafters:
             return [self.drafters[speculation]]
-        plan = speculation if isinstance(speculation, Plan) else static_grid(self._names()).get(speculation, PLAIN)
+        plan = speculation if isinstance(speculation, DraftPlan) else static_grid(self._names()).get(speculation, PLAIN)
         return [] if plan.drafter is None else [self.drafters[plan.drafter]]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from rlhfspec.messages.servers.certificates import client_tls, server_tls
 from rlhfspec.messages.transport.clock import Clock
-from rlhfspec.moves.migration.base import Control, Custody
+from rlhfspec.moves.migration.base import Custody, MoveControl
 from rlhfspec.moves.migration.control import Answer, DirectControl, StreamControl, StreamControlServer
 from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
@@ -33,7 +33,7 @@ class Ends:
     `host`: where others reach its links. `close`: after the mover, in the event loop."""
 
     incarnation: str
-    control: Control
+    control: MoveControl
     serve: Callable[[Answer], None]
     address: str = ""
     host: str = "127.0.0.1"

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rlhfspec.bench.ours import drain, requests_of
 from rlhfspec.bench.scenarios import Scenario
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.drafting.fixed import FixedSelector
 
 NODES = (4, 8, 32)
@@ -74,9 +74,9 @@ def render(gains: list[TreeGain]) -> Table:
 
 
 def _gain(engine: Any, scenario: Scenario, num_nodes: int) -> TreeGain:
-    chain = Plan(drafter="model", depth=num_nodes)
+    chain = DraftPlan(drafter="model", depth=num_nodes)
     trees = [
-        Plan(drafter="model", depth=depth, width=width, branch=branch, max_nodes=num_nodes)
+        DraftPlan(drafter="model", depth=depth, width=width, branch=branch, max_nodes=num_nodes)
         for depth, width, branch in SHAPES[num_nodes]
     ]
     measured = {plan.name: tokens_per_verification(engine, scenario, plan) for plan in (chain, *trees)}
@@ -84,7 +84,7 @@ def _gain(engine: Any, scenario: Scenario, num_nodes: int) -> TreeGain:
     return TreeGain(num_nodes=num_nodes, chain_tokens=measured[chain.name], tree_tokens=measured[best], tree=best)
 
 
-def tokens_per_verification(engine: Any, scenario: Scenario, plan: Plan) -> float:
+def tokens_per_verification(engine: Any, scenario: Scenario, plan: DraftPlan) -> float:
     """The mean over some runs, after one that lets the acceptance model learn."""
     speculation = engine.speculation
     engine.set_speculation(plan)

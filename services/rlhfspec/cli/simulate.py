@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rlhfspec.job import RLHFJob
     from rlhfspec.simulator.calibrate import Calibration, Ran
     from rlhfspec.simulator.lengths import Workload
-    from rlhfspec.simulator.scenario import Kill, Outcome, Scenario
-    from rlhfspec.simulator.trials import Trial
+    from rlhfspec.simulator.scenario import Kill, Scenario, StageOutcome
+    from rlhfspec.simulator.trials import PolicyTrial
 
 Generators = Annotated[
     int | None, typer.Option(min=1, max=100_000, help="Number of generators.  [default: the job's, at least 2]")
@@ -186,9 +186,9 @@ def _scenario(job: RLHFJob, count: int, curve: Any, prefill_ms: float, rows: int
 
 
 def _lengths_of(job: RLHFJob, plan: _Plan, kind: str, median: float, sigma: float) -> Callable[[int], Workload]:
-    from rlhfspec.simulator.lengths import Shape, workload
+    from rlhfspec.simulator.lengths import LengthShape, workload
 
-    shape = Shape(
+    shape = LengthShape(
         median=median,
         sigma=sigma,
         limit=job.spec.generation.max_tokens,
@@ -265,12 +265,12 @@ def _slow(text: str, count: int) -> tuple[int, float]:
     return int(matched[1]), float(matched[2])
 
 
-def _trials(scenario: Scenario, makes: Callable[[int], Workload], plan: _Plan, out: Path | None) -> list[Trial]:
+def _trials(scenario: Scenario, makes: Callable[[int], Workload], plan: _Plan, out: Path | None) -> list[PolicyTrial]:
     from rlhfspec.simulator.trials import trials
 
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, StageOutcome] = {}
 
-    def keep(policy: str, seed: int, outcome: Outcome, work: Workload) -> None:
+    def keep(policy: str, seed: int, outcome: StageOutcome, work: Workload) -> None:
         if seed == plan.seeds[0]:
             outcomes[policy] = outcome
 
@@ -286,7 +286,12 @@ def _trials(scenario: Scenario, makes: Callable[[int], Workload], plan: _Plan, o
 
 
 def _print(
-    scenario: Scenario, plan: _Plan, lengths: str, found: list[Trial], calibration: Calibration | None, as_json: bool
+    scenario: Scenario,
+    plan: _Plan,
+    lengths: str,
+    found: list[PolicyTrial],
+    calibration: Calibration | None,
+    as_json: bool,
 ) -> None:
     fitted = None
     if calibration is not None:
@@ -321,7 +326,7 @@ def _print(
     console.print(_table(scenario, plan, lengths, found))
 
 
-def _table(scenario: Scenario, plan: _Plan, lengths: str, found: list[Trial]) -> Table:
+def _table(scenario: Scenario, plan: _Plan, lengths: str, found: list[PolicyTrial]) -> Table:
     title = (
         f"simulated: {scenario.num_generators} generators, curve {scenario.curve.name}, lengths {lengths}, "
         f"{len(plan.seeds)} seeds"

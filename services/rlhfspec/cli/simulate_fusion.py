@@ -15,7 +15,7 @@ from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rlhfspec.simulator.pipelines.schedule import Case, Schedule
+    from rlhfspec.simulator.pipelines.schedule import PipelineCase, PipelineSchedule
 
 _CASE = re.compile(r"(\d{1,3})x(\d{1,3})(?:x(\d+\.?\d*))?")
 
@@ -36,12 +36,12 @@ def simulate_fusion(text: str, *, as_json: bool, out: Path | None) -> None:
         typer.echo(f"picture: {out / 'fused.png'}")
 
 
-def case_of(text: str) -> Case:
+def case_of(text: str) -> PipelineCase:
     """
     >>> case_of("4x8x0.5")
-    Case(num_stages=4, num_micro_batches=8, forward_seconds=(1.0, 0.5))
+    PipelineCase(num_stages=4, num_micro_batches=8, forward_seconds=(1.0, 0.5))
     """
-    from rlhfspec.simulator.pipelines.schedule import Case
+    from rlhfspec.simulator.pipelines.schedule import PipelineCase
 
     matched = _CASE.fullmatch(text)
     if matched is None:
@@ -49,15 +49,15 @@ def case_of(text: str) -> Case:
     stages, micro_batches, critic = int(matched[1]), int(matched[2]), float(matched[3] or 1)
     if not (1 <= stages <= 64 and 1 <= micro_batches <= 256 and 0.01 <= critic <= 100):
         raise InvalidRequest("--fuse", text, "must be 1 to 64 stages, 1 to 256 micro-batches, a critic of .01 to 100")
-    return Case(num_stages=stages, num_micro_batches=micro_batches, forward_seconds=(1.0, critic))
+    return PipelineCase(num_stages=stages, num_micro_batches=micro_batches, forward_seconds=(1.0, critic))
 
 
-def _named(case: Case) -> str:
+def _named(case: PipelineCase) -> str:
     stages, micro_batches, critic = case.num_stages, case.num_micro_batches, case.forward_seconds[1]
     return f"{stages} stages x {micro_batches} micro-batches, critic {critic:g} of actor"
 
 
-def _print(case: Case, schedules: dict[str, Schedule], seconds: float, as_json: bool) -> None:
+def _print(case: PipelineCase, schedules: dict[str, PipelineSchedule], seconds: float, as_json: bool) -> None:
     rows = {
         name: {
             "time": schedule.seconds,

@@ -11,7 +11,7 @@ from itertools import count
 
 from rlhfspec.engine.base import EngineProtocol, EngineStep, SequenceView
 from rlhfspec.messages.records import Load
-from rlhfspec.moves.rebalancing.curve import Curve
+from rlhfspec.moves.rebalancing.curve import LearnedCurve
 
 EVERY_SECONDS, IDLE_EVERY_SECONDS = 0.25, 1.0
 Experts = tuple[tuple[str, tuple[int, ...]], ...]
@@ -39,7 +39,7 @@ class Meter:
         self.worker = worker
         self.incarnation = incarnation or secrets.token_hex(8)
         self.is_leaving = False
-        self._curve = Curve()
+        self._curve = LearnedCurve()
         self._host = socket.gethostname()
         self._job = job
         self._engine = engine

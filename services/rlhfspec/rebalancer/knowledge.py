@@ -15,12 +15,12 @@ import numpy as np
 
 from rlhfspec.common.arrays import Floats
 from rlhfspec.messages.records import Load, Move, Moved, Sample
-from rlhfspec.moves.rebalancing.curve import Curve
+from rlhfspec.moves.rebalancing.curve import LearnedCurve
 from rlhfspec.moves.rebalancing.elastic import Elastic, Wanted
 from rlhfspec.moves.rebalancing.factors import Factors
 from rlhfspec.moves.rebalancing.fleet import Fleet
 from rlhfspec.moves.rebalancing.plan import plan
-from rlhfspec.moves.rebalancing.planned import Planned
+from rlhfspec.moves.rebalancing.planned import PlannedMoves
 from rlhfspec.moves.rebalancing.residual import Residual
 from rlhfspec.moves.rebalancing.settings import STANDARD
 from rlhfspec.rebalancer.stage_work import StageWork
@@ -62,7 +62,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    planned: Planned
+    planned: PlannedMoves
     seen: Seen
     moves: tuple[Move, ...]
 
@@ -86,8 +86,8 @@ class Knowledge:
         self._plans_from = began_at + STANDARD.rest_seconds  # what moved a moment before we began rests
         self._generators: dict[int, _Generator] = {}
         self._earlier: dict[int, set[str]] = {}  # incarnations that others came after
-        self._among_others: dict[int, Curve] = {}
-        self._alone: dict[int, Curve] = {}
+        self._among_others: dict[int, LearnedCurve] = {}
+        self._alone: dict[int, LearnedCurve] = {}
         self._residual, self._factors = Residual(), Factors()
         self._work, self._elastic = work, elastic
         self.wanted: Wanted | None = None  # so many generators; None: it is not known, or not asked
@@ -154,7 +154,7 @@ class Knowledge:
             if worker != load.worker and other.load.host == load.host and now - other.heard_at <= QUIET_SECONDS
         ]
         curves = self._alone if others and not any(others) else self._among_others
-        curve = curves.setdefault(load.worker, Curve(prior))
+        curve = curves.setdefault(load.worker, LearnedCurve(prior))
         curve.learn(load.num_running, seconds)
 
     # -- what follows -----------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Knowledge:
             staying = int((~seen.fleet.is_leaving).sum())
             self.wanted = self._elastic.learn(self._work.step, outlook, now, num_generators=staying)
 
-    def _begin(self, planned: Planned, seen: Seen, move: int, now: float) -> Move:
+    def _begin(self, planned: PlannedMoves, seen: Seen, move: int, now: float) -> Move:
         source, destination = (seen.workers[int(side[move])] for side in (planned.source, planned.destination))
         sample = seen.sample_ids[int(planned.sequence[move])]
         id = self._draw(self._num_moves)
@@ -241,7 +241,7 @@ class Knowledge:
         return np.array([self._rests.get(sample, never)[0] for sample in sample_ids])
 
     def _curves(
-        self, loads: list[Load], curves: dict[int, Curve], unknown: tuple[Floats, Floats] | None = None
+        self, loads: list[Load], curves: dict[int, LearnedCurve], unknown: tuple[Floats, Floats] | None = None
     ) -> tuple[Floats, Floats]:
         """What was learnt of each; of who said nothing yet, what is known otherwise or the fleet's."""
         told = [

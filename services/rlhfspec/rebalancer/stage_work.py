@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from rlhfspec.messages.records import Load, Sample
-from rlhfspec.moves.rebalancing.elastic import Outlook
+from rlhfspec.moves.rebalancing.elastic import StageOutlook
 from rlhfspec.moves.rebalancing.fleet import Fleet
 
 
@@ -37,12 +37,12 @@ class StageWork:
         known = self._finished | {id for id in there if id.split("/")[1] == str(self.step)}
         return max(self._samples_per_step - len(known), 0)
 
-    def outlook(self, fleet: Fleet, there: Iterable[str], usual_tokens: float) -> Outlook:
+    def outlook(self, fleet: Fleet, there: Iterable[str], usual_tokens: float) -> StageOutlook:
         """usual_tokens: expected of a sample that has not begun."""
         num_to_come = self.num_to_come(there)
         begun = self._usual_longest - int(fleet.generated.min(initial=self._usual_longest))
         longest = max(float(fleet.remaining.max(initial=0.0)), float(self._usual_longest if num_to_come else begun))
-        return Outlook(
+        return StageOutlook(
             step_seconds=float(np.median(fleet.step_seconds)),
             sequence_seconds=float(np.median(fleet.sequence_seconds)),
             tokens=float(fleet.remaining.sum()) + num_to_come * usual_tokens,

@@ -39,7 +39,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class LengthShape:
     """A distribution of lengths and prompts."""
 
     median: float = 128.0
@@ -51,7 +51,9 @@ class Shape:
     longest_prompt: int = 96
 
 
-def workload(kind: str, *, num_generators: int, per_generator: int, seed: int, shape: Shape = Shape()) -> Workload:
+def workload(
+    kind: str, *, num_generators: int, per_generator: int, seed: int, shape: LengthShape = LengthShape()
+) -> Workload:
     """`independent`: lengths have nothing to do with each other. `groups`: those of a prompt are alike, and a prompt's
     samples are dealt together. `skew`: independent, and the longer ones are dealt to the first half of the generators.
     `adversarial`: what has ended says nothing of what goes on."""
@@ -91,7 +93,7 @@ def dealt_by(work: Workload, kind: str, num_generators: int) -> Workload:
     return replace(work, dealt=np.where(is_long, rank % first, first + rank % max(num_generators - first, 1)))
 
 
-def _adversarial(random: np.random.Generator, count: int, shape: Shape) -> Floats:
+def _adversarial(random: np.random.Generator, count: int, shape: LengthShape) -> Floats:
     """Chosen against whoever learns from what has ended: nine of ten end within a tenth of the limit and teach that all
     do, then the rest go on to some length between, and every tenth of these to the limit."""
     shares = random.random(count)

@@ -11,13 +11,13 @@ from math import ceil, inf
 
 from rlhfspec.moves.rebalancing.fleet import Fleet
 from rlhfspec.moves.rebalancing.hosts import engines_to_run
-from rlhfspec.moves.rebalancing.settings import STANDARD, Settings
+from rlhfspec.moves.rebalancing.settings import STANDARD, PlannerSettings
 
 _A_LITTLE = 1e-4
 
 
 @dataclass
-class _Sequence:
+class _OracleSequence:
     index: int
     remaining: float
     held: int
@@ -29,7 +29,7 @@ class _Sequence:
 
 
 @dataclass
-class _Generator:
+class _OracleGenerator:
     index: int
     step: float
     per_sequence: float
@@ -41,7 +41,7 @@ class _Generator:
     apart: int
     is_leaving: bool
     is_closing: bool
-    sequences: list[_Sequence] = field(default_factory=list)
+    sequences: list[_OracleSequence] = field(default_factory=list)
 
     def end(self, *more: float) -> float:
         """With sequences of so many tokens more."""
@@ -56,7 +56,7 @@ class _Generator:
     def stays(self) -> bool:
         return not (self.is_leaving or self.is_closing)
 
-    def give(self, sequence: _Sequence, place: _Generator) -> tuple[int, int, int]:
+    def give(self, sequence: _OracleSequence, place: _OracleGenerator) -> tuple[int, int, int]:
         self.sequences.remove(sequence)
         place.sequences.append(sequence)
         place.rows -= 1
@@ -65,7 +65,7 @@ class _Generator:
         return sequence.index, self.index, place.index
 
 
-def plan_slowly(fleet: Fleet, now: float, settings: Settings = STANDARD) -> list[tuple[int, int, int]]:
+def plan_slowly(fleet: Fleet, now: float, settings: PlannerSettings = STANDARD) -> list[tuple[int, int, int]]:
     """(sequence, source, destination) of each move, in order."""
     generators = _generators(fleet, now, settings)
     leaving = [generator for generator in generators if generator.is_leaving]
@@ -86,10 +86,10 @@ def plan_slowly(fleet: Fleet, now: float, settings: Settings = STANDARD) -> list
     return moves
 
 
-def _generators(fleet: Fleet, now: float, settings: Settings) -> list[_Generator]:
+def _generators(fleet: Fleet, now: float, settings: PlannerSettings) -> list[_OracleGenerator]:
     running = engines_to_run(fleet, settings)
     generators = [
-        _Generator(
+        _OracleGenerator(
             index,
             float(running.step_seconds[index]),
             float(running.sequence_seconds[index]),
@@ -106,18 +106,18 @@ def _generators(fleet: Fleet, now: float, settings: Settings) -> list[_Generator
     ]
     for index, generator in enumerate(fleet.generator.tolist()):
         may_move = now - float(fleet.moved_at[index]) >= settings.rest_seconds
-        sequence = _Sequence(index, float(fleet.remaining[index]), int(fleet.held[index]), may_move)
+        sequence = _OracleSequence(index, float(fleet.remaining[index]), int(fleet.held[index]), may_move)
         generators[generator].sequences.append(sequence)
     return generators
 
 
 def _hand_over(
-    sources: list[_Generator],
-    generators: list[_Generator],
-    settings: Settings,
-    is_of_group: Callable[[_Generator, _Generator], bool],
+    sources: list[_OracleGenerator],
+    generators: list[_OracleGenerator],
+    settings: PlannerSettings,
+    is_of_group: Callable[[_OracleGenerator, _OracleGenerator], bool],
 ) -> list[tuple[int, int, int]]:
-    chosen: list[tuple[_Sequence, _Generator]] = []
+    chosen: list[tuple[_OracleSequence, _OracleGenerator]] = []
     for source in sources:
         able = [sequence for sequence in source.sequences if sequence.may_move]
         able.sort(key=lambda sequence: -sequence.remaining)
@@ -130,21 +130,23 @@ def _hand_over(
             if place.stays and is_of_group(source, place) and place.rows > 0 and place.tokens >= sequence.need
         ]
         if places:
-            moves.append(source.give(sequence, min(places, key=_Generator.earliness)))
+            moves.append(source.give(sequence, min(places, key=_OracleGenerator.earliness)))
     return moves
 
 
-def _pairs(generators: list[_Generator]) -> list[tuple[_Generator, _Generator]]:
+def _pairs(generators: list[_OracleGenerator]) -> list[tuple[_OracleGenerator, _OracleGenerator]]:
     pairs = []
     for group in {(generator.version, generator.apart) for generator in generators}:
         staying = [each for each in generators if each.stays and (each.version, each.apart) == group]
         sources = sorted((one for one in staying if one.sequences), key=lambda one: -one.end())
-        places = sorted((one for one in staying if one.rows > 0 and one.tokens > 0), key=_Generator.earliness)
+        places = sorted((one for one in staying if one.rows > 0 and one.tokens > 0), key=_OracleGenerator.earliness)
         pairs += [pair for pair in zip(sources, places, strict=False) if pair[0].end() > pair[1].end()]
     return pairs
 
 
-def _best_move(source: _Generator, place: _Generator, settings: Settings) -> list[tuple[int, int, int]]:
+def _best_move(
+    source: _OracleGenerator, place: _OracleGenerator, settings: PlannerSettings
+) -> list[tuple[int, int, int]]:
     later, pause = source.end(), settings.pause_seconds
     least = max(settings.least_share * later, settings.least_pauses * pause)
     longest = max(sequence.remaining for sequence in source.sequences)

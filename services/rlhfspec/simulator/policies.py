@@ -1,7 +1,7 @@
 """Who moves what, for the simulator: ours, which is `plan()` as in production, and the rules of others to compare with.
 
-Each takes a `Snapshot` and says which of its sequences go where. The others' rules are ours to write, after what was
-published of them; they move whoever has the shortest context, because that is the cheapest.
+Each takes a `FleetSnapshot` and says which of its sequences go where. The others' rules are ours to write, after what
+was published of them; they move whoever has the shortest context, because that is the cheapest.
 
 Example:
     >>> from rlhfspec.simulator.simulator import PRESETS, Scenario, simulate, workload
@@ -24,16 +24,16 @@ from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.moves.rebalancing.fleet import MUCH, Fleet
 from rlhfspec.moves.rebalancing.plan import plan
 from rlhfspec.moves.rebalancing.residual import Residual
-from rlhfspec.moves.rebalancing.settings import STANDARD, Settings
+from rlhfspec.moves.rebalancing.settings import STANDARD, PlannerSettings
 from rlhfspec.simulator.lengths import Ints, Workload
-from rlhfspec.simulator.scenario import Policy, Snapshot
+from rlhfspec.simulator.scenario import FleetSnapshot, Policy
 
 Name = Literal["none", "threshold", "knee", "counts", "ours", "ours-knowing"]
 NAMES: tuple[str, ...] = get_args(Name)
 
 
 def policy_named(
-    name: str, work: Workload, *, history: Ints | None = None, settings: Settings = STANDARD
+    name: str, work: Workload, *, history: Ints | None = None, settings: PlannerSettings = STANDARD
 ) -> Policy | None:
     """`history`: lengths of an earlier step, which ours learnt from. `ours-knowing` is told every true length."""
     policy_known(name)
@@ -59,7 +59,7 @@ class Ours:
     """`plan()`, with what remains by survival of the lengths seen so far."""
 
     work: Workload
-    settings: Settings = STANDARD
+    settings: PlannerSettings = STANDARD
     knows_lengths: bool = False
     residual: Residual = field(init=False)
 
@@ -70,12 +70,12 @@ class Ours:
         for length in lengths[-4096:].tolist():  # as many as it keeps
             self.residual.learn(length, is_censored=length >= self.work.limit)
 
-    def __call__(self, snapshot: Snapshot, now: float) -> tuple[Ints, Ints]:
+    def __call__(self, snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
         self.learn(snapshot.ended)
         planned = plan(self.fleet(snapshot, now), now, self.settings)
         return planned.sequence, planned.destination
 
-    def fleet(self, snapshot: Snapshot, now: float) -> Fleet:
+    def fleet(self, snapshot: FleetSnapshot, now: float) -> Fleet:
         limit = self.work.limit - snapshot.generated
         if self.knows_lengths:
             remaining = (self.work.lengths[snapshot.ids] - snapshot.generated).astype(np.float64)
@@ -102,7 +102,7 @@ class Ours:
         )
 
 
-def threshold(snapshot: Snapshot, now: float) -> tuple[Ints, Ints]:
+def threshold(snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
     """Llumnix's manner: a generator with little freeness (free rows for each sequence) sends one to one with much."""
     have = _have(snapshot)
     freeness = snapshot.free_rows / np.maximum(have, 1)
@@ -118,7 +118,7 @@ def threshold(snapshot: Snapshot, now: float) -> tuple[Ints, Ints]:
     return _matched(snapshot, surplus, sources[:pairs], destinations[:pairs])
 
 
-def knee(snapshot: Snapshot, now: float) -> tuple[Ints, Ints]:
+def knee(snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
     """What is above the knee of the throughput curve (2 t0 / c: two thirds of the most tokens a second) goes to
     generators that are below it."""
     have = _have(snapshot)
@@ -129,7 +129,7 @@ def knee(snapshot: Snapshot, now: float) -> tuple[Ints, Ints]:
     return _levelled(snapshot, np.maximum(have - most, 0), lack, have)
 
 
-def counts(snapshot: Snapshot, now: float) -> tuple[Ints, Ints]:
+def counts(snapshot: FleetSnapshot, now: float) -> tuple[Ints, Ints]:
     """As many sequences everywhere."""
     have, takes = _have(snapshot), _may_take(snapshot) | (_have(snapshot) > 0)
     mean, extra = divmod(int(have.sum()), max(int(takes.sum()), 1))
@@ -140,15 +140,15 @@ def counts(snapshot: Snapshot, now: float) -> tuple[Ints, Ints]:
     return _levelled(snapshot, np.maximum(have - target, 0), lack, have)
 
 
-def _have(snapshot: Snapshot) -> Ints:
+def _have(snapshot: FleetSnapshot) -> Ints:
     return np.bincount(snapshot.generator, minlength=len(snapshot.free_rows))
 
 
-def _may_take(snapshot: Snapshot) -> BoolArray:
+def _may_take(snapshot: FleetSnapshot) -> BoolArray:
     return np.asarray(snapshot.is_alive & (snapshot.free_rows > 0))
 
 
-def _levelled(snapshot: Snapshot, surplus: Ints, lack: Ints, have: Ints) -> tuple[Ints, Ints]:
+def _levelled(snapshot: FleetSnapshot, surplus: Ints, lack: Ints, have: Ints) -> tuple[Ints, Ints]:
     """From the fullest to the emptiest, as many as both sides allow."""
     emptiest = np.argsort(have, kind="stable")
     destinations = np.repeat(emptiest, lack[emptiest])
@@ -159,7 +159,7 @@ def _levelled(snapshot: Snapshot, surplus: Ints, lack: Ints, have: Ints) -> tupl
     return _matched(snapshot, wanted, sources[:pairs], destinations[:pairs])
 
 
-def _matched(snapshot: Snapshot, wanted: Ints, sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
+def _matched(snapshot: FleetSnapshot, wanted: Ints, sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
     """Of each source the sequences with the shortest contexts, one for each time it is named."""
     order = np.lexsort((snapshot.held, snapshot.is_moving, snapshot.generator))
     starts = np.searchsorted(snapshot.generator, np.arange(len(wanted)))

@@ -51,7 +51,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class FleetSnapshot:
     """What a policy may know at one moment. Sequences are those unfinished, sorted by generator; one on its way counts
     where it goes, and cannot be moved."""
 
@@ -73,7 +73,7 @@ class Snapshot:
 
 
 # (snapshot, now in seconds) -> sequences (places in the snapshot) and where they go
-Policy = Callable[[Snapshot, float], tuple[Ints, Ints]]
+Policy = Callable[[FleetSnapshot, float], tuple[Ints, Ints]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class MoveMade:
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class StageOutcome:
     """Of one stage."""
 
     seconds: float = 0.0  # until the last sequence ended

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhfspec.common.arrays import Floats
 from rlhfspec.simulator.lengths import Ints, Workload
-from rlhfspec.simulator.scenario import Outcome
+from rlhfspec.simulator.scenario import StageOutcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ _COLUMNS = 400  # moments drawn
 _BLUE, _ORANGE, _GREY = "#0072b2", "#e69f00", "#9a9a9a"
 
 
-def draw(outcomes: Mapping[str, Outcome], work: Workload, num_generators: int, path: Path, *, title: str) -> None:
+def draw(outcomes: Mapping[str, StageOutcome], work: Workload, num_generators: int, path: Path, *, title: str) -> None:
     """One row a policy, on one scale of time: how many sequences each generator runs, and where they moved; beside it
     how many are unfinished. Below: the lengths."""
     import matplotlib
@@ -44,10 +44,10 @@ def draw(outcomes: Mapping[str, Outcome], work: Workload, num_generators: int, p
     pyplot.close(figure)
 
 
-def running(outcome: Outcome, num_generators: int, seconds: float) -> Ints:
+def running(outcome: StageOutcome, num_generators: int, seconds: float) -> Ints:
     """[generators, moments]: sequences that each runs, from the recorded timeline.
 
-    >>> running(Outcome(timeline=[(0.0, 0, 3), (5.0, 0, 0)]), 1, 10.0)[0, [0, 100, 300]].tolist()
+    >>> running(StageOutcome(timeline=[(0.0, 0, 3), (5.0, 0, 0)]), 1, 10.0)[0, [0, 100, 300]].tolist()
     [3, 3, 0]
     """
     moments = np.linspace(0, seconds, _COLUMNS, endpoint=False)
@@ -62,7 +62,7 @@ def running(outcome: Outcome, num_generators: int, seconds: float) -> Ints:
     return counts
 
 
-def _generators(axis: Axes, name: str, outcome: Outcome, counts: Ints, longest: float, most: int) -> Any:
+def _generators(axis: Axes, name: str, outcome: StageOutcome, counts: Ints, longest: float, most: int) -> Any:
     shown: Floats = np.where(counts > 0, counts, np.nan)
     image = axis.imshow(
         shown,
@@ -88,7 +88,7 @@ def _generators(axis: Axes, name: str, outcome: Outcome, counts: Ints, longest: 
     return image
 
 
-def _unfinished(axis: Axes, outcome: Outcome, longest: float) -> None:
+def _unfinished(axis: Axes, outcome: StageOutcome, longest: float) -> None:
     ended = np.sort(outcome.ended) / 1e9
     axis.step([0, *ended], [len(ended), *range(len(ended) - 1, -1, -1)], where="post", color=_BLUE)
     axis.set(xlim=(0, longest), yscale="log", ylim=(0.8, None), xlabel="seconds", ylabel="unfinished")

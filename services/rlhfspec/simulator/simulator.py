@@ -24,8 +24,8 @@ import numpy as np
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.simulator.lengths import Ints, Workload, workload
-from rlhfspec.simulator.scenario import NANOSECONDS, MoveMade, Outcome, Policy, Scenario, nanoseconds
-from rlhfspec.simulator.simulator_state import DONE, MOVING, RUNNING, WAITING, State
+from rlhfspec.simulator.scenario import NANOSECONDS, MoveMade, Policy, Scenario, StageOutcome, nanoseconds
+from rlhfspec.simulator.simulator_state import DONE, MOVING, RUNNING, WAITING, SimulatorState
 from rlhfspec.simulator.step_curves import PRESETS
 
 __all__ = ["PRESETS", "Scenario", "simulate", "workload"]
@@ -40,12 +40,12 @@ def simulate(
     *,
     order: Ints | None = None,
     records: bool = False,
-) -> Outcome:
+) -> StageOutcome:
     """One stage, from the first prompt to the last token. `order`: of the prompts; `records`: the timeline too."""
     return _Simulation(scenario, work, policy, order, records).run()
 
 
-class _Simulation(State):
+class _Simulation(SimulatorState):
     def __init__(
         self, scenario: Scenario, work: Workload, policy: Policy | None, order: Ints | None, records: bool
     ) -> None:
@@ -54,7 +54,7 @@ class _Simulation(State):
 
     # -- the loop
 
-    def run(self) -> Outcome:
+    def run(self) -> StageOutcome:
         self.events: list[tuple[int, int, int, Any]] = [
             (0, BOUNDARY, generator, 0) for generator in range(self.scenario.num_generators)
         ]

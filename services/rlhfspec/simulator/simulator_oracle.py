@@ -17,11 +17,11 @@ import numpy as np
 from rlhfspec.simulator.lengths import Ints, Workload
 from rlhfspec.simulator.scenario import (
     NANOSECONDS,
+    FleetSnapshot,
     MoveMade,
-    Outcome,
     Policy,
     Scenario,
-    Snapshot,
+    StageOutcome,
     initial_hands,
     learnt_curves,
     nanoseconds,
@@ -47,7 +47,7 @@ class _Engine:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Sequence:
+class _SimulatedSequence:
     number: int
     generated: int = 0
     place: str = "queue"  # queue, hand, running, moving, joining, done
@@ -57,7 +57,7 @@ class _Sequence:
 
 def simulate_slowly(
     scenario: Scenario, work: Workload, policy: Policy | None = None, *, order: Ints | None = None
-) -> Outcome:
+) -> StageOutcome:
     return _Oracle(scenario, work, policy, np.arange(work.num_sequences) if order is None else order).run()
 
 
@@ -66,14 +66,14 @@ class _Oracle:
         self.scenario, self.work, self.policy = scenario, work, policy
         hands, self.queue = initial_hands(scenario, work, order)
         self.engines = [_Engine(number=number, hand=hand) for number, hand in enumerate(hands)]
-        self.sequences = [_Sequence(number=number) for number in range(work.num_sequences)]
+        self.sequences = [_SimulatedSequence(number=number) for number in range(work.num_sequences)]
         for hand in hands:
             for number in hand:
                 self.sequences[number].place = "hand"
         factors = dict(scenario.slowness)
         tables = step_tables(scenario, scenario.rows)
         self.tables = [tables[factors.get(number, 1.0)] for number in range(scenario.num_generators)]
-        self.outcome = Outcome(
+        self.outcome = StageOutcome(
             num_tokens=int(work.lengths.sum()),
             ended=np.zeros(work.num_sequences, dtype=np.int64),
             ended_on=np.full(work.num_sequences, -1, dtype=np.int64),
@@ -89,7 +89,7 @@ class _Oracle:
         self.just_ended: list[int] = []
         self.moved_at: dict[int, float] = {}
 
-    def run(self) -> Outcome:
+    def run(self) -> StageOutcome:
         while any(sequence.place != "done" for sequence in self.sequences):
             steps = [
                 (engine.boundary, BOUNDARY, engine.number, None)
@@ -162,13 +162,13 @@ class _Oracle:
         engine.leaving.clear()
         return stall
 
-    def held(self, sequence: _Sequence) -> int:
+    def held(self, sequence: _SimulatedSequence) -> int:
         return sequence.generated + int(self.work.prompt_tokens[sequence.number]) if sequence.generated else 0
 
-    def cpu(self, sequence: _Sequence) -> int:
+    def cpu(self, sequence: _SimulatedSequence) -> int:
         return nanoseconds(self.scenario.move_seconds + self.scenario.move_token_seconds * self.held(sequence))
 
-    def cancel(self, sequence: _Sequence, time: int) -> None:
+    def cancel(self, sequence: _SimulatedSequence, time: int) -> None:
         assert sequence.trip is not None
         _, _, destination, life = sequence.trip
         sequence.trip = None
@@ -215,7 +215,7 @@ class _Oracle:
     def free(self, engine: _Engine) -> int:
         return self.scenario.rows - len(engine.running) - engine.leased
 
-    def land(self, sequence: _Sequence, time: int) -> None:
+    def land(self, sequence: _SimulatedSequence, time: int) -> None:
         assert sequence.trip is not None
         source, source_life, destination, life = sequence.trip
         sequence.trip = None
@@ -285,7 +285,7 @@ class _Oracle:
         for number, place in zip(snapshot.ids[chosen].tolist(), destinations.tolist(), strict=True):
             self.send(self.sequences[number], self.engines[place])
 
-    def send(self, sequence: _Sequence, destination: _Engine) -> None:
+    def send(self, sequence: _SimulatedSequence, destination: _Engine) -> None:
         holders = [engine for engine in self.engines if sequence.number in [*engine.running, *engine.hand]]
         free = self.free(destination)
         if not holders or sequence.trip or holders[0] is destination or not destination.is_alive or free <= 0:
@@ -295,7 +295,7 @@ class _Oracle:
         sequence.trip = (holders[0], holders[0].life, destination, destination.life)
         holders[0].leaving.append(sequence.number)
 
-    def snapshot(self, time: int) -> Snapshot:
+    def snapshot(self, time: int) -> FleetSnapshot:
         seen: list[tuple[int, int]] = []
         for engine in self.engines:
             seen += [(engine.number, number) for number in [*engine.running, *engine.hand, *engine.joining]]
@@ -313,7 +313,7 @@ class _Oracle:
         generator = np.array([place for place, _ in places], dtype=np.int64)
         np.add.at(owed, generator[waits], prompts[waits] * self.scenario.prefill_seconds)
         busy, alone = learnt_curves(self.scenario, self.work)
-        return Snapshot(
+        return FleetSnapshot(
             generator=generator,
             ids=ids,
             generated=generated,

@@ -4,7 +4,7 @@ Example:
     >>> from rlhfspec.simulator.lengths import workload
     >>> from rlhfspec.simulator.step_curves import PRESETS
     >>> work = workload("groups", num_generators=2, per_generator=8, seed=1)
-    >>> state = State(Scenario(num_generators=2, curve=PRESETS["plain"]), work)
+    >>> state = SimulatorState(Scenario(num_generators=2, curve=PRESETS["plain"]), work)
     >>> state.snapshot(0).generator.tolist() == [0] * 8 + [1] * 8
     True
 """
@@ -18,9 +18,9 @@ import numpy as np
 from rlhfspec.simulator.lengths import Ints, Workload
 from rlhfspec.simulator.scenario import (
     NANOSECONDS,
-    Outcome,
+    FleetSnapshot,
     Scenario,
-    Snapshot,
+    StageOutcome,
     initial_hands,
     learnt_curves,
     nanoseconds,
@@ -30,13 +30,13 @@ from rlhfspec.simulator.scenario import (
 WAITING, RUNNING, MOVING, DONE = range(4)  # what a sequence does; waiting: in a hand or in the queue
 
 
-class State:
+class SimulatorState:
     """Generators, sequences, who waits where: between two events."""
 
     def __init__(self, scenario: Scenario, work: Workload, order: Ints | None = None) -> None:
         self.scenario, self.work = scenario, work
         count, size = scenario.num_generators, work.num_sequences
-        self.outcome = Outcome(
+        self.outcome = StageOutcome(
             num_tokens=int(work.lengths.sum()),
             ended=np.zeros(size, dtype=np.int64),
             ended_on=np.full(size, -1, dtype=np.int64),
@@ -81,7 +81,7 @@ class State:
         self.prompt_tokens: list[int] = work.prompt_tokens.tolist()
         self.prompts: list[int] = work.prompts.tolist()
 
-    def snapshot(self, now: int) -> Snapshot:
+    def snapshot(self, now: int) -> FleetSnapshot:
         count = self.scenario.num_generators
         running, begun = np.array(self.running), np.array(self.begun)
         passed = np.where(running > 0, np.maximum(now - begun, 0) // np.array(self.step_ns), 0)
@@ -101,7 +101,7 @@ class State:
         is_moving[going] = True
         owed = np.maximum(begun - now, 0) / NANOSECONDS * (running > 0)
         owed += np.bincount(where[ids[waits]], prompts[waits], count) * self.scenario.prefill_seconds
-        return Snapshot(
+        return FleetSnapshot(
             generator=where[ids],
             ids=ids,
             generated=generated,

@@ -17,20 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.moves.rebalancing.settings import STANDARD, Settings
+from rlhfspec.moves.rebalancing.settings import STANDARD, PlannerSettings
 from rlhfspec.simulator.lengths import Workload, workload
 from rlhfspec.simulator.policies import policy_named
 from rlhfspec.simulator.references import clairvoyant_seconds, ideal_sharing_seconds
-from rlhfspec.simulator.scenario import Outcome, Scenario
+from rlhfspec.simulator.scenario import Scenario, StageOutcome
 from rlhfspec.simulator.simulator import simulate
 from rlhfspec.simulator.step_curves import PRESETS
 
-__all__ = ["PRESETS", "Scenario", "Trial", "trials", "workload"]
+__all__ = ["PRESETS", "PolicyTrial", "Scenario", "trials", "workload"]
 _EARLIER = 1_000_000  # the seed of the step that ours learnt lengths from, past any that is asked for
 
 
 @dataclass(slots=True, kw_only=True)
-class Trial:
+class PolicyTrial:
     """One way to run a stage, over seeds. Ratios to a reference that does not apply are nan."""
 
     policy: str
@@ -74,12 +74,12 @@ def trials(
     *,
     policies: Sequence[str],
     seeds: Iterable[int],
-    settings: Settings = STANDARD,
-    on_outcome: Callable[[str, int, Outcome, Workload], None] | None = None,
-) -> list[Trial]:
+    settings: PlannerSettings = STANDARD,
+    on_outcome: Callable[[str, int, StageOutcome, Workload], None] | None = None,
+) -> list[PolicyTrial]:
     """`pull` before a policy's name (`pull+ours`) pulls prompts instead of dealing them. References are worked out once
     a seed; ours learnt lengths from an earlier step of the same kind."""
-    found = [Trial(policy=name, pulls=_pulls(name, scenario)) for name in policies]
+    found = [PolicyTrial(policy=name, pulls=_pulls(name, scenario)) for name in policies]
     all_seeds = list(seeds)
     for seed in all_seeds:
         work, history = lengths(seed), lengths(seed + _EARLIER).lengths
@@ -100,7 +100,7 @@ def _pulls(name: str, scenario: Scenario) -> bool:
     return scenario.pulls or name.startswith("pull+")
 
 
-def _count(trial: Trial, outcome: Outcome, work: Workload, num_seeds: int) -> None:
+def _count(trial: PolicyTrial, outcome: StageOutcome, work: Workload, num_seeds: int) -> None:
     trial.seconds.append(outcome.seconds)
     trial.moves_per_sequence += len(outcome.moves) / work.num_sequences / num_seeds
     trial.tokens_per_second += outcome.num_tokens / outcome.seconds / num_seeds

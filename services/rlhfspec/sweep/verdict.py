@@ -33,7 +33,7 @@ from rlhfspec.engine import oracle
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
@@ -51,7 +51,7 @@ from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TorchForward
 from rlhfspec.training.modeling.lora import add_lora, merged_state
-from rlhfspec.training.modeling.packed import Packed, pack_sequences
+from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 from rlhfspec.training.scoring.log_probs import log_probs_reference
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ PROMPT_LENGTHS = (5, 37, 2, 70)  # shorter and longer than blocks of keys, and t
 TOLERANCE = 1e-5  # of log-probs and their margins
 GRADIENT_TOLERANCE = 1e-4
 SHARED_TOLERANCE, SHARED_GRADIENT_TOLERANCE = 1e-6, 1e-5  # of shared prompts, in parts of the largest number
-_TREE = Plan(drafter="model", depth=4, width=2, branch=2)
+_TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 _RANK = 2
 _BESIDE = 1e-3  # standard deviations of a weight matrix
 _COPIES = 4  # of a model, to see how large float32 rounding is in it
@@ -270,7 +270,7 @@ class _Judge:
         self._check_shared_gradients(samples)
         self._check_lora()
 
-    def _check_gradients(self, exact: ExactForward, batch: Packed) -> None:
+    def _check_gradients(self, exact: ExactForward, batch: PackedRow) -> None:
         """Gradients jump where an activation has a corner, and rounding may decide on which side a number is. What is
         wrong is wrong beside it too."""
         problem = self._gradient_problem(exact, batch, seed=0)
@@ -295,7 +295,7 @@ class _Judge:
                 return f"answers that share their prompt have another gradient of {name}, by {apart:.1e} of the largest"
         return ""
 
-    def _gradient_problem(self, exact: ExactForward, batch: Packed, *, seed: int) -> str:
+    def _gradient_problem(self, exact: ExactForward, batch: PackedRow, *, seed: int) -> str:
         """They are torch's; where they are 1e-4 of the largest from them, float64 is the judge."""
 
         def torchs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -371,11 +371,11 @@ def _whole(model: Any, samples: Samples) -> torch.Tensor:
     return torch.tensor([number for log_probs in each for number in log_probs], dtype=torch.float64)
 
 
-def _packed(samples: Samples) -> Packed:
+def _packed(samples: Samples) -> PackedRow:
     return pack_sequences([s.prompt_token_ids for s in samples.values()], [s.token_ids for s in samples.values()])
 
 
-def _siblings(samples: Samples) -> tuple[Packed, Packed]:
+def _siblings(samples: Samples) -> tuple[PackedRow, PackedRow]:
     """Every prompt with answers of several lengths: a copy for each of them, and shared."""
     answers = [list(sample.token_ids) for sample in samples.values()]
     answers = [answers[0], answers[-1][:1], answers[-1][::-1][: len(answers[-1]) // 2 + 1]]
@@ -388,7 +388,7 @@ def _generated(samples: Samples) -> torch.Tensor:
     return torch.tensor([number for sample in samples.values() for number in sample.log_probs])
 
 
-def _gradients(forward: TorchForward, batch: Packed) -> dict[str, torch.Tensor]:
+def _gradients(forward: TorchForward, batch: PackedRow) -> dict[str, torch.Tensor]:
     weights = torch.linspace(-1, 1, len(batch.targets))
     (forward(batch).log_probs * weights).sum().backward()
     parameters = forward.model.named_parameters()

@@ -21,7 +21,7 @@ from rlhfspec.messages.loop import subject
 from rlhfspec.messages.records import Plan, Sample
 from rlhfspec.messages.servers.certificates import client_tls
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.messages.transport.nats_proof import NatsProof
 from rlhfspec.messages.transport.nats_streams import stream_name
 from rlhfspec.stage.bus import Bus
 from rlhfspec.telemetry.folder import read_spans
@@ -75,7 +75,7 @@ class Control:
     async def _connected(self, role: str) -> NatsTransport:
         return await NatsTransport.connect(
             self._url, name=role, inbox_prefix=inbox_of(role, self._uid),
-            proof=Proof(nkey_seed=self._credentials / f"{role}.seed"), tls=client_tls(self._credentials, role),
+            proof=NatsProof(nkey_seed=self._credentials / f"{role}.seed"), tls=client_tls(self._credentials, role),
         )  # fmt: skip
 
     def plan(self, text: str) -> None:

@@ -35,7 +35,7 @@ from rlhfspec.messages.records import (
 from rlhfspec.messages.servers.certificates import client_tls
 from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.messages.transport.nats_proof import NatsProof
 from rlhfspec.messages.wire.codec import encode
 
 JOB = "letters"
@@ -130,7 +130,7 @@ async def buried(connections: Connections) -> int:
 
 async def strangers_are_not_let_in(connections: Connections, folder: Path) -> None:
     assert connections.credentials is not None
-    key = Proof(nkey_seed=connections.credentials / "generator.seed")
+    key = NatsProof(nkey_seed=connections.credentials / "generator.seed")
     stranger = ssl.create_default_context()
     for options in (
         {},

@@ -23,7 +23,7 @@ from rlhfspec.messages.servers.nats import User, nats_config
 from rlhfspec.messages.transport.base import Message, Subscription
 from rlhfspec.messages.transport.dead_letters import decode
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.messages.transport.nats_proof import NatsProof
 from rlhfspec.messages.transport.nats_streams import stream_name
 from rlhfspec.stage.bus import Bus
 
@@ -59,7 +59,7 @@ async def everybody(place: Place) -> AsyncIterator[dict[str, NatsTransport]]:
             place.url,
             name=role,
             inbox_prefix=inbox_of(role, UID),
-            proof=Proof(nkey_seed=place.seed(role)),
+            proof=NatsProof(nkey_seed=place.seed(role)),
             publish_timeout_seconds=20.0,
         )
         for role in ROLES

@@ -51,7 +51,7 @@ from rlhfspec.messages.access.rights import inbox_of
 from rlhfspec.messages.records import Record
 from rlhfspec.messages.servers.certificates import servers_tls
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.messages.transport.nats_proof import NatsProof
 from rlhfspec.runs.folder.metrics import example_step
 from rlhfspec.runs.folder.moves import MovesFile
 from rlhfspec.runs.live.live import SampleHead, Window
@@ -574,6 +574,6 @@ def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_path: P
 async def connect(servers: SharedServers, role: str, credentials: Path) -> NatsTransport:
     return await NatsTransport.connect(
         servers.nats_url, name=role, inbox_prefix=inbox_of(role, "release" if role == "dashboard" else UID),
-        proof=Proof(creds=credentials / f"{role}.creds"), tls=servers_tls(credentials, role),
+        proof=NatsProof(creds=credentials / f"{role}.creds"), tls=servers_tls(credentials, role),
         publish_timeout_seconds=5.0,
     )  # fmt: skip

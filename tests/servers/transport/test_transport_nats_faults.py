@@ -20,7 +20,7 @@ from rlhfspec.messages.servers.nats import User, nats_config
 from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.base import Consumer, Message, Subscription
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.messages.transport.nats_proof import NatsProof
 
 SUBJECT, DEAD, STATE = "rlhf.sums.sample", "rlhf.sums.dead", "rlhf.sums.weights"
 REWARD = Consumer(name="reward", ack_wait_seconds=2.0, max_deliveries=None)
@@ -320,7 +320,7 @@ def test_wrong_credentials_are_said_at_once(tmp_path: Path) -> None:
     async def check(server: NatsServer) -> None:
         url, good = server.url, credentials / "reward.seed"
         tls = client_tls(credentials, "reward")
-        await (await connect(url, proof=Proof(nkey_seed=good), tls=tls)).close()
+        await (await connect(url, proof=NatsProof(nkey_seed=good), tls=tls)).close()
         for seed, problem in (
             (tmp_path / "unknown.seed", r"the server refuses the key in .*unknown\.seed"),
             (tmp_path / "broken.seed", "is no NKEY seed"),
@@ -328,9 +328,9 @@ def test_wrong_credentials_are_said_at_once(tmp_path: Path) -> None:
             (None, "the server refuses a connection without credentials"),
         ):
             with pytest.raises(InvalidRequest, match=problem):
-                await connect(url, proof=Proof(nkey_seed=seed), tls=tls)
+                await connect(url, proof=NatsProof(nkey_seed=seed), tls=tls)
         with pytest.raises(InvalidRequest, match="certificate is not to be trusted"):
-            await connect(url, proof=Proof(nkey_seed=good), tls=client_tls(others, "reward"))
+            await connect(url, proof=NatsProof(nkey_seed=good), tls=client_tls(others, "reward"))
 
     run(tmp_path / "nats", check, nats_config({"reward": everything}, ServerTls.of(credentials, "nats")))
 
@@ -359,7 +359,7 @@ def test_who_answers_in_its_place_without_tls_hears_no_password(tmp_path: Path) 
         writer.close()
 
     async def check(server: NatsServer) -> None:
-        proof, tls = Proof(user="rl", password="s3cret"), client_tls(credentials, "reward")
+        proof, tls = NatsProof(user="rl", password="s3cret"), client_tls(credentials, "reward")
         transport = await connect(server.url, proof=proof, tls=tls)
         server.kill()
         async with await asyncio.start_server(listen, "127.0.0.1", server.port):

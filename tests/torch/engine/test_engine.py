@@ -13,14 +13,14 @@ import torch
 
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.drafting.base import PLAIN, Plan
+from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.models.tiny import perturbed, random_model
 from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
 
 VOCAB = 260  # the byte tokenizer's
-TREE = Plan(drafter="model", depth=4, width=2, branch=2)
+TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_completion_says_under_which_strategies_it_decoded(model: Any) -> None
     """Counted by hand from what each step says, over a preemption and a move; the first token has none."""
     engine, other, steps = make(model), make(model), Counter[str]()
     engine.submit(request("x", max_tokens=60))
-    plans = [PLAIN, TREE, Plan(drafter="suffix", depth=2)]
+    plans = [PLAIN, TREE, DraftPlan(drafter="suffix", depth=2)]
     for step in range(12):
         engine.set_speculation(plans[step // 2 % 3])
         report = engine.step()
@@ -157,7 +157,7 @@ def test_a_completion_says_under_which_strategies_it_decoded(model: Any) -> None
 def test_any_number_of_strategies_is_counted(engine: Engine) -> None:
     engine.submit(request("x", max_tokens=60))
     for depth in range(1, 21):
-        engine.set_speculation(Plan(drafter="suffix", depth=depth))
+        engine.set_speculation(DraftPlan(drafter="suffix", depth=depth))
         engine.step()
     assert len(drain(engine)["x"].stats.strategies) >= 19
 
@@ -223,7 +223,7 @@ def test_weights_with_missing_or_unknown_names_are_refused(model: Any, engine: E
 def test_draft_weights_follow_and_a_refused_draft_leaves_the_target_whole(model: Any) -> None:
     newer, params = perturbed(model, 0.3), SamplingParams(max_tokens=30, ignore_eos=True)
     reference = make(newer, speculation="off").generate([[1, 2, 3]], params, seeds=[7])
-    engine = make(model, speculation=Plan(drafter="model", depth=4))
+    engine = make(model, speculation=DraftPlan(drafter="model", depth=4))
     before = engine.generate([[1, 2, 3]], params, seeds=[7])
     with pytest.raises(ValueError, match="missing"):
         engine.load_weights(newer.state_dict(), version=1, draft_state_dict={})

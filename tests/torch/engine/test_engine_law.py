@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.models.tiny import perturbed, random_model
 
 VOCAB = 61
-TREE = Plan(drafter="model", depth=4, width=2, branch=3)
-CHAIN = Plan(drafter="model", depth=3, width=1, branch=1)
-SUFFIX_TREE = Plan(drafter="suffix", depth=4, width=2, branch=2)
-MODES: tuple[str | Plan, ...] = ("suffix", "model", "adaptive", TREE, CHAIN, SUFFIX_TREE)
+TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3)
+CHAIN = DraftPlan(drafter="model", depth=3, width=1, branch=1)
+SUFFIX_TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
+MODES: tuple[str | DraftPlan, ...] = ("suffix", "model", "adaptive", TREE, CHAIN, SUFFIX_TREE)
 
 
 def engine_for(model: Any, *, dtype: str = "float32", draft: Any = None, **options: Any) -> Engine:
@@ -88,7 +88,7 @@ def run(engine: Engine, requests: list[Request], rng: np.random.Generator | None
 @settings(max_examples=30)
 @given(st.integers(0, 1 << 30), st.sampled_from(MODES), st.sampled_from([1.0, 0.7, 0.0]), st.booleans())
 def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
-    pair: tuple[Engine, Engine], seed: int, mode: str | Plan, temperature: float, sharing: bool
+    pair: tuple[Engine, Engine], seed: int, mode: str | DraftPlan, temperature: float, sharing: bool
 ) -> None:
     plain, driven = pair
     rng = np.random.default_rng(seed)

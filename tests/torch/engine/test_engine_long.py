@@ -12,15 +12,15 @@ import pytest
 
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.models.tiny import perturbed, random_model
 
 VOCAB = 31
 OPERATIONS = 10_000
 STEPS = 10_000
-TREE = Plan(drafter="model", depth=3, width=1, branch=2)
-SUFFIX_TREE = Plan(drafter="suffix", depth=4, width=2, branch=2)
+TREE = DraftPlan(drafter="model", depth=3, width=1, branch=2)
+SUFFIX_TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 
 
 def make(**options: object) -> Engine:

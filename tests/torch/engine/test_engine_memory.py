@@ -32,7 +32,7 @@ from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.base import SequenceState
 from rlhfspec.engine.cache import Prefix
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.errors import InvalidRequest, SequenceStateError
@@ -42,8 +42,8 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.models.tiny import perturbed, random_model
 
 VOCAB, BLOCK = 61, 8
-TREE = Plan(drafter="model", depth=4, width=2, branch=3, max_nodes=6)
-MODES: tuple[str | Plan, ...] = ("off", "suffix", "adaptive", TREE)
+TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3, max_nodes=6)
+MODES: tuple[str | DraftPlan, ...] = ("off", "suffix", "adaptive", TREE)
 PROMPTS = [
     tuple(np.random.default_rng(stem).integers(0, VOCAB, 64)[:length].tolist())
     for stem, length in ((0, 30), (0, 30), (0, 25), (0, 17), (1, 21), (1, 5), (1, 2), (2, 36), (2, 1))
@@ -200,7 +200,7 @@ class Memory(RuleBasedStateMachine):
             Memory.seen["extended with its KV" if stayed.resting else "extended without"] += 1
 
     @rule(place=st.integers(0, 1), mode=st.sampled_from(MODES))
-    def switch(self, place: int, mode: str | Plan) -> None:
+    def switch(self, place: int, mode: str | DraftPlan) -> None:
         self.engines[place].set_speculation(mode)
 
     @rule(place=st.integers(0, 1), which=st.integers(0, 99), rounds=st.integers(0, 3), end=st.sampled_from(ENDS))

@@ -12,13 +12,13 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.models.tiny import KINDS, perturbed, random_model
 
 VOCAB = 61
-TREE = Plan(drafter="model", depth=4, width=2, branch=2)
+TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 
 
 def make(model: Any, **options: Any) -> Engine:

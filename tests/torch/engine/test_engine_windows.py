@@ -15,14 +15,14 @@ from rlhfspec.engine import oracle
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.models.tiny import perturbed
 from rlhfspec.models.tiny.classes import VOCAB_SIZE, tiny_config, tiny_model
 from rlhfspec.sweep.ways import check_same, moving, one_by_one, together
 
-TREE = Plan(drafter="model", depth=4, width=2, branch=2)
+TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 SPECULATIONS = ("off", "suffix", "model", "adaptive", TREE)
 MAX_CONTEXT = 430
 
@@ -46,7 +46,9 @@ def preempt(engine: Engine, step: int) -> None:
 @example(window=24, lengths=(50, 399), seed=2)
 @example(window=200, lengths=(199, 201), seed=3)
 @settings(max_examples=6)
-def test_every_window_is_the_oracles(speculation: str | Plan, window: int, lengths: tuple[int, int], seed: int) -> None:
+def test_every_window_is_the_oracles(
+    speculation: str | DraftPlan, window: int, lengths: tuple[int, int], seed: int
+) -> None:
     make = partial(tiny_model, tiny_config("mistral", sliding_window=window, num_hidden_layers=2))
     wanted = requests(lengths, seed)
     usual = EngineConfig(max_context=MAX_CONTEXT, max_sequences=2, kv_cache_tokens=1600, profile=False, num_threads=1)

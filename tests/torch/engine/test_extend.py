@@ -9,7 +9,7 @@ import pytest
 from moving import PROMPT, SUFFIX, TREE, at_once, bits, drain, in_rounds, make, model, request
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.models.tiny import perturbed
 
@@ -50,7 +50,7 @@ def talk(engine: Engine, turns: range, *, names: tuple[str, ...] = ("chat",)) ->
 
 
 @pytest.mark.parametrize("speculation", ["off", TREE, SUFFIX, "adaptive"])
-def test_only_what_is_new_runs(speculation: str | Plan) -> None:
+def test_only_what_is_new_runs(speculation: str | DraftPlan) -> None:
     """Beside it the last token of the turn before, which was chosen and never run."""
     engine = make(speculation=speculation)
     engine.submit(staying())
@@ -192,7 +192,7 @@ def test_what_cannot_be_extended_is_refused_and_what_stays_is_left_as_it_is() ->
 
 
 def test_what_was_accepted_behind_a_stop_token_is_no_part_of_what_stays() -> None:
-    engine = make(speculation=Plan(drafter="model", depth=6), draft=model())  # it is always right
+    engine = make(speculation=DraftPlan(drafter="model", depth=6), draft=model())  # it is always right
     engine.submit(request("free", max_tokens=20))
     free = drain(engine)["free"].token_ids
     too_far = 0

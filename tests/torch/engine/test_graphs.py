@@ -10,7 +10,7 @@ import torch
 
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.graphs import EXTRA_BUCKETS, ROW_BUCKETS, Forward, GraphedForward, call_again
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.runner import ModelRunner
@@ -31,7 +31,7 @@ def planned_anew(runner: ModelRunner) -> Forward:
 @pytest.mark.parametrize("depth", [2, 6])
 def test_padded_replays_give_the_same_bits(depth: int) -> None:
     model = random_model("qwen3", seed=4)
-    tree = Plan(drafter="model", depth=depth, width=2, branch=2)
+    tree = DraftPlan(drafter="model", depth=depth, width=2, branch=2)
     engines = [
         make_engine(
             copy.deepcopy(model),

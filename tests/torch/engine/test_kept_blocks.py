@@ -11,7 +11,7 @@ import pytest
 from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, drain, in_rounds, make, model, request
 
 from rlhfspec.engine import Completion, Engine, Request
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.state import KVSpace
 from rlhfspec.models.tiny import perturbed
 
@@ -132,7 +132,7 @@ def test_what_is_kept_is_not_run_again(case: Case) -> None:
 
 
 @pytest.mark.parametrize("speculation", ["off", TREE, SUFFIX])
-def test_a_prompt_that_comes_again_is_found_and_only_its_last_token_runs(speculation: str | Plan) -> None:
+def test_a_prompt_that_comes_again_is_found_and_only_its_last_token_runs(speculation: str | DraftPlan) -> None:
     engine = make(speculation=speculation)
     engine.submit(request("first"))
     assert bits(drain(engine)["first"]) == alone()

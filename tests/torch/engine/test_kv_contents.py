@@ -14,7 +14,7 @@ import torch
 
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.kernels.kv_pack import pack_slots
@@ -22,8 +22,8 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.models.tiny import perturbed, random_model
 
 VOCAB = 61
-TREE = Plan(drafter="model", depth=4, width=2, branch=3, max_nodes=4)  # drafts more than it verifies
-CHAIN = Plan(drafter="model", depth=3)
+TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3, max_nodes=4)  # drafts more than it verifies
+CHAIN = DraftPlan(drafter="model", depth=3)
 
 
 def make(model: Any, draft: Any, **options: Any) -> Engine:
@@ -87,7 +87,7 @@ def test_the_draft_is_never_more_than_the_last_step_behind() -> None:
     """Drafting at every step, what is missing before a proposal is only what the last verification added: the token it
     chose itself, and at a full acceptance the leaf that was never expanded."""
     model = random_model("llama", seed=6, vocab_size=VOCAB)
-    engine = make(model, perturbed(model, 0.02), speculation=Plan(drafter="model", depth=4))
+    engine = make(model, perturbed(model, 0.02), speculation=DraftPlan(drafter="model", depth=4))
     for index in range(4):
         params = SamplingParams(max_tokens=50, ignore_eos=True)
         engine.submit(Request(id=str(index), prompt_token_ids=(1, 2, index), params=params, seed=index))

@@ -16,7 +16,7 @@ from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, check, drain, in_
 
 from rlhfspec.engine import Completion, Engine
 from rlhfspec.engine.base import KVRange, Watermark
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError
 from rlhfspec.models.tiny import perturbed
@@ -27,7 +27,7 @@ from rlhfspec.models.tiny import perturbed
 @pytest.mark.parametrize("way", [at_once, reserved, in_rounds])
 @pytest.mark.parametrize("speculation", ["off", "adaptive", TREE, SUFFIX])
 def test_moved_at_any_time_in_any_way_the_bits_are_those_of_the_plain_engine(
-    way: Callable[..., list[Completion] | None], speculation: str | Plan
+    way: Callable[..., list[Completion] | None], speculation: str | DraftPlan
 ) -> None:
     rng = np.random.default_rng(3)
     engines = [make(speculation=speculation, prefill_chunk=24), make(speculation=speculation)]

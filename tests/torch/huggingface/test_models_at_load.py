@@ -24,7 +24,7 @@ from rlhfspec.models.huggingface.attention import use_eager_experts
 from rlhfspec.models.huggingface.causal_lm import Anatomy
 from rlhfspec.models.huggingface.loading import load_model
 from rlhfspec.models.huggingface.probes import Probe, choose
-from rlhfspec.models.huggingface.reference import Answer, Reference
+from rlhfspec.models.huggingface.reference import ProbeResult, Reference
 from rlhfspec.models.tiny import perturbed, random_model
 from rlhfspec.models.tiny.classes import tiny_config, tiny_model
 from rlhfspec.sweep.verdict import judge
@@ -138,11 +138,11 @@ def test_noise_is_what_rounding_does_and_the_engine_is_no_further(dtype: str, mo
 
 def test_a_difference_is_refused_where_rounding_cannot_explain_it() -> None:
     probe, logits = Probe(0, (1, 2)), torch.tensor([[10.0, 0.0], [3.0, 5.0]])
-    reference = Reference("Odd", "model", (probe,), (Answer(logits, []),), noise=2e-5)
+    reference = Reference("Odd", "model", (probe,), (ProbeResult(logits, []),), noise=2e-5)
 
     def check(difference: float) -> float:
         found = logits + torch.tensor([[0.0, 0.0], [0.0, 10 * difference]])
-        return reference.check([Answer(found, [])], 1e-5, who="the engine's")
+        return reference.check([ProbeResult(found, [])], 1e-5, who="the engine's")
 
     assert check(7e-5) == pytest.approx(7e-5, rel=0.01)
     with pytest.raises(

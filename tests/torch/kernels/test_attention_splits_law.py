@@ -17,7 +17,7 @@ from rlhfspec.engine import oracle
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
-from rlhfspec.engine.drafting.base import Plan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, SequenceStateError
@@ -28,13 +28,13 @@ from rlhfspec.models.tiny.classes import tiny_config, tiny_model
 from rlhfspec.sweep.ways import Samples, check_same, moving, one_by_one, preempt, together
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared
-from rlhfspec.training.modeling.packed import Packed, pack_sequences
+from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 from rlhfspec.training.scoring import log_probs as scoring
 from rlhfspec.training.scoring.log_probs import LogProbScorer
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
 SPLIT = 64
-TREE = Plan(drafter="model", depth=4, width=2, branch=2)
+TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 CONTEXT = 200
 LENGTHS = (5, 60, 63, 120, 170)  # of prompts: their responses cross borders of splits, or nearly
 
@@ -62,7 +62,7 @@ def alone(kind: str, dtype: str) -> Samples:
     return one_by_one(engine_of(kind, dtype=dtype), some_requests(1))
 
 
-def packed(samples: Samples) -> tuple[Packed, torch.Tensor]:
+def packed(samples: Samples) -> tuple[PackedRow, torch.Tensor]:
     batch = pack_sequences([s.prompt_token_ids for s in samples.values()], [s.token_ids for s in samples.values()])
     return batch, torch.tensor([number for sample in samples.values() for number in sample.tempered_log_probs])
 
@@ -113,7 +113,7 @@ def driven() -> Engine:
     mode=st.sampled_from(["off", "suffix", "model", "adaptive", TREE]), chunk=st.sampled_from([5, 64, 512]),
 )  # fmt: skip
 def test_no_schedule_changes_a_bit(
-    driven: Engine, lengths: tuple[int, ...], seed: int, mode: str | Plan, chunk: int
+    driven: Engine, lengths: tuple[int, ...], seed: int, mode: str | DraftPlan, chunk: int
 ) -> None:
     requests = some_requests(seed, lengths)
     wanted = one_by_one(_plain(), requests)

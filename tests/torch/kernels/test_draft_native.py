@@ -15,11 +15,11 @@ from rlhfspec.engine.cache import SlotTable
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.draft_forward import DraftForward
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-from rlhfspec.engine.drafting.base import DraftBatch, Forest, Plan
+from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
 from rlhfspec.engine.drafting.cost import CostTable
 from rlhfspec.engine.drafting.fixed import Always
 from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
-from rlhfspec.engine.drafting.model import Expanded, Grown, ModelDrafter, Roots, grow, keep_drafted
+from rlhfspec.engine.drafting.model import Expanded, GrownTrees, ModelDrafter, Roots, grow, keep_drafted
 from rlhfspec.engine.models import make_state
 from rlhfspec.kernels.cpu import build
 from rlhfspec.models.tiny import perturbed, random_model
@@ -110,7 +110,9 @@ def roots_of(space: Space, batch: DraftBatch, branch: int) -> Roots:
     return Roots(sequence=active, tokens=tokens, scores=scores)
 
 
-def both(space: Space, batch: DraftBatch, plan: Plan, rng: np.random.Generator, kind: str) -> tuple[Grown, Grown]:
+def both(
+    space: Space, batch: DraftBatch, plan: DraftPlan, rng: np.random.Generator, kind: str
+) -> tuple[GrownTrees, GrownTrees]:
     roots, acceptance = roots_of(space, batch, plan.branch), taught_acceptance(rng)
     rule = rule_for(rng, kind)
     terms = rule.terms if isinstance(rule, PayingLevel) else None
@@ -119,7 +121,7 @@ def both(space: Space, batch: DraftBatch, plan: Plan, rng: np.random.Generator, 
     return native, grow(space, batch, plan, roots, acceptance, rule)
 
 
-def assert_same(native: Grown, twin: Grown) -> None:
+def assert_same(native: GrownTrees, twin: GrownTrees) -> None:
     for name in FIELDS:
         have, wanted = getattr(native.forest, name), getattr(twin.forest, name)
         assert have.dtype == wanted.dtype
@@ -132,7 +134,7 @@ def assert_same(native: Grown, twin: Grown) -> None:
 
 
 plans = st.builds(
-    functools.partial(Plan, drafter="model"),
+    functools.partial(DraftPlan, drafter="model"),
     depth=st.integers(1, 7),
     width=st.integers(1, 4),
     branch=st.integers(1, 4),
@@ -149,7 +151,7 @@ plans = st.builds(
     kind=st.sampled_from(["always", "paying"]),
 )
 def test_the_trees_of_one_call_are_those_of_the_loop(
-    plan: Plan, seed: int, temperature: float, vocab_size: int, dtype: str, kind: str
+    plan: DraftPlan, seed: int, temperature: float, vocab_size: int, dtype: str, kind: str
 ) -> None:
     space, rng = space_for(vocab_size, dtype), np.random.default_rng(seed)
     batch = batch_of(space, rng, temperature)
@@ -159,7 +161,7 @@ def test_the_trees_of_one_call_are_those_of_the_loop(
 
 
 def test_drafts_stop_where_the_rule_of_the_loop_stops_them() -> None:
-    space, plan, depths = space_for(61, "float32"), Plan(drafter="model", depth=6, width=1, branch=2), set()
+    space, plan, depths = space_for(61, "float32"), DraftPlan(drafter="model", depth=6, width=1, branch=2), set()
     for seed in range(80):
         rng = np.random.default_rng(seed)
         batch = batch_of(space, rng, 1.0)
@@ -170,7 +172,7 @@ def test_drafts_stop_where_the_rule_of_the_loop_stops_them() -> None:
     assert depths >= {0, 1, 2, 5}, "they stop at once, in the middle, and at the end"
 
 
-def keep_both(space: Space, batch: DraftBatch, grown: Grown, rng: np.random.Generator) -> None:
+def keep_both(space: Space, batch: DraftBatch, grown: GrownTrees, rng: np.random.Generator) -> None:
     """Let every sequence accept some path of its tree, then keep its slots both ways."""
     tokens, new_lengths = batch.tokens.copy(), batch.lengths.copy()
     for sequence, row in enumerate(batch.rows.tolist()):
@@ -207,7 +209,7 @@ def test_wide_batches_choose_the_most_promising_nodes_and_of_equals_the_first() 
     space, rng = space_for(61, "float32"), np.random.default_rng(5)
     batch = batch_of(space, rng, 1.0)
     batch.room[:], space.table.capacity[:] = 30, MAX_CONTEXT
-    plan, roots = Plan(drafter="model", depth=4, width=1, branch=3), roots_of(space, batch, 3)
+    plan, roots = DraftPlan(drafter="model", depth=4, width=1, branch=3), roots_of(space, batch, 3)
     acceptance = AcceptanceModel(NUM_ROWS)
     log_odds, shifts = acceptance.curves("model", batch.rows)
     log_odds[:] = 0.5
@@ -224,9 +226,9 @@ def test_a_draft_gone_nan_proposes_nothing_and_numbers_out_of_range_are_named() 
     batch = batch_of(space, rng, 1.0)
     size = batch.size
     curves = AcceptanceModel(NUM_ROWS).curves("model", batch.rows)
-    plan = Plan(drafter="model", depth=3, width=1, branch=2)
+    plan = DraftPlan(drafter="model", depth=3, width=1, branch=2)
 
-    def grown(**roots: Any) -> Grown | None:
+    def grown(**roots: Any) -> GrownTrees | None:
         chosen = {
             "sequence": np.arange(size, dtype=np.int32),
             "tokens": np.ones((size, 2), np.int32),
@@ -257,7 +259,7 @@ def test_a_rule_is_told_what_its_draft_ran() -> None:
     free = CostTable([1, 100], [1e-6, 1e-6])
     rule = PayingLevel(LevelTerms(free, free, tokens_per_second=1.0, success=0.9, verified_rows=2))
     drafter = fresh_drafter(space)
-    drafter.propose(batch, Plan(drafter="model", depth=4), AcceptanceModel(NUM_ROWS), rule)
+    drafter.propose(batch, DraftPlan(drafter="model", depth=4), AcceptanceModel(NUM_ROWS), rule)
     assert rule.level_rows == [batch.size, batch.size, batch.size]
 
 

@@ -23,10 +23,10 @@ from rlhfspec.moves.migration.sendings import Links
 class Struck(DirectControl):
     """Fails at the first message of one kind: on its way there, or on its way back."""
 
-    def __init__(self, kind: type[messages.Message], when: str, *, times: int = 1) -> None:
+    def __init__(self, kind: type[messages.MoveMessage], when: str, *, times: int = 1) -> None:
         super().__init__()
         self.kind, self.when, self.times = kind, when, times
-        self.heard: list[messages.Message] = []
+        self.heard: list[messages.MoveMessage] = []
         self.before: Callable[[], Any] | None = None  # done instead of failing
 
     async def ask(self, peer: Peer, message: bytes, *, timeout: float = 6.0) -> bytes:
@@ -69,7 +69,7 @@ def check_bits(made: list[Generator], *, lost: tuple[str, ...] = ()) -> None:
     [(messages.Reserve, {"kept"}), (messages.Range, {"kept"}), (messages.HandOver, {"kv", "kept"}),
      (messages.Settled, {"kv"})],
 )  # fmt: skip
-def test_a_control_that_fails_at_any_message(kind: type[messages.Message], when: str, how: set[str]) -> None:
+def test_a_control_that_fails_at_any_message(kind: type[messages.MoveMessage], when: str, how: set[str]) -> None:
     async def main() -> None:
         control = Struck(kind, when)
         async with generators(control=control, **LONG) as made:
@@ -186,7 +186,7 @@ KINDS = [messages.Reserve, messages.Range, messages.HandOver]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strike", [preempted, other_weights_there, other_weights_here, cancelled, other_process])
-def test_what_happens_at_one_end_meanwhile(strike: Strike, kind: type[messages.Message]) -> None:
+def test_what_happens_at_one_end_meanwhile(strike: Strike, kind: type[messages.MoveMessage]) -> None:
     async def main() -> None:
         control = Struck(kind, "")
         async with generators(control=control, **LONG) as made:

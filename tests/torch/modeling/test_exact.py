@@ -32,7 +32,7 @@ from rlhfspec.training.modeling.exact_functions import exact_gated_mlp, exact_li
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TokenLogProbs, TorchForward
 from rlhfspec.training.modeling.lora import add_lora, merged_state
-from rlhfspec.training.modeling.packed import Packed, Part, pack_sequences
+from rlhfspec.training.modeling.packed import PackedRow, RowPart, pack_sequences
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
 
@@ -49,7 +49,7 @@ def make_forward(model: Any, temperature: float = 1.0, **options: Any) -> ExactF
     return ExactForward(prepared(copy.deepcopy(model)), temperature, max_context=CONTEXT, **options)
 
 
-def generate(engine: Engine, seed: int, **params: Any) -> tuple[Packed, torch.Tensor, torch.Tensor]:
+def generate(engine: Engine, seed: int, **params: Any) -> tuple[PackedRow, torch.Tensor, torch.Tensor]:
     """Sampled sequences, packed, with the generator's untempered and tempered log-probs."""
     chosen = SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | params))
     done = engine.generate(PROMPTS, chosen, seeds=[seed, seed + 1, seed + 2])
@@ -127,7 +127,7 @@ def test_a_learner_reports_a_difference_of_zero_and_learns_like_the_plain_one(dt
         assert norms[True] == pytest.approx(norms[False], rel=1e-3)
 
 
-def make_rollouts(batch: Packed, untempered: torch.Tensor, tempered: torch.Tensor, *, version: int) -> Rollouts:
+def make_rollouts(batch: PackedRow, untempered: torch.Tensor, tempered: torch.Tensor, *, version: int) -> Rollouts:
     lengths = torch.tensor([20, 20, 20])
     return Rollouts(
         ids=("j/1/0/0", "j/1/0/1", "j/1/0/2"),
@@ -232,7 +232,7 @@ def weighted(found: TokenLogProbs) -> torch.Tensor:
     return (found.log_probs * weights).sum() - 0.1 * found.entropy.sum()
 
 
-def some_batch() -> Packed:
+def some_batch() -> PackedRow:
     draw = np.random.default_rng(1)
     return pack_sequences(PROMPTS, [draw.integers(3, 90, size).tolist() for size in (12, 1, 30)])
 
@@ -284,7 +284,10 @@ def keep_keys_as(forward: ExactForward, dtype: torch.dtype) -> None:
 def test_attention_has_the_gradient_of_its_twin(
     dtype: torch.dtype, window: int | None, softcap: float, with_sinks: bool
 ) -> None:
-    forward, parts = make_forward(random_model("qwen3", seed=0)), (Part(9), Part(1, 0), Part(20, 0), Part(7))
+    forward, parts = (
+        make_forward(random_model("qwen3", seed=0)),
+        (RowPart(9), RowPart(1, 0), RowPart(20, 0), RowPart(7)),
+    )
     keep_keys_as(forward, dtype)
     spec = dataclasses.replace(forward.parts.anatomy.attentions[0], window=window)
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ from rlhfspec.training.modeling.critic import Critic, load_critic
 from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.modeling.loading import load_policy, load_reference, prepared
 from rlhfspec.training.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
-from rlhfspec.training.modeling.packed import Packed, _sdpa, attend, explicit_attention, pack_sequences
+from rlhfspec.training.modeling.packed import PackedRow, _sdpa, attend, explicit_attention, pack_sequences
 
 PROMPTS = [(5,), (6, 7, 8), (9, 10, 11, 12, 13), (2, 3)]
 RESPONSES = [
@@ -33,7 +33,7 @@ RESPONSES = [
 ]
 
 
-def batch() -> Packed:
+def batch() -> PackedRow:
     return pack_sequences(PROMPTS, RESPONSES)
 
 

@@ -25,7 +25,7 @@ from rlhfspec.training.modeling.critic import Critic
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TorchForward
-from rlhfspec.training.modeling.packed import Packed, Part, explicit_attention, pack_sequences, row_attention
+from rlhfspec.training.modeling.packed import PackedRow, RowPart, explicit_attention, pack_sequences, row_attention
 
 CONTEXT = 96
 NEEDS_KERNELS = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
@@ -40,7 +40,7 @@ PROMPTS = [*[drawn(9, 1)] * 3, *[drawn(1, 2)] * 2, drawn(33, 3), *[drawn(9, 1)] 
 RESPONSES = [drawn(count, 10 + count) for count in (12, 1, 20, 3, 9, 7, 1, 1)]
 
 
-def batches() -> tuple[Packed, Packed]:
+def batches() -> tuple[PackedRow, PackedRow]:
     """The slow twin and the shared one."""
     shared = pack_sequences(PROMPTS, RESPONSES, share_prompts=True)
     return pack_sequences(PROMPTS, RESPONSES), shared
@@ -72,7 +72,7 @@ def test_a_prompt_is_run_once_and_its_last_row_predicts_every_first_token() -> N
     batch = pack_sequences([(5, 6)] * 3 + [(7,)], [(1, 2, 3), (4,), (8, 9), (1, 2)], share_prompts=True)
     assert batch.token_ids.tolist() == [[5, 6, 1, 2, 8, 7, 1]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1]]
-    assert batch.parts == (Part(2), Part(2, 0), Part(1, 0), Part(2))
+    assert batch.parts == (RowPart(2), RowPart(2, 0), RowPart(1, 0), RowPart(2))
     assert batch.predicting.tolist() == [1, 2, 3, 1, 1, 4, 5, 6]
     assert batch.targets.tolist() == [1, 2, 3, 4, 8, 9, 1, 2]
 
@@ -80,7 +80,7 @@ def test_a_prompt_is_run_once_and_its_last_row_predicts_every_first_token() -> N
 def test_an_answer_without_siblings_is_laid_out_as_ever() -> None:
     prompts, responses = [(5, 6), (7,), (5, 6)], [(1, 2, 3), (4,), (8, 9)]
     slow, shared = (pack_sequences(prompts, responses, share_prompts=share) for share in (False, True))
-    assert slow.parts == shared.parts == (Part(4), Part(1), Part(3))
+    assert slow.parts == shared.parts == (RowPart(4), RowPart(1), RowPart(3))
     for name in ("token_ids", "position_ids", "predicting", "targets"):
         assert torch.equal(getattr(slow, name), getattr(shared, name))
 
@@ -104,9 +104,9 @@ def test_an_answer_attends_to_its_prompt_and_to_itself(
     groups: list[tuple[int, list[int]]], window: int | None, chunk: int | None, softcap: float, with_sinks: bool
 ) -> None:
     """By absolute position: each answer against the written-out attention of its whole sequence."""
-    parts: list[Part] = []
+    parts: list[RowPart] = []
     for prompt, answers in groups:
-        parts += [Part(prompt), *(Part(answer, len(parts)) for answer in answers)]
+        parts += [RowPart(prompt), *(RowPart(answer, len(parts)) for answer in answers)]
     generator = torch.Generator().manual_seed(len(parts))
     num_tokens = sum(part.length for part in parts)
     q, k, v = (torch.randn(1, heads, num_tokens, 8, generator=generator) for heads in (4, 2, 2))
@@ -226,7 +226,7 @@ def test_a_low_rank_update_shares_prompts_unless_it_has_dropout(caplog: pytest.L
 
 
 def test_the_sweep_notices_answers_at_other_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def misplaced(*sequences: Any, share_prompts: bool = False) -> Packed:
+    def misplaced(*sequences: Any, share_prompts: bool = False) -> PackedRow:
         batch = pack_sequences(*sequences, share_prompts=share_prompts)
         starts = [torch.arange(length) for length in batch.lengths]
         return replace(batch, position_ids=torch.cat(starts)[None]) if share_prompts else batch

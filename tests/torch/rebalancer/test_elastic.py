@@ -22,7 +22,7 @@ from rlhfspec.moves.rebalancing.elastic import (
     LONG_STAGE_SECONDS,
     MORE_SHARE,
     Elastic,
-    Outlook,
+    StageOutlook,
     Wanted,
     worth,
 )
@@ -38,7 +38,7 @@ LEAST, MOST = 1, 16
 
 positive = st.floats(1e-4, 1.0)
 outlooks = st.builds(
-    Outlook,
+    StageOutlook,
     step_seconds=positive,
     sequence_seconds=positive,
     tokens=st.floats(1.0, 1e6),
@@ -56,7 +56,7 @@ class Trial:
         self.number, self.now, self.stage = begins_with, 0.0, 0
         self.history: list[int] = []
 
-    def go_through(self, outlook: Outlook, *, seconds: float = COOLDOWN_SECONDS) -> Wanted | None:
+    def go_through(self, outlook: StageOutlook, *, seconds: float = COOLDOWN_SECONDS) -> Wanted | None:
         self.stage += 1
         half = replace(outlook, tokens=outlook.tokens / 9, longest=outlook.longest / 2)
         wanted = None
@@ -75,7 +75,7 @@ class Trial:
 
 
 @given(outlooks, st.integers(1, 16))
-def test_no_work_asks_for_more_and_for_fewer(outlook: Outlook, number: int) -> None:
+def test_no_work_asks_for_more_and_for_fewer(outlook: StageOutlook, number: int) -> None:
     better = worth(outlook, number, least=LEAST, most=MOST)
     assert worth(outlook, better, least=LEAST, most=MOST) <= better, "the rest of what pays is asked for at once"
     if better > number:
@@ -86,7 +86,7 @@ def test_no_work_asks_for_more_and_for_fewer(outlook: Outlook, number: int) -> N
 
 
 @given(outlooks, st.integers(1, 16))
-def test_the_same_work_again_and_again_settles_and_moves_one_way(outlook: Outlook, begins_with: int) -> None:
+def test_the_same_work_again_and_again_settles_and_moves_one_way(outlook: StageOutlook, begins_with: int) -> None:
     trial = Trial(begins_with)
     for _ in range(4 * MOST + 8):
         trial.go_through(outlook)
@@ -98,7 +98,7 @@ def test_the_same_work_again_and_again_settles_and_moves_one_way(outlook: Outloo
 
 @settings(max_examples=30)
 @given(outlooks, st.integers(0, 1 << 30), st.floats(1.0, 8.0))
-def test_whatever_comes_it_swings_ever_more_seldom(outlook: Outlook, seed: int, spread: float) -> None:
+def test_whatever_comes_it_swings_ever_more_seldom(outlook: StageOutlook, seed: int, spread: float) -> None:
     random, trial, num_stages = np.random.default_rng(seed), Trial(), 600
     for _ in range(num_stages):
         tokens, longest = np.exp(random.uniform(-math.log(spread), math.log(spread), 2))
@@ -108,8 +108,8 @@ def test_whatever_comes_it_swings_ever_more_seldom(outlook: Outlook, seed: int, 
     assert len(set(trial.history[-num_stages // 4 :])) <= 3
 
 
-def usual(tokens: float = 12_800.0) -> Outlook:
-    return Outlook(step_seconds=0.01, sequence_seconds=0.001, tokens=tokens, longest=200.0, rows=16)
+def usual(tokens: float = 12_800.0) -> StageOutlook:
+    return StageOutlook(step_seconds=0.01, sequence_seconds=0.001, tokens=tokens, longest=200.0, rows=16)
 
 
 def test_it_waits_for_two_stages_and_for_the_cooldown() -> None:
@@ -167,12 +167,12 @@ def test_by_the_simulator_it_settles_where_one_more_saves_little(curve: str) -> 
     """Real lengths, dealt evenly: the outlook is what would be known at a stage's beginning."""
     trial, count, rows = Trial(most=8), 256, 64
 
-    def stage(number: int, seed: int) -> tuple[Outlook, float]:
+    def stage(number: int, seed: int) -> tuple[StageOutlook, float]:
         work = workload("independent", num_generators=number, per_generator=-(-count // number), seed=seed)
         scenario = Scenario(num_generators=number, curve=PRESETS[curve], rows=rows, pulls=True)
         t0, c = scenario.curve.fitted(rows, busy_share=0.0)
         total, longest = float(work.lengths.sum()), float(work.lengths.max())
-        outlook = Outlook(step_seconds=t0, sequence_seconds=c, tokens=total, longest=longest, rows=rows)
+        outlook = StageOutlook(step_seconds=t0, sequence_seconds=c, tokens=total, longest=longest, rows=rows)
         return outlook, simulate(scenario, work).seconds
 
     for seed in range(30):

@@ -29,8 +29,8 @@ from rlhfspec.training.weights.base import weights_record
 from rlhfspec.training.weights.buffers import Buffers
 from rlhfspec.training.weights.fanout import Fanout
 from rlhfspec.training.weights.grpc import channel_credentials
-from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, Answer, Request, parse
-from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, MAX_TENSORS, Header, pack
+from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, WeightsAnswer, WeightsRequest, parse
+from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, MAX_TENSORS, WeightsHeader, pack
 
 
 @pytest.fixture
@@ -54,11 +54,11 @@ def together(*gets: Callable[[], dict[str, torch.Tensor]]) -> list[str]:
 class Peer:
     """Answers as it is told, whatever it is asked. `answers`: given the request, what it says."""
 
-    def __init__(self, leaving: ExitStack, answers: Callable[[Request], Iterator[bytes]]) -> None:
-        self.requests: list[Request] = []
+    def __init__(self, leaving: ExitStack, answers: Callable[[WeightsRequest], Iterator[bytes]]) -> None:
+        self.requests: list[WeightsRequest] = []
 
         def serve(content: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-            self.requests.append(parse(Request, content))
+            self.requests.append(parse(WeightsRequest, content))
             yield from answers(self.requests[-1])
 
         pool = ThreadPoolExecutor(4)
@@ -72,7 +72,7 @@ class Peer:
 
 
 def said(**answer: Any) -> bytes:
-    return Answer(**answer).model_dump_json().encode()
+    return WeightsAnswer(**answer).model_dump_json().encode()
 
 
 # ---- one link for many receivers ---------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_a_peer_that_dies_in_mid_stream_is_replaced_and_nothing_is_sent_twice(no
     record = nodes.trainer.store.put("sums", "policy", 1, state(1))
     with ExitStack() as leaving:
 
-        def dies(request: Request) -> Iterator[bytes]:
+        def dies(request: WeightsRequest) -> Iterator[bytes]:
             yield said(kind="weights")
             yield packed.header.model_dump_json().encode()
             yield bytes(packed.memory[: 3 * PIECE_BYTES])
@@ -197,7 +197,7 @@ def test_a_peer_that_dies_in_mid_stream_is_replaced_and_nothing_is_sent_twice(no
 
 
 def ask(nodes: Cluster, record: Weights, **settings: Any) -> list[bytes]:
-    request = Request(job=record.job, role=record.role, version=record.version, **settings)
+    request = WeightsRequest(job=record.job, role=record.role, version=record.version, **settings)
     with grpc.insecure_channel(nodes.trainer.address) as channel:
         return list(channel.unary_stream(f"/{SERVICE}/{METHOD}")(request.model_dump_json().encode()))
 
@@ -208,7 +208,7 @@ def test_a_peer_that_falls_silent_is_replaced(nodes: Cluster) -> None:
     over = threading.Event()
     with ExitStack() as leaving:
 
-        def falls_silent(request: Request) -> Iterator[bytes]:
+        def falls_silent(request: WeightsRequest) -> Iterator[bytes]:
             yield said(kind="weights")
             yield packed.header.model_dump_json().encode()
             over.wait()
@@ -225,7 +225,7 @@ def test_who_says_that_it_waits_itself_is_waited_for(nodes: Cluster) -> None:
     record = weights_record("sums", "policy", 1, uri="grpc:policy/1", digest=packed.header.digest)
     with ExitStack() as leaving:
 
-        def waits(request: Request) -> Iterator[bytes]:
+        def waits(request: WeightsRequest) -> Iterator[bytes]:
             pause = threading.Event()
             for _ in range(8):
                 yield b""
@@ -399,8 +399,8 @@ HOSTILE_HEADERS = {
 def test_a_hostile_header_is_refused_with_a_reason(name: str) -> None:
     content, reason = HOSTILE_HEADERS[name]
     with pytest.raises(MalformedRecord, match=f"header of weights: .*{reason}"):
-        Header.parse(content, max_bytes=1000)
-    Header.parse(header(), max_bytes=1000)
+        WeightsHeader.parse(content, max_bytes=1000)
+    WeightsHeader.parse(header(), max_bytes=1000)
 
 
 def test_a_hostile_trainer_is_refused_before_anything_is_allocated(

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-from rlhfspec.engine.drafting.base import PLAIN, BatchState, Forest, Outcome, Plan, empty_forest
+from rlhfspec.engine.drafting.base import PLAIN, BatchState, DraftOutcome, DraftPlan, Forest, empty_forest
 from rlhfspec.engine.drafting.budget import best_nodes, budgets, worth_by_room
 from rlhfspec.engine.drafting.cost import TARGET, CostModel, CostTable
 from rlhfspec.engine.drafting.fixed import FixedSelector, static_grid
 from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
-from rlhfspec.engine.drafting.outlook import Outlook, default_plans
+from rlhfspec.engine.drafting.outlook import DraftOutlook, default_plans
 from rlhfspec.engine.drafting.selector import AdaptiveSelector
 from rlhfspec.engine.drafting.simulation import CHEAP_LEVELS, EVERY_ROW_COSTS, FLAT_TO_16, SimulatedMachine, World
 
@@ -92,7 +92,7 @@ def test_the_budget_is_the_one_that_brute_force_finds(
 ) -> None:
     forest, num_sequences = drawn
     costs = CostModel({TARGET: CostTable([1, 4, 16, 48], seconds, per_kv_token=1e-6)})
-    plan = Plan(drafter="model", depth=4, max_nodes=max_nodes)
+    plan = DraftPlan(drafter="model", depth=4, max_nodes=max_nodes)
     selector = AdaptiveSelector(costs, AcceptanceModel(8), (PLAIN, plan))
     state = state_of(num_sequences, num_prefill_rows=num_prefill_rows, kv_tokens=500)
     choice = selector.budget(plan, state, forest, draft_seconds)
@@ -137,7 +137,7 @@ def test_another_level_is_drafted_only_while_it_pays() -> None:
     costs = CostModel.profile(
         lambda kind, rows, kv: {"target": 0.01 + 0.001 * max(rows - 16, 0)}.get(kind, 0.001), drafters=("model",)
     )
-    plan = Plan(drafter="model", depth=8)
+    plan = DraftPlan(drafter="model", depth=8)
     selector = AdaptiveSelector(costs, AcceptanceModel(64), (PLAIN, plan))
     for num_sequences, frontier, expected in ((1, 0.9, True), (1, 0.01, False), (64, 0.4, False)):
         state = state_of(num_sequences)
@@ -164,8 +164,8 @@ def test_a_plan_is_rated_by_what_its_forests_promised_and_what_came_true_of_it()
     costs = CostModel.profile(
         lambda kind, rows, kv: {TARGET: 0.01 + 0.001 * rows}.get(kind, 1e-4), drafters=("model",), row_grid=(1, 64)
     )
-    chain = Plan(drafter="model", depth=24)
-    outlook, state = Outlook(costs, (PLAIN, chain)), state_of(1)
+    chain = DraftPlan(drafter="model", depth=24)
+    outlook, state = DraftOutlook(costs, (PLAIN, chain)), state_of(1)
     forest = forest_of([-1, 0, 1, 2, 3, 4], [0.9, 0.9, 0.9, 0.9, 0.01, 0.01])
     for _ in range(20):
         outlook.learn_forest(chain, forest, 1)
@@ -185,7 +185,7 @@ def test_a_plan_is_rated_by_what_its_forests_promised_and_what_came_true_of_it()
 # --- adaptive against static ----------------------------------------------------------------------------------------
 
 
-def static_speed(machine: SimulatedMachine, agreement: dict[str, float], plan: Plan, batch: int) -> float:
+def static_speed(machine: SimulatedMachine, agreement: dict[str, float], plan: DraftPlan, batch: int) -> float:
     world, acceptance = World(machine=machine, agreement=agreement, seed=3), AcceptanceModel(64)
     selector = FixedSelector(plan, acceptance=acceptance)
     world.run(selector, acceptance, num_sequences=batch, num_steps=12)
@@ -214,7 +214,7 @@ def test_adaptive_is_as_good_as_the_best_static_strategy(machine: str, batch: in
     assert selector.explain().cost_errors["step"] < 0.1
 
 
-def drained(plan: Plan | None, batch: int) -> float:
+def drained(plan: DraftPlan | None, batch: int) -> float:
     """Tokens/s over whole batches, from the first step of the first to the last of the last; None: adaptive."""
     tokens, seconds = 0, 0.0
     for seed in range(3):
@@ -229,7 +229,7 @@ def drained(plan: Plan | None, batch: int) -> float:
 # Over ten seeds it is .977 at 16 and .983 at 32, and the bar is .98; three seeds swing by .015.
 @pytest.mark.parametrize(("batch", "least"), [(1, 1.3), (4, 1.05), (16, 0.96), (32, 0.96)])
 def test_adaptive_drains_a_batch_as_fast_as_the_best_static_strategy(batch: int, least: float) -> None:
-    plans = [Plan(drafter="model", depth=depth) for depth in (4, 6, 8)]
+    plans = [DraftPlan(drafter="model", depth=depth) for depth in (4, 6, 8)]
     speeds = {plan.name: drained(plan, batch) for plan in plans}
     adaptive = drained(None, batch)
     assert adaptive >= least * max(speeds.values()), (adaptive, speeds)
@@ -345,7 +345,7 @@ def test_a_fixed_selector_keeps_all_or_the_best_of_the_batch() -> None:
     forest = forest_of([-1, -1, 0, -1], [0.9, 0.2, 0.9, 0.1], 2)
     forest.sequence[3] = 1
     for max_nodes, expected in ((None, [0, 1, 2, 3]), (1, [0, 2])):
-        plan = Plan(drafter="model", depth=2, max_nodes=max_nodes)
+        plan = DraftPlan(drafter="model", depth=2, max_nodes=max_nodes)
         choice = FixedSelector(plan).budget(plan, state_of(2), forest, 0.0)
         assert choice.keep.tolist() == expected
         assert choice.predicted_accepted == pytest.approx(float(forest.path_acceptance[expected].sum()))
@@ -369,7 +369,7 @@ def test_an_idle_batch_is_harmless() -> None:
     choice = selector.budget(PLAIN, state, empty_forest(), 0.0)
     nothing = np.empty(0, np.bool_)
     selector.observe(
-        Outcome(
+        DraftOutcome(
             plan=PLAIN,
             state=state,
             forest=empty_forest(),

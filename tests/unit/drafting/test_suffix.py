@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-from rlhfspec.engine.drafting.base import DraftBatch, Forest, Plan
+from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
 from rlhfspec.engine.drafting.contexts import ORDERS, ContextIndex
 from rlhfspec.engine.drafting.fixed import Always
 from rlhfspec.engine.drafting.noise import gumbel, gumbels, philox
 from rlhfspec.engine.drafting.suffix import SuffixDrafter
 
-CHAIN = Plan(drafter="suffix", depth=8)
-TREE = Plan(drafter="suffix", depth=6, width=2, branch=3)
+CHAIN = DraftPlan(drafter="suffix", depth=8)
+TREE = DraftPlan(drafter="suffix", depth=6, width=2, branch=3)
 
 
 class Table:
@@ -63,7 +63,7 @@ class Table:
         )
 
 
-def propose(drafter: SuffixDrafter, batch: DraftBatch, plan: Plan = CHAIN) -> Forest:
+def propose(drafter: SuffixDrafter, batch: DraftBatch, plan: DraftPlan = CHAIN) -> Forest:
     return drafter.propose(batch, plan, AcceptanceModel(64), Always())
 
 
@@ -226,7 +226,7 @@ def generate(
     sample: Callable[[int, int, IntArray], int],
     steps: int,
     *,
-    plan: Plan,
+    plan: DraftPlan,
 ) -> tuple[int, AcceptanceModel]:
     """Verify proposals for some steps; returns accepted tokens and the acceptance model that learnt from them."""
     acceptance, num_accepted = AcceptanceModel(64), 0

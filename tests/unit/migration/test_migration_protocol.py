@@ -23,7 +23,7 @@ from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration import source as ours
 from rlhfspec.moves.migration.destination import DOUBT_SECONDS, LEASE_SECONDS, Destination
 from rlhfspec.moves.migration.messages import from_bytes, to_bytes
-from rlhfspec.moves.migration.source import Source
+from rlhfspec.moves.migration.source import MoveSource
 
 HEAD: dict[str, Any] = {"move": "m", "sample": "x", "number": 1, "source": "s", "destination": "d"}
 RESERVE = messages.Reserve(**HEAD, manifest=b"manifest", weights_version=3, has_kv=True)
@@ -127,22 +127,22 @@ class PassesOnAtOnce(Destination):
         return True
 
 
-class NoDoubt(Source):
+class NoDoubt(MoveSource):
     def _doubt(self, event: Any, now: float) -> Any:
         if isinstance(event, ours.Silence):
             return [ours.Reattach(), *self._keep("no reply")]
         return super()._doubt(event, now)
 
 
-class TakesBackAfterDoubt(Source):
+class TakesBackAfterDoubt(MoveSource):
     def _doubt(self, event: Any, now: float) -> Any:
         actions = super()._doubt(event, now)
         if any(isinstance(action, ours.LetGo) and not action.is_known for action in actions):
-            return [ours.Reattach(), ours.End("kept")]
+            return [ours.Reattach(), ours.MoveEnd("kept")]
         return actions
 
 
-class BelievesGoneForEver(Source):
+class BelievesGoneForEver(MoveSource):
     def _doubt(self, event: Any, now: float) -> Any:
         if isinstance(event, ours.Heard) and isinstance(event.reply, messages.Gone):
             return [ours.Reattach(), *self._keep("gone")]
@@ -159,7 +159,7 @@ def test_a_destination_without_one_rule_is_found_out(bug: Callable[[str], Destin
 
 
 @pytest.mark.parametrize("bug", [NoDoubt, TakesBackAfterDoubt])
-def test_a_source_without_one_rule_is_found_out(bug: Callable[..., Source]) -> None:
+def test_a_source_without_one_rule_is_found_out(bug: Callable[..., MoveSource]) -> None:
     with pytest.raises(AssertionError):
         lives(range(3000), make_source=bug)
 
@@ -243,7 +243,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize("message", [*TOLD, *REPLIES], ids=lambda each: type(each).__name__)
-def test_a_message_comes_back_whole(message: messages.Message) -> None:
+def test_a_message_comes_back_whole(message: messages.MoveMessage) -> None:
     assert from_bytes(to_bytes(message)) == message
     right, wrong = (messages.told, messages.reply) if message in TOLD else (messages.reply, messages.told)
     assert right(to_bytes(message)) == message
@@ -305,13 +305,13 @@ def test_two_that_arrive_at_once_and_one_too_many() -> None:
         end.on(theirs.Done(message, None, b"mark"), 0.0)
     late = dataclasses.replace(RESERVE, number=99)
     [answer] = end.on(theirs.Arrived(late), 1.0)
-    assert isinstance(answer, theirs.Answer)
+    assert isinstance(answer, theirs.SendReply)
     assert isinstance(answer.reply, messages.Refused)
-    freed = end.on(theirs.Tick(), LEASE_SECONDS)
+    freed = end.on(theirs.DestinationTick(), LEASE_SECONDS)
     assert len(freed) == theirs.MOST_LEASES
     assert not end.arriving
     [again] = end.on(theirs.Arrived(late), LEASE_SECONDS)
-    assert isinstance(again, theirs.Answer), "its number is used up"
+    assert isinstance(again, theirs.SendReply), "its number is used up"
 
 
 def test_what_was_long_ago_is_unknown_and_never_refused() -> None:
@@ -319,15 +319,15 @@ def test_what_was_long_ago_is_unknown_and_never_refused() -> None:
     end.on(theirs.Arrived(RESERVE), 0.0)
     end.on(theirs.Done(RESERVE), 0.0)
     end.on(theirs.Arrived(HAND_OVER), 0.0)
-    assert isinstance(end.on(theirs.Done(HAND_OVER), 0.0)[0], theirs.Answer)
+    assert isinstance(end.on(theirs.Done(HAND_OVER), 0.0)[0], theirs.SendReply)
     for number in range(2, theirs.MOST_REMEMBERED + 2):
         end.on(theirs.Arrived(messages.Abort(**HEAD | {"number": number})), 0.0)
-    assert end.on(theirs.Arrived(messages.Ask(**HEAD)), 0.0) == [theirs.Answer(messages.Unknown(**HEAD))]
+    assert end.on(theirs.Arrived(messages.Ask(**HEAD)), 0.0) == [theirs.SendReply(messages.Unknown(**HEAD))]
 
 
 def test_a_machine_that_is_over_does_nothing() -> None:
-    machine = Source("m", "x", source="s", destination="d", numbers=itertools.count(1))
+    machine = MoveSource("m", "x", source="s", destination="d", numbers=itertools.count(1))
     machine.start()
     machine.on(ours.Failed("finished", "length"), 0.0)
     assert machine.state == "over"
-    assert machine.on(ours.Tick(), 99.0) == []
+    assert machine.on(ours.SourceTick(), 99.0) == []

@@ -13,10 +13,18 @@ from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
 from rlhfspec.simulator.pipelines import schedule as schedules
-from rlhfspec.simulator.pipelines.schedule import BACKWARD_TIMES, Case, Placed, Schedule, Task, search, serial
+from rlhfspec.simulator.pipelines.schedule import (
+    BACKWARD_TIMES,
+    PipelineCase,
+    PipelineSchedule,
+    PlacedTask,
+    Task,
+    search,
+    serial,
+)
 
 
-def check(case: Case, found: Schedule) -> None:
+def check(case: PipelineCase, found: PipelineSchedule) -> None:
     """Slow and obvious: all tasks once, in order, one at a time on a stage, and never more kept than 1F1B allows."""
     placed = {each.task: each for each in found.placed}
     assert len(placed) == len(found.placed) == 4 * case.num_stages * case.num_micro_batches
@@ -36,7 +44,7 @@ def check(case: Case, found: Schedule) -> None:
                     assert under_way(case, placed, model, place, each.start) <= case.num_stages - place
 
 
-def needed(case: Case, task: Task) -> list[Task]:
+def needed(case: PipelineCase, task: Task) -> list[Task]:
     model, micro_batch, place = task.model, task.micro_batch, task.place
     if not task.is_backward:
         return [Task(model, micro_batch, place - 1, is_backward=False)] if place else []
@@ -44,7 +52,7 @@ def needed(case: Case, task: Task) -> list[Task]:
     return [Task(model, micro_batch, place, is_backward=False), *after]
 
 
-def under_way(case: Case, placed: dict[Task, Placed], model: int, place: int, moment: float) -> int:
+def under_way(case: PipelineCase, placed: dict[Task, PlacedTask], model: int, place: int, moment: float) -> int:
     of_place = (
         (placed[Task(model, micro, place, False)].start, placed[Task(model, micro, place, True)].end)
         for micro in range(case.num_micro_batches)
@@ -53,7 +61,7 @@ def under_way(case: Case, placed: dict[Task, Placed], model: int, place: int, mo
 
 
 CASES = st.builds(
-    Case,
+    PipelineCase,
     num_stages=st.integers(1, 5),
     num_micro_batches=st.integers(1, 6),
     forward_seconds=st.tuples(st.just(1.0), st.sampled_from([0.25, 0.5, 1.0, 2.0])),
@@ -62,7 +70,7 @@ CASES = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(CASES, st.integers(0, 1000))
-def test_every_schedule_is_one_that_stages_could_follow(case: Case, seed: int) -> None:
+def test_every_schedule_is_one_that_stages_could_follow(case: PipelineCase, seed: int) -> None:
     found = search(case, num_rules=20, seed=seed)
     for each in (serial(case), found):
         check(case, each)
@@ -72,7 +80,7 @@ def test_every_schedule_is_one_that_stages_could_follow(case: Case, seed: int) -
 
 @settings(max_examples=60, deadline=None)
 @given(CASES)
-def test_one_after_the_other_is_1f1b(case: Case) -> None:
+def test_one_after_the_other_is_1f1b(case: PipelineCase) -> None:
     """Whose length is known: each model's micro-batches, and once through all stages."""
     times = (case.num_micro_batches + case.num_stages - 1) * (1 + BACKWARD_TIMES)
     assert serial(case).seconds == pytest.approx(times * sum(case.forward_seconds))
@@ -93,7 +101,7 @@ def test_one_after_the_other_is_1f1b(case: Case) -> None:
     ],
 )
 def test_what_interleaving_brings(stages: int, micro_batches: int, critic: float, before: float, most: float) -> None:
-    case = Case(num_stages=stages, num_micro_batches=micro_batches, forward_seconds=(1.0, critic))
+    case = PipelineCase(num_stages=stages, num_micro_batches=micro_batches, forward_seconds=(1.0, critic))
     found = search(case)
     assert serial(case).seconds == before
     assert found.seconds <= most
@@ -101,10 +109,10 @@ def test_what_interleaving_brings(stages: int, micro_batches: int, critic: float
 
 
 def test_a_stage_that_keeps_more_than_1f1b_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(num_stages=3, num_micro_batches=5)
-    monkeypatch.setattr(Case, "most_under_way", lambda self, place: 5)
+    case = PipelineCase(num_stages=3, num_micro_batches=5)
+    monkeypatch.setattr(PipelineCase, "most_under_way", lambda self, place: 5)
     with pytest.raises(AssertionError):
-        check(case, Schedule(case, tuple(schedules.run(case, lambda task: float(task.is_backward)))))
+        check(case, PipelineSchedule(case, tuple(schedules.run(case, lambda task: float(task.is_backward)))))
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from rlhfspec.moves.rebalancing.fleet import Fleet
 from rlhfspec.moves.rebalancing.plan import plan
-from rlhfspec.moves.rebalancing.planned import Planned
-from rlhfspec.moves.rebalancing.settings import Settings
+from rlhfspec.moves.rebalancing.planned import PlannedMoves
+from rlhfspec.moves.rebalancing.settings import PlannerSettings
 from rlhfspec.simulator.oracle import plan_slowly
 
 NOW = 100.0
-PROMPT = Settings(pause_seconds=0.001)
+PROMPT = PlannerSettings(pause_seconds=0.001)
 
 
 def random_fleet(seed: int, *, is_alike: bool = False) -> Fleet:
@@ -54,11 +54,11 @@ def random_fleet(seed: int, *, is_alike: bool = False) -> Fleet:
     )
 
 
-def moves_of(planned: Planned) -> list[tuple[int, int, int]]:
+def moves_of(planned: PlannedMoves) -> list[tuple[int, int, int]]:
     return list(zip(planned.sequence.tolist(), planned.source.tolist(), planned.destination.tolist(), strict=True))
 
 
-def after(fleet: Fleet, planned: Planned) -> Fleet:
+def after(fleet: Fleet, planned: PlannedMoves) -> Fleet:
     """All moves made at once."""
     generator, moved_at = fleet.generator.copy(), fleet.moved_at.copy()
     rows, tokens = fleet.free_rows.copy(), fleet.free_tokens.copy()
@@ -242,7 +242,7 @@ def test_engines_that_share_bandwidth_are_consolidated_in_the_tail_only() -> Non
 def test_an_engine_that_costs_is_closed_only_where_engines_cost() -> None:
     fleet = replace(shared_host(6), alone_step_seconds=np.full(2, 8.8e-3), alone_sequence_seconds=np.full(2, 0.37e-3))
     assert plan(fleet, NOW).num_moves == 0
-    assert plan(fleet, NOW, Settings(engine_cost=0.5)).num_moves == 6
+    assert plan(fleet, NOW, PlannerSettings(engine_cost=0.5)).num_moves == 6
 
 
 def test_dry_generators_are_told_what_to_do() -> None:

@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.moves.rebalancing.curve import Curve
+from rlhfspec.moves.rebalancing.curve import LearnedCurve
 from rlhfspec.moves.rebalancing.residual import Residual, mean_residual_life
 
 STEP, SEQUENCE = 8.8e-3, 0.37e-3
 
 
-def learnt(rows: np.ndarray, *, prior: tuple[float, float] = (8.0, 1.0), noise: float = 0.1, seed: int = 0) -> Curve:
+def learnt(
+    rows: np.ndarray, *, prior: tuple[float, float] = (8.0, 1.0), noise: float = 0.1, seed: int = 0
+) -> LearnedCurve:
     rng = np.random.default_rng(seed)
-    curve = Curve(prior)
+    curve = LearnedCurve(prior)
     for number in rows.tolist():
         curve.learn(number, (STEP + SEQUENCE * number) * rng.lognormal(0, noise))
     return curve
@@ -36,7 +38,7 @@ def test_a_curve_is_found_through_noise_and_steps_in_which_the_process_was_stopp
 @pytest.mark.parametrize("number", [1, 8, 64])
 def test_who_only_ever_saw_one_b_takes_the_shape_from_the_fleet(number: int) -> None:
     slow = 3.0  # a machine that is slower than the fleet
-    curve = Curve((STEP / slow, SEQUENCE / slow))
+    curve = LearnedCurve((STEP / slow, SEQUENCE / slow))
     for _ in range(500):
         curve.learn(number, STEP + SEQUENCE * number)
     assert curve.step_seconds == pytest.approx(STEP, rel=1e-6)
@@ -53,7 +55,7 @@ def test_it_forgets() -> None:
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e3)), max_size=60))
 @settings(deadline=None)
 def test_no_curve_is_below_0(points: list[tuple[float, float]]) -> None:
-    curve = Curve()
+    curve = LearnedCurve()
     for number, seconds in points:
         curve.learn(number, seconds)
         assert math.isfinite(curve.step_seconds)
@@ -62,7 +64,7 @@ def test_no_curve_is_below_0(points: list[tuple[float, float]]) -> None:
 
 
 def test_a_prefill_in_which_the_process_was_stopped_is_no_news() -> None:
-    curve = Curve()
+    curve = LearnedCurve()
     for _ in range(20):
         curve.learn_prefill(40, 40 * 5e-4)
     curve.learn_prefill(40, 60.0)

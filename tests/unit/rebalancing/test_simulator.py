@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.simulator.calibrate import as_spans, calibrate
-from rlhfspec.simulator.lengths import Shape, Workload, workload
+from rlhfspec.simulator.lengths import LengthShape, Workload, workload
 from rlhfspec.simulator.policies import NAMES, policy_named
-from rlhfspec.simulator.scenario import Kill, Outcome, Policy, Scenario
+from rlhfspec.simulator.scenario import Kill, Policy, Scenario, StageOutcome
 from rlhfspec.simulator.simulator import simulate
 from rlhfspec.simulator.simulator_oracle import simulate_slowly
 from rlhfspec.simulator.step_curves import PRESETS
 from rlhfspec.simulator.trials import trials
 
-SMALL = Shape(median=20, limit=60, samples_per_prompt=4, shortest_prompt=1, longest_prompt=9)
+SMALL = LengthShape(median=20, limit=60, samples_per_prompt=4, shortest_prompt=1, longest_prompt=9)
 
 
 @st.composite
@@ -74,7 +74,7 @@ def policy_of(name: str, work: Workload, seed: int) -> Policy | None:
     return random_policy(seed) if name == "random" else policy_named(name, work)
 
 
-def told(outcome: Outcome) -> tuple[object, ...]:
+def told(outcome: StageOutcome) -> tuple[object, ...]:
     return (
         outcome.seconds,
         outcome.ended.tolist(),

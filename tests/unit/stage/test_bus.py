@@ -18,7 +18,7 @@ from rlhfspec.messages.records import Demand, Sample, Score, StepReport, Weights
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.dead_letters import decode
 from rlhfspec.messages.transport.memory import MemoryTransport
-from rlhfspec.messages.transport.memory_subjects import Work
+from rlhfspec.messages.transport.memory_subjects import WorkSubject
 from rlhfspec.messages.wire.codec import encode
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.dead_letters import DeadLetterWatch
@@ -61,7 +61,7 @@ def test_a_record_goes_when_all_who_run_have_it() -> None:
     async def check(bus: Bus, clock: FakeClock) -> None:
         assert isinstance(bus.transport, MemoryTransport)
         samples = bus.transport._subjects[bus.subject(Sample)]
-        assert isinstance(samples, Work)
+        assert isinstance(samples, WorkSubject)
         await bus.of("generator").publish(SAMPLE)
         for name in ("reward", "reference", "trainer"):  # no critic runs, and nobody waits for the view
             assert samples.stored

@@ -12,7 +12,7 @@ from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.base import Consumer
 from rlhfspec.messages.transport.clock import FakeClock, SystemClock, first_of
 from rlhfspec.messages.transport.memory import MemoryTransport
-from rlhfspec.messages.transport.memory_subjects import Work
+from rlhfspec.messages.transport.memory_subjects import WorkSubject
 
 
 class TestMemoryTransport(TransportContract):
@@ -33,7 +33,7 @@ def test_memory_is_bounded() -> None:
             for message in await reward.pull(1, 1.0):
                 await message.ack()
         subject = transport._subjects[SUBJECT]
-        assert isinstance(subject, Work)
+        assert isinstance(subject, WorkSubject)
         assert not subject.stored
         assert len(subject.ids) <= 20
         assert not await transport.publish(SUBJECT, b"", id="499")

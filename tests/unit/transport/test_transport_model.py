@@ -13,7 +13,7 @@ from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.base import Consumer, Message, Subscription
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
-from rlhfspec.messages.transport.memory_subjects import Work
+from rlhfspec.messages.transport.memory_subjects import WorkSubject
 
 SUBJECT = "rlhf.sums.sample"
 DEAD = "rlhf.sums.dead"
@@ -153,5 +153,5 @@ async def everything_arrives(
     dead = sorted((letter.consumer, letter.id) for letter in letters)
     assert dead == sorted(key for key, (kind, _) in model.state.items() if kind == "dead")
     work = transport._subjects[SUBJECT]
-    assert isinstance(work, Work)
+    assert isinstance(work, WorkSubject)
     assert not work.stored

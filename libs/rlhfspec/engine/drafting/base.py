@@ -15,7 +15,7 @@ from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class DraftPlan:
     """What to try this step. `drafter=None` means plain decoding.
 
     depth: levels of the tree. width: nodes expanded per sequence and level (on average over the batch).
@@ -31,7 +31,7 @@ class Plan:
     @property
     def name(self) -> str:
         """
-        >>> Plan(drafter="model", depth=4, width=2, branch=3).name
+        >>> DraftPlan(drafter="model", depth=4, width=2, branch=3).name
         'model-d4-w2-b3'
         """
         if self.drafter is None:
@@ -40,7 +40,7 @@ class Plan:
         return f"{self.drafter}-d{self.depth}-w{self.width}-b{self.branch}{cap}"
 
 
-PLAIN = Plan(drafter=None)
+PLAIN = DraftPlan(drafter=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class Drafter(Protocol):
 
     name: str
 
-    def propose(self, batch: DraftBatch, plan: Plan, acceptance: Acceptance, rule: LevelRule) -> Forest:
+    def propose(self, batch: DraftBatch, plan: DraftPlan, acceptance: Acceptance, rule: LevelRule) -> Forest:
         """Trees for the batch, at most `plan.depth` deep and never deeper than a sequence's `room`."""
         ...
 
@@ -170,7 +170,7 @@ class BatchState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class DraftChoice:
     """After drafting: which nodes to verify, and what was expected of it."""
 
     keep: IntArray  # [N] ascending node indices
@@ -179,10 +179,10 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class DraftOutcome:
     """What really happened, one per step."""
 
-    plan: Plan
+    plan: DraftPlan
     state: BatchState
     forest: Forest  # the verified nodes
     reached: BoolArray  # [N] the node's parent was accepted, so its own acceptance was really tested
@@ -192,19 +192,19 @@ class Outcome:
     draft_seconds: float
     verify_seconds: float
     step_seconds: float
-    choice: Choice | None = field(default=None)
+    choice: DraftChoice | None = field(default=None)
 
 
 class Selector(Protocol):
     """Chooses the strategy anew at every step."""
 
-    def plan(self, state: BatchState) -> Plan: ...
+    def plan(self, state: BatchState) -> DraftPlan: ...
 
-    def rule(self, plan: Plan, state: BatchState) -> LevelRule: ...
+    def rule(self, plan: DraftPlan, state: BatchState) -> LevelRule: ...
 
-    def budget(self, plan: Plan, state: BatchState, forest: Forest, draft_seconds: float) -> Choice: ...
+    def budget(self, plan: DraftPlan, state: BatchState, forest: Forest, draft_seconds: float) -> DraftChoice: ...
 
-    def observe(self, outcome: Outcome) -> None: ...
+    def observe(self, outcome: DraftOutcome) -> None: ...
 
     def reset(self) -> None:
         """Weights changed: what was learnt about acceptance counts little now."""

@@ -2,7 +2,7 @@
 
 Example:
     >>> import numpy as np
-    >>> FixedSelector(Plan(drafter="model", depth=4)).plan(
+    >>> FixedSelector(DraftPlan(drafter="model", depth=4)).plan(
     ...     BatchState(rows=np.arange(2), room=np.full(2, 9), num_prefill_rows=0, kv_tokens=0)
     ... ).name
     'model-d4-w1-b1'
@@ -17,7 +17,7 @@ from time import perf_counter
 
 from rlhfspec.common.arrays import FloatArray
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-from rlhfspec.engine.drafting.base import PLAIN, BatchState, Choice, Forest, LevelRule, Outcome, Plan
+from rlhfspec.engine.drafting.base import PLAIN, BatchState, DraftChoice, DraftOutcome, DraftPlan, Forest, LevelRule
 from rlhfspec.engine.drafting.budget import best_nodes
 from rlhfspec.engine.drafting.cost import TARGET, CostModel, host_kind
 from rlhfspec.engine.drafting.journal import Explanation, Journal
@@ -32,12 +32,12 @@ class Always:
         return True
 
 
-def static_grid(drafters: Iterable[str]) -> dict[str, Plan]:
+def static_grid(drafters: Iterable[str]) -> dict[str, DraftPlan]:
     """The named static strategies: chains, trees, and trees with a global budget of a few nodes a sequence."""
-    grid: dict[str, Plan] = {}
+    grid: dict[str, DraftPlan] = {}
     for name in drafters:
         for shape in DRAFTERS[name].fixed:
-            plan = Plan(drafter=name, **shape._asdict())
+            plan = DraftPlan(drafter=name, **shape._asdict())
             grid[f"{name}-d{plan.depth}" if shape[1:] == (1, 1, None) else plan.name] = plan
     return grid
 
@@ -49,7 +49,7 @@ class FixedSelector:
     """
 
     def __init__(
-        self, plan: Plan, *, costs: CostModel | None = None, acceptance: AcceptanceModel | None = None
+        self, plan: DraftPlan, *, costs: CostModel | None = None, acceptance: AcceptanceModel | None = None
     ) -> None:
         self._plan = plan
         self._costs = costs
@@ -57,22 +57,22 @@ class FixedSelector:
         self._outcomes = OutcomeBuffer(acceptance)
         self._journal = Journal(costs)
 
-    def plan(self, state: BatchState) -> Plan:
+    def plan(self, state: BatchState) -> DraftPlan:
         return self._plan if len(state.rows) else PLAIN
 
-    def rule(self, plan: Plan, state: BatchState) -> LevelRule:
+    def rule(self, plan: DraftPlan, state: BatchState) -> LevelRule:
         return Always()
 
-    def budget(self, plan: Plan, state: BatchState, forest: Forest, draft_seconds: float) -> Choice:
+    def budget(self, plan: DraftPlan, state: BatchState, forest: Forest, draft_seconds: float) -> DraftChoice:
         limit = forest.size if plan.max_nodes is None else plan.max_nodes * len(state.rows)
         keep = best_nodes(forest.path_acceptance, limit)
         rows, verify_seconds = len(state.rows) + state.num_prefill_rows + len(keep), 0.0
         if self._costs is not None:
             verify_seconds = self._costs.table(TARGET).seconds(rows, state.kv_tokens)
         accepted = float(forest.path_acceptance[keep].sum())
-        return Choice(keep=keep, predicted_accepted=accepted, predicted_verify_seconds=verify_seconds)
+        return DraftChoice(keep=keep, predicted_accepted=accepted, predicted_verify_seconds=verify_seconds)
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: DraftOutcome) -> None:
         started, predicted, state = perf_counter(), outcome.draft_seconds, outcome.state
         rows = len(state.rows) + state.num_prefill_rows + outcome.forest.size
         if self._costs is not None and rows:

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
-from rlhfspec.engine.drafting.base import Outcome
+from rlhfspec.engine.drafting.base import DraftOutcome
 from rlhfspec.engine.drafting.cost import CostModel
 from rlhfspec.engine.drafting.watchdog import WatchdogEvent
 
@@ -61,7 +61,7 @@ class Journal:
     def spend(self, started: float) -> None:
         self._selector_seconds += perf_counter() - started
 
-    def close(self, outcome: Outcome, *, is_trial: bool, predicted_seconds: float, started: float) -> None:
+    def close(self, outcome: DraftOutcome, *, is_trial: bool, predicted_seconds: float, started: float) -> None:
         """The step is over."""
         if self._costs is not None:
             self._costs.record_error("step", predicted_seconds, outcome.step_seconds)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from rlhfspec.common.arrays import FloatArray, Floats, IntArray
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-from rlhfspec.engine.drafting.base import Acceptance, DraftBatch, Forest, LevelRule, Plan, empty_forest
+from rlhfspec.engine.drafting.base import Acceptance, DraftBatch, DraftPlan, Forest, LevelRule, empty_forest
 from rlhfspec.engine.drafting.budget import best_nodes
 from rlhfspec.engine.drafting.fixed import Always
 from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
@@ -53,7 +53,7 @@ class Expanded:
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class GrownTrees:
     """Trees, and how they came about."""
 
     forest: Forest
@@ -92,8 +92,8 @@ class DraftEngine(Protocol):
         ...
 
     def grow(
-        self, batch: DraftBatch, plan: Plan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
-    ) -> Grown | None:
+        self, batch: DraftBatch, plan: DraftPlan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
+    ) -> GrownTrees | None:
         """All levels in one call, with the trees of `grow` below; None where there is no such call.
 
         `curves`: see AcceptanceModel.curves. `terms`: None = every level is run.
@@ -118,7 +118,7 @@ class ModelDrafter:
         self.engine = engine
         self._last: Expanded | None = None
 
-    def propose(self, batch: DraftBatch, plan: Plan, acceptance: Acceptance, rule: LevelRule) -> Forest:
+    def propose(self, batch: DraftBatch, plan: DraftPlan, acceptance: Acceptance, rule: LevelRule) -> Forest:
         active = np.flatnonzero(batch.room >= 2).astype(np.int32)  # with room for one token a tree gains nothing
         if not len(active):
             return empty_forest()
@@ -137,8 +137,8 @@ class ModelDrafter:
             keep_drafted(batch, last, new_lengths, self.engine.slots, self.engine.cached)
 
     def _grow_at_once(
-        self, batch: DraftBatch, plan: Plan, roots: Roots, acceptance: Acceptance, rule: LevelRule
-    ) -> Grown | None:
+        self, batch: DraftBatch, plan: DraftPlan, roots: Roots, acceptance: Acceptance, rule: LevelRule
+    ) -> GrownTrees | None:
         """In one call, if what it would have to ask is known as plain numbers."""
         if not (isinstance(acceptance, AcceptanceModel) and isinstance(rule, Always | PayingLevel)):
             return None
@@ -196,8 +196,8 @@ class ModelDrafter:
 
 
 def grow(
-    engine: DraftEngine, batch: DraftBatch, plan: Plan, roots: Roots, acceptance: Acceptance, rule: LevelRule
-) -> Grown:
+    engine: DraftEngine, batch: DraftBatch, plan: DraftPlan, roots: Roots, acceptance: Acceptance, rule: LevelRule
+) -> GrownTrees:
     """The trees, one level at a time: the slow twin of `DraftEngine.grow`."""
     tree = _Tree(batch, plan, acceptance, engine.slots, engine.capacity)
     tree.add_children(roots.sequence, np.full(len(roots.sequence), -1, np.int32), roots.tokens, roots.scores)
@@ -240,7 +240,7 @@ class _Tree:
     """A forest under construction: flat arrays per level, and the slots of what was expanded."""
 
     def __init__(
-        self, batch: DraftBatch, plan: Plan, acceptance: Acceptance, slot_table: IntArray, capacity: IntArray
+        self, batch: DraftBatch, plan: DraftPlan, acceptance: Acceptance, slot_table: IntArray, capacity: IntArray
     ) -> None:
         self.batch = batch
         self.plan = plan
@@ -340,16 +340,16 @@ class _Tree:
             temperatures=batch.temperatures[sequence],
         )
 
-    def grown(self) -> Grown:
+    def grown(self) -> GrownTrees:
         names = ("sequence", "parent", "depth", "token", "rank", "gap", "path_acceptance")
         forest = Forest(**{name: np.concatenate([level[name] for level in self.levels]) for name in names})
         level_rows = np.array([len(level[0]) for level in self.expanded], np.int64)
         levels = [np.stack(level) for level in self.expanded]
         nodes = np.concatenate(levels, axis=1) if levels else np.empty((4, 0), np.int32)
-        return Grown(forest, Expanded(nodes, level_rows))
+        return GrownTrees(forest, Expanded(nodes, level_rows))
 
 
-def _num_candidates(plan: Plan) -> int:
+def _num_candidates(plan: DraftPlan) -> int:
     """One more than a chain keeps: how far the best leads the second is what acceptance is predicted from."""
     return max(plan.branch, 2)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-from rlhfspec.engine.drafting.base import Outcome
+from rlhfspec.engine.drafting.base import DraftOutcome
 
 _STEPS = 8  # between two lessons
 _LARGE_BATCH, _LARGE_STEPS, _LARGE_STRIDE = 32, 32, 8
@@ -22,11 +22,11 @@ class OutcomeBuffer:
 
     def start_over(self) -> None:
         """Weights changed: what is collected belongs to the old ones, and every step teaches at once again."""
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[DraftOutcome] = []
         self._num_steps = 0  # since the last lesson, drafted or not
         self._num_lessons = 0
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: DraftOutcome) -> None:
         """Collect a step; teach the acceptance model when enough have come together."""
         self._num_steps += 1
         is_large = len(outcome.state.rows) >= _LARGE_BATCH
@@ -44,7 +44,7 @@ class OutcomeBuffer:
                 _teach(self._acceptance, drafter, [o for o in collected if o.plan.drafter == drafter])
 
 
-def _teach(acceptance: AcceptanceModel, drafter: str, outcomes: list[Outcome]) -> None:
+def _teach(acceptance: AcceptanceModel, drafter: str, outcomes: list[DraftOutcome]) -> None:
     tested = np.flatnonzero(np.concatenate([outcome.reached for outcome in outcomes]))
     acceptance.observe(
         drafter,

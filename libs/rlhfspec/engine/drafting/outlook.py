@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlhfspec.common.arrays import Floats
-from rlhfspec.engine.drafting.base import PLAIN, BatchState, Forest, Plan
+from rlhfspec.engine.drafting.base import PLAIN, BatchState, DraftPlan, Forest
 from rlhfspec.engine.drafting.budget import descending
 from rlhfspec.engine.drafting.cost import TARGET, CostModel, draft_kind
 from rlhfspec.job.choices.drafters import DRAFTERS
@@ -29,17 +29,17 @@ _BUSHES_UP_TO = 2  # sequences: rows of the verification must be next to free
 _SHORTEST_WAIT = 8  # steps between such trials
 
 
-def default_plans(drafters: Iterable[str]) -> tuple[Plan, ...]:
+def default_plans(drafters: Iterable[str]) -> tuple[DraftPlan, ...]:
     """Few and deep: the level rule stops where a level does not pay, and the budget prunes what is not worth a row.
 
     Candidates of an expanded node come for nothing, so even a chain drafts two a node."""
-    return PLAIN, *(Plan(drafter=name, **shape._asdict()) for name in drafters for shape in DRAFTERS[name].shapes)
+    return PLAIN, *(DraftPlan(drafter=name, **shape._asdict()) for name in drafters for shape in DRAFTERS[name].shapes)
 
 
 class _Prospect:
     """One plan. A plan that has not been seen since the weights changed is worth a trial at once."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DraftPlan) -> None:
         self.plan = plan
         # [depths, nodes] accepted tokens a sequence, were the draft no deeper: at first those of a middling drafter
         self.gain: Floats = 3.0 * (1.0 - 0.75 ** np.minimum(_NODES, _DEPTHS[:, None]))
@@ -68,16 +68,16 @@ class _Prospect:
             self.gain[i] += rate * (gain - self.gain[i])
 
 
-class Outlook:
+class DraftOutlook:
     """Tokens per second of all plans at one batch."""
 
-    def __init__(self, costs: CostModel, plans: Iterable[Plan]) -> None:
+    def __init__(self, costs: CostModel, plans: Iterable[DraftPlan]) -> None:
         self._costs = costs
         self._prospects = [_Prospect(plan) for plan in plans if plan.drafter is not None]
         self._of = {plan: prospect for prospect in self._prospects for plan in prospect.notches}
         self.drafters = tuple(dict.fromkeys(str(prospect.plan.drafter) for prospect in self._prospects))
         self.forget()
-        self.rates: dict[Plan, float] = {}
+        self.rates: dict[DraftPlan, float] = {}
         self.best, self.best_rate = PLAIN, 0.0
 
     def forget(self) -> None:
@@ -113,7 +113,7 @@ class Outlook:
         self.best = max(self.rates, key=self.rates.__getitem__)
         self.best_rate = self.rates[self.best]
 
-    def trial(self, step: int) -> Plan | None:
+    def trial(self, step: int) -> DraftPlan | None:
         """A plan not in use whose last forests have grown old. The more a trial loses, the rarer it is."""
         for plan, rate in self.rates.items():
             if plan in (PLAIN, self.best):
@@ -124,23 +124,23 @@ class Outlook:
                 return plan
         return None
 
-    def use(self, plan: Plan, step: int) -> None:
+    def use(self, plan: DraftPlan, step: int) -> None:
         if plan.drafter is not None:
             prospect = self._of[plan]
             prospect.pause, prospect.last_used = step - prospect.last_used, step
             prospect.num_used += 1
 
-    def success(self, plan: Plan) -> float:
+    def success(self, plan: DraftPlan) -> float:
         """Expected accepted children of a node that the plan expands."""
         return self._of[plan].success
 
-    def learn_forest(self, plan: Plan, forest: Forest, num_sequences: int) -> None:
+    def learn_forest(self, plan: DraftPlan, forest: Forest, num_sequences: int) -> None:
         """From a forest as proposed; of a plan that is well known from one in four, since sorting takes time."""
         prospect = self._of.get(plan)
         if prospect is not None and (prospect.num_used <= _EARLY_USES or prospect.num_used % _LEARN_EVERY == 0):
             prospect.learn(forest, num_sequences)
 
-    def learn_truth(self, plan: Plan, num_tokens: int, seconds: float) -> None:
+    def learn_truth(self, plan: DraftPlan, num_tokens: int, seconds: float) -> None:
         """From a step of the plan: what it gave in its (predicted) time, against what had been promised for that."""
         if plan in self._of:
             prospect, promised = self._of[plan], seconds * self._of[plan].promise

@@ -22,13 +22,13 @@ from time import perf_counter
 import numpy as np
 
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-from rlhfspec.engine.drafting.base import PLAIN, BatchState, Choice, Forest, LevelRule, Outcome, Plan
+from rlhfspec.engine.drafting.base import PLAIN, BatchState, DraftChoice, DraftOutcome, DraftPlan, Forest, LevelRule
 from rlhfspec.engine.drafting.budget import best_nodes, budgets, descending, worth_by_room
 from rlhfspec.engine.drafting.cost import TARGET, CostModel, draft_kind, host_kind
 from rlhfspec.engine.drafting.journal import Explanation, Journal
 from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
 from rlhfspec.engine.drafting.outcomes import OutcomeBuffer
-from rlhfspec.engine.drafting.outlook import Outlook
+from rlhfspec.engine.drafting.outlook import DraftOutlook
 from rlhfspec.engine.drafting.watchdog import Watchdog, WatchdogEvent
 
 _LOOK_EVERY = 4  # steps between two looks at all plans; a new batch size is looked at at once
@@ -41,10 +41,10 @@ _SLOWEST = 3.0  # a step slower than this many times its prediction was somebody
 class AdaptiveSelector:
     """Implements rlhfspec.engine.drafting.base.Selector. `observe` also teaches `acceptance` and `costs`."""
 
-    def __init__(self, costs: CostModel, acceptance: AcceptanceModel, plans: Iterable[Plan]) -> None:
+    def __init__(self, costs: CostModel, acceptance: AcceptanceModel, plans: Iterable[DraftPlan]) -> None:
         self._costs = costs
         self._acceptance = acceptance
-        self._outlook = Outlook(costs, plans)
+        self._outlook = DraftOutlook(costs, plans)
         self._watchdog = Watchdog()
         self._outcomes = OutcomeBuffer(acceptance)
         self._journal = Journal(costs)
@@ -54,13 +54,13 @@ class AdaptiveSelector:
         self._is_trial = False
         self._rule: PayingLevel | None = None
 
-    def plan(self, state: BatchState) -> Plan:
+    def plan(self, state: BatchState) -> DraftPlan:
         started = perf_counter()
         chosen = self._choose(state) if len(state.rows) else PLAIN
         self._journal.spend(started)
         return chosen
 
-    def rule(self, plan: Plan, state: BatchState) -> LevelRule:
+    def rule(self, plan: DraftPlan, state: BatchState) -> LevelRule:
         assert plan.drafter is not None, "nothing is drafted"
         started = perf_counter()
         terms = LevelTerms(
@@ -74,7 +74,7 @@ class AdaptiveSelector:
         self._journal.spend(started)
         return self._rule
 
-    def budget(self, plan: Plan, state: BatchState, forest: Forest, draft_seconds: float) -> Choice:
+    def budget(self, plan: DraftPlan, state: BatchState, forest: Forest, draft_seconds: float) -> DraftChoice:
         """N* = argmax_N (B + S(N)) / (draft + host + target(B + prefill + N) - target(prefill))."""
         started = perf_counter()
         num_sequences = len(state.rows)
@@ -93,7 +93,7 @@ class AdaptiveSelector:
         if _is_telling(state):
             self._outlook.learn_forest(plan, forest, num_sequences)
         keep = best_nodes(worth, num_nodes, ranked)
-        choice = Choice(
+        choice = DraftChoice(
             keep=keep,
             predicted_accepted=float(forest.path_acceptance[keep].sum()),
             predicted_verify_seconds=float(verify_seconds[best]),
@@ -101,7 +101,7 @@ class AdaptiveSelector:
         self._journal.spend(started)
         return choice
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: DraftOutcome) -> None:
         started = perf_counter()
         predicted_seconds = self._learn(outcome) if len(outcome.state.rows) else 0.0
         self._rule = None
@@ -122,7 +122,7 @@ class AdaptiveSelector:
     def explain(self) -> Explanation:
         return self._journal.explain(self._outlook.ranked(), tuple(self._events))
 
-    def _choose(self, state: BatchState) -> Plan:
+    def _choose(self, state: BatchState) -> DraftPlan:
         self._step += 1
         batch = len(state.rows), state.num_prefill_rows > 0
         if batch != self._looked_at or self._step % _LOOK_EVERY == 0:
@@ -135,7 +135,7 @@ class AdaptiveSelector:
         self._outlook.use(chosen, self._step)
         return chosen
 
-    def _learn(self, outcome: Outcome) -> float:
+    def _learn(self, outcome: DraftOutcome) -> float:
         """Teach tables, acceptance, outlook and watchdog; returns what the step was predicted to take."""
         costs, state, drafter = self._costs, outcome.state, outcome.plan.drafter
         num_sequences = len(state.rows)

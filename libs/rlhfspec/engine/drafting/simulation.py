@@ -25,7 +25,16 @@ import numpy.typing as npt
 
 from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-from rlhfspec.engine.drafting.base import PLAIN, BatchState, Forest, LevelRule, Outcome, Plan, Selector, empty_forest
+from rlhfspec.engine.drafting.base import (
+    PLAIN,
+    BatchState,
+    DraftOutcome,
+    DraftPlan,
+    Forest,
+    LevelRule,
+    Selector,
+    empty_forest,
+)
 from rlhfspec.engine.drafting.cost import TARGET, CostModel
 from rlhfspec.engine.drafting.fixed import FixedSelector
 from rlhfspec.engine.drafting.selector import AdaptiveSelector
@@ -175,7 +184,7 @@ class World:
         run: SimulatedRun,
         *,
         room: IntArray | None = None,
-    ) -> Outcome:
+    ) -> DraftOutcome:
         """`room`: tokens that each sequence may still generate; None = as many as it likes."""
         room = np.full(len(rows), 10_000, np.int32) if room is None else room
         state = BatchState(rows=rows, room=room, num_prefill_rows=0, kv_tokens=100 * len(rows))
@@ -190,7 +199,7 @@ class World:
         verify_seconds = self._spend(TARGET, len(rows) + forest.size)
         self._spend("host:plain" if plan.drafter is None else f"host:{plan.drafter}", len(rows))
         reached, accepted = _walk(forest, winner, choice.keep, len(rows))
-        outcome = Outcome(
+        outcome = DraftOutcome(
             plan=plan,
             state=state,
             forest=forest,
@@ -210,7 +219,7 @@ class World:
         return outcome
 
     def _propose(
-        self, plan: Plan, state: BatchState, acceptance: AcceptanceModel, rule: LevelRule
+        self, plan: DraftPlan, state: BatchState, acceptance: AcceptanceModel, rule: LevelRule
     ) -> tuple[Forest, npt.NDArray[np.int64]]:
         """A forest; and, for each sequence and then each node, the rank that the target chooses below it (9: none)."""
         name, num_sequences = str(plan.drafter), len(state.rows)
@@ -258,7 +267,7 @@ class World:
     def _level(
         acceptance: AcceptanceModel,
         rows: IntArray,
-        plan: Plan,
+        plan: DraftPlan,
         level: int,
         sequences: npt.NDArray[np.integer],
         parents: IntArray,

@@ -15,7 +15,7 @@ Example:
     ...     rows=of_one(0), lengths=of_one(14), prompt_lengths=of_one(14), room=of_one(9), seeds=of_one(1, np.uint64),
     ...     temperatures=of_one(0, np.float32), tokens=table,
     ... )
-    >>> drafter.propose(batch, Plan(drafter="suffix", depth=4), AcceptanceModel(), rule=None).token.tolist()
+    >>> drafter.propose(batch, DraftPlan(drafter="suffix", depth=4), AcceptanceModel(), rule=None).token.tolist()
     [6, 7, 8, 9]
 """
 
@@ -30,7 +30,7 @@ from operator import itemgetter
 import numpy as np
 
 from rlhfspec.common.arrays import IntArray
-from rlhfspec.engine.drafting.base import Acceptance, DraftBatch, Forest, LevelRule, Plan, empty_forest
+from rlhfspec.engine.drafting.base import Acceptance, DraftBatch, DraftPlan, Forest, LevelRule, empty_forest
 from rlhfspec.engine.drafting.contexts import LONGEST, ContextIndex
 from rlhfspec.engine.drafting.noise import gumbels
 
@@ -60,7 +60,7 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _SuffixSequence:
     group: _Group
     length: int  # tokens known to exist in the table
     num_indexed: int
@@ -73,7 +73,7 @@ class _Sequence:
 class _Wanted:
     """One sequence of a proposal."""
 
-    sequence: _Sequence
+    sequence: _SuffixSequence
     depth: int  # levels that may be drafted
     seed: int
     position: int  # response position of the first level
@@ -94,7 +94,7 @@ class SuffixDrafter:
         self._max_idle_groups = max_idle_groups
         self._groups: dict[_GroupKey, _Group] = {}
         self._idle: OrderedDict[_GroupKey, None] = OrderedDict()
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _SuffixSequence] = {}
         self._tokens: IntArray | None = None  # the engine's table, as last seen
         self._step = 0
 
@@ -110,7 +110,7 @@ class SuffixDrafter:
             num_indexed = _common_prefix(found.first_text, tokens)
         self._idle.pop(key, None)
         found.num_members += 1
-        self._sequences[row] = _Sequence(found, len(tokens), num_indexed)
+        self._sequences[row] = _SuffixSequence(found, len(tokens), num_indexed)
 
     def forget(self, row: int) -> None:
         sequence = self._sequences.pop(row, None)
@@ -143,7 +143,7 @@ class SuffixDrafter:
             del self._groups[key]
         self._idle.clear()
 
-    def propose(self, batch: DraftBatch, plan: Plan, acceptance: Acceptance, rule: LevelRule) -> Forest:
+    def propose(self, batch: DraftBatch, plan: DraftPlan, acceptance: Acceptance, rule: LevelRule) -> Forest:
         """`rule` is not asked: a level costs microseconds, and the budget prunes."""
         self._step += 1
         self._index_new(batch)

@@ -19,8 +19,8 @@ OFF, ADAPTIVE = "off", "adaptive"
 _DRAFT_MODEL = "model.drafter"
 
 
-class Shape(NamedTuple):
-    """The fields of `rlhfspec.engine.drafting.base.Plan`, without its drafter."""
+class DraftShape(NamedTuple):
+    """The fields of `rlhfspec.engine.drafting.base.DraftPlan`, without its drafter."""
 
     depth: int
     width: int = 1
@@ -30,8 +30,8 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterEntry(Entry):
-    shapes: tuple[Shape, ...]  # of which the adaptive selector chooses: few and deep, for it cuts what does not pay
-    fixed: tuple[Shape, ...] = ()  # the static strategies that benchmarks compare it with
+    shapes: tuple[DraftShape, ...]  # the adaptive selector chooses of them: few and deep, for it cuts what does not pay
+    fixed: tuple[DraftShape, ...] = ()  # the static strategies that benchmarks compare it with
 
     @property
     def runs_draft_model(self) -> bool:
@@ -45,19 +45,19 @@ DRAFTERS = Registry(
         name="suffix",
         about="what followed the same tokens before, in the text so far and in earlier answers to the prompt",
         make="rlhfspec.engine.drafting.suffix:SuffixDrafter",
-        shapes=(Shape(12, 1, 2),),
-        fixed=(Shape(4), Shape(8)),
+        shapes=(DraftShape(12, 1, 2),),
+        fixed=(DraftShape(4), DraftShape(8)),
     ),
     DrafterEntry(
         name="model",
         about="a smaller model of the same vocabulary, level by level, under the target's own noise",
         make="rlhfspec.engine.drafting.model:ModelDrafter",
         needs=(_DRAFT_MODEL,),
-        shapes=(Shape(24, 1, 2), Shape(8, 4, 3)),  # a chain, and a bush for drafts that are often wrong
+        shapes=(DraftShape(24, 1, 2), DraftShape(8, 4, 3)),  # a chain, and a bush for drafts that are often wrong
         fixed=(
-            *map(Shape, (1, 2, 3, 4, 6, 8)),
-            Shape(2, 1, 2), Shape(4, 1, 2), Shape(4, 2, 2), Shape(6, 2, 3), Shape(8, 4, 3),
-            Shape(6, 1, 2, 4), Shape(8, 1, 2, 8),
+            *map(DraftShape, (1, 2, 3, 4, 6, 8)),
+            DraftShape(2, 1, 2), DraftShape(4, 1, 2), DraftShape(4, 2, 2), DraftShape(6, 2, 3), DraftShape(8, 4, 3),
+            DraftShape(6, 1, 2, 4), DraftShape(8, 1, 2, 8),
         ),
     ),
     beside=(ADAPTIVE,),

@@ -15,7 +15,7 @@ from rlhfspec.messages.servers.certificates import LIFETIME, servers_tls
 from rlhfspec.messages.servers.given import NATS, GivenServer, given_server
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import NO_PROOF, Proof, proof_of
+from rlhfspec.messages.transport.nats_proof import NO_PROOF, NatsProof, proof_of
 from rlhfspec.messages.transport.nats_streams import FOR_EVER, Keeping
 
 MAX_PENDING = 8192  # messages; as of NatsTransport
@@ -30,7 +30,7 @@ class Access:
     roles are one user. `keeping`: of what it declares; a server that outlives its runs forgets what one of them left
     behind."""
 
-    proof: Proof
+    proof: NatsProof
     tls: ssl.SSLContext | None
     inbox_prefix: str
     keeping: Keeping = FOR_EVER
@@ -45,15 +45,15 @@ def access_of(folder: Path | None, role: str, uid: str) -> Access:
     tls = servers_tls(folder, role) if given is None else given.tls()
     creds = folder / f"{role}.creds"
     if creds.exists():
-        return Access(proof=Proof(creds=creds), tls=tls, inbox_prefix=inbox_of(role, uid))
+        return Access(proof=NatsProof(creds=creds), tls=tls, inbox_prefix=inbox_of(role, uid))
     if given is not None:
         return access_to(given)
-    return Access(proof=Proof(nkey_seed=folder / f"{role}.seed"), tls=tls, inbox_prefix=inbox_of(role, uid))
+    return Access(proof=NatsProof(nkey_seed=folder / f"{role}.seed"), tls=tls, inbox_prefix=inbox_of(role, uid))
 
 
 def access_to(given: GivenServer) -> Access:
     """As the user himself."""
-    proof = Proof(user=given.user, password=given.password) if given.key_file is None else proof_of(given.key_file)
+    proof = NatsProof(user=given.user, password=given.password) if given.key_file is None else proof_of(given.key_file)
     return Access(proof=proof, tls=given.tls(), inbox_prefix=GIVEN_INBOX, keeping=ON_A_GIVEN_SERVER)
 
 

@@ -32,7 +32,16 @@ from rlhfspec.errors import InvalidRequest, TransportClosed, TransportFull
 from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.base import Consumer, Kind, Message, Receipt, SeenMessage, Subscription
 from rlhfspec.messages.transport.clock import Clock, SystemClock, first_of
-from rlhfspec.messages.transport.memory_subjects import Feed, Queue, Stored, Waiters, Watcher, Work, new_message, wake
+from rlhfspec.messages.transport.memory_subjects import (
+    ConsumerQueue,
+    LatestSubject,
+    Stored,
+    SubjectWatcher,
+    Waiters,
+    WorkSubject,
+    new_message,
+    wake,
+)
 
 
 class MemoryTransport:
@@ -50,8 +59,10 @@ class MemoryTransport:
         self._max_pending = max_pending
         self._publish_timeout_seconds = publish_timeout_seconds
         self._num_remembered_ids = num_remembered_ids
-        self._subjects: dict[str, Work | Feed] = {}
-        self._due: list[tuple[float, int, int, Queue]] = []  # heap; what holds no more is skipped as it surfaces
+        self._subjects: dict[str, WorkSubject | LatestSubject] = {}
+        self._due: list[
+            tuple[float, int, int, ConsumerQueue]
+        ] = []  # heap; what holds no more is skipped as it surfaces
         self._order = itertools.count()
         self._due_waiters: Waiters = set()
         self._closed = False
@@ -62,7 +73,9 @@ class MemoryTransport:
             raise InvalidRequest("consumers", list(wanted), f"{subject} is {kind}: who reads it watches")
         there = self._subjects.get(subject)
         if there is None:
-            self._subjects[subject] = Work(subject, wanted.values()) if kind == "work" else Feed(subject, kind)
+            self._subjects[subject] = (
+                WorkSubject(subject, wanted.values()) if kind == "work" else LatestSubject(subject, kind)
+            )
         elif there.kind != kind or _consumers(there) != wanted:
             raise InvalidRequest("subject", subject, f"was declared as {there.kind} for {_consumers(there)}")
 
@@ -70,7 +83,7 @@ class MemoryTransport:
         self, subject: str, data: bytes, *, id: str, key: str = "", headers: Mapping[str, str] | None = None
     ) -> bool:
         found = self._declared(subject)
-        if isinstance(found, Work):
+        if isinstance(found, WorkSubject):
             return await self._publish_work(found, data, id, headers or {})
         return self._publish_to_watchers(found, data, id, key, headers or {})
 
@@ -82,7 +95,7 @@ class MemoryTransport:
 
     async def watch(self, subject: str) -> Subscription:
         found = self._declared(subject)
-        watcher = Watcher(found, dict(found.latest) if isinstance(found, Feed) else {})
+        watcher = SubjectWatcher(found, dict(found.latest) if isinstance(found, LatestSubject) else {})
         found.watchers.append(watcher)
         return _Reading(self, watcher)
 
@@ -101,14 +114,14 @@ class MemoryTransport:
         self._closed = True
         for subject in self._subjects.values():
             waiting = [watcher.waiters for watcher in subject.watchers]
-            if isinstance(subject, Work):
+            if isinstance(subject, WorkSubject):
                 waiting += [subject.waiters, *(queue.waiters for queue in subject.queues.values())]
             for waiters in waiting:
                 wake(waiters)
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
-    async def _publish_work(self, subject: Work, data: bytes, id: str, headers: Mapping[str, str]) -> bool:
+    async def _publish_work(self, subject: WorkSubject, data: bytes, id: str, headers: Mapping[str, str]) -> bool:
         end = self._clock.now() + self._publish_timeout_seconds
         while True:
             self._do_what_is_due()
@@ -126,7 +139,9 @@ class MemoryTransport:
         subject.ids.add(id, subject.stored.values(), self._num_remembered_ids)
         return True
 
-    def _publish_to_watchers(self, feed: Feed, data: bytes, id: str, key: str, headers: Mapping[str, str]) -> bool:
+    def _publish_to_watchers(
+        self, feed: LatestSubject, data: bytes, id: str, key: str, headers: Mapping[str, str]
+    ) -> bool:
         if feed.kind == "signal":
             stored = new_message(feed, data, id, headers, {})
             self._show(feed, str(stored.number), stored)
@@ -139,7 +154,7 @@ class MemoryTransport:
         feed.ids.add(id, feed.latest.values(), self._num_remembered_ids)
         return True
 
-    def _show(self, subject: Work | Feed, key: str, stored: Stored) -> None:
+    def _show(self, subject: WorkSubject | LatestSubject, key: str, stored: Stored) -> None:
         for watcher in subject.watchers:
             watcher.add(key, stored, self._max_pending)
 
@@ -153,12 +168,12 @@ class MemoryTransport:
             if reading.closed:
                 raise TransportClosed(source.subject.name)
             self._do_what_is_due()
-            taken = self._take(source, most) if isinstance(source, Queue) else _unread(source, most)
+            taken = self._take(source, most) if isinstance(source, ConsumerQueue) else _unread(source, most)
             if taken or self._clock.now() >= end:
                 return taken
             await self._wait(source.waiters, end)
 
-    def _take(self, queue: Queue, most: int) -> list[Message]:
+    def _take(self, queue: ConsumerQueue, most: int) -> list[Message]:
         room = min(most, queue.consumer.max_unacknowledged - len(queue.held))
         taken: list[Message] = []
         while len(taken) < room and (stored := queue.next_ready()) is not None:
@@ -169,24 +184,24 @@ class MemoryTransport:
 
     # --- the end of a delivery -----------------------------------------------------------------------------------
 
-    def hold(self, queue: Queue, number: int) -> None:
+    def hold(self, queue: ConsumerQueue, number: int) -> None:
         queue.held[number] = self._clock.now() + queue.consumer.ack_wait_seconds
         self._remember_due(queue.held[number], number, queue)
 
-    def is_owed(self, queue: Queue, number: int) -> bool:
+    def is_owed(self, queue: ConsumerQueue, number: int) -> bool:
         self._do_what_is_due()
         return queue.is_owed(number)
 
-    def is_held(self, queue: Queue, number: int, delivery: int) -> bool:
+    def is_held(self, queue: ConsumerQueue, number: int, delivery: int) -> bool:
         """Whether this very delivery is the one that holds the message, no later one."""
         self._do_what_is_due()
         return number in queue.held and queue.subject.stored[number].owed[queue.consumer.name] == delivery
 
-    def nak(self, queue: Queue, number: int, delay_seconds: float) -> None:
+    def nak(self, queue: ConsumerQueue, number: int, delay_seconds: float) -> None:
         num_deliveries = queue.subject.stored[number].owed[queue.consumer.name]
         self._put_back(queue, number, delay_seconds, f"refused after {num_deliveries} deliveries")
 
-    def _put_back(self, queue: Queue, number: int, delay_seconds: float, reason: str) -> None:
+    def _put_back(self, queue: ConsumerQueue, number: int, delay_seconds: float, reason: str) -> None:
         """Not acknowledged: delivered again, unless it was often enough."""
         queue.forget(number)
         num_deliveries, most = queue.subject.stored[number].owed[queue.consumer.name], queue.consumer.max_deliveries
@@ -198,7 +213,7 @@ class MemoryTransport:
         else:
             queue.make_ready(number)
 
-    def dead_letter(self, queue: Queue, number: int, reason: str) -> None:
+    def dead_letter(self, queue: ConsumerQueue, number: int, reason: str) -> None:
         """To the dead letters, and done with. Where these are not declared, it is dropped: nobody wants to know."""
         stored = queue.subject.stored[number]
         letter = dead_letters.DeadLetter(
@@ -211,12 +226,12 @@ class MemoryTransport:
         )
         queue.subject.settle(queue, number)
         feed = self._subjects.get(dead_letters.dead_letter_subject(queue.subject.name))
-        if isinstance(feed, Feed):
+        if isinstance(feed, LatestSubject):
             self._publish_to_watchers(feed, dead_letters.encode(letter), letter.letter_id, letter.letter_id, {})
 
     # --- time ----------------------------------------------------------------------------------------------------
 
-    def _remember_due(self, when: float, number: int, queue: Queue) -> None:
+    def _remember_due(self, when: float, number: int, queue: ConsumerQueue) -> None:
         if when < self._next_due():
             wake(self._due_waiters)  # who waits now sleeps too long
         heapq.heappush(self._due, (when, next(self._order), number, queue))
@@ -255,15 +270,15 @@ class MemoryTransport:
         if self._closed:
             raise TransportClosed(subject)
 
-    def _declared(self, name: str) -> Work | Feed:
+    def _declared(self, name: str) -> WorkSubject | LatestSubject:
         self.refuse_if_closed(name)
         if name not in self._subjects:
             raise InvalidRequest("subject", name, "was not declared")
         return self._subjects[name]
 
-    def _queue(self, subject: str, name: str) -> Queue:
+    def _queue(self, subject: str, name: str) -> ConsumerQueue:
         found = self._declared(subject)
-        if not isinstance(found, Work) or name not in found.queues:
+        if not isinstance(found, WorkSubject) or name not in found.queues:
             raise InvalidRequest("consumer", name, f"was not declared for {subject}")
         return found.queues[name]
 
@@ -271,7 +286,7 @@ class MemoryTransport:
 class _Reading:
     """Pulls as a consumer, from its queue, or looks on."""
 
-    def __init__(self, transport: MemoryTransport, source: Queue | Watcher) -> None:
+    def __init__(self, transport: MemoryTransport, source: ConsumerQueue | SubjectWatcher) -> None:
         self._transport = transport
         self.source = source
         self.closed = False
@@ -281,7 +296,7 @@ class _Reading:
 
     async def close(self) -> None:
         self.closed = True
-        if isinstance(self.source, Watcher) and self.source in self.source.subject.watchers:
+        if isinstance(self.source, SubjectWatcher) and self.source in self.source.subject.watchers:
             self.source.subject.watchers.remove(self.source)
         wake(self.source.waiters)
 
@@ -289,7 +304,7 @@ class _Reading:
 class _MemoryReceipt:
     """Ack and term count even when they come too late, for then the work is done all the same."""
 
-    def __init__(self, transport: MemoryTransport, queue: Queue, number: int, num_deliveries: int) -> None:
+    def __init__(self, transport: MemoryTransport, queue: ConsumerQueue, number: int, num_deliveries: int) -> None:
         self._transport = transport
         self._queue = queue
         self._number = number
@@ -327,7 +342,7 @@ class _MemoryReceipt:
 
 
 class _MemoryMessage(_MemoryReceipt):
-    def __init__(self, transport: MemoryTransport, queue: Queue, stored: Stored) -> None:
+    def __init__(self, transport: MemoryTransport, queue: ConsumerQueue, stored: Stored) -> None:
         super().__init__(transport, queue, stored.number, stored.owed[queue.consumer.name])
         self.subject = queue.subject.name
         self.id = stored.id
@@ -335,15 +350,15 @@ class _MemoryMessage(_MemoryReceipt):
         self.headers = stored.headers
 
 
-def _unread(watcher: Watcher, most: int) -> list[Message]:
+def _unread(watcher: SubjectWatcher, most: int) -> list[Message]:
     keys = list(itertools.islice(watcher.unread, most))
     unread = [watcher.unread.pop(key) for key in keys]
     return [SeenMessage(watcher.subject.name, stored.id, stored.data, stored.headers) for stored in unread]
 
 
-def _consumers(subject: Work | Feed) -> dict[str, Consumer]:
-    return {name: queue.consumer for name, queue in subject.queues.items()} if isinstance(subject, Work) else {}
+def _consumers(subject: WorkSubject | LatestSubject) -> dict[str, Consumer]:
+    return {name: queue.consumer for name, queue in subject.queues.items()} if isinstance(subject, WorkSubject) else {}
 
 
-def _is_due_at(when: float, _order: int, number: int, queue: Queue) -> bool:
+def _is_due_at(when: float, _order: int, number: int, queue: ConsumerQueue) -> bool:
     return when in (queue.held.get(number), queue.delayed.get(number))

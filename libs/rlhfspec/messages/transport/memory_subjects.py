@@ -1,7 +1,7 @@
 """What the memory transport keeps of each subject.
 
 Example:
-    >>> work = Work("rlhf.sums.sample", [Consumer(name="reward")])
+    >>> work = WorkSubject("rlhf.sums.sample", [Consumer(name="reward")])
     >>> work.put(new_message(work, b"5", "sums/3/7/1", {}, dict.fromkeys(work.queues, 0)))
     >>> work.queues["reward"].next_ready().id
     'sums/3/7/1'
@@ -28,10 +28,10 @@ class Stored:
     owed: dict[str, int]  # the names that have yet to acknowledge it: how often it was delivered to each
 
 
-class Queue:
+class ConsumerQueue:
     """One consumer of one subject. A message it is owed is in exactly one of ready, held and delayed."""
 
-    def __init__(self, subject: Work, consumer: Consumer) -> None:
+    def __init__(self, subject: WorkSubject, consumer: Consumer) -> None:
         self.subject = subject
         self.consumer = consumer
         self.ready: list[int] = []  # heap of message numbers; acknowledged ones are skipped when they surface
@@ -80,17 +80,17 @@ class Ids:
             self._known = {id: None for id in self._known if id in staying}
 
 
-class Work:
+class WorkSubject:
     kind: Kind = "work"
 
     def __init__(self, name: str, consumers: Iterable[Consumer]) -> None:
         self.name = name
         self.num_published = 0
         self.stored: dict[int, Stored] = {}  # oldest first
-        self.queues = {consumer.name: Queue(self, consumer) for consumer in consumers}
+        self.queues = {consumer.name: ConsumerQueue(self, consumer) for consumer in consumers}
         self.ids = Ids()
         self.waiters: Waiters = set()  # for room
-        self.watchers: list[Watcher] = []
+        self.watchers: list[SubjectWatcher] = []
 
     def put(self, stored: Stored) -> None:
         if not self.queues:
@@ -99,7 +99,7 @@ class Work:
         for queue in self.queues.values():
             queue.make_ready(stored.number)
 
-    def settle(self, queue: Queue, number: int) -> None:
+    def settle(self, queue: ConsumerQueue, number: int) -> None:
         """This name is done with the message; when all are, it goes."""
         queue.forget(number)
         stored = self.stored[number]
@@ -114,7 +114,7 @@ class Work:
         return list(next(iter(self.stored.values())).owed)
 
 
-class Feed:
+class LatestSubject:
     """State, which keeps the latest message of each key, or signals, which keep none."""
 
     def __init__(self, name: str, kind: Kind) -> None:
@@ -123,7 +123,7 @@ class Feed:
         self.num_published = 0
         self.latest: dict[str, Stored] = {}  # by key, the oldest first
         self.ids = Ids()
-        self.watchers: list[Watcher] = []
+        self.watchers: list[SubjectWatcher] = []
 
     def put(self, key: str, stored: Stored, max_keys: int) -> None:
         self.latest.pop(key, None)
@@ -132,10 +132,10 @@ class Feed:
             del self.latest[next(iter(self.latest))]
 
 
-class Watcher:
+class SubjectWatcher:
     """What one who looks on has yet to read, the oldest first; of one key the latest only."""
 
-    def __init__(self, subject: Work | Feed, unread: dict[str, Stored]) -> None:
+    def __init__(self, subject: WorkSubject | LatestSubject, unread: dict[str, Stored]) -> None:
         self.subject = subject
         self.unread = unread
         self.waiters: Waiters = set()
@@ -148,7 +148,9 @@ class Watcher:
         wake(self.waiters)
 
 
-def new_message(subject: Work | Feed, data: bytes, id: str, headers: Mapping[str, str], owed: dict[str, int]) -> Stored:
+def new_message(
+    subject: WorkSubject | LatestSubject, data: bytes, id: str, headers: Mapping[str, str], owed: dict[str, int]
+) -> Stored:
     subject.num_published += 1
     return Stored(subject.num_published, id, data, dict(headers), owed)
 

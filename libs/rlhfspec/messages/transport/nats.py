@@ -24,7 +24,7 @@ from rlhfspec.messages.transport.base import Consumer, Kind, Receipt, Subscripti
 from rlhfspec.messages.transport.clock import Clock, SystemClock
 from rlhfspec.messages.transport.nats_connection import ANSWER_SECONDS, Connection, status_of
 from rlhfspec.messages.transport.nats_deliveries import ID, Consuming, NatsReceipt, Token
-from rlhfspec.messages.transport.nats_proof import NO_PROOF, Proof
+from rlhfspec.messages.transport.nats_proof import NO_PROOF, NatsProof
 from rlhfspec.messages.transport.nats_reading import PullReading, WatchReading
 from rlhfspec.messages.transport.nats_streams import (
     FOR_EVER,
@@ -64,7 +64,7 @@ class NatsTransport:
         *,
         name: str,
         inbox_prefix: str = "_INBOX",
-        proof: Proof = NO_PROOF,
+        proof: NatsProof = NO_PROOF,
         tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
         max_pending: int = 8192,

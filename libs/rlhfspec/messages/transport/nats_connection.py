@@ -25,7 +25,7 @@ from nats.aio.subscription import Subscription
 from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportClosed, TransportUnavailable
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.messages.transport.nats_greeting import check_info, explained, read_info
-from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.messages.transport.nats_proof import NatsProof
 
 Arrived = Callable[[Msg], Awaitable[None]]
 Use = Literal["publish", "subscription"]  # of a subject, in the server's words
@@ -60,7 +60,7 @@ class Connection:
         *,
         name: str,
         inbox_prefix: str,
-        proof: Proof,
+        proof: NatsProof,
         tls: ssl.SSLContext | None,
         clock: Clock,
         patience_seconds: float,
@@ -81,7 +81,7 @@ class Connection:
                 await connection._give_up()
         return connection
 
-    async def _open(self, name: str, inbox_prefix: str, proof: Proof, tls: ssl.SSLContext | None) -> None:
+    async def _open(self, name: str, inbox_prefix: str, proof: NatsProof, tls: ssl.SSLContext | None) -> None:
         if tls is not None:
             quiet_about_tls()
         try:

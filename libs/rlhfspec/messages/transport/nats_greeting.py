@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 
 from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.messages.servers.tls_words import tls_problem
-from rlhfspec.messages.transport.nats_proof import Proof
+from rlhfspec.messages.transport.nats_proof import NatsProof
 
 OLDEST_SERVER = (2, 10, 26)  # before it, messages stay in a stream for ever after the server was killed
 
@@ -69,7 +69,7 @@ def check_info(url: str, info: Mapping[str, Any], tls: ssl.SSLContext | None) ->
         raise InvalidRequest("nats", url, "the server speaks TLS only: credentials with a CA are needed")
 
 
-def explained(url: str, error: Exception, proof: Proof) -> Exception:
+def explained(url: str, error: Exception, proof: NatsProof) -> Exception:
     if "authorization violation" in str(error).lower():
         return InvalidRequest("nats", url, f"the server refuses {proof}")
     if isinstance(error, ssl.SSLError):

@@ -2,7 +2,7 @@
 what a person chose: a user with a password, or a token that is one word.
 
 Example:
-    >>> str(Proof()), str(Proof(nkey_seed=Path("reward.seed"))), str(Proof(user="rl", password="s3cret"))
+    >>> str(NatsProof()), str(NatsProof(nkey_seed=Path("reward.seed"))), str(NatsProof(user="rl", password="s3cret"))
     ('a connection without credentials', 'the key in reward.seed', 'this user and password')
 """
 
@@ -21,7 +21,7 @@ _CREDS = re.compile(rb"BEGIN NATS USER JWT-+\s+\S+\s+-+END.*BEGIN USER NKEY SEED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class NatsProof:
     """Names of files, or `password`: of a user, or without one a token. At most one of the three; none: nothing is
     asked for."""
 
@@ -58,12 +58,12 @@ class Proof:
         return {"nkeys_seed": None if self.nkey_seed is None else str(self.nkey_seed)}
 
 
-NO_PROOF = Proof()
+NO_PROOF = NatsProof()
 
 
-def proof_of(path: Path) -> Proof:
+def proof_of(path: Path) -> NatsProof:
     """By a file of either kind: a token with its seed (.creds), or a seed alone."""
-    return Proof(creds=path) if b"BEGIN NATS USER JWT" in _read("creds", path) else Proof(nkey_seed=path)
+    return NatsProof(creds=path) if b"BEGIN NATS USER JWT" in _read("creds", path) else NatsProof(nkey_seed=path)
 
 
 def _read(field: str, path: Path) -> bytes:

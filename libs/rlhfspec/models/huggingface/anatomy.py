@@ -26,8 +26,8 @@ from rlhfspec.models.huggingface.past import past_of
 from rlhfspec.models.huggingface.trace import (
     FORWARD_ERRORS,
     ForwardTrace,
-    Seen,
     Tensors,
+    TracedAttention,
     first_line,
     first_that_differs,
     same_tokens,
@@ -118,7 +118,7 @@ class _Tracer:
         pairs = zip(near.attentions, far.attentions, strict=True)
         return tuple(self._spec(index, begin, end) for index, (begin, end) in enumerate(pairs))
 
-    def _spec(self, index: int, near: Seen, far: Seen) -> AttentionSpec:
+    def _spec(self, index: int, near: TracedAttention, far: TracedAttention) -> AttentionSpec:
         window, chunk = self._pattern(index, near, far)
         num_heads, num_kv_heads, key_dim, value_dim = near.shape
         return AttentionSpec(
@@ -134,7 +134,7 @@ class _Tracer:
             chunk=chunk,
         )
 
-    def _pattern(self, index: int, near: Seen, far: Seen) -> tuple[int | None, int | None]:
+    def _pattern(self, index: int, near: TracedAttention, far: TracedAttention) -> tuple[int | None, int | None]:
         """The window or the chunk that explains what is seen near the beginning and far behind it."""
         rows = near.rows + far.rows
         last_start = rows[-1][1]

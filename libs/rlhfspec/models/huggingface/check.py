@@ -27,7 +27,7 @@ from rlhfspec.models.huggingface.attention import fit_cache
 from rlhfspec.models.huggingface.causal_lm import Anatomy, CausalLM
 from rlhfspec.models.huggingface.fuse import FusedModel, guard_rows
 from rlhfspec.models.huggingface.probes import Probe, random_past
-from rlhfspec.models.huggingface.reference import Answer, ExpertChoices, Reference, compare, same_bits
+from rlhfspec.models.huggingface.reference import ExpertChoices, ProbeResult, Reference, compare, same_bits
 from rlhfspec.models.huggingface.trace import FORWARD_ERRORS, first_line
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def report_of(model: Any) -> ModelReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class RunnerProof:
     """What is to be shown of a runner."""
 
     runner: Runnable
@@ -86,7 +86,7 @@ class Proof:
     attention_split: int
 
 
-def prove(proof: Proof, *, began: float) -> ModelReport:
+def prove(proof: RunnerProof, *, began: float) -> ModelReport:
     """Raises UnsupportedModel, naming what is not so."""
     runner, reference = proof.runner, proof.reference
     name, kind = reference.name, reference.kind
@@ -140,7 +140,7 @@ class ProbeToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProbePlace:
     """Where a probe lies in the cache: one slot a position, and as many again for branches that lead nowhere."""
 
     probe: Probe
@@ -197,27 +197,27 @@ class Check:
         self._num_slots = runner.kv.shape[0] * runner.kv.shape[3]
         self._num_used = 0  # blocks
 
-    def alone(self) -> list[Answer]:
+    def alone(self) -> list[ProbeResult]:
         """Every probe by itself, in one piece."""
         answers = []
         for probe in self.probes:
             [place] = self._places([probe])
             with ExpertChoices() as choices:
                 [logits] = self._run([place], place.alone(), fresh=True)
-            answers.append(Answer(logits, choices.made))
+            answers.append(ProbeResult(logits, choices.made))
         return answers
 
-    def together(self) -> list[Answer]:
+    def together(self) -> list[ProbeResult]:
         """The same, in as few forwards as the cache has room for."""
-        answers: list[Answer] = []
+        answers: list[ProbeResult] = []
         for group in self._groups():
             places = self._places(group)
             begun = self._run(places, [row for place in places for row in place.beginning()], fresh=True)
             ended = self._run(places, [row for place in places for row in self._ending(place)])
-            answers.extend(Answer(torch.cat(parts), []) for parts in zip(begun, ended, strict=True))
+            answers.extend(ProbeResult(torch.cat(parts), []) for parts in zip(begun, ended, strict=True))
         return answers
 
-    def _ending(self, place: Place) -> list[ProbeToken]:
+    def _ending(self, place: ProbePlace) -> list[ProbeToken]:
         return place.ending(self.anatomy.vocab_size, self._num_slots)
 
     def a_forward(self) -> Callable[[], Tensor]:
@@ -239,15 +239,15 @@ class Check:
     def _fits(self, probes: list[Probe]) -> bool:
         return sum(place.num_slots for place in self._places(probes)) <= self._num_slots
 
-    def _places(self, probes: Sequence[Probe]) -> list[Place]:
-        places: list[Place] = []
+    def _places(self, probes: Sequence[Probe]) -> list[ProbePlace]:
+        places: list[ProbePlace] = []
         first = 0
         for index, probe in enumerate(probes):
-            places.append(Place(probe, index, first))
+            places.append(ProbePlace(probe, index, first))
             first += places[-1].num_slots
         return places
 
-    def _run(self, places: list[Place], rows: list[ProbeToken], *, fresh: bool = False) -> list[Tensor]:
+    def _run(self, places: list[ProbePlace], rows: list[ProbeToken], *, fresh: bool = False) -> list[Tensor]:
         """One forward; the wanted logits of every place, in the order of its tokens."""
         if fresh:
             self._lay_out(places)
@@ -256,14 +256,14 @@ class Check:
         return [logits[[place.index == owner for owner in owners]] for place in places]
 
     def _arguments(
-        self, places: list[Place], rows: list[ProbeToken]
+        self, places: list[ProbePlace], rows: list[ProbeToken]
     ) -> tuple[IntArray, IntArray, AttentionMeta, IntArray]:
         """Of `Runnable.forward`."""
         tokens, positions = ([row.token for row in rows], [row.position for row in rows])
         wanted = [index for index, row in enumerate(rows) if row.wanted is not None]
         return _array(tokens), _array(positions), self._meta(places, rows), _array(wanted)
 
-    def _meta(self, places: list[Place], rows: list[ProbeToken]) -> AttentionMeta:
+    def _meta(self, places: list[ProbePlace], rows: list[ProbeToken]) -> AttentionMeta:
         longest = max(place.probe.length for place in places)
         firsts = _array([place.first for place in places])
         extra = np.full((len(rows), max(len(row.extra) for row in rows)), -1, np.int32)
@@ -277,7 +277,7 @@ class Check:
             slot_table=(firsts[:, None] + np.arange(longest)).astype(np.int32),
         )
 
-    def _lay_out(self, places: list[Place]) -> None:
+    def _lay_out(self, places: list[ProbePlace]) -> None:
         """NaN wherever a probe will write, its random past before it."""
         kv = self.runner.kv
         block_size, heads, dim = kv.shape[3], kv.shape[4], kv.shape[5]

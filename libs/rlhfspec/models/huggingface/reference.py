@@ -121,7 +121,7 @@ class FollowedChoices(TorchFunctionMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeResult:
     """What a probe gave."""
 
     logits: Tensor  # [tokens, vocab]
@@ -132,7 +132,7 @@ class Answer:
         """Indices [tokens, k] of every mixture."""
         return [indices for _, indices in self.choices if len(indices) == len(self.logits)]
 
-    def num_comparable(self, other: Answer) -> int:
+    def num_comparable(self, other: ProbeResult) -> int:
         """How many leading rows chose the same experts in both; where they part, it must have been a near tie."""
         rows = len(self.logits)
         for (values, indices), (their_values, their_indices) in zip(self.choices, other.choices, strict=False):
@@ -152,7 +152,7 @@ class Reference:
     kind: str  # the model's class
     name: str  # of the model, in messages
     probes: tuple[Probe, ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[ProbeResult, ...]
     noise: float
 
     @property
@@ -160,7 +160,7 @@ class Reference:
         """Of experts, as if all probes had stood in one row."""
         return [torch.cat(each) for each in zip(*(answer.experts for answer in self.answers), strict=True)]
 
-    def check(self, found: Sequence[Answer], tolerance: float, *, who: str) -> float:
+    def check(self, found: Sequence[ProbeResult], tolerance: float, *, who: str) -> float:
         """The largest difference, in parts of the largest logit. Raises UnsupportedModel where rounding cannot explain
         it. who: whose answers they are."""
         difference, probe = compare(found, self.answers, self.probes)
@@ -184,7 +184,7 @@ def ask(model: Any, anatomy: Anatomy, probes: Sequence[Probe], *, name: str, rou
     return Reference(type(model).__name__, name, tuple(probes), answers, noise)
 
 
-def _following(answer: Answer, rounding: Rounding) -> AbstractContextManager[object]:
+def _following(answer: ProbeResult, rounding: Rounding) -> AbstractContextManager[object]:
     return FollowedChoices(answer.experts) if rounding.rounds_activations else nullcontext()
 
 
@@ -205,7 +205,7 @@ def _rounded_outputs(model: Any) -> Iterator[None]:
 
 def _answer(
     model: Any, anatomy: Anatomy, probe: Probe, name: str, rounding: Rounding, following: AbstractContextManager[object]
-) -> Answer:
+) -> ProbeResult:
     keywords = past_of(model, probe.past)
     if isinstance(probe, Scattered):
         keywords["position_ids"] = torch.tensor([probe.positions])
@@ -220,10 +220,12 @@ def _answer(
             raise
         problem = f"Hugging Face itself fails on {probe}: {first_line(error)}"
         raise UnsupportedModel(name, type(model).__name__, problem) from error
-    return Answer(logits[0].float(), choices.made)
+    return ProbeResult(logits[0].float(), choices.made)
 
 
-def compare(found: Sequence[Answer], wanted: Sequence[Answer], probes: Sequence[Probe]) -> tuple[float, Probe]:
+def compare(
+    found: Sequence[ProbeResult], wanted: Sequence[ProbeResult], probes: Sequence[Probe]
+) -> tuple[float, Probe]:
     """The largest difference, in parts of the largest logit, and the probe that shows it."""
     worst, at = 0.0, probes[0]
     for ours, theirs, probe in zip(found, wanted, probes, strict=True):
@@ -237,7 +239,7 @@ def compare(found: Sequence[Answer], wanted: Sequence[Answer], probes: Sequence[
     return worst, at
 
 
-def same_bits(left: Sequence[Answer], right: Sequence[Answer]) -> bool:
+def same_bits(left: Sequence[ProbeResult], right: Sequence[ProbeResult]) -> bool:
     pairs = zip(left, right, strict=True)
     return all(torch.equal(a.logits.nan_to_num(), b.logits.nan_to_num()) for a, b in pairs)
 

@@ -18,7 +18,7 @@ FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Att
 
 
 @dataclass(slots=True)
-class Seen:
+class TracedAttention:
     """One call of an attention, as the trace heard it."""
 
     kind: str  # the module's class
@@ -45,7 +45,7 @@ class ForwardTrace:
         self.name = name
         self.num_tokens = num_tokens
         self.past = past  # tokens before those
-        self.attentions: list[Seen] = []
+        self.attentions: list[TracedAttention] = []
         self.modules: list[tuple[str, Tensors, Tensors]] = []  # path, inputs, outputs; inner ones first; of attentions
         # also what they hand to the interface
         self.rotary: list[tuple[str, nn.Module, Any, Any]] = []  # path, module, arguments of every rotary embedding
@@ -94,7 +94,7 @@ class ForwardTrace:
         if self._stack[1][0] != self.trunk:
             raise UnsupportedModel(self.name, kind, f"attention both in {self.trunk} and in {self._stack[1][0]}")
         self.attentions.append(
-            Seen(
+            TracedAttention(
                 kind=kind,
                 shape=(query.shape[1], key.shape[1], key.shape[3], value.shape[3]),
                 scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),

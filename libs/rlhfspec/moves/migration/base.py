@@ -29,7 +29,7 @@ class NoReply(RLHFSpecError):
         super().__init__(f"{address}: {problem}")
 
 
-class Control(Protocol):
+class MoveControl(Protocol):
     async def ask(self, peer: Peer, message: bytes, *, timeout: float = TELL_SECONDS) -> bytes:
         """The reply. Raises NoReply for whatever keeps it from coming."""
         ...

@@ -6,7 +6,7 @@ Example:
     ('kv', 'not measured yet')
     >>> costs.learn_prefill(1000, 0.5); costs.learn_link("b", num_bytes=4_000_000, seconds=0.004); costs.learn_size(1000, 4_000_000)
     >>> costs.choose("b", 1000, gain_seconds=1.0)
-    Choice(how='kv', reason='4.0 MB in 4 ms, 1000 tokens again in 500 ms')
+    MoveChoice(how='kv', reason='4.0 MB in 4 ms, 1000 tokens again in 500 ms')
     >>> costs.learn_link("b", num_bytes=400_000, seconds=1.0)  # the way became slow
     >>> costs.choose("b", 1000, gain_seconds=9.0).how
     'tokens'
@@ -24,7 +24,7 @@ NEWEST = 0.3  # the weight of what was measured last
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MoveChoice:
     how: Literal["kv", "tokens", "stay"]
     reason: str
 
@@ -52,19 +52,19 @@ class Costs:
         if num_tokens and num_bytes:
             self.bytes_a_token = num_bytes / num_tokens
 
-    def choose(self, peer: str, num_tokens: int, *, gain_seconds: float, must_go: bool = False) -> Choice:
+    def choose(self, peer: str, num_tokens: int, *, gain_seconds: float, must_go: bool = False) -> MoveChoice:
         """`must_go`: it cannot stay, whatever it costs: its generator is leaving."""
         speed, size, prefill = self._seconds_a_byte.get(peer), self.bytes_a_token, self._prefill_seconds
         if speed is None or size is None or prefill is None:
-            return Choice("kv", "not measured yet")
+            return MoveChoice("kv", "not measured yet")
         num_bytes = num_tokens * size
         send, again = num_bytes * speed, num_tokens * prefill
         costs = f"{num_bytes / 1e6:.1f} MB in {send * 1e3:.0f} ms, {num_tokens} tokens again in {again * 1e3:.0f} ms"
         if send <= again:  # it decodes on meanwhile: what it loses is a pause, which the plan knows
-            return Choice("kv", costs)
+            return MoveChoice("kv", costs)
         if again > gain_seconds and not must_go:
-            return Choice("stay", f"{costs}: more than the {gain_seconds * 1e3:.0f} ms that it gains")
-        return Choice("tokens", costs)
+            return MoveChoice("stay", f"{costs}: more than the {gain_seconds * 1e3:.0f} ms that it gains")
+        return MoveChoice("tokens", costs)
 
 
 def _newer(known: float | None, measured: float) -> float:

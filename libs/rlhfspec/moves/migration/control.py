@@ -220,7 +220,7 @@ class StreamControlServer:
         self.refused: Counter[str] = Counter()  # by reason
         self._tls = tls
         self._answer: Answer
-        self._open: set[_Asked] = set()
+        self._open: set[_ServedConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
         self.num_questions = 0
@@ -241,10 +241,10 @@ class StreamControlServer:
         self.refused[reason] += 1
         log.warning("a question of a move refused: %s", problem)
 
-    def left(self, connection: _Asked) -> None:
+    def left(self, connection: _ServedConnection) -> None:
         self._open.discard(connection)
 
-    def ask(self, asker: _Asked, number: int, content: bytes) -> None:
+    def ask(self, asker: _ServedConnection, number: int, content: bytes) -> None:
         if self.num_questions >= MOST_QUESTIONS:
             self.refuse("busy", "too many at once")
             asker.send(REFUSED, number, b"too many questions at once")
@@ -252,7 +252,7 @@ class StreamControlServer:
         self.num_questions += 1
         self._begin(self._answered(asker, number, content))
 
-    async def _answered(self, asker: _Asked, number: int, content: bytes) -> None:
+    async def _answered(self, asker: _ServedConnection, number: int, content: bytes) -> None:
         """To its end, whether somebody still waits or not."""
         kind, said = REFUSED, b"no answer could be made"
         try:
@@ -283,11 +283,11 @@ class StreamControlServer:
                 self.refuse("connections", "too many connections")
                 connection.close()
                 continue
-            asked = _Asked(self)
+            asked = _ServedConnection(self)
             self._open.add(asked)
             self._begin(self._welcome(connection, asked))
 
-    async def _welcome(self, connection: socket.socket, asked: _Asked) -> None:
+    async def _welcome(self, connection: socket.socket, asked: _ServedConnection) -> None:
         patience = self.frame_seconds if self._tls else None
         try:
             keep_alive(connection, FRAME_SECONDS)
@@ -307,7 +307,7 @@ class StreamControlServer:
         return task
 
 
-class _Asked(_Frames):
+class _ServedConnection(_Frames):
     """From one peer. Who has begun a frame must end it in time, who is not read to is not read from."""
 
     def __init__(self, server: StreamControlServer) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlhfspec.moves.migration import messages
-from rlhfspec.moves.migration.messages import Message, Reply, Told
+from rlhfspec.moves.migration.messages import MoveMessage, Reply, Told
 
 LEASE_SECONDS = 15.0  # from a source's last message until what was kept for it is freed
 DOUBT_SECONDS = 20.0  # that a source asks, until it forgets
@@ -48,18 +48,18 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class DestinationTick:
     """Time went by."""
 
 
-Event = Arrived | Done | Tick
+Event = Arrived | Done | DestinationTick
 
 
 # ---- what is to be done ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SendReply:
     reply: Reply
 
 
@@ -92,7 +92,7 @@ class Free:
     has_kv: bool
 
 
-Action = Answer | Keep | Copy | Take | Free
+Action = SendReply | Keep | Copy | Take | Free
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class _Lease:
 
 
 @dataclass(slots=True)
-class _Source:
+class _SourceAttempts:
     """What became of its attempts. Of those up to `floor` only the latest are known."""
 
     floor: int = 0
@@ -131,7 +131,7 @@ class Destination:
         self.offer = offer
         self.is_closed = False
         self._leases: dict[str, _Lease] = {}  # by sample
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, _SourceAttempts] = {}
         self._unsettled: dict[str, tuple[str, int, float]] = {}  # sample: its source, the attempt, until when
 
     @property
@@ -153,12 +153,12 @@ class Destination:
         freed = self._expire(now)
         match event:
             case Arrived(message) if message.destination != self.incarnation:
-                return [*freed, Answer(messages.Gone(**message.head(), here=self.incarnation))]
+                return [*freed, SendReply(messages.Gone(**message.head(), here=self.incarnation))]
             case Arrived(message):
                 return [*freed, *self._told(message, now)]
             case Done():
                 return [*freed, *self._done(event, now)]
-            case Tick():
+            case DestinationTick():
                 return freed
 
     def _expire(self, now: float) -> list[Action]:
@@ -174,7 +174,7 @@ class Destination:
             case "taken":
                 return self._say_taken(message)
             case "unknown":
-                return [Answer(messages.Unknown(**message.head()))]
+                return [SendReply(messages.Unknown(**message.head()))]
             case "new" if isinstance(message, messages.Reserve):
                 return self._reserve(message, now)
             case "new" | "refused":
@@ -184,7 +184,7 @@ class Destination:
         lease.until = now + LEASE_SECONDS
         match message:
             case messages.Reserve():
-                return [Answer(self._reserved(lease))]
+                return [SendReply(self._reserved(lease))]
             case messages.Range():
                 lease.is_busy = True
                 return [Copy(message)]
@@ -223,9 +223,9 @@ class Destination:
         match message:
             case messages.Reserve():
                 lease.mark = done.mark
-                return [Answer(self._reserved(lease))]
+                return [SendReply(self._reserved(lease))]
             case messages.Range(key=key):
-                return [Answer(messages.Copied(**message.head(), key=key))]
+                return [SendReply(messages.Copied(**message.head(), key=key))]
             case _:
                 self._end(lease, "taken")
                 self._source(message.source).recomputed[message.number] = done.num_recomputed
@@ -238,12 +238,12 @@ class Destination:
             if unsettled is not None and unsettled[:2] == (message.source, message.number):
                 del self._unsettled[message.sample]
         recomputed = self._source(message.source).recomputed.get(message.number, 0)
-        return [Answer(messages.Taken(**message.head(), num_recomputed=recomputed))]
+        return [SendReply(messages.Taken(**message.head(), num_recomputed=recomputed))]
 
     def _reserved(self, lease: _Lease) -> Reply:
         return messages.Reserved(**lease.attempt.head(), mark=lease.mark, offer=self.offer)
 
-    def _lease_of(self, message: Message) -> _Lease | None:
+    def _lease_of(self, message: MoveMessage) -> _Lease | None:
         lease = self._leases.get(message.sample)
         same = lease is not None and (lease.attempt.source, lease.attempt.number) == (message.source, message.number)
         return lease if same else None
@@ -253,13 +253,13 @@ class Destination:
         self._source(lease.attempt.source).settle(lease.attempt.number, fate)
         return [Free(lease.attempt.sample, lease.attempt.has_kv)]
 
-    def _source(self, incarnation: str) -> _Source:
-        found = self._sources.pop(incarnation, None) or _Source()
+    def _source(self, incarnation: str) -> _SourceAttempts:
+        found = self._sources.pop(incarnation, None) or _SourceAttempts()
         self._sources[incarnation] = found  # the last one asked about is the last one forgotten
         if len(self._sources) > MOST_SOURCES:
             del self._sources[next(iter(self._sources))]
         return found
 
 
-def _refused(message: Message, field: str, reason: str) -> Answer:
-    return Answer(messages.Refused(**message.head(), field=field, reason=reason))
+def _refused(message: MoveMessage, field: str, reason: str) -> SendReply:
+    return SendReply(messages.Refused(**message.head(), field=field, reason=reason))

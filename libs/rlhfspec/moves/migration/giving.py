@@ -16,12 +16,12 @@ from rlhfspec.messages.records import Move, Moved
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration import source as machines
-from rlhfspec.moves.migration.base import TELL_SECONDS, Control, Custody, NoReply, Peer
+from rlhfspec.moves.migration.base import TELL_SECONDS, Custody, MoveControl, NoReply, Peer
 from rlhfspec.moves.migration.choice import Costs
 from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.moves.migration.progress import progress_of
-from rlhfspec.moves.migration.sendings import Links, Way
-from rlhfspec.moves.migration.source import Action, Detached, Event, Failed, Heard, Packed, Silence, Source
+from rlhfspec.moves.migration.sendings import Links, SendingWay
+from rlhfspec.moves.migration.source import Action, Detached, Event, Failed, Heard, MoveSource, PackedKV, Silence
 from rlhfspec.moves.migration.taking import watermark
 from rlhfspec.telemetry.base import Progress
 
@@ -31,12 +31,12 @@ _NO_KV = 1 << 30  # the position behind which there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MoveContext:
     """What all moves of one process work with."""
 
     engine: Movable
     calls: EngineCalls
-    control: Control
+    control: MoveControl
     links: Links
     custody: Custody
     clock: Clock
@@ -45,7 +45,7 @@ class Place:
 
 
 class Giving:
-    def __init__(self, move: Move, peer: Peer, machine: Source, place: Place, *, must_go: bool) -> None:
+    def __init__(self, move: Move, peer: Peer, machine: MoveSource, place: MoveContext, *, must_go: bool) -> None:
         self._move, self._peer, self._machine, self._place = move, peer, machine, place
         self._must_go = must_go
         self._give_up = ""
@@ -97,7 +97,7 @@ class Giving:
                     return await self._tell(message)
                 case machines.Wait(seconds):
                     await self._place.clock.sleep(seconds)
-                    return machines.Tick()
+                    return machines.SourceTick()
                 case _:
                     await self._end(action)
                     return None
@@ -147,7 +147,7 @@ class Giving:
         num_bytes = _size(kv)
         self._sending = self._send(way, offer, key, num_bytes)
         is_last = num_bytes + max(widths) <= len(room)
-        return Packed(to_bytes(kv, has_kv=False), to_bytes(kv.end), num_bytes, is_last)
+        return PackedKV(to_bytes(kv, has_kv=False), to_bytes(kv.end), num_bytes, is_last)
 
     async def _detach(self, mark: bytes, offer: str, key: str) -> Event:
         custody, name = self._place.custody, self._move.sample_id
@@ -174,7 +174,7 @@ class Giving:
 
     # -- of the link ----------------------------------------------------------------------------------------
 
-    async def _room(self, offer: str, num_bytes: int) -> tuple[Way, memoryview]:
+    async def _room(self, offer: str, num_bytes: int) -> tuple[SendingWay, memoryview]:
         """With the way's lock held, until what is packed was sent."""
         way = self._place.links.way(offer)
         await way.lock.acquire()
@@ -185,7 +185,7 @@ class Giving:
             way.lock.release()
             raise
 
-    def _send(self, way: Way, offer: str, key: str, num_bytes: int) -> asyncio.Task[None]:
+    def _send(self, way: SendingWay, offer: str, key: str, num_bytes: int) -> asyncio.Task[None]:
         """And lets go of the way."""
 
         async def send() -> None:
@@ -261,9 +261,9 @@ class Giving:
                 self._pause = self._place.clock.now() - self._detached_at
                 await self._quietly(lambda: engine.cancel(name))
                 (custody.given if is_known else custody.forgotten)(name, self._stood_still())
-            case machines.Part(message):
+            case machines.Notify(message):
                 self._place.part(self._peer, message)
-            case machines.End():
+            case machines.MoveEnd():
                 self._moved = self._told(action)
 
     def _stood_still(self) -> Progress:
@@ -279,7 +279,7 @@ class Giving:
             return False
         return True
 
-    def _told(self, end: machines.End) -> Moved:
+    def _told(self, end: machines.MoveEnd) -> Moved:
         move = self._move
         return Moved(
             id=move.id, job=move.job, sample_id=move.sample_id, source=move.source, destination=move.destination,

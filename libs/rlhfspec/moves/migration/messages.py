@@ -45,7 +45,7 @@ _MOST_NUMBER = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class MoveMessage:
     """The head of all of them. `number`: of the attempt, unique for the source's incarnation and growing."""
 
     move: str
@@ -55,14 +55,14 @@ class Message:
     destination: str
 
     def head(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(Message)}
+        return {field.name: getattr(self, field.name) for field in fields(MoveMessage)}
 
 
 # ---- the source tells -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reserve(Message):
+class Reserve(MoveMessage):
     """Without `has_kv` the tokens alone will come: no memory is kept for them."""
 
     manifest: bytes
@@ -71,7 +71,7 @@ class Reserve(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Range(Message):
+class Range(MoveMessage):
     """KV that lies at the link under `key`; `kv` says what it is (`to_bytes(KVRange, has_kv=False)`)."""
 
     kv: bytes
@@ -80,7 +80,7 @@ class Range(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOver(Message):
+class HandOver(MoveMessage):
     """The sequence stands still at its source. With an empty `key` no KV comes with it any more."""
 
     state: bytes  # without its KV
@@ -92,17 +92,17 @@ class HandOver(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abort(Message):
+class Abort(MoveMessage):
     """The source goes on with it; this attempt will never be handed over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask(Message):
+class Ask(MoveMessage):
     """Was it taken? If not, it never will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled(Message):
+class Settled(MoveMessage):
     """The source heard that it was taken, and has let go of it."""
 
 
@@ -110,25 +110,25 @@ class Settled(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved(Message):
+class Reserved(MoveMessage):
     mark: bytes  # a Watermark: what need not be sent; empty for tokens alone
     offer: str  # of the link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied(Message):
+class Copied(MoveMessage):
     key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken(Message):
+class Taken(MoveMessage):
     """It runs here, or did."""
 
     num_recomputed: int = 0  # tokens whose KV is computed again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused(Message):
+class Refused(MoveMessage):
     """This attempt has not been taken and never will be, whatever else of it arrives."""
 
     field: str  # what does not fit
@@ -136,12 +136,12 @@ class Refused(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unknown(Message):
+class Unknown(MoveMessage):
     """So long ago that nobody here knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gone(Message):
+class Gone(MoveMessage):
     """The process that is meant is no more: `here` has taken its place, and nothing of it."""
 
     here: str
@@ -150,14 +150,14 @@ class Gone(Message):
 Told = Reserve | Range | HandOver | Abort | Ask | Settled
 Reply = Reserved | Copied | Taken | Refused | Unknown | Gone
 
-_KINDS: dict[str, type[Message]] = {
+_KINDS: dict[str, type[MoveMessage]] = {
     each.__name__: each
     for each in (Reserve, Range, HandOver, Abort, Ask, Settled, Reserved, Copied, Taken, Refused, Unknown, Gone)
 }
 _TYPES = {name: get_type_hints(kind) for name, kind in _KINDS.items()}
 
 
-def to_bytes(message: Message) -> bytes:
+def to_bytes(message: MoveMessage) -> bytes:
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     blobs = [value for value in values.values() if isinstance(value, bytes)]
     said = {name: len(value) if isinstance(value, bytes) else value for name, value in values.items()}
@@ -191,7 +191,7 @@ def reply(data: bytes) -> Reply:
     return message
 
 
-def _read(body: bytes) -> Message:
+def _read(body: bytes) -> MoveMessage:
     start = len(_MAGIC) + _LENGTH.size
     if body[: len(_MAGIC)] != _MAGIC:
         raise ValueError(f"does not begin with {_MAGIC.decode()}")

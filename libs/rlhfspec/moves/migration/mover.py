@@ -21,12 +21,12 @@ from rlhfspec.engine.base import Movable
 from rlhfspec.messages.records import Move, Moved
 from rlhfspec.messages.transport.clock import Clock, SystemClock
 from rlhfspec.moves.migration import messages
-from rlhfspec.moves.migration.base import Control, Custody, NoReply, Peer
+from rlhfspec.moves.migration.base import Custody, MoveControl, NoReply, Peer
 from rlhfspec.moves.migration.choice import Costs
 from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
-from rlhfspec.moves.migration.giving import Giving, Place
+from rlhfspec.moves.migration.giving import Giving, MoveContext
 from rlhfspec.moves.migration.sendings import Links
-from rlhfspec.moves.migration.source import Source
+from rlhfspec.moves.migration.source import MoveSource
 from rlhfspec.moves.migration.taking import Taking
 
 MOST_MOVES = 4  # from here at once; others wait
@@ -43,7 +43,7 @@ class Mover:
         incarnation: str,
         engine: Movable,
         calls: EngineCalls,
-        control: Control,
+        control: MoveControl,
         links: Links,
         custody: Custody,
         clock: Clock | None = None,
@@ -52,7 +52,7 @@ class Mover:
         self.costs = Costs()
         self._clock = clock or SystemClock()
         self._taking = Taking(incarnation, engine, calls, links, custody, self._clock)
-        self._place = Place(
+        self._place = MoveContext(
             engine=engine, calls=calls, control=control, links=links, custody=custody, clock=self._clock,
             costs=self.costs, part=self._part,
         )  # fmt: skip
@@ -79,7 +79,7 @@ class Mover:
         reason = self._why_not(move)
         if reason:
             return _kept(move, reason)
-        machine = Source(
+        machine = MoveSource(
             move.id, move.sample_id, source=self.incarnation, destination=peer.incarnation, numbers=self._numbers,
             must_go=must_go,
         )  # fmt: skip

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Way:
+class SendingWay:
     """To one offer. `lock`: a link has one room at a time."""
 
     sending: Sending | None = None
@@ -30,16 +30,16 @@ class Links:
     def __init__(self, landing: Landing, open_sending: Callable[[str], Sending]) -> None:
         self.landing = landing
         self._open = open_sending
-        self._ways: dict[str, Way] = {}
+        self._ways: dict[str, SendingWay] = {}
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="moves")
 
     async def in_thread(self, do: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
-    def way(self, offer: str) -> Way:
-        return self._ways.setdefault(offer, Way())
+    def way(self, offer: str) -> SendingWay:
+        return self._ways.setdefault(offer, SendingWay())
 
-    async def room(self, way: Way, offer: str, num_bytes: int) -> memoryview:
+    async def room(self, way: SendingWay, offer: str, num_bytes: int) -> memoryview:
         """With the way's lock held. Raises LinkError; then the next one opens it anew."""
 
         sending = way.sending
@@ -57,7 +57,7 @@ class Links:
 
         return await self.in_thread(open_and_ask)
 
-    async def send(self, way: Way, key: str, num_bytes: int) -> None:
+    async def send(self, way: SendingWay, key: str, num_bytes: int) -> None:
         """What was packed into its room. Raises LinkError."""
         sending = way.sending
         assert sending is not None, "nothing was packed"
@@ -66,7 +66,7 @@ class Links:
         else:
             await self.in_thread(lambda: sending.send(key, num_bytes))
 
-    def drop(self, way: Way, offer: str) -> None:
+    def drop(self, way: SendingWay, offer: str) -> None:
         """It failed."""
         self._ways.pop(offer, None)
         sending, way.sending = way.sending, None

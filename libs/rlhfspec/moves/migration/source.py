@@ -38,7 +38,7 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedKV:
     """Lies at the link, or is on its way there. `is_last`: nothing more was there to be sent at that moment."""
 
     kv: bytes
@@ -84,11 +84,11 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class SourceTick:
     """Time went by."""
 
 
-Event = Described | Packed | Detached | Failed | Heard | Silence | GiveUp | Tick
+Event = Described | PackedKV | Detached | Failed | Heard | Silence | GiveUp | SourceTick
 
 
 # ---- what is to be done ---------------------------------------------------------------------------------------------
@@ -144,25 +144,25 @@ class LetGo:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Notify:
     """A message whose reply nobody waits for."""
 
     message: Told
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class MoveEnd:
     how: How
     reason: str = ""
     num_rounds: int = 0
     num_recomputed: int = 0
 
 
-Action = Describe | Tell | Pack | Detach | Wait | Reattach | LetGo | Part | End
+Action = Describe | Tell | Pack | Detach | Wait | Reattach | LetGo | Notify | MoveEnd
 State = Literal["describing", "reserving", "packing", "copying", "detaching", "doubt", "over"]
 
 
-class Source:
+class MoveSource:
     def __init__(
         self,
         move: str,
@@ -182,7 +182,7 @@ class Source:
         self._number = 0
         self._attempts = 0
         self._mark, self._offer = b"", ""
-        self._sent: Packed | None = None
+        self._sent: PackedKV | None = None
         self._keys = 0
         self._rounds, self._ranges = 0, 0  # whole rounds, and ranges of the present one
         self._since = 0.0  # in doubt
@@ -233,9 +233,9 @@ class Source:
             case "reserving", Heard(messages.Reserved(mark=mark, offer=offer)):
                 self._mark, self._offer = mark, offer
                 return self._copy() if self._has_kv else self._detach()
-            case "packing", Packed(num_bytes=0):
+            case "packing", PackedKV(num_bytes=0):
                 return self._detach()
-            case "packing", Packed():
+            case "packing", PackedKV():
                 self.state, self._sent = "copying", event
                 message = messages.Range(**self._head(), kv=event.kv, key=self.key, num_bytes=event.num_bytes)
                 return [Tell(message)]
@@ -298,19 +298,19 @@ class Source:
             case Heard(messages.Taken(num_recomputed=recomputed)):
                 self.state = "over"
                 how: How = "kv" if self._has_kv and not recomputed else "tokens"
-                settled = Part(messages.Settled(**self._head()))
-                return [LetGo(is_known=True), settled, End(how, "", self._rounds, recomputed)]
+                settled = Notify(messages.Settled(**self._head()))
+                return [LetGo(is_known=True), settled, MoveEnd(how, "", self._rounds, recomputed)]
             case Heard(messages.Refused(field=field, reason=reason)):
                 return [Reattach(), *self._keep(f"{field}: {reason}")]
             case _ if now - self._since >= DOUBT_SECONDS:  # from here on Gone says nothing: it may have been passed on
                 self.state = "over"
-                return [LetGo(is_known=False), End("lost", "nobody said whether it was taken", self._rounds)]
+                return [LetGo(is_known=False), MoveEnd("lost", "nobody said whether it was taken", self._rounds)]
             case GiveUp(reason):
                 self.state = "over"
-                return [LetGo(is_known=False), End("lost", reason, self._rounds)]
+                return [LetGo(is_known=False), MoveEnd("lost", reason, self._rounds)]
             case Heard(messages.Gone()):
                 return [Reattach(), *self._keep("the destination is no more")]
-            case Tick():
+            case SourceTick():
                 return [Tell(messages.Ask(**self._head()))]
             case Heard(messages.Unknown()) | Silence():
                 return [Wait(ASK_SECONDS)]
@@ -332,11 +332,11 @@ class Source:
 
     def _parting(self) -> list[Action]:
         """The destination need not wait for its lease to run out."""
-        return [Part(messages.Abort(**self._head()))] if self._number else []
+        return [Notify(messages.Abort(**self._head()))] if self._number else []
 
     def _keep(self, reason: str) -> list[Action]:
         self.state = "over"
-        return [End("kept", reason, self._rounds)]
+        return [MoveEnd("kept", reason, self._rounds)]
 
     def _head(self) -> dict[str, Any]:
         source, destination = self._ends

@@ -18,15 +18,15 @@ from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.base import Custody
 from rlhfspec.moves.migration.destination import (
     Action,
-    Answer,
     Arrived,
     Copy,
     Destination,
+    DestinationTick,
     Done,
     Free,
     Keep,
+    SendReply,
     Take,
-    Tick,
 )
 from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.moves.migration.progress import progress_of
@@ -56,7 +56,7 @@ class Taking:
         self._clock = clock
         self._lines: dict[str, tuple[asyncio.Lock, int]] = {}  # by sample, and how many stand there
         self._freeing: dict[str, asyncio.Future[bool]] = {}
-        self._waits: dict[str, tuple[messages.Message, asyncio.Event]] = {}  # for the link; or is it given up?
+        self._waits: dict[str, tuple[messages.MoveMessage, asyncio.Event]] = {}  # for the link; or is it given up?
         self._ticking: asyncio.Task[None] | None = None
 
     @property
@@ -74,7 +74,7 @@ class Taking:
             while True:
                 freed = self._free(actions)
                 last = actions[-1]
-                if isinstance(last, Answer):
+                if isinstance(last, SendReply):
                     await freed
                     return self._said(last.reply)
                 assert not isinstance(last, Free), "every message has an answer"
@@ -222,7 +222,7 @@ class Taking:
     async def _tick(self) -> None:
         while True:
             await self._clock.sleep(TICK_SECONDS)
-            await self._free(self.machine.on(Tick(), self._clock.now()))
+            await self._free(self.machine.on(DestinationTick(), self._clock.now()))
 
     @asynccontextmanager
     async def _in_line(self, sample: str) -> AsyncIterator[None]:

@@ -5,7 +5,7 @@ observations that are made up from a prior (the fleet's curve, or a guess of the
 what was really seen, and weigh little beside steps of different B.
 
 Example:
-    >>> curve = Curve()
+    >>> curve = LearnedCurve()
     >>> for _ in range(200):
     ...     curve.learn(4, 0.0103); curve.learn(32, 0.0206)
     >>> round(curve.step_seconds, 4), round(curve.sequence_seconds, 5)
@@ -25,7 +25,7 @@ _FEW = 16  # observations, before any can be called an outlier
 _MOST_TIMES = 4.0  # what was expected: a step in which the process was stopped is no news of the engine
 
 
-class Curve:
+class LearnedCurve:
     """`prior`: (step_seconds, sequence_seconds); only their ratio counts."""
 
     def __init__(self, prior: tuple[float, float] = _GUESS) -> None:

@@ -11,7 +11,7 @@ for more. Whenever fewer were too few, the next time fewer needs twice as many s
 
 Example: 64 answers of 200 tokens, one generator of 16 rows.
 
-    >>> outlook = Outlook(step_seconds=0.01, sequence_seconds=0.001, tokens=12_800.0, longest=200.0, rows=16)
+    >>> outlook = StageOutlook(step_seconds=0.01, sequence_seconds=0.001, tokens=12_800.0, longest=200.0, rows=16)
     >>> [round(outlook.seconds(number), 1) for number in (1, 2, 4, 8)]
     [20.8, 10.4, 5.2, 3.6]
     >>> worth(outlook, 1, least=1, most=8)
@@ -33,7 +33,7 @@ START_SECONDS = 30.0  # that another generator may take until it helps: a long s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class StageOutlook:
     """What is left of a stage, at whatever generator it is or will be."""
 
     step_seconds: float  # of the usual engine
@@ -53,7 +53,7 @@ class Outlook:
         return self.step_seconds * steps + shared / num_generators
 
 
-def worth(outlook: Outlook, wanted: int, *, least: int, most: int) -> int:
+def worth(outlook: StageOutlook, wanted: int, *, least: int, most: int) -> int:
     """How many would pay where so many are wanted: several more, or one less."""
     number = min(max(wanted, least), most)
     while number < most and outlook.seconds(number + 1) <= (1 - MORE_SHARE) * outlook.seconds(number):
@@ -80,15 +80,15 @@ class Elastic:
         self._began_looking_at: float | None = None
         self._num_stages = 0
         self._stage = -1
-        self._greatest: Outlook | None = None
+        self._greatest: StageOutlook | None = None
         self._is_whole = False  # the stage was seen from its beginning
         self._began_at = 0.0
-        self._stages: deque[Outlook] = deque(maxlen=MOST_STAGES)  # since the last change
+        self._stages: deque[StageOutlook] = deque(maxlen=MOST_STAGES)  # since the last change
         self._changed_at = -COOLDOWN_SECONDS
         self._patience = STAGES_FOR_FEWER
         self._was_lowered = False
 
-    def learn(self, stage: int, outlook: Outlook, now: float, *, num_generators: int) -> Wanted | None:
+    def learn(self, stage: int, outlook: StageOutlook, now: float, *, num_generators: int) -> Wanted | None:
         """stage: a number that grows. num_generators: that there are; some may still be starting. None: too early."""
         self._begin(now, num_generators)
         if stage > self._stage:
@@ -129,17 +129,17 @@ class Elastic:
             if fewer < number:
                 self._change(fewer, seen[-1], now)
 
-    def _look_at_a_long_stage(self, outlook: Outlook, now: float) -> None:
+    def _look_at_a_long_stage(self, outlook: StageOutlook, now: float) -> None:
         if now - self._began_at < LONG_STAGE_SECONDS or now - self._changed_at < COOLDOWN_SECONDS:
             return
         number, more = self._wanted.number, self._worth(outlook)
         if more > number and outlook.seconds(number) - outlook.seconds(more) > START_SECONDS:
             self._change(more, outlook, now)
 
-    def _worth(self, outlook: Outlook) -> int:
+    def _worth(self, outlook: StageOutlook) -> int:
         return worth(outlook, self._wanted.number, least=self._least, most=self._most)
 
-    def _change(self, number: int, outlook: Outlook, now: float) -> None:
+    def _change(self, number: int, outlook: StageOutlook, now: float) -> None:
         before = self._wanted.number
         if number > before and self._was_lowered:
             self._patience = min(2 * self._patience, MOST_STAGES)

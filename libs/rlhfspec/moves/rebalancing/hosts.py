@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhfspec.common.arrays import BoolArray, Floats
 from rlhfspec.moves.rebalancing.fleet import Fleet, Ints
-from rlhfspec.moves.rebalancing.settings import Settings
+from rlhfspec.moves.rebalancing.settings import PlannerSettings
 
 _ALIKE = 0.97  # alone, an engine that takes this share of its time among others shares nothing worth knowing
 
@@ -30,7 +30,7 @@ class Running:
     apart: Ints  # [N]: its host, where that keeps to itself; else -1
 
 
-def engines_to_run(fleet: Fleet, settings: Settings) -> Running:
+def engines_to_run(fleet: Fleet, settings: PlannerSettings) -> Running:
     """Nothing closes where engines share and cost nothing, where versions differ, or where the rest lacks room."""
     closing, kept = np.zeros(fleet.num_generators, bool), np.zeros(fleet.num_generators, np.int64)
     apart = np.full(fleet.num_generators, -1)
@@ -47,7 +47,7 @@ def engines_to_run(fleet: Fleet, settings: Settings) -> Running:
     return Running(step, sequence, closing, kept, apart)
 
 
-def _hosts_to_ask(fleet: Fleet, settings: Settings) -> Ints:
+def _hosts_to_ask(fleet: Fleet, settings: PlannerSettings) -> Ints:
     """Those with several engines that are worth a thought."""
     staying = ~fleet.is_leaving
     hosts, place = np.unique(fleet.host[staying], return_inverse=True)
@@ -64,7 +64,7 @@ def _hosts_to_ask(fleet: Fleet, settings: Settings) -> Ints:
     return np.asarray(hosts[several & gains & (oldest == newest) & is_busy])
 
 
-def _best_number(fleet: Fleet, engines: Ints, total: Floats, longest: Floats, settings: Settings) -> int:
+def _best_number(fleet: Fleet, engines: Ints, total: Floats, longest: Floats, settings: PlannerSettings) -> int:
     """Of engines that run; as many as now unless another number is clearly better."""
     now = max(int((total > 0).sum()), 1)
     costs = [
@@ -77,7 +77,7 @@ def _best_number(fleet: Fleet, engines: Ints, total: Floats, longest: Floats, se
     return best if costs[best - 1] < costs[now - 1] * (1 - settings.consolidating_share) else now
 
 
-def _cost(fleet: Fleet, engines: Ints, number: int, total: float, longest: float, settings: Settings) -> float:
+def _cost(fleet: Fleet, engines: Ints, number: int, total: float, longest: float, settings: PlannerSettings) -> float:
     step, sequence = _curves(fleet, engines, number)
     seconds = step.mean() * longest + sequence.mean() * max(longest, total / number)
     return float(seconds * (1 + settings.engine_cost * number))

@@ -37,16 +37,16 @@ from rlhfspec.moves.rebalancing.planned import (
     NO_GAIN,
     NONE_MAY,
     Notes,
-    Planned,
+    PlannedMoves,
 )
-from rlhfspec.moves.rebalancing.settings import STANDARD, Settings
+from rlhfspec.moves.rebalancing.settings import STANDARD, PlannerSettings
 
 _A_LITTLE = 1e-4  # of an end: less is no gain
 _MOST_HANDED_OVER = 4096  # a plan
 _Entry = tuple[float, float, int, int]  # a place: its end, what breaks ties, which it is
 
 
-def plan(fleet: Fleet, now: float, settings: Settings = STANDARD) -> Planned:
+def plan(fleet: Fleet, now: float, settings: PlannerSettings = STANDARD) -> PlannedMoves:
     """`now`: seconds on the clock of `fleet.moved_at`."""
     state = _State(fleet, now, settings)
     state.hand_over(fleet.is_leaving, LEAVING, state.version)
@@ -69,7 +69,7 @@ class _Pairs(NamedTuple):
 class _State:
     """The fleet as it will be after the moves so far."""
 
-    def __init__(self, fleet: Fleet, now: float, settings: Settings) -> None:
+    def __init__(self, fleet: Fleet, now: float, settings: PlannerSettings) -> None:
         self.fleet, self.settings = fleet, settings
         running = engines_to_run(fleet, settings)
         self.step, self.sequence = running.step_seconds, running.sequence_seconds
@@ -264,7 +264,7 @@ class _State:
 
     # -- and what comes of it ---------------------------------------------------------------------------------
 
-    def planned(self) -> Planned:
+    def planned(self) -> PlannedMoves:
         dry = np.flatnonzero((self.num_sequences == 0) & ~self.fleet.is_leaving)
         latest = float(self.ends.max(initial=0.0))
         goes_on = latest > self.settings.scoring_seconds or not latest  # all are dry: it is others who are awaited

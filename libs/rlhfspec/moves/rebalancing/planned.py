@@ -28,7 +28,7 @@ class Verdicts:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedMoves:
     """[P] moves, by index into the fleet; [N] ends before and after; why not."""
 
     sequence: Ints
@@ -106,10 +106,10 @@ class Notes:
 
     def planned(
         self, before: Floats, after: Floats, is_closing: BoolArray, num_kept: Ints, dry: Ints, advice: tuple[str, ...]
-    ) -> Planned:
+    ) -> PlannedMoves:
         sequence, source, destination, gain, why = (_joined(self._moves, index) for index in range(5))
         verdicts = Verdicts(*(_joined(self._pairs, index) for index in range(5)))
-        return Planned(
+        return PlannedMoves(
             sequence, source, destination, gain, why, verdicts, before, after, is_closing, num_kept, dry, advice
         )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PlannerSettings:
     pause_seconds: float = 0.02  # of one move: about a step of the destination and 5 ms
     num_rounds: int = 4  # so many moves a generator and plan
     least_share: float = 0.05  # two whose ends differ by less of the later end are alike
@@ -18,4 +18,4 @@ class Settings:
     scoring_seconds: float = 1.0  # a generator that stays dry for longer may do other work
 
 
-STANDARD = Settings()
+STANDARD = PlannerSettings()

@@ -56,7 +56,7 @@ from rlhfspec.training.modeling import lora
 from rlhfspec.training.modeling.critic import Critic, load_critic
 from rlhfspec.training.modeling.loading import load_policy
 from rlhfspec.training.modeling.log_probs import PolicyForward, TorchForward
-from rlhfspec.training.modeling.packed import Packed, pack_sequences
+from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 
 log = logging.getLogger("rlhfspec.training.learning")
 
@@ -286,7 +286,7 @@ class Learner:
         first, last = (rollouts.ids[sample] for sample in (mini.samples[0], mini.samples[-1]))
         return f"the gradient of samples {first} to {last} together is not finite"
 
-    def _packed(self, rollouts: Rollouts, samples: Sequence[int]) -> Packed:
+    def _packed(self, rollouts: Rollouts, samples: Sequence[int]) -> PackedRow:
         tokens = torch.split(rollouts.token_ids[_tokens(rollouts, samples)], rollouts.lengths[list(samples)].tolist())
         prompts = [rollouts.prompt_token_ids[sample] for sample in samples]
         answers = [part.tolist() for part in tokens]

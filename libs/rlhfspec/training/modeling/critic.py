@@ -26,7 +26,7 @@ from rlhfspec.models.huggingface.anatomy import examine
 from rlhfspec.models.huggingface.causal_lm import CausalLM, within_positions
 from rlhfspec.models.huggingface.loading import LOAD_ERRORS, refuse_other_weights
 from rlhfspec.training.modeling.loading import load_causal_lm, prepared
-from rlhfspec.training.modeling.packed import Packed, hidden_states
+from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
 _FILE = "critic.safetensors"
 
@@ -42,7 +42,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.score.weight)
         nn.init.zeros_(self.score.bias)
 
-    def forward(self, batch: Packed) -> torch.Tensor:
+    def forward(self, batch: PackedRow) -> torch.Tensor:
         """Values [t], float32, of the states before each response token."""
         hidden = hidden_states(self.trunk, self.attentions, batch)
         with torch.autocast(hidden.device.type, enabled=False):  # a value has few significant digits to lose

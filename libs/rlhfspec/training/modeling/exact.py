@@ -46,12 +46,20 @@ from rlhfspec.models.huggingface.casting import Precision, precision_of, round_p
 from rlhfspec.models.huggingface.causal_lm import anatomy_of
 from rlhfspec.models.huggingface.check import OWN_BITS, keep_report, report_of
 from rlhfspec.models.huggingface.probes import Probe
-from rlhfspec.models.huggingface.reference import TOLERANCES, Answer, ExpertChoices, Reference, Rounding, ask, same_bits
+from rlhfspec.models.huggingface.reference import (
+    TOLERANCES,
+    ExpertChoices,
+    ProbeResult,
+    Reference,
+    Rounding,
+    ask,
+    same_bits,
+)
 from rlhfspec.training.modeling import packed
 from rlhfspec.training.modeling.exact_functions import exact, exact_log_probs, stored
 from rlhfspec.training.modeling.exact_modules import ExactModules
 from rlhfspec.training.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
-from rlhfspec.training.modeling.packed import Packed, Part
+from rlhfspec.training.modeling.packed import PackedRow, RowPart
 from rlhfspec.training.modeling.probed import answers, every_row, probes_of, random_keys
 
 ATTENTION_NAME = "rlhfspec_exact"
@@ -102,20 +110,20 @@ class ExactForward(TorchForward):
         self.modules_on_kernels = ExactModules(self.parts, precision, arithmetic=arithmetic, max_context=max_context)
         self._split = attention_split
         self._cache = _Scratch(kept_as, *cache_shape(self.parts.anatomy.attentions))
-        self._row: _Row | None = None
+        self._row: _AttentionRow | None = None
         self._packed_versions: list[int] | None = None
         AttentionInterface.register(ATTENTION_NAME, attend)
         self.model.set_attn_implementation(ATTENTION_NAME)
         use_eager_experts(self.model)
         self._prove(probes, reference)
 
-    def forward(self, batch: Packed, *, entropy_gradient: bool = False) -> TokenLogProbs:
+    def forward(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs:
         if torch.is_autocast_enabled("cpu"):
             raise InvalidRequest("training.autocast", "bfloat16", "must be off with training.exactOnPolicy")
         self._repack_if_changed()
         return super().forward(batch, entropy_gradient=entropy_gradient)
 
-    def hidden(self, batch: Packed) -> torch.Tensor:
+    def hidden(self, batch: PackedRow) -> torch.Tensor:
         with self._laid_out(batch.parts):
             return super().hidden(batch)
 
@@ -141,8 +149,8 @@ class ExactForward(TorchForward):
             self._packed_versions = versions
 
     @contextmanager
-    def _laid_out(self, parts: tuple[Part, ...]) -> Iterator[None]:
-        self._row = _Row.of(parts, self.parts.anatomy.attentions)
+    def _laid_out(self, parts: tuple[RowPart, ...]) -> Iterator[None]:
+        self._row = _AttentionRow.of(parts, self.parts.anatomy.attentions)
         token = _running.set(self)
         try:
             yield
@@ -190,12 +198,12 @@ class ExactForward(TorchForward):
         )  # fmt: skip
         keep_report(self.model, report)
 
-    def _answers(self, probes: Sequence[Probe]) -> list[Answer]:
+    def _answers(self, probes: Sequence[Probe]) -> list[ProbeResult]:
         """All of the probes in one packed row."""
         batch = every_row(probes)
         with random_keys(self.model, probes, attend), ExpertChoices() as choices:
             found = answers(self.parts.logits(self.hidden(batch)), batch)
-        return found if len(probes) > 1 else [Answer(found[0].logits, choices.made)]
+        return found if len(probes) > 1 else [ProbeResult(found[0].logits, choices.made)]
 
 
 def _rounded_reference(model: Any, probes: Sequence[Probe], precision: Precision, arithmetic: str) -> Reference:
@@ -221,16 +229,16 @@ def _check_possible(model: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _AttentionRow:
     """Who sees whom in a packed row, as the engine's attention kernel reads it, and which attention comes next."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RowPart, ...]
     num_tokens: int
     meta: AttentionMeta
     coming: Iterator[AttentionSpec]
 
     @classmethod
-    def of(cls, parts: tuple[Part, ...], attentions: tuple[AttentionSpec, ...]) -> _Row:
+    def of(cls, parts: tuple[RowPart, ...], attentions: tuple[AttentionSpec, ...]) -> _AttentionRow:
         """The KV of part i is at its tokens' own places; an answer's table of slots begins with its prompt's."""
         lengths = [part.length for part in parts]
         slots = np.arange(sum(lengths), dtype=np.int32)

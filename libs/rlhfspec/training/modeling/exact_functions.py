@@ -33,7 +33,7 @@ def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedLinear) -> Tensor:
     """x [..., K], weight [N, K] (the parameter that `packed` holds in its own layout) -> [..., N]."""
-    return _apply(_Linear, x, weight, bias, packed)
+    return _apply(_ExactLinear, x, weight, bias, packed)
 
 
 def exact_gated_mlp(
@@ -72,7 +72,7 @@ def _read(x: Tensor, arithmetic: str) -> Tensor:
     return stored(x, torch.bfloat16 if arithmetic in _ROUNDING_ARITHMETICS else torch.float32)
 
 
-class _Linear(torch.autograd.Function):
+class _ExactLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedLinear) -> Tensor:
         ctx.save_for_backward(x, weight)

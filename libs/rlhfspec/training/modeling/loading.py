@@ -25,7 +25,7 @@ from rlhfspec.models.huggingface.casting import Precision, cast, precision_of, r
 from rlhfspec.models.huggingface.causal_lm import CausalLM, within_positions
 from rlhfspec.models.huggingface.check import BITS_BY_COMPANY, ModelReport, keep_report
 from rlhfspec.models.huggingface.loading import load_model
-from rlhfspec.models.huggingface.reference import TOLERANCES, Answer, FollowedChoices, Reference, Rounding, ask
+from rlhfspec.models.huggingface.reference import TOLERANCES, FollowedChoices, ProbeResult, Reference, Rounding, ask
 from rlhfspec.models.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.training.modeling.packed import attend, hidden_states, use_packed_attention
 from rlhfspec.training.modeling.probed import answers, every_row, probes_of, random_keys
@@ -94,7 +94,7 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
 
 
 @torch.no_grad()
-def _packed_answers(model: Any, reference: Reference) -> list[Answer]:
+def _packed_answers(model: Any, reference: Reference) -> list[ProbeResult]:
     parts, batch = CausalLM(model), every_row(reference.probes)
     try:
         with random_keys(model, reference.probes, attend), FollowedChoices(reference.choices):

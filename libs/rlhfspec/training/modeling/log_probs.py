@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhfspec.models.huggingface.causal_lm import CausalLM
-from rlhfspec.training.modeling.packed import Packed, hidden_states
+from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
 _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32; more are computed in parts, and again in the backward pass
 
@@ -41,7 +41,7 @@ class TokenLogProbs:
 class PolicyForward(Protocol):
     """Computes the policy's log-probs. The model is the one being trained; its parameters receive the gradients."""
 
-    def __call__(self, batch: Packed, *, entropy_gradient: bool = False) -> TokenLogProbs: ...
+    def __call__(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs: ...
 
     def weights_changed(self) -> None:
         """The optimizer changed the parameters: drop what was derived from them."""
@@ -57,7 +57,7 @@ class TorchForward(nn.Module):
         self.parts = CausalLM(model)
         self.temperature = temperature
 
-    def forward(self, batch: Packed, *, entropy_gradient: bool = False) -> TokenLogProbs:
+    def forward(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs:
         hidden = self.hidden(batch)  # [t, hidden]
         size = max(1, _LOGITS_AT_A_TIME // self.parts.anatomy.vocab_size)
         if len(hidden) <= size:
@@ -71,7 +71,7 @@ class TorchForward(nn.Module):
     def weights_changed(self) -> None:
         """Nothing is derived from the parameters here."""
 
-    def hidden(self, batch: Packed) -> torch.Tensor:
+    def hidden(self, batch: PackedRow) -> torch.Tensor:
         return hidden_states(self.parts.trunk, self.parts.anatomy.attentions, batch)
 
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:

@@ -47,7 +47,7 @@ ATTENTION_NAME = "rlhfspec_packed"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowPart:
     """Tokens that stand together in a row: a sequence, a prompt that answers share, or one of those answers."""
 
     length: int
@@ -55,12 +55,12 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedRow:
     """T tokens of whole sequences in one row, and the t response tokens that they predict."""
 
     token_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T]
-    parts: tuple[Part, ...]  # T tokens together
+    parts: tuple[RowPart, ...]  # T tokens together
     predicting: torch.Tensor  # [t] places in the row; a shared prompt's last one once for each of its answers
     targets: torch.Tensor  # [t] the response tokens, sequence by sequence
 
@@ -68,8 +68,8 @@ class Packed:
     def lengths(self) -> tuple[int, ...]:
         return tuple(part.length for part in self.parts)
 
-    def to(self, device: torch.device) -> Packed:
-        return Packed(
+    def to(self, device: torch.device) -> PackedRow:
+        return PackedRow(
             token_ids=self.token_ids.to(device),
             position_ids=self.position_ids.to(device),
             parts=self.parts,
@@ -80,7 +80,7 @@ class Packed:
 
 def pack_sequences(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], *, share_prompts: bool = False
-) -> Packed:
+) -> PackedRow:
     """Prompts and responses of one or more tokens each, in the order given.
 
     share_prompts: neighbours with the same prompt have it once. One that has no such neighbour is laid out as ever.
@@ -88,7 +88,7 @@ def pack_sequences(
     row = _RowWriter()
     for prompt, answers in _groups(zip(map(tuple, prompts), responses, strict=True), share_prompts):
         row.add_group(prompt, answers)
-    return Packed(
+    return PackedRow(
         token_ids=torch.tensor([row.token_ids]),
         position_ids=torch.tensor([row.position_ids]),
         parts=tuple(row.parts),
@@ -114,7 +114,7 @@ class _RowWriter:
 
     token_ids: list[int] = field(default_factory=list)
     position_ids: list[int] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[RowPart] = field(default_factory=list)
     predicting: list[int] = field(default_factory=list)
 
     def add_group(self, prompt: tuple[int, ...], answers: list[Sequence[int]]) -> None:
@@ -135,7 +135,7 @@ class _RowWriter:
             first = 0 if behind is None else self.parts[behind].length
             self.token_ids.extend(tokens)
             self.position_ids.extend(range(first, first + len(tokens)))
-            self.parts.append(Part(len(tokens), behind))
+            self.parts.append(RowPart(len(tokens), behind))
         return start
 
 
@@ -149,7 +149,7 @@ def use_packed_attention(model: Any) -> None:
 class RowLayout:
     """Which sequences a packed row holds, and which attention of the forward comes next."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RowPart, ...]
     coming: Iterator[AttentionSpec]
 
 
@@ -157,7 +157,7 @@ _layout: ContextVar[RowLayout | None] = ContextVar("layout of the packed row tha
 
 
 @contextmanager
-def forward_layout(parts: tuple[Part, ...], attentions: tuple[AttentionSpec, ...]) -> Iterator[None]:
+def forward_layout(parts: tuple[RowPart, ...], attentions: tuple[AttentionSpec, ...]) -> Iterator[None]:
     """How the row is laid out that runs inside, once; each thread has its own."""
     token = _layout.set(RowLayout(parts, iter(attentions)))
     try:
@@ -166,7 +166,7 @@ def forward_layout(parts: tuple[Part, ...], attentions: tuple[AttentionSpec, ...
         _layout.reset(token)
 
 
-def hidden_states(trunk: Any, attentions: tuple[AttentionSpec, ...], batch: Packed) -> torch.Tensor:
+def hidden_states(trunk: Any, attentions: tuple[AttentionSpec, ...], batch: PackedRow) -> torch.Tensor:
     """The trunk's output for the rows that predict. Returns [t, hidden]."""
     with forward_layout(batch.parts, attentions):
         output = run_trunk(trunk, batch.token_ids, batch.position_ids)
@@ -187,7 +187,7 @@ def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
 
 
 def row_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: tuple[Part, ...], spec: AttentionSpec,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: tuple[RowPart, ...], spec: AttentionSpec,
     scale: float, softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Each sequence of a packed row over itself. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""

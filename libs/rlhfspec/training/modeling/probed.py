@@ -26,8 +26,8 @@ from rlhfspec.models.huggingface.attention import AttentionSpec, as_before
 from rlhfspec.models.huggingface.audit import not_audited
 from rlhfspec.models.huggingface.causal_lm import anatomy_of
 from rlhfspec.models.huggingface.probes import Probe, choose_without_cache, random_past
-from rlhfspec.models.huggingface.reference import Answer
-from rlhfspec.training.modeling.packed import Packed, pack_sequences
+from rlhfspec.models.huggingface.reference import ProbeResult
+from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 
 _NAME = "rlhfspec_probed"
 
@@ -38,15 +38,15 @@ def probes_of(model: Any, max_context: int) -> tuple[Probe, ...]:
     return choose_without_cache(anatomy_of(model), model.config, max_context, num_token_ids)
 
 
-def every_row(probes: Sequence[Probe]) -> Packed:
+def every_row(probes: Sequence[Probe]) -> PackedRow:
     """The probes in one packed row that keeps the output of every token (its last response token is never run)."""
     row = pack_sequences([probe.tokens[:1] for probe in probes], [(*probe.tokens[1:], 0) for probe in probes])
     return replace(row, position_ids=torch.tensor([list(chain.from_iterable(probe.positions for probe in probes))]))
 
 
-def answers(logits: torch.Tensor, batch: Packed) -> list[Answer]:
+def answers(logits: torch.Tensor, batch: PackedRow) -> list[ProbeResult]:
     """Of each sequence of a row that keeps every token's logits."""
-    return [Answer(rows, []) for rows in torch.split(logits, list(batch.lengths))]
+    return [ProbeResult(rows, []) for rows in torch.split(logits, list(batch.lengths))]
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from rlhfspec.errors import MalformedRecord, StorageError, WeightsVersionError
 from rlhfspec.messages.records import Role, Weights
 from rlhfspec.training.weights.base import StateDict, not_kept, weights_record
 from rlhfspec.training.weights.kept import KeptVersions
-from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, Header, machine_memory
+from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, WeightsHeader, machine_memory
 
 SCHEME = "broadcast:"
 BUCKET_BYTES = 64 << 20
@@ -81,12 +81,12 @@ class BroadcastWeightStore:
         if not is_right:
             raise StorageError(record.uri, f"the bytes that came are not those of digest {header.digest}")
 
-    def _header(self) -> Header:
+    def _header(self) -> WeightsHeader:
         size = int(self._broadcast(torch.zeros(1, dtype=torch.int64))[0])
         if not 0 <= size <= MAX_HEADER_BYTES:
             raise MalformedRecord(f"header of weights: {size} bytes")
         content = self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy().tobytes()
-        return Header.parse(content, max_bytes=self._max_bytes)
+        return WeightsHeader.parse(content, max_bytes=self._max_bytes)
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """In buckets, in place."""

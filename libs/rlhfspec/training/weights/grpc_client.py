@@ -13,9 +13,9 @@ import grpc
 from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.errors import MalformedRecord
 from rlhfspec.messages.records import Weights
-from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, Answer, Request, parse
+from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, WeightsAnswer, WeightsRequest, parse
 from rlhfspec.training.weights.kept import Version
-from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, Header
+from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, WeightsHeader
 
 TICK_SECONDS = 0.25
 OPTIONS = (
@@ -25,7 +25,7 @@ OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class FetchOutcome:
     """`whole`: all bytes are there. `wrong`: they, or what was said of them, are not what was announced."""
 
     kind: Literal["whole", "ask", "missing", "busy", "failed", "wrong", "other"]
@@ -58,7 +58,9 @@ class GrpcWeightClient:
         self._options = (*OPTIONS, *([("grpc.ssl_target_name_override", server_name)] if server_name else []))
         self._max_bytes = max_bytes
 
-    def take(self, address: str, request: Request, record: Weights, version: Version, patience: Patience) -> Outcome:
+    def take(
+        self, address: str, request: WeightsRequest, record: Weights, version: Version, patience: Patience
+    ) -> FetchOutcome:
         """Into `version`, after what is there already."""
         with self._channel(address) as channel:
             call = channel.unary_stream(f"/{SERVICE}/{METHOD}")(request.model_dump_json().encode())
@@ -66,22 +68,22 @@ class GrpcWeightClient:
                 try:
                     return self._receive(_signs_of_life(call, watch), record, version)
                 except MalformedRecord as error:
-                    return Outcome(kind="wrong", problem=f"{address}: {error.problem}")
+                    return FetchOutcome(kind="wrong", problem=f"{address}: {error.problem}")
                 except grpc.RpcError:
                     reason = watch.gave_up or f"{call.code().name.lower()}: {call.details()}"
-                    return Outcome(kind="failed", problem=f"{address}: {reason}")
+                    return FetchOutcome(kind="failed", problem=f"{address}: {reason}")
                 finally:
                     call.cancel()
 
-    def _receive(self, messages: Iterator[bytes], record: Weights, version: Version) -> Outcome:
-        answer = parse(Answer, next(messages, b""))
+    def _receive(self, messages: Iterator[bytes], record: Weights, version: Version) -> FetchOutcome:
+        answer = parse(WeightsAnswer, next(messages, b""))
         if answer.kind != "weights":
-            return Outcome(kind=answer.kind, peer=answer.peer, have=answer.have)
-        header = Header.parse(next(messages, b""), max_bytes=self._max_bytes)
+            return FetchOutcome(kind=answer.kind, peer=answer.peer, have=answer.have)
+        header = WeightsHeader.parse(next(messages, b""), max_bytes=self._max_bytes)
         if (header.job, header.role, header.version) != (record.job, record.role, record.version):
             raise MalformedRecord(f"these are {header.job}/{header.role}/{header.version}"[:200])
         if header.digest != record.digest:
-            return Outcome(kind="other", problem=f"holds weights of digest {header.digest}, not {record.digest}")
+            return FetchOutcome(kind="other", problem=f"holds weights of digest {header.digest}, not {record.digest}")
         if version.packed is None:
             version.begin(header)
         elif version.packed.header != header:
@@ -94,7 +96,7 @@ class GrpcWeightClient:
             raise MalformedRecord(f"ended after {version.num_bytes} of {header.num_bytes} bytes")
         if not version.finish():
             raise MalformedRecord(f"the bytes are not those of digest {record.digest}")
-        return Outcome(kind="whole")
+        return FetchOutcome(kind="whole")
 
     def _channel(self, address: str) -> grpc.Channel:
         target = f"dns:///{address}"  # whatever an address may look like, it is no other scheme

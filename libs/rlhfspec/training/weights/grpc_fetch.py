@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 from rlhfspec.errors import StorageError, WeightsVersionError
 from rlhfspec.messages.records import Weights
-from rlhfspec.training.weights.grpc_client import GrpcWeightClient, Outcome, Patience
-from rlhfspec.training.weights.grpc_messages import MAX_LOST, Request
+from rlhfspec.training.weights.grpc_client import FetchOutcome, GrpcWeightClient, Patience
+from rlhfspec.training.weights.grpc_messages import MAX_LOST, WeightsRequest
 from rlhfspec.training.weights.kept import KeptVersions, Version
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,8 @@ class Fetch:
         others = [peer for peer in self._peer_addresses() if peer != self._own_address]
         return any(self._take(peer, only_whole=True).kind == "whole" for peer in others)
 
-    def _take(self, address: str, *, only_whole: bool = False) -> Outcome:
-        request = Request(
+    def _take(self, address: str, *, only_whole: bool = False) -> FetchOutcome:
+        request = WeightsRequest(
             job=self._record.job,
             role=self._record.role,
             version=self._record.version,

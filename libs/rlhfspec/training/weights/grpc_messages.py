@@ -34,7 +34,7 @@ class _Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Request(_Message):
+class WeightsRequest(_Message):
     job: str = Field(max_length=253)
     role: Role
     version: int = Field(ge=0)
@@ -45,7 +45,7 @@ class Request(_Message):
     only_whole: bool = False  # do not let me wait for what you wait for
 
 
-class Answer(_Message):
+class WeightsAnswer(_Message):
     """`ask`: take it from `peer`. `missing`: the newest here is `have`. `busy`: feeding as many as it may."""
 
     kind: Literal["weights", "ask", "missing", "busy"]
@@ -58,7 +58,7 @@ M = TypeVar("M", bound=_Message)
 
 def parse(kind: type[M], content: bytes) -> M:
     """
-    >>> parse(Answer, b'{"kind": "ask", "peer": "unix:/tmp/x"}')
+    >>> parse(WeightsAnswer, b'{"kind": "ask", "peer": "unix:/tmp/x"}')
     Traceback (most recent call last):
         ...
     rlhfspec.errors.MalformedRecord: malformed record: peer: Value error, is no host:port

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 import grpc
 
 from rlhfspec.errors import MalformedRecord
-from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, Answer, Request, parse
+from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, WeightsAnswer, WeightsRequest, parse
 from rlhfspec.training.weights.kept import KeptVersions, Version
 
 log = logging.getLogger(__name__)
@@ -42,28 +42,28 @@ class GrpcWeightServer:
         request = self._accepted(content, context)
         version = self._kept.find((request.job, request.role, request.version))
         if version is None or version.state == "lost" or (request.only_whole and version.state != "whole"):
-            yield _said(Answer(kind="missing", have=self._kept.newest(request.job, request.role)))
+            yield _said(WeightsAnswer(kind="missing", have=self._kept.newest(request.job, request.role)))
             return
         if version.fanout is not None and not request.direct:
             peer = version.fanout.source(request.address, lost=request.lost)
             if peer is not None:
-                yield _said(Answer(kind="ask", peer=peer))
+                yield _said(WeightsAnswer(kind="ask", peer=peer))
                 return
         if not self._free.acquire(blocking=False):
-            yield _said(Answer(kind="busy"))
+            yield _said(WeightsAnswer(kind="busy"))
             return
         try:
-            yield _said(Answer(kind="weights"))
+            yield _said(WeightsAnswer(kind="weights"))
             yield from self._stream(version, request.offset, context)
         finally:
             self._free.release()
 
-    def _accepted(self, content: bytes, context: grpc.ServicerContext) -> Request:
+    def _accepted(self, content: bytes, context: grpc.ServicerContext) -> WeightsRequest:
         names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", [])]
         if self._readers is not None and names and not set(names).intersection(self._readers):
             self._refuse("role", context, grpc.StatusCode.PERMISSION_DENIED, f"{names[0]} may not read weights")
         try:
-            return parse(Request, content)
+            return parse(WeightsRequest, content)
         except MalformedRecord as error:
             self._refuse("malformed", context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise AssertionError("refused") from None
@@ -99,5 +99,5 @@ class GrpcWeightServer:
             yield b""
 
 
-def _said(answer: Answer) -> bytes:
+def _said(answer: WeightsAnswer) -> bytes:
     return answer.model_dump_json().encode()

@@ -11,7 +11,7 @@ from rlhfspec.messages.records import Role, Weights
 from rlhfspec.training.weights.base import StateDict, refuse_other, retired
 from rlhfspec.training.weights.buffers import Buffers
 from rlhfspec.training.weights.fanout import Fanout
-from rlhfspec.training.weights.packed import GrowingDigest, Header, Packed, pack
+from rlhfspec.training.weights.packed import GrowingDigest, PackedWeights, WeightsHeader, pack
 
 Key = tuple[str, Role, int]  # job, role, version
 State = Literal["arriving", "whole", "lost"]
@@ -24,20 +24,20 @@ class Version:
         self.key = key
         self._buffers = buffers
         self.fanout: Fanout | None = None  # of what was put here
-        self.packed: Packed | None = None
+        self.packed: PackedWeights | None = None
         self.num_bytes = 0  # that are there
         self.state: State = "arriving"
         self._changed = threading.Condition()
         self._digest: GrowingDigest | None = None
 
-    def put(self, state_dict: StateDict) -> Packed:
+    def put(self, state_dict: StateDict) -> PackedWeights:
         self.packed = pack(*self.key, state_dict, self._buffers)
         self.num_bytes, self.state, self.fanout = self.packed.header.num_bytes, "whole", Fanout()
         return self.packed
 
-    def begin(self, header: Header) -> Tensor:
+    def begin(self, header: WeightsHeader) -> Tensor:
         """Where its bytes belong."""
-        packed = Packed(header, self._buffers.take(header.num_bytes))
+        packed = PackedWeights(header, self._buffers.take(header.num_bytes))
         digest = GrowingDigest(packed)
         with self._changed:
             self.packed, self._digest = packed, digest
@@ -119,7 +119,7 @@ class KeptVersions:
         with self._lock:
             return max(self._whole(job, role), default=0)
 
-    def put(self, key: Key, state_dict: StateDict) -> Packed:
+    def put(self, key: Key, state_dict: StateDict) -> PackedWeights:
         with self._lock:
             self._make_room(key)
         version = Version(key, self._buffers)

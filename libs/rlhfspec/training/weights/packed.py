@@ -40,10 +40,10 @@ DTYPES = {
 }
 
 
-class Header(BaseModel):
+class WeightsHeader(BaseModel):
     """What goes before the bytes. Tied tensors are there once: `same_as` has the other names.
 
-    >>> Header.parse(b"{", max_bytes=1)
+    >>> WeightsHeader.parse(b"{", max_bytes=1)
     Traceback (most recent call last):
         ...
     rlhfspec.errors.MalformedRecord: malformed record: header of weights: Invalid JSON: EOF while parsing an object ...
@@ -61,7 +61,7 @@ class Header(BaseModel):
     same_as: dict[str, str] = {}
 
     @classmethod
-    def parse(cls, content: bytes, *, max_bytes: int) -> Header:
+    def parse(cls, content: bytes, *, max_bytes: int) -> WeightsHeader:
         """MalformedRecord with a reason, before anything is allocated, unless it can be believed."""
         if len(content) > MAX_HEADER_BYTES:
             raise _malformed(f"{len(content)} bytes, more than {MAX_HEADER_BYTES}")
@@ -94,17 +94,17 @@ class Header(BaseModel):
         if needed > max_bytes:
             raise _malformed(f"{needed} bytes of weights, more than the {max_bytes} that are allowed")
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[TensorPlace]:
         """Where each stored tensor lies."""
         places, at = [], 0
         for name, dtype, shape in self.tensors:
             begin = -(-at // ALIGNMENT) * ALIGNMENT
             at = begin + math.prod(shape) * DTYPES[dtype].itemsize
-            places.append(Place(name, dtype, tuple(shape), begin, at))
+            places.append(TensorPlace(name, dtype, tuple(shape), begin, at))
         return places
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -113,8 +113,8 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    header: Header
+class PackedWeights:
+    header: WeightsHeader
     buffer: Tensor  # uint8 [header.num_bytes]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ class Packed:
 class GrowingDigest:
     """modeling.digest of a buffer that fills from its beginning."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: PackedWeights) -> None:
         places = {place.name: place for place in packed.header.places()}
         named = [*places.items(), *((name, places[same]) for name, same in packed.header.same_as.items())]
         self._places = sorted(named, key=lambda item: item[0])
@@ -164,7 +164,7 @@ class GrowingDigest:
             self._at = place.begin
 
 
-def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> Packed:
+def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> PackedWeights:
     """A copy, hashed tensor by tensor while it is in the caches."""
     stored: list[tuple[str, str, list[int]]] = []
     same_as: dict[str, str] = {}
@@ -180,17 +180,17 @@ def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buf
         if dtype not in DTYPES:
             raise StorageError(f"{role}/{version}", f"tensor {name!r} is of type {dtype}, which cannot be handed out")
         stored.append((name, dtype, list(tensor.shape)))
-    header = Header.model_construct(
+    header = WeightsHeader.model_construct(
         job=job, role=role, version=version, digest="", num_bytes=0, tensors=stored, same_as=same_as
     )
     places = header.places()
     num_bytes = end_of(places)
-    packed = Packed(header.model_copy(update={"num_bytes": num_bytes}), buffers.take(num_bytes))
+    packed = PackedWeights(header.model_copy(update={"num_bytes": num_bytes}), buffers.take(num_bytes))
     growing = GrowingDigest(packed)
     for place in places:
         _view(packed.buffer, place).copy_(state_dict[place.name].detach())
         growing.advance(place.end)
-    return Packed(packed.header.model_copy(update={"digest": growing.hexdigest()}), packed.buffer)
+    return PackedWeights(packed.header.model_copy(update={"digest": growing.hexdigest()}), packed.buffer)
 
 
 def machine_memory() -> int:
@@ -198,11 +198,11 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def end_of(places: list[Place]) -> int:
+def end_of(places: list[TensorPlace]) -> int:
     return places[-1].end if places else 0
 
 
-def _view(buffer: Tensor, place: Place) -> Tensor:
+def _view(buffer: Tensor, place: TensorPlace) -> Tensor:
     return buffer[place.begin : place.end].view(DTYPES[place.dtype]).reshape(place.shape)
 
 

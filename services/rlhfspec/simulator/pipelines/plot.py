@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhfspec.simulator.pipelines.schedule import MODELS, Schedule
+from rlhfspec.simulator.pipelines.schedule import MODELS, PipelineSchedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ _COLORS = {  # a forward, a backward
 }
 
 
-def draw(schedules: Mapping[str, Schedule], path: Path, *, title: str) -> None:
+def draw(schedules: Mapping[str, PipelineSchedule], path: Path, *, title: str) -> None:
     """One panel a schedule, on one scale of time."""
     import matplotlib
 
@@ -41,7 +41,7 @@ def draw(schedules: Mapping[str, Schedule], path: Path, *, title: str) -> None:
     pyplot.close(figure)
 
 
-def _stages(axes: Axes, schedule: Schedule) -> None:
+def _stages(axes: Axes, schedule: PipelineSchedule) -> None:
     is_readable = schedule.seconds <= 100  # numbers of micro-batches in boxes as wide as a letter
     for each in schedule.placed:
         color = _COLORS[each.task.model][each.task.is_backward]

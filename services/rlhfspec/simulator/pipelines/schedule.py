@@ -9,7 +9,7 @@ under way at a place of its pipeline as 1F1B allows, so nothing waits for ever a
               rules; the shortest schedule found
 
 Example:
-    >>> case = Case(num_stages=2, num_micro_batches=4)
+    >>> case = PipelineCase(num_stages=2, num_micro_batches=4)
     >>> serial(case).seconds, search(case).seconds, case.least_seconds
     (30.0, 24.0, 24.0)
 """
@@ -27,7 +27,7 @@ NUM_RULES = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class PipelineCase:
     num_stages: int
     num_micro_batches: int
     forward_seconds: tuple[float, float] = (1.0, 1.0)  # of a micro-batch at a stage: the actor's, the critic's
@@ -63,7 +63,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedTask:
     task: Task
     stage: int
     start: float
@@ -71,9 +71,9 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    case: Case
-    placed: tuple[Placed, ...]  # by start
+class PipelineSchedule:
+    case: PipelineCase
+    placed: tuple[PlacedTask, ...]  # by start
 
     @property
     def seconds(self) -> float:
@@ -99,15 +99,15 @@ class Schedule:
 Rule = Callable[[Task], float]  # the ready task with the least is taken
 
 
-def serial(case: Case) -> Schedule:
+def serial(case: PipelineCase) -> PipelineSchedule:
     actor = run(case, _one_forward_one_backward, models=(0,))
     critic = run(case, _one_forward_one_backward, models=(1,))
     begin = max(each.end for each in actor)
-    later = [Placed(each.task, each.stage, begin + each.start, begin + each.end) for each in critic]
-    return Schedule(case, (*actor, *later))
+    later = [PlacedTask(each.task, each.stage, begin + each.start, begin + each.end) for each in critic]
+    return PipelineSchedule(case, (*actor, *later))
 
 
-def search(case: Case, *, num_rules: int = NUM_RULES, seed: int = 0) -> Schedule:
+def search(case: PipelineCase, *, num_rules: int = NUM_RULES, seed: int = 0) -> PipelineSchedule:
     """The shortest of the serial schedule and those of random rules, the later half near the best rule so far; a
     function of its arguments."""
     best, taste, drawn = serial(case), None, random.Random(seed)
@@ -115,18 +115,20 @@ def search(case: Case, *, num_rules: int = NUM_RULES, seed: int = 0) -> Schedule
         tried = Taste.drawn(drawn) if taste is None or 2 * number < num_rules else taste.like_it(drawn)
         found = run(case, tried.rule(case), give_up_at=best.seconds)
         if found:
-            best, taste = Schedule(case, tuple(found)), tried
+            best, taste = PipelineSchedule(case, tuple(found)), tried
         if best.seconds <= case.least_seconds:
             break
     return best
 
 
-def run(case: Case, rule: Rule, *, models: tuple[int, ...] = (0, 1), give_up_at: float = float("inf")) -> list[Placed]:
+def run(
+    case: PipelineCase, rule: Rule, *, models: tuple[int, ...] = (0, 1), give_up_at: float = float("inf")
+) -> list[PlacedTask]:
     """By list scheduling: no stage is idle that has something ready. Nothing where it would end at `give_up_at` or
     later."""
-    row = _Row(case, rule, models)
-    placed: list[Placed] = []
-    ending: list[tuple[float, int, Placed]] = []
+    row = _StageRow(case, rule, models)
+    placed: list[PlacedTask] = []
+    ending: list[tuple[float, int, PlacedTask]] = []
     now = 0.0
     while True:
         for begun in row.begin(now):
@@ -141,10 +143,10 @@ def run(case: Case, rule: Rule, *, models: tuple[int, ...] = (0, 1), give_up_at:
             row.end(heapq.heappop(ending)[2])
 
 
-class _Row:
+class _StageRow:
     """The stages at a moment: what each has ready, who is at work, and how many are under way at each place."""
 
-    def __init__(self, case: Case, rule: Rule, models: tuple[int, ...]) -> None:
+    def __init__(self, case: PipelineCase, rule: Rule, models: tuple[int, ...]) -> None:
         self._case, self._rule = case, rule
         self._ready: list[list[tuple[float, int, Task]]] = [[] for _ in range(case.num_stages)]
         self._idle = set(range(case.num_stages))
@@ -154,17 +156,17 @@ class _Row:
             for micro_batch in range(case.num_micro_batches):
                 self._add(Task(model, micro_batch, 0, is_backward=False))
 
-    def begin(self, now: float) -> list[Placed]:
+    def begin(self, now: float) -> list[PlacedTask]:
         begun = []
         for stage in sorted(self._idle):
             task = self._take(stage)
             if task is not None:
                 self._idle.remove(stage)
                 seconds = self._case.forward_seconds[task.model] * (BACKWARD_TIMES if task.is_backward else 1.0)
-                begun.append(Placed(task, stage, now, now + seconds))
+                begun.append(PlacedTask(task, stage, now, now + seconds))
         return begun
 
-    def end(self, placed: Placed) -> None:
+    def end(self, placed: PlacedTask) -> None:
         task = placed.task
         self._idle.add(placed.stage)
         if task.is_backward:
@@ -218,7 +220,7 @@ class Taste:
         backward, model, micro_batch, way = (weight + drawn.gauss(0, 0.2) for weight in self.weights)
         return Taste((backward, model, micro_batch, way), drawn.choice((0.02, 0.1, 0.3)), drawn.getrandbits(32))
 
-    def rule(self, case: Case) -> Rule:
+    def rule(self, case: PipelineCase) -> Rule:
         backward, model, micro_batch, way = self.weights
         moods = random.Random(self.mood_seed)
 

@@ -29,7 +29,7 @@ KEPT_SECONDS = 60.0  # what landed and nobody took
 MOST_KEY_BYTES = 512
 
 
-class Way(Protocol):
+class LandingWay(Protocol):
     """One kind of link into a landing. `way`: where sources find it."""
 
     way: Mapping[str, Any]
@@ -38,7 +38,7 @@ class Way(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LandingAddress:
     """Where a way listens, and how long it waits. `host`: where others find it, too. `tls`: of a server."""
 
     host: str = "127.0.0.1"

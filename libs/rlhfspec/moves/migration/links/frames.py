@@ -28,7 +28,7 @@ _MARK = b"KVRG"
 CHUNK_BYTES = 1 << 20  # so that a close is noticed
 
 
-class Header(NamedTuple):
+class FrameHeader(NamedTuple):
     key: str
     num_bytes: int
     place: int = 0
@@ -40,7 +40,7 @@ class Header(NamedTuple):
         return _HEADER.pack(_MARK, len(key), self.place, self.num_bytes) + key
 
     @classmethod
-    def read(cls, connection: socket.socket, first: bytes, deadline: float, *, most_bytes: int) -> Header:
+    def read(cls, connection: socket.socket, first: bytes, deadline: float, *, most_bytes: int) -> FrameHeader:
         """`first`: the byte that it begins with, which has been waited for. `most_bytes`: of the range."""
         fixed = first + read_exactly(connection, _HEADER.size - len(first), deadline)
         mark, length, place, num_bytes = _HEADER.unpack(fixed)

@@ -25,10 +25,10 @@ class _Landed:
     is_taken: bool = False
 
 
-class Inbox:
+class KVInbox:
     """For any number of threads.
 
-    >>> inbox = Inbox()
+    >>> inbox = KVInbox()
     >>> buffer = inbox.buffer(3, timeout=1.0); buffer[:] = b"abc"
     >>> inbox.land("move/0", buffer); bytes(inbox.take("move/0", 3, timeout=1.0))
     b'abc'

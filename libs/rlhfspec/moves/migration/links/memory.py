@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhfspec.errors import LinkError
-from rlhfspec.moves.migration.links.base import SECONDS, Place
-from rlhfspec.moves.migration.links.inbox import Inbox
+from rlhfspec.moves.migration.links.base import SECONDS, LandingAddress
+from rlhfspec.moves.migration.links.inbox import KVInbox
 
-_inboxes: dict[str, Inbox] = {}  # of the landings of this process, by token
+_inboxes: dict[str, KVInbox] = {}  # of the landings of this process, by token
 
 
 class MemoryWay:
     """The destination's part."""
 
-    def __init__(self, inbox: Inbox, token: str) -> None:
+    def __init__(self, inbox: KVInbox, token: str) -> None:
         self._token = token
         _inboxes[token] = inbox
         self.way: Mapping[str, Any] = {"kind": "memory", "process": os.getpid()}
@@ -62,7 +62,7 @@ class MemorySending:
             self._inbox.give_back(room)
 
 
-def listen(inbox: Inbox, token: str, at: Place) -> MemoryWay:
+def listen(inbox: KVInbox, token: str, at: LandingAddress) -> MemoryWay:
     return MemoryWay(inbox, token)
 
 

@@ -28,9 +28,9 @@ import numpy.typing as npt
 
 from rlhfspec.errors import InvalidRequest, LinkError
 from rlhfspec.moves.migration.links import tcp
-from rlhfspec.moves.migration.links.base import MOST_BYTES, SECONDS, Place
-from rlhfspec.moves.migration.links.frames import Header, greet, read_exactly, refuse_dead, send_all
-from rlhfspec.moves.migration.links.inbox import Inbox
+from rlhfspec.moves.migration.links.base import MOST_BYTES, SECONDS, LandingAddress
+from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, refuse_dead, send_all
+from rlhfspec.moves.migration.links.inbox import KVInbox
 
 By = Literal["read", "write"]
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first picks by torch's CUDA, and knows no other
@@ -171,7 +171,7 @@ class NixlWay:
 
     def __init__(
         self,
-        inbox: Inbox,
+        inbox: KVInbox,
         token: str,
         *,
         host: str,
@@ -192,7 +192,7 @@ class NixlWay:
         self._agent.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        source = _Source(connection, self._agent, self._inbox, self._by, self._seconds)
+        source = _NixlSource(connection, self._agent, self._inbox, self._by, self._seconds)
         try:
             while True:
                 first = read_exactly(connection, 1, None)
@@ -202,10 +202,10 @@ class NixlWay:
                 self._agent.part_from(source.name)
 
 
-class _Source:
+class _NixlSource:
     """One of them, as the destination sees it."""
 
-    def __init__(self, connection: socket.socket, agent: _Agent, inbox: Inbox, by: By, seconds: float) -> None:
+    def __init__(self, connection: socket.socket, agent: _Agent, inbox: KVInbox, by: By, seconds: float) -> None:
         self.name = ""
         self._connection = connection
         self._agent = agent
@@ -216,7 +216,7 @@ class _Source:
 
     def next(self, first: bytes) -> None:
         deadline = time.monotonic() + self._seconds
-        header = Header.read(self._connection, first, deadline, most_bytes=self._inbox.most_bytes)
+        header = FrameHeader.read(self._connection, first, deadline, most_bytes=self._inbox.most_bytes)
         if header.place == _AGENT:
             if header.num_bytes > _MOST_AGENT_BYTES:
                 raise LinkError("agent", f"has {header.num_bytes} bytes")
@@ -228,7 +228,7 @@ class _Source:
             self._inbox.fail(header.key, f"did not arrive whole: {error.problem}")
             raise
 
-    def _receive(self, header: Header, deadline: float) -> None:
+    def _receive(self, header: FrameHeader, deadline: float) -> None:
         (theirs,) = _ADDRESS.unpack(read_exactly(self._connection, _ADDRESS.size, deadline))
         region = self._agent.take(header.num_bytes, deadline)  # not given back where the transfer failed
         if self._by == "read":
@@ -271,13 +271,13 @@ class NixlSending:
                 self._agent.give(self._region)
             self._region = self._agent.take(num_bytes, deadline)
             described = self._agent.describe()
-            send_all(self._connection, [Header("agent", len(described), _AGENT).to_bytes(), described], deadline)
+            send_all(self._connection, [FrameHeader("agent", len(described), _AGENT).to_bytes(), described], deadline)
         return memoryview(self._region.array.data)[:num_bytes]
 
     def send(self, key: str, num_bytes: int) -> None:
         assert self._region is not None, "nothing was packed"
         deadline, ours = time.monotonic() + self._seconds, self._region.address
-        send_all(self._connection, [Header(key, num_bytes, _RANGE).to_bytes(), _ADDRESS.pack(ours)], deadline)
+        send_all(self._connection, [FrameHeader(key, num_bytes, _RANGE).to_bytes(), _ADDRESS.pack(ours)], deadline)
         if self._by == "read":
             _wait_for_done(self._connection, self._agent.help, deadline)
             return
@@ -305,7 +305,7 @@ def _wait_for_done(connection: socket.socket, help_on: Callable[[], None], deadl
         raise LinkError("connection", "said what is no answer")
 
 
-def listen(inbox: Inbox, token: str, at: Place) -> NixlWay:
+def listen(inbox: KVInbox, token: str, at: LandingAddress) -> NixlWay:
     return NixlWay(inbox, token, host=at.host, port=at.port, by=at.nixl_by, tls=at.tls, seconds=at.seconds)
 
 

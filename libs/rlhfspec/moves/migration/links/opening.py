@@ -9,14 +9,23 @@ from typing import Literal
 
 from rlhfspec.errors import InvalidRequest, LinkError, did_you_mean
 from rlhfspec.job.choices.links import AUTO, LINKS
-from rlhfspec.moves.migration.links.base import KEPT_SECONDS, MOST_BYTES, SECONDS, Landing, Offer, Place, Sending, Way
-from rlhfspec.moves.migration.links.inbox import Inbox
+from rlhfspec.moves.migration.links.base import (
+    KEPT_SECONDS,
+    MOST_BYTES,
+    SECONDS,
+    Landing,
+    LandingAddress,
+    LandingWay,
+    Offer,
+    Sending,
+)
+from rlhfspec.moves.migration.links.inbox import KVInbox
 
 
 class WaysIn:
     """A landing: all that arrives, by whatever kind, is in one inbox."""
 
-    def __init__(self, inbox: Inbox, token: str, ways: Sequence[Way]) -> None:
+    def __init__(self, inbox: KVInbox, token: str, ways: Sequence[LandingWay]) -> None:
         self.inbox = inbox
         self._ways = ways
         self._offer = Offer(token=token, ways=[each.way for each in ways]).to_json()
@@ -67,10 +76,10 @@ def make_landing(
     if kind not in (AUTO, *LINKS):
         problem = f"must be one of {', '.join((AUTO, *LINKS))}{did_you_mean(kind, LINKS)}"
         raise InvalidRequest("link", kind, problem)
-    token, inbox = secrets.token_hex(32), Inbox(most_bytes, kept_seconds=kept_seconds)
-    at = Place(host=host, port=port, tls=tls, seconds=seconds, nixl_by=nixl_by)
+    token, inbox = secrets.token_hex(32), KVInbox(most_bytes, kept_seconds=kept_seconds)
+    at = LandingAddress(host=host, port=port, tls=tls, seconds=seconds, nixl_by=nixl_by)
     offered = [each for each in LINKS.values() if each.in_auto and each.is_possible] if kind == AUTO else [LINKS[kind]]
-    ways: list[Way] = [each.load()(inbox, token, at) for each in offered]
+    ways: list[LandingWay] = [each.load()(inbox, token, at) for each in offered]
     return WaysIn(inbox, token, ways)
 
 

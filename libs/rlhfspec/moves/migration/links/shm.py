@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.errors import LinkError
-from rlhfspec.moves.migration.links.base import MOST_BYTES, SECONDS, Place
+from rlhfspec.moves.migration.links.base import MOST_BYTES, SECONDS, LandingAddress
 from rlhfspec.moves.migration.links.door import Door
-from rlhfspec.moves.migration.links.frames import Header, greet, read_exactly, send_all
-from rlhfspec.moves.migration.links.inbox import Inbox
+from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, send_all
+from rlhfspec.moves.migration.links.inbox import KVInbox
 
 _PLACE = struct.Struct("!I")
 _LEAST_BYTES = 1 << 16
@@ -44,7 +44,7 @@ def this_host() -> str:
 class ShmWay:
     """The destination's part."""
 
-    def __init__(self, inbox: Inbox, token: str, *, seconds: float = SECONDS) -> None:
+    def __init__(self, inbox: KVInbox, token: str, *, seconds: float = SECONDS) -> None:
         self._inbox = inbox
         self._seconds = seconds
         name = f"rlhfspec-link-{secrets.token_hex(8)}"
@@ -72,7 +72,7 @@ class ShmWay:
         if not first:
             raise LinkError("connection", "the other end closed it")
         deadline = time.monotonic() + self._seconds
-        header = Header.read(connection, first, deadline, most_bytes=self._inbox.most_bytes)
+        header = FrameHeader.read(connection, first, deadline, most_bytes=self._inbox.most_bytes)
         try:
             if files:  # it replaces what had the number before
                 places[header.place] = _mapped(files[0], self._inbox.most_bytes)
@@ -132,7 +132,7 @@ class ShmSending:
         place = self._packing
         assert place is not None, "nothing was packed"
         assert num_bytes <= len(self._memory[place]), "more than there was room for"
-        header = Header(key, num_bytes, place).to_bytes()
+        header = FrameHeader(key, num_bytes, place).to_bytes()
         deadline = time.monotonic() + self._seconds
         self._hear(0.0)
         if (file := self._files.pop(place, None)) is not None:
@@ -218,7 +218,7 @@ def _tell(connection: socket.socket, place: int) -> None:
         connection.send(_PLACE.pack(place), socket.MSG_DONTWAIT)
 
 
-def listen(inbox: Inbox, token: str, at: Place) -> ShmWay:
+def listen(inbox: KVInbox, token: str, at: LandingAddress) -> ShmWay:
     return ShmWay(inbox, token, seconds=at.seconds)
 
 

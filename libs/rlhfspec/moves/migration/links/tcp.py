@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhfspec.errors import LinkError
-from rlhfspec.moves.migration.links.base import MOST_BYTES, SECONDS, Place
+from rlhfspec.moves.migration.links.base import MOST_BYTES, SECONDS, LandingAddress
 from rlhfspec.moves.migration.links.door import Door
-from rlhfspec.moves.migration.links.frames import Header, greet, read_exactly, read_into, refuse_dead, send_all
-from rlhfspec.moves.migration.links.inbox import Inbox
+from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, read_into, refuse_dead, send_all
+from rlhfspec.moves.migration.links.inbox import KVInbox
 
 
 class TcpWay:
@@ -24,7 +24,7 @@ class TcpWay:
 
     def __init__(
         self,
-        inbox: Inbox,
+        inbox: KVInbox,
         token: str,
         *,
         host: str,
@@ -48,7 +48,7 @@ class TcpWay:
             self._receive(connection, first, time.monotonic() + self._seconds)
 
     def _receive(self, connection: socket.socket, first: bytes, deadline: float) -> None:
-        header = Header.read(connection, first, deadline, most_bytes=self._inbox.most_bytes)
+        header = FrameHeader.read(connection, first, deadline, most_bytes=self._inbox.most_bytes)
         try:
             buffer = self._inbox.buffer(header.num_bytes, timeout=self._seconds)
         except LinkError as error:
@@ -99,7 +99,7 @@ class TcpSending(SocketSending):
     def send(self, key: str, num_bytes: int) -> None:
         assert num_bytes <= len(self._memory), "nothing was packed"
         self._refuse_dead()
-        parts: list[bytes | memoryview] = [Header(key, num_bytes).to_bytes(), memoryview(self._memory)[:num_bytes]]
+        parts: list[bytes | memoryview] = [FrameHeader(key, num_bytes).to_bytes(), memoryview(self._memory)[:num_bytes]]
         if isinstance(self._connection, ssl.SSLSocket):
             for part in parts:
                 self._send_tls(part)
@@ -165,7 +165,7 @@ def keep_alive(connection: socket.socket, seconds: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
-def listen(inbox: Inbox, token: str, at: Place) -> TcpWay:
+def listen(inbox: KVInbox, token: str, at: LandingAddress) -> TcpWay:
     return TcpWay(inbox, token, host=at.host, port=at.port, tls=at.tls, seconds=at.seconds)
 
 

@@ -25,9 +25,9 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.links import tcp
-from rlhfspec.moves.migration.links.base import SECONDS, Place
-from rlhfspec.moves.migration.links.frames import Header, read_exactly, send_all
-from rlhfspec.moves.migration.links.inbox import Inbox
+from rlhfspec.moves.migration.links.base import SECONDS, LandingAddress
+from rlhfspec.moves.migration.links.frames import FrameHeader, read_exactly, send_all
+from rlhfspec.moves.migration.links.inbox import KVInbox
 
 _NUMBER = struct.Struct("!I")
 _SOURCE, _DESTINATION = 1, 0
@@ -46,7 +46,7 @@ class TorchWay:
 
     def __init__(
         self,
-        inbox: Inbox,
+        inbox: KVInbox,
         token: str,
         *,
         host: str,
@@ -82,7 +82,7 @@ class TorchWay:
 
     def _receive(self, connection: socket.socket, group: Any, first: bytes) -> None:
         deadline = time.monotonic() + self._seconds
-        header = Header.read(connection, first, deadline, most_bytes=self._inbox.most_bytes)
+        header = FrameHeader.read(connection, first, deadline, most_bytes=self._inbox.most_bytes)
         try:
             buffer = self._inbox.buffer(header.num_bytes, timeout=self._seconds)
             try:
@@ -118,7 +118,7 @@ class TorchSending(tcp.SocketSending):
     def send(self, key: str, num_bytes: int) -> None:
         assert self._group is not None, "closed"
         self._refuse_dead()
-        send_all(self._connection, [Header(key, num_bytes).to_bytes()], time.monotonic() + self._seconds)
+        send_all(self._connection, [FrameHeader(key, num_bytes).to_bytes()], time.monotonic() + self._seconds)
         with _named():
             if num_bytes:
                 packed = torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes)
@@ -143,7 +143,7 @@ def _named() -> Iterator[None]:
         raise LinkError("torch", str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from error
 
 
-def listen(inbox: Inbox, token: str, at: Place) -> TorchWay:
+def listen(inbox: KVInbox, token: str, at: LandingAddress) -> TorchWay:
     return TorchWay(inbox, token, host=at.host, port=at.port, tls=at.tls, seconds=at.seconds)
 
 

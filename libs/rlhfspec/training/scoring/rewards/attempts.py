@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from rlhfspec.messages.records import Sample
-from rlhfspec.training.scoring.rewards.base import CallFailed, Reward, Source
+from rlhfspec.training.scoring.rewards.base import CallFailed, Reward, Rewarder
 
 FIRST_DELAY_SECONDS = 0.5
 MAX_DELAY_SECONDS = 30.0
@@ -33,7 +33,7 @@ class Attempts:
     """Calls a source until it answers or its retries are used up."""
 
     def __init__(
-        self, name: str, source: Source, limits: Limits, sleep: Sleep, told: Told = lambda name, problem: None
+        self, name: str, source: Rewarder, limits: Limits, sleep: Sleep, told: Told = lambda name, problem: None
     ) -> None:
         self.name = name
         self.source = source

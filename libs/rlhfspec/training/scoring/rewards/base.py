@@ -30,7 +30,7 @@ Reward = float | CallFailed  # failure is a value where others' rewards go on
 Around = Callable[[], AbstractContextManager[object]]  # to be entered where a call really runs, in whatever thread
 
 
-class Source(Protocol):
+class Rewarder(Protocol):
     """One way to get rewards. The caller sets deadline, retries and how many calls run at a time.
 
     A reward depends on the sample alone, or on its prompt group when `grouped`: never on when or with what else

@@ -16,7 +16,7 @@ from rlhfspec.job.file.secrets import request_of
 from rlhfspec.job.rewards import FunctionSource, HttpSource, ModelSource, Rewards
 from rlhfspec.messages.records import Sample, Score
 from rlhfspec.training.scoring.rewards.attempts import Attempts, During, Limits, Sleep
-from rlhfspec.training.scoring.rewards.base import CallFailed, Reward, Source
+from rlhfspec.training.scoring.rewards.base import CallFailed, Reward, Rewarder
 from rlhfspec.training.scoring.rewards.combine import combine
 from rlhfspec.training.scoring.rewards.function import FunctionRewards
 from rlhfspec.training.scoring.rewards.imports import load_function
@@ -176,7 +176,7 @@ def _limits(source: AnySource) -> Limits:
     return Limits(concurrency=source.concurrency, timeout_seconds=source.timeout_seconds, retries=source.retries)
 
 
-def _make(source: AnySource, base_folder: Path, field: str, keep_prompts: bool) -> Source:
+def _make(source: AnySource, base_folder: Path, field: str, keep_prompts: bool) -> Rewarder:
     match source:
         case FunctionSource():
             return _function(source, base_folder, field)
