@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from transport_contract import DEAD, SUBJECT, Harness, TransportContract, ids
-
+from rlhfspec.testing.transport import TransportContract
+from rlhfspec.testing.transport_harness import DEAD, SUBJECT, TransportHarness, ids
 from rlhfspec.transport import dead_letters
 from rlhfspec.transport.base import Consumer
 from rlhfspec.transport.clock import FakeClock, SystemClock, first_of
@@ -17,10 +17,10 @@ from rlhfspec.transport.memory_subjects import Work
 
 class TestMemoryTransport(TransportContract):
     @asynccontextmanager
-    async def open(self, *, max_pending: int, publish_timeout_seconds: float) -> AsyncIterator[Harness]:
+    async def open(self, *, max_pending: int, publish_timeout_seconds: float) -> AsyncIterator[TransportHarness]:
         clock = FakeClock()
         options = {"max_pending": max_pending, "publish_timeout_seconds": publish_timeout_seconds}
-        yield Harness(MemoryTransport(clock=clock, **options), clock)
+        yield TransportHarness(MemoryTransport(clock=clock, **options), clock)
 
 
 def test_memory_is_bounded() -> None:
