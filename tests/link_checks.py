@@ -50,12 +50,6 @@ landing.close()
 """
 
 
-def pattern(num_bytes: int, seed: int = 0) -> bytes:
-    """No two neighbouring seeds look alike."""
-    piece = bytes((7 * i + seed) % 251 for i in range(251))
-    return (piece * (num_bytes // 251 + 1))[:num_bytes]
-
-
 def landing_of(kind: str, **settings: Any) -> WaysIn:
     kind, _, by = kind.partition(" by ")
     landing = make_landing(kind, **settings, **({"nixl_by": by} if by else {}))

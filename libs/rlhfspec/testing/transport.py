@@ -1,4 +1,4 @@
-"""What every transport promises."""
+"""What every transport promises (`rlhfspec.messages.transport.base.Transport`)."""
 
 from __future__ import annotations
 
@@ -11,56 +11,18 @@ import pytest
 
 from rlhfspec.errors import InvalidRequest, TransportClosed, TransportFull
 from rlhfspec.messages.transport import dead_letters
-from rlhfspec.messages.transport.base import Consumer, Message, Subscription, Transport
-from rlhfspec.messages.transport.clock import FakeClock
+from rlhfspec.messages.transport.base import Consumer, Message, Subscription
+from rlhfspec.testing.transport_harness import DEAD, SUBJECT, TransportHarness, ids
 
-SUBJECT = "rlhf.sums.sample"
-DEAD = "rlhf.sums.dead"
-Test = Callable[["Harness"], Coroutine[Any, Any, None]]
-
-
-class Harness:
-    """A transport and its time. Where that is no fake, `advance` sleeps; waits here are a second or two."""
-
-    def __init__(self, transport: Transport, clock: FakeClock | None = None) -> None:
-        self.transport = transport
-        self._clock = clock
-
-    async def advance(self, seconds: float) -> None:
-        await (self._clock.advance(seconds) if self._clock else asyncio.sleep(seconds))
-
-    async def meanwhile(self, seconds: float, call: Coroutine[Any, Any, Any]) -> Any:
-        """What the call answers while so much time passes."""
-        task = asyncio.create_task(call)
-        await self.advance(seconds)
-        return await asyncio.wait_for(task, timeout=10)
-
-    async def publish(self, *ids: str) -> list[bool]:
-        return [await self.transport.publish(SUBJECT, id.encode(), id=id) for id in ids]
-
-    async def open(self, *names: str, **options: Any) -> list[Subscription]:
-        """Declares the subject, and a subscription for each name; a name given twice has two workers."""
-        consumers = [Consumer(name=name, **options) for name in names]
-        await self.transport.declare(SUBJECT, "work", dict.fromkeys(consumers))
-        await self.transport.declare(DEAD, "state")
-        return [await self.transport.subscribe(SUBJECT, consumer) for consumer in consumers]
-
-    async def now(self, subscription: Subscription, most: int = 100) -> list[Message]:
-        """All that is there now; a pull may answer with less than it could."""
-        found: list[Message] = []
-        while len(found) < most and (more := await self.meanwhile(0.1, subscription.pull(most - len(found), 0.05))):
-            found += more
-        return found
-
-
-def ids(messages: list[Message]) -> list[str]:
-    return [message.id for message in messages]
+Test = Callable[[TransportHarness], Coroutine[Any, Any, None]]
 
 
 class TransportContract:
-    """Subclass with an `open` for a fresh transport."""
+    """Subclass it with an `open` that yields a fresh transport, and its clock where that is a fake."""
 
-    def open(self, *, max_pending: int, publish_timeout_seconds: float) -> AbstractAsyncContextManager[Harness]:
+    def open(
+        self, *, max_pending: int, publish_timeout_seconds: float
+    ) -> AbstractAsyncContextManager[TransportHarness]:
         raise NotImplementedError
 
     def run(self, main: Test, *, max_pending: int = 100, publish_timeout_seconds: float = 5.0) -> None:
@@ -71,7 +33,7 @@ class TransportContract:
         asyncio.run(opened())
 
     def test_messages_come_in_order_with_all_they_carry(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward")
             assert await h.publish("a", "b", "c") == [True, True, True]
             messages = await h.now(reward)
@@ -82,7 +44,7 @@ class TransportContract:
         self.run(main)
 
     def test_a_pull_waits_for_the_first_message_and_ends_at_its_timeout(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward")
             assert await h.meanwhile(1.0, reward.pull(8, 0.5)) == []
             waiting = asyncio.create_task(reward.pull(8, 30.0))
@@ -95,7 +57,7 @@ class TransportContract:
         self.run(main)
 
     def test_a_pull_takes_no_more_than_asked_for(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward")
             await h.publish("a", "b", "c")
             assert ids(await h.now(reward, most=2)) == ["a", "b"]
@@ -104,7 +66,7 @@ class TransportContract:
         self.run(main)
 
     def test_one_name_competes_and_another_sees_everything(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             first, second, late = await h.open("reward", "reward", "critic")
             await h.publish("a", "b", "c")
             shared = [ids(await h.now(first, most=1)), ids(await h.now(second)), ids(await h.now(first))]
@@ -114,7 +76,7 @@ class TransportContract:
         self.run(main)
 
     def test_acknowledged_is_for_ever_and_for_this_name_only(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             reward, critic = await h.open("reward", "critic", ack_wait_seconds=1.0)
             await h.publish("a")
             for message in await h.now(reward):
@@ -126,7 +88,7 @@ class TransportContract:
         self.run(main)
 
     def test_what_is_not_acknowledged_comes_again_oldest_first(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward", ack_wait_seconds=2.0)
             await h.publish("a", "b")
             assert ids(await h.now(reward)) == ["a", "b"]
@@ -138,7 +100,7 @@ class TransportContract:
         self.run(main)
 
     def test_a_waiting_pull_gets_what_another_worker_left(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             dying, living = await h.open("reward", "reward", ack_wait_seconds=2.0)
             await h.publish("a")
             assert ids(await h.now(dying)) == ["a"]
@@ -148,7 +110,7 @@ class TransportContract:
         self.run(main)
 
     def test_in_progress_starts_the_deadline_anew(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward", ack_wait_seconds=1.2)
             await h.publish("a")
             [message] = await h.now(reward)
@@ -162,7 +124,7 @@ class TransportContract:
         self.run(main)
 
     def test_nak_delivers_again_after_its_delay(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward")
             await h.publish("a", "b")
             later, at_once = await h.now(reward)
@@ -175,7 +137,7 @@ class TransportContract:
         self.run(main)
 
     def test_only_the_first_end_of_a_delivery_counts(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward")
             await h.publish("a", "b")
             acked, naked = await h.now(reward)
@@ -191,7 +153,7 @@ class TransportContract:
         self.run(main)
 
     def test_a_late_acknowledgement_counts(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             reward, _ = await h.open("reward", "critic", ack_wait_seconds=1.0)
             await h.publish("a", "b")
             late, again = await h.now(reward)
@@ -206,7 +168,7 @@ class TransportContract:
         self.run(main)
 
     def test_after_the_last_delivery_it_is_a_dead_letter(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward", ack_wait_seconds=1.0, max_deliveries=2)
             watch = await h.transport.watch(DEAD)
             await h.publish("a", "b")
@@ -230,14 +192,14 @@ class TransportContract:
         self.run(main)
 
     @staticmethod
-    async def _all_of(h: Harness, subscription: Subscription, num_messages: int) -> list[Message]:
+    async def _all_of(h: TransportHarness, subscription: Subscription, num_messages: int) -> list[Message]:
         found: list[Message] = []
         while len(found) < num_messages:
             found += await subscription.pull(num_messages - len(found), 30.0)
         return found
 
     def test_dead_letters_come_by_themselves(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward", ack_wait_seconds=1.0, max_deliveries=1)
             watch = await h.transport.watch(DEAD)
             watching = asyncio.create_task(watch.pull(1, 30.0))
@@ -251,7 +213,7 @@ class TransportContract:
         self.run(main)
 
     def test_term_goes_to_the_dead_letters_with_its_reason(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward")
             await h.publish("a")
             [message] = await h.now(reward)
@@ -264,7 +226,7 @@ class TransportContract:
         self.run(main)
 
     def test_an_id_is_published_once(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward")
             assert await h.publish("a", "a") == [True, False]
             [message] = await h.now(reward)
@@ -277,7 +239,7 @@ class TransportContract:
         self.run(main)
 
     def test_a_consumer_holds_no_more_than_it_may(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward", max_unacknowledged=2)
             await h.publish("a", "b", "c")
             held = await h.now(reward)
@@ -292,7 +254,7 @@ class TransportContract:
         self.run(main)
 
     def test_publish_waits_for_room(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             reward, critic = await h.open("reward", "critic")
             await h.publish("a", "b")
             waiting = asyncio.create_task(h.publish("c"))
@@ -307,7 +269,7 @@ class TransportContract:
         self.run(main, max_pending=2)
 
     def test_publish_names_who_never_makes_room(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             reward, _ = await h.open("reward", "critic")
             await h.publish("a", "b")
             for message in await h.now(reward):
@@ -318,14 +280,14 @@ class TransportContract:
         self.run(main, max_pending=2, publish_timeout_seconds=2.0)
 
     def test_what_is_declared_for_nobody_takes_no_room(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             await h.open()
             assert await h.publish("a", "b", "c", "a") == [True, True, True, False]
 
         self.run(main, max_pending=2)
 
     def test_what_is_not_declared_is_refused(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             with pytest.raises(InvalidRequest, match="was not declared"):
                 await h.publish("a")
             await h.open("reward", ack_wait_seconds=1.0)
@@ -342,7 +304,7 @@ class TransportContract:
         self.run(main)
 
     def test_headers_travel_along(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward")
             await h.transport.publish(SUBJECT, b"", id="a", headers={"traceparent": "00-ab-cd-01"})
             assert [dict(m.headers) for m in await h.now(reward)] == [{"traceparent": "00-ab-cd-01"}]
@@ -350,7 +312,7 @@ class TransportContract:
         self.run(main)
 
     def test_whoever_has_the_token_ends_the_delivery(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             [reward] = await h.open("reward", ack_wait_seconds=1.2)
             await h.publish("a", "b")
             tokens = [message.token for message in await h.now(reward)]
@@ -370,7 +332,7 @@ class TransportContract:
         self.run(main)
 
     def test_what_a_dead_worker_held_is_released_at_once(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             dead, trainer = await h.open("trainer", "trainer", ack_wait_seconds=60.0, max_deliveries=None)
             await h.publish("a", "b")
             for number in range(2, 9):
@@ -386,7 +348,7 @@ class TransportContract:
         self.run(main)
 
     def test_of_state_the_latest_of_each_key_is_seen_first(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             await h.transport.declare(SUBJECT, "state")
 
             async def put(key: str, id: str) -> bool:
@@ -404,7 +366,7 @@ class TransportContract:
         self.run(main)
 
     def test_a_signal_is_for_whoever_watches_and_never_waits(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             await h.transport.declare(SUBJECT, "signal")
             assert await h.publish("a", "b", "c") == [True, True, True], "nobody watches, nothing is kept"
             one, slow = await h.transport.watch(SUBJECT), await h.transport.watch(SUBJECT)
@@ -421,7 +383,7 @@ class TransportContract:
         self.run(main, max_pending=2, publish_timeout_seconds=1.0)
 
     def test_who_watches_work_owes_nothing(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             await h.open("reward")
             await h.publish("before")
             view = await h.transport.watch(SUBJECT)
@@ -436,7 +398,7 @@ class TransportContract:
         self.run(main)
 
     def test_closed_is_said(self) -> None:
-        async def main(h: Harness) -> None:
+        async def main(h: TransportHarness) -> None:
             one, other = await h.open("reward", "critic")
             await one.close()
             with pytest.raises(TransportClosed, match=SUBJECT):
