@@ -20,6 +20,7 @@ from rlhfspec.dashboard.access import Access, LaptopAccess
 from rlhfspec.dashboard.server import Dashboard
 from rlhfspec.dashboard.source import Source
 from rlhfspec.records import Heartbeat, Load, Moved, Record, Score, StepReport
+from rlhfspec.records.metrics import example_step
 from rlhfspec.servers.certificates import ServerTls, client_tls, create_credentials
 from rlhfspec.servers.nats import NatsServer, User
 from rlhfspec.servers.redis import RedisServer
@@ -29,7 +30,6 @@ from rlhfspec.service.live import LiveState, Snapshot, Window
 from rlhfspec.service.rights import CONTROL, ROLES, inbox_of, rights_of
 from rlhfspec.service.tasks import ended
 from rlhfspec.service.vitals import WorkerState
-from rlhfspec.telemetry.metrics import example_step
 from rlhfspec.telemetry.run_folder import RunFolder, example_job
 from rlhfspec.telemetry.sample_lines import example_sample
 from rlhfspec.tracing.spans import Span
@@ -159,10 +159,7 @@ def moved(number: int, *, source: int = 0, destination: int = 1, job: str = "sum
 
 
 def report(step: int, *, job: str = "sums") -> StepReport:
-    line = example_step(step=step, reward=0.75).to_line()
-    return StepReport(
-        id=f"{job}/{step}/report", job=job, step=step, weights_version=step, weights_digest="d", metrics_json=line
-    )
+    return StepReport(id=f"{job}/{step}/report", job=job, metrics=example_step(step=step, reward=0.75))
 
 
 def beat(worker: int = 0, *, job: str = "sums") -> Heartbeat:

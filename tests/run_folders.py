@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Sample, Score
-from rlhfspec.telemetry.metrics import example_step
+from rlhfspec.records.metrics import example_step
 from rlhfspec.telemetry.run_folder import Opening, RunFolder, example_job
 from rlhfspec.telemetry.sample_lines import example_sample
 

@@ -23,6 +23,8 @@ from rlhfspec.learning.learner import LearnReport
 from rlhfspec.learning.rollouts import Rollouts
 from rlhfspec.prompts.service import PromptsService
 from rlhfspec.records import DatasetInfo, Prompt, Record, Sample, Score, Weights
+from rlhfspec.records.evaluations import Evaluation, example_evaluation
+from rlhfspec.records.metrics import StepMetrics, example_step
 from rlhfspec.reward.service import RewardService
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
@@ -194,16 +196,16 @@ class FakeRecorder:
     def restore(self) -> dict[str, Any] | None:
         return {"version": self.checkpoints[-1]} if self.checkpoints else None
 
-    def evaluate(self, collected: Collector, seconds: float) -> str:
+    def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
         self.evaluations[collected.shape.step] = collected.collected().all_samples
-        return "{}"
+        return example_evaluation(step=collected.shape.step)
 
     def is_evaluated(self, step: int) -> bool:
         return step in self.evaluations
 
-    def record(self, trained: Trained) -> str:
+    def record(self, trained: Trained) -> StepMetrics:
         self.trained.append(trained)
-        return "{}"
+        return example_step(step=trained.step)
 
     def finish(self, policy_state: dict[str, Any]) -> None:
         self.is_finished = True

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Load
+from rlhfspec.records.metrics import example_step
 from rlhfspec.service.vitals import WorkerState
-from rlhfspec.telemetry.metrics import example_step
 from rlhfspec.telemetry.panel import panel
 from rlhfspec.telemetry.run_folder import example_job
 from rlhfspec.telemetry.same_job import as_content

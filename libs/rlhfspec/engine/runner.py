@@ -27,7 +27,7 @@ from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.attention import AttentionSpec, cache_shape, fit_cache, refuse_unknown, use_eager_experts
 from rlhfspec.huggingface.casting import Precision, cast, precision_of, round_parameters, widen
 from rlhfspec.huggingface.causal_lm import CausalLM
-from rlhfspec.huggingface.check import ModelReport, Proof, prove
+from rlhfspec.huggingface.check import Proof, prove
 from rlhfspec.huggingface.experts import ExpertLoad
 from rlhfspec.huggingface.fuse import FusedModel, fuse
 from rlhfspec.huggingface.native import native_decoder
@@ -36,6 +36,7 @@ from rlhfspec.huggingface.reference import TOLERANCES, Rounding, ask
 from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
+from rlhfspec.records.models import ModelReport
 
 ATTENTION_NAME = "rlhfspec_tree"
 SPARE_BYTES = 1 << 30  # of KV; an 8B model's keys and values of 8,000 tokens, one sixteenth of its weights

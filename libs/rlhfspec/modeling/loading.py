@@ -23,12 +23,13 @@ from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.casting import Precision, cast, precision_of, round_parameters
 from rlhfspec.huggingface.causal_lm import CausalLM, within_positions
-from rlhfspec.huggingface.check import BITS_BY_COMPANY, ModelReport, keep_report
+from rlhfspec.huggingface.check import BITS_BY_COMPANY, keep_report
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.reference import TOLERANCES, Answer, FollowedChoices, Reference, Rounding, ask
 from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.modeling.packed import attend, hidden_states, use_packed_attention
 from rlhfspec.modeling.probed import answers, every_row, probes_of, random_keys
+from rlhfspec.records.models import ModelReport
 
 _DEFAULT_CONTEXT = 1024
 

@@ -41,7 +41,6 @@ from rlhfspec.huggingface.anatomy import examine
 from rlhfspec.huggingface.attention import use_eager_experts
 from rlhfspec.huggingface.casting import Precision, cast
 from rlhfspec.huggingface.causal_lm import anatomy_of, within_positions
-from rlhfspec.huggingface.check import ModelReport
 from rlhfspec.huggingface.trace import first_line
 from rlhfspec.kernels.attention_splits import UNIT
 from rlhfspec.modeling.exact import ExactForward
@@ -49,6 +48,7 @@ from rlhfspec.modeling.loading import prepared
 from rlhfspec.modeling.log_probs import TorchForward
 from rlhfspec.modeling.lora import add_lora, merged_state
 from rlhfspec.modeling.packed import Packed, pack_sequences
+from rlhfspec.records.models import ModelReport
 from rlhfspec.scoring.log_probs import log_probs_reference
 from rlhfspec.sweep.by_position import MOST, Band, judge_positions
 from rlhfspec.sweep.ways import Samples, Wrong, check_same, moving, one_by_one, preempt, together

@@ -11,10 +11,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rlhfspec.records import Load, Sample
+from rlhfspec.records.evaluations import Evaluation, best
+from rlhfspec.records.metrics import StepMetrics
 from rlhfspec.service.roster import ProcessState
 from rlhfspec.telemetry.equal_rewards import equal_rewards_warning
-from rlhfspec.telemetry.evaluations import Evaluation, best
-from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.progress import Progress, StageState
 from rlhfspec.telemetry.text import bar, duration, estimates, histogram, number, one_line, signed, sparkline, visible
 

@@ -12,8 +12,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhfspec.telemetry.evaluations import Evaluation, best
-from rlhfspec.telemetry.metrics import StepMetrics
+from rlhfspec.records.evaluations import Evaluation, best
+from rlhfspec.records.metrics import StepMetrics
 from rlhfspec.telemetry.text import number
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _dress(axis: Axes, title: str, steps: Steps | None, *, legend: bool = False)
 def ends(steps: Steps) -> tuple[float, float]:
     """Mean reward of the first and of the last few steps: a tenth of them, five at most.
 
-    >>> from rlhfspec.telemetry.metrics import example_step
+    >>> from rlhfspec.records.metrics import example_step
     >>> ends([example_step(step=step, reward=step / 10) for step in range(1, 10)])
     (0.1, 0.9)
     """

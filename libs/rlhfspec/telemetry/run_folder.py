@@ -5,7 +5,7 @@ steps after the checkpoint it goes on from, since they are done again.
 
 Example:
     >>> import tempfile
-    >>> from rlhfspec.telemetry.metrics import example_step
+    >>> from rlhfspec.records.metrics import example_step
     >>> with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
     ...     _ = folder.begin(example_job(), resume=False)
     ...     opening = folder.go_on_after(0)
@@ -34,9 +34,9 @@ from rlhfspec.folder_lock import take_lock
 from rlhfspec.job import RLHFJob
 from rlhfspec.job_file.secrets import holds_secrets
 from rlhfspec.records import Sample, Score
-from rlhfspec.telemetry.evaluations import Evaluation
+from rlhfspec.records.evaluations import Evaluation
+from rlhfspec.records.metrics import StepMetrics
 from rlhfspec.telemetry.manifest import Manifest, RunOutcome
-from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.same_job import as_content, as_yaml, first_difference, with_new_fields
 from rlhfspec.telemetry.sample_lines import sample_lines
 from rlhfspec.tracing.folder import TRACES

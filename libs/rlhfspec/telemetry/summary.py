@@ -1,7 +1,7 @@
 """The end of a run, for a person: what came out, what it cost, what the policy says now, and where everything is.
 
 Example:
-    >>> from rlhfspec.telemetry.metrics import example_step
+    >>> from rlhfspec.records.metrics import example_step
     >>> steps = [example_step(step=step, reward=step / 4) for step in (1, 2, 3)]
     >>> for row in facts(steps)[:2]:
     ...     print(*row, sep=": ")
@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
+from rlhfspec.records.evaluations import Evaluation, best
+from rlhfspec.records.metrics import StepMetrics
 from rlhfspec.telemetry.equal_rewards import equal_rewards_warning
-from rlhfspec.telemetry.evaluations import Evaluation, best
 from rlhfspec.telemetry.manifest import Manifest, RunOutcome
-from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.plots import STAGE_COLOURS, ends, num_of_ends
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.text import duration, estimates, number, signed, visible

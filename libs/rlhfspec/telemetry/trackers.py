@@ -1,7 +1,7 @@
 """Reports steps to TensorBoard's event files and to Weights & Biases: the numbers of `steps.jsonl`, nothing more.
 
 Example:
-    >>> from rlhfspec.telemetry.metrics import example_step
+    >>> from rlhfspec.records.metrics import example_step
     >>> numbers = scalars(example_step())
     >>> numbers["reward/mean"], numbers["kl/k3"], numbers["seconds/generation"]
     (0.5, 0.001, 2.0)
@@ -21,8 +21,8 @@ from typing import Any, Protocol, Self
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob, Wandb
 from rlhfspec.job_file.secrets import shown_value
-from rlhfspec.telemetry.evaluations import Evaluation
-from rlhfspec.telemetry.metrics import Lengths, StepMetrics
+from rlhfspec.records.evaluations import Evaluation
+from rlhfspec.records.metrics import Lengths, StepMetrics
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.same_job import as_content
 

@@ -3,7 +3,7 @@
 Text from a model is only data: its control characters never reach the terminal, and its brackets are not markup.
 
 Example:
-    >>> from rlhfspec.telemetry.metrics import example_step
+    >>> from rlhfspec.records.metrics import example_step
     >>> from rlhfspec.telemetry.run_folder import example_job
     >>> with View(example_job(steps=9), Console(width=200)) as view:
     ...     view.step(example_step(step=1))  # doctest: +ELLIPSIS
@@ -24,10 +24,10 @@ from rich.live import Live
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Heartbeat, Load, Moved, Plan, Sample
+from rlhfspec.records.evaluations import Evaluation, best
+from rlhfspec.records.metrics import StepMetrics
 from rlhfspec.service.roster import ProcessState
 from rlhfspec.telemetry.equal_rewards import equal_rewards_warning
-from rlhfspec.telemetry.evaluations import Evaluation, best
-from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.panel import panel
 from rlhfspec.telemetry.progress import Progress
 from rlhfspec.telemetry.text import duration, estimates, number, visible

@@ -14,8 +14,8 @@ from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rlhfspec.telemetry.evaluations import Evaluation
-    from rlhfspec.telemetry.metrics import StepMetrics
+    from rlhfspec.records.evaluations import Evaluation
+    from rlhfspec.records.metrics import StepMetrics
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also plot the curves to this PNG.")]
@@ -56,7 +56,7 @@ def _steps(path: Path) -> list[StepMetrics]:
 
 
 def _table(runs: dict[str, list[StepMetrics]], evaluations: dict[str, list[Evaluation]]) -> Table:
-    from rlhfspec.telemetry.evaluations import best
+    from rlhfspec.records.evaluations import best
     from rlhfspec.telemetry.plots import ends
     from rlhfspec.telemetry.text import number
 

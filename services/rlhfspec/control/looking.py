@@ -13,11 +13,11 @@ from rlhfspec.control.knowledge import Knowledge
 from rlhfspec.errors import InvalidRequest, MalformedRecord, StorageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.records.metrics import StepMetrics
 from rlhfspec.service.base import Service
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.dead_letters import undeliverable
 from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.metrics import StepMetrics
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.view import View
 from rlhfspec.transport.base import Subscription

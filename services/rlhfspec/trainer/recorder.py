@@ -9,10 +9,11 @@ from typing import Any
 from rlhfspec.checkpoint import CheckpointStore
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import Sample, Score
+from rlhfspec.records.evaluations import Evaluation, best
+from rlhfspec.records.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
 from rlhfspec.service.mirror import Mirror
 from rlhfspec.telemetry.equal_rewards import equal_reward_groups
-from rlhfspec.telemetry.evaluations import Evaluation, best
-from rlhfspec.telemetry.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
+from rlhfspec.telemetry.evaluating import evaluation_of
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.telemetry.trackers import Trackers
 from rlhfspec.trainer.collector import Collector
@@ -56,18 +57,18 @@ class RunRecorder:
         self._checkpoints.discard_after(step)
         return state
 
-    def record(self, trained: Trained) -> str:
+    def record(self, trained: Trained) -> StepMetrics:
         assert self._trackers is not None, "restore comes first"
         self._folder.append_samples(trained.chosen.all_samples, trained.chosen.rewards)
         metrics = step_metrics(self._job, trained)
         self._folder.append_step(metrics)
         self._trackers.step(metrics)
-        return metrics.to_line()
+        return metrics
 
-    def evaluate(self, collected: Collector, seconds: float) -> str:
+    def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
         assert self._trackers is not None, "restore comes first"
         chosen, step = collected.collected(), collected.shape.step
-        evaluation = Evaluation.of(
+        evaluation = evaluation_of(
             step,
             step,
             chosen.all_samples,
@@ -79,7 +80,7 @@ class RunRecorder:
         self._trackers.evaluation(evaluation)
         self._evaluations.append(evaluation)
         self._send()
-        return evaluation.to_line()
+        return evaluation
 
     def is_evaluated(self, step: int) -> bool:
         return any(evaluation.step == step for evaluation in self._evaluations)

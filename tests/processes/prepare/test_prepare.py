@@ -16,9 +16,9 @@ import yaml
 from rlhfspec.folder_lock import take_lock
 from rlhfspec.object_store import ObjectStore
 from rlhfspec.prepare.folder import prepare
+from rlhfspec.records.metrics import example_step
 from rlhfspec.service import exits
 from rlhfspec.service.connections import Connections
-from rlhfspec.telemetry.metrics import example_step
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.tiny.paths import model_folder
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runs import curve_of, invoke, lines_of, train, write_data, write_job, write_models
 
-from rlhfspec.telemetry.metrics import StepMetrics
+from rlhfspec.records.metrics import StepMetrics
 from rlhfspec.telemetry.run_folder import RunFolder
 from rlhfspec.tiny.classes import stirred, tiny_config
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE

@@ -48,11 +48,11 @@ from rlhfspec.dashboard.server import STATIC
 from rlhfspec.dashboard.source import Address, JobKey
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.records import Record
+from rlhfspec.records.metrics import example_step
 from rlhfspec.servers.certificates import servers_tls
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.live import SampleHead, Window
 from rlhfspec.service.rights import inbox_of
-from rlhfspec.telemetry.metrics import example_step
 from rlhfspec.telemetry.moves import MovesFile
 from rlhfspec.telemetry.waterfall import LEGEND
 from rlhfspec.transport.nats import NatsTransport

@@ -20,10 +20,10 @@ from views import Hand, a_full_view, a_view, load, picture, state, terminal, wri
 from rlhfspec.checkpoint import CheckpointStore
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.records import Sample, Score
+from rlhfspec.records.evaluations import example_evaluation
+from rlhfspec.records.metrics import StepMetrics, example_step
 from rlhfspec.service.roster import ProcessState
 from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.evaluations import example_evaluation
-from rlhfspec.telemetry.metrics import StepMetrics, example_step
 from rlhfspec.telemetry.progress import Progress
 from rlhfspec.telemetry.run_folder import RunFolder, example_job
 from rlhfspec.telemetry.sample_lines import example_sample

@@ -15,6 +15,7 @@ from rlhfspec.errors import (
 )
 from rlhfspec.loop import ACK_WAIT_SECONDS
 from rlhfspec.records import Demand, Sample, Score, StepReport, Weights
+from rlhfspec.records.metrics import example_step
 from rlhfspec.service.bus import Bus
 from rlhfspec.service.dead_letters import DeadLetterWatch
 from rlhfspec.service.vitals import Vitals
@@ -144,7 +145,7 @@ def test_a_delivery_that_nobody_holds_any_more_comes_again() -> None:
 
 def test_nobody_waits_for_an_observer() -> None:
     async def check(bus: Bus, clock: FakeClock) -> None:
-        report = StepReport(id="sums/1", job="sums", step=1, weights_version=1, weights_digest="00", metrics_json="{}")
+        report = StepReport(id="sums/1", job="sums", metrics=example_step())
         reports, samples = [await bus.of("view").subscribe(kind) for kind in (StepReport, Sample)]
         await bus.of("trainer").publish(report)
         await bus.of("generator").publish(SAMPLE)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from rlhfspec.records.metrics import StepMetrics, example_step
 from rlhfspec.telemetry.equal_rewards import equal_reward_groups, equal_rewards_warning
-from rlhfspec.telemetry.metrics import StepMetrics, example_step
 from rlhfspec.telemetry.panel import panel
 from rlhfspec.telemetry.progress import Progress
 from rlhfspec.telemetry.run_folder import example_job

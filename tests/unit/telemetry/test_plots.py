@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
-from rlhfspec.telemetry.evaluations import example_evaluation
-from rlhfspec.telemetry.metrics import StepMetrics, example_step
+from rlhfspec.records.evaluations import example_evaluation
+from rlhfspec.records.metrics import StepMetrics, example_step
 from rlhfspec.telemetry.plots import compare, comparison_figure, ends, overview, overview_figure
 
 

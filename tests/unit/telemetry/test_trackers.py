@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.telemetry.evaluations import example_evaluation
-from rlhfspec.telemetry.metrics import MEASUREMENTS, example_step
+from rlhfspec.records.evaluations import example_evaluation
+from rlhfspec.records.metrics import MEASUREMENTS, example_step
 from rlhfspec.telemetry.run_folder import RunFolder, example_job
 from rlhfspec.telemetry.same_job import as_content
 from rlhfspec.telemetry.trackers import Trackers, check_packages, scalars
