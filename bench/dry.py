@@ -26,12 +26,12 @@ import yaml
 from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.records import Plan, WorkerInfo
+from rlhfspec.messages.records.metrics import curve
 from rlhfspec.models.tiny.models import ensure
-from rlhfspec.runs.folder.metrics import curve
 from rlhfspec.stage.bus import Bus
 from rlhfspec.telemetry.folder import read_spans
 
-ORDER = json.dumps({"dry": {"0": "score", "1": "score"}})
+ORDER = {0: "score", 1: "score"}
 REWARDS = "def letters(completion):\n    return sum(map(str.isalpha, completion)) / 8\n"
 
 
@@ -84,7 +84,7 @@ async def _order(folder: Path, last_step: int) -> None:
     [rebalancer] = [each.record.pid for each in workers if each.record.stage == "rebalancer"]
     os.kill(rebalancer, signal.SIGSTOP)
     while len(_lines(folder)) < last_step:
-        await bus.publish(Plan(id="dry/plan", job="dry", plan_json=ORDER))
+        await bus.publish(Plan(id="dry/plan", job="dry", dry=ORDER))
         await asyncio.sleep(0.25)
     os.kill(rebalancer, signal.SIGCONT)
     await transport.close()

@@ -22,12 +22,12 @@ from rlhfspec.messages import loop
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.access.rights import CONTROL, ROLES, inbox_of, rights_of
 from rlhfspec.messages.records import Heartbeat, Load, Moved, Record, Score, StepReport
+from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.servers.certificates import ServerTls, client_tls, create_credentials
 from rlhfspec.messages.servers.nats import NatsServer, User
 from rlhfspec.messages.servers.redis import RedisServer
 from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.messages.transport.nats_proof import NatsProof
-from rlhfspec.runs.folder.metrics import example_step
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.sample_lines import example_sample
 from rlhfspec.runs.live.live import LiveState, Snapshot, Window
@@ -159,10 +159,7 @@ def moved(number: int, *, source: int = 0, destination: int = 1, job: str = "sum
 
 
 def report(step: int, *, job: str = "sums") -> StepReport:
-    line = example_step(step=step, reward=0.75).to_line()
-    return StepReport(
-        id=f"{job}/{step}/report", job=job, step=step, weights_version=step, weights_digest="d", metrics_json=line
-    )
+    return StepReport(id=f"{job}/{step}/report", job=job, metrics=example_step(step=step, reward=0.75))
 
 
 def beat(worker: int = 0, *, job: str = "sums") -> Heartbeat:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Sample, Score
-from rlhfspec.runs.folder.metrics import example_step
+from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.runs.folder.run_folder import Opening, RunFolder, example_job
 from rlhfspec.runs.folder.sample_lines import example_sample
 

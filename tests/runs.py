@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from rlhfspec.cli.main import app
-from rlhfspec.runs.folder.metrics import curve
+from rlhfspec.messages.records.metrics import curve
 
 REWARDS = """
 def letters(completion):

@@ -18,6 +18,8 @@ from rlhfspec.engine.base import Completion, EngineStats, EngineStep, Request, S
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Prompt, Record, Sample, Score, Weights
+from rlhfspec.messages.records.evaluations import Evaluation, example_evaluation
+from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.messages.transport.clock import Clock, FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.messages.transport.memory_subjects import WorkSubject
@@ -194,16 +196,16 @@ class FakeRecorder:
     def restore(self) -> dict[str, Any] | None:
         return {"version": self.checkpoints[-1]} if self.checkpoints else None
 
-    def evaluate(self, collected: Collector, seconds: float) -> str:
+    def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
         self.evaluations[collected.shape.step] = collected.collected().all_samples
-        return "{}"
+        return example_evaluation(step=collected.shape.step)
 
     def is_evaluated(self, step: int) -> bool:
         return step in self.evaluations
 
-    def record(self, trained: Trained) -> str:
+    def record(self, trained: Trained) -> StepMetrics:
         self.trained.append(trained)
-        return "{}"
+        return example_step(step=trained.step)
 
     def finish(self, policy_state: dict[str, Any]) -> None:
         self.is_finished = True

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Load
-from rlhfspec.runs.folder.metrics import example_step
+from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.folder.same_job import as_content
 from rlhfspec.runs.folder.sample_lines import example_sample

@@ -18,7 +18,7 @@ from rlhfspec.engine.params import SamplingParams, is_int, plain
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rlhfspec.models.huggingface.check import ModelReport
+    from rlhfspec.messages.records.models import ModelReport
 
 MOST_BYTES = 4 << 20  # of one range, to be copied in about a millisecond between two steps
 Bytes = npt.NDArray[np.uint8]

@@ -37,7 +37,7 @@ from rlhfspec.engine.speculation import Speculator
 from rlhfspec.engine.state import EngineState
 from rlhfspec.engine.transfer import Moves
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.models.huggingface.check import ModelReport
+from rlhfspec.messages.records.models import ModelReport
 
 
 class Engine:

@@ -26,6 +26,7 @@ from rlhfspec.errors import UnsupportedModel
 from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
+from rlhfspec.messages.records.models import ModelReport
 from rlhfspec.models.huggingface.anatomy import examine
 from rlhfspec.models.huggingface.attention import (
     AttentionSpec,
@@ -36,7 +37,7 @@ from rlhfspec.models.huggingface.attention import (
 )
 from rlhfspec.models.huggingface.casting import Precision, cast, precision_of, round_parameters, widen
 from rlhfspec.models.huggingface.causal_lm import CausalLM
-from rlhfspec.models.huggingface.check import ModelReport, RunnerProof, prove
+from rlhfspec.models.huggingface.check import RunnerProof, prove
 from rlhfspec.models.huggingface.experts import ExpertLoad
 from rlhfspec.models.huggingface.fuse import FusedModel, fuse
 from rlhfspec.models.huggingface.native import native_decoder

@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, ParamSpec, TypeVar
 
 from rlhfspec.messages.records import Load
+from rlhfspec.messages.records.models import ModelReport
 from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.stage.vitals import Vitals
 
@@ -40,7 +41,7 @@ class Service(ABC):
         self.worker = worker
         self.vitals = vitals.worker(stage, worker)
         self.stopping = asyncio.Event()
-        self.models: Mapping[str, Any] = {}  # by role: how each of its models was found right when it was loaded
+        self.models: Mapping[str, ModelReport] = {}  # by role: of each that it loaded
         self.beside: list[Service] = []  # that its process runs along with it
         self.leaving = ExitStack()  # what is to be given back when the worker is closed
         self._thread = ComputeThread(f"{stage}-{worker}")

@@ -15,13 +15,12 @@ Example:
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
@@ -147,7 +146,7 @@ class Meters:
 
     def _trained(self, place: Place, report: StepReport) -> None:
         self._set("step", report.step, place)
-        told = json.loads(report.metrics_json)
+        told = asdict(report.metrics)
         for name, (key, part) in _OF_A_STEP.items():
             value = told.get(key) if part is None else (told.get(key) or {}).get(part)
             if value is not None:

@@ -17,7 +17,6 @@ Example:
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -222,8 +221,8 @@ class Tracer:
             del self._steps[key]
         ended = step.trained or self._now()
         attributes: dict[str, Attribute] = {"complete": round(step.complete, 6)}
-        if num_dropped := json.loads(report.metrics_json).get("num_dropped"):
-            attributes["dropped"] = num_dropped  # which ones is not known here
+        if isinstance(report, StepReport) and report.metrics.num_dropped:
+            attributes["dropped"] = report.metrics.num_dropped  # which ones is not known here
         name = "training" if purpose == "training" else "evaluation"
         for sample, arrived in step.samples.items():
             self._keep(

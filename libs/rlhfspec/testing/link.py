@@ -1,4 +1,4 @@
-"""What every link promises (`rlhfspec.moves.migration.links.base`): bytes by key, whole, or a LinkError by a deadline."""
+"""What every link promises (`moves.migration.links.base`): bytes by key, whole, or a LinkError by a deadline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def send(sending: Sending, key: str, content: bytes) -> None:
 
 
 class LinkContract:
-    """Subclass it with a `landing`; also with a `sending`, if your link has no entry in `rlhfspec.job.choices.links`."""
+    """Subclass it with a `landing`; also with a `sending`, if your link has no entry in `job.choices.links`."""
 
     def landing(self, **settings: Any) -> Landing:
         """Return a new destination. `settings`: `most_bytes` and `seconds`, as `make_landing` takes them."""
@@ -71,8 +71,8 @@ class LinkContract:
             send(sending, "a", b"first")
             first = landing.take("a", 5, timeout=10)
             send(sending, "b", b"other")
-            assert landing.take("b", 5, timeout=10) == b"other"
-            assert first == b"first"
+            assert bytes(landing.take("b", 5, timeout=10)) == b"other"
+            assert bytes(first) == b"first"
             del first
 
     def test_many_sources_at_once(self) -> None:

@@ -1,4 +1,4 @@
-"""What every weight store promises (`rlhfspec.training.weights.base.WeightStore`): what was put is got, or there is a reason."""
+"""What every weight store promises (`training.weights.base.WeightStore`): what was put is got, or there is a reason."""
 
 from __future__ import annotations
 

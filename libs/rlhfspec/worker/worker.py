@@ -11,10 +11,8 @@ import signal
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
-from json import dumps
 from typing import TYPE_CHECKING
 
 from rlhfspec.common.awake_clock import AwakeClock
@@ -225,8 +223,8 @@ class StageWorker:
             pid=os.getpid(),
             grpc_address=health.grpc_address,
             http_address=health.http_address,
-            models_json=dumps({role: asdict(report) for role, report in service.models.items()}),
             moves_address=ends.address if ends else "",
+            models=service.models,
         )
 
 

@@ -14,8 +14,8 @@ from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rlhfspec.runs.folder.evaluations import Evaluation
-    from rlhfspec.runs.folder.metrics import StepMetrics
+    from rlhfspec.messages.records.evaluations import Evaluation
+    from rlhfspec.messages.records.metrics import StepMetrics
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also plot the curves to this PNG.")]
@@ -56,7 +56,7 @@ def _steps(path: Path) -> list[StepMetrics]:
 
 
 def _table(runs: dict[str, list[StepMetrics]], evaluations: dict[str, list[Evaluation]]) -> Table:
-    from rlhfspec.runs.folder.evaluations import best
+    from rlhfspec.messages.records.evaluations import best
     from rlhfspec.runs.view.plots import ends
     from rlhfspec.runs.view.text import number
 

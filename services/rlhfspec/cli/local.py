@@ -89,7 +89,6 @@ class LocalRun(JobRun):
             pid=os.getpid(),
             grpc_address="",
             http_address="",
-            models_json="{}",
         )
         self._infos.append(info)
         return Ends.direct(info.id, self._control)

@@ -7,12 +7,12 @@ The same job and the same folder as in one process (`local`), and the same curve
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import sys
 from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -295,7 +295,7 @@ class ProcessRun(JobRun):
     def begin(self) -> None:
         models: Models = {}
         for info in self._processes.roster.infos():
-            models |= json.loads(info.models_json)
+            models |= {role: asdict(report) for role, report in info.models.items()}
         self.folder.loaded(models)
         self._processes.say = self.say
 

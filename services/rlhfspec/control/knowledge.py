@@ -14,8 +14,8 @@ from rlhfspec.control.report import RECENT_STEPS, Facts, report_of
 from rlhfspec.control.troubles import Failing, broker_unavailable, reward_failing, stalled, undeliverable
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.transport.clock import Clock
-from rlhfspec.runs.folder.metrics import StepMetrics
 from rlhfspec.runs.view.roster import SILENT_SECONDS, Roster
 from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
 
@@ -104,7 +104,7 @@ class Knowledge:
         self._total_steps = min(info.last_step, steps) if info.last_step else steps
 
     def stepped(self, report: StepReport) -> None:
-        self.found([StepMetrics.from_line(report.metrics_json)])
+        self.found([report.metrics])
         self._stepped_at = self._clock.now()
 
     def found(self, steps: Sequence[StepMetrics]) -> None:

@@ -13,10 +13,10 @@ from rlhfspec.control.knowledge import Knowledge
 from rlhfspec.errors import InvalidRequest, MalformedRecord, StorageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.transport.base import Subscription
 from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.messages.wire.codec import decode
-from rlhfspec.runs.folder.metrics import StepMetrics
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.view import View
 from rlhfspec.stage.base import Service

@@ -174,7 +174,7 @@ class Feed:
 
     def _heard(self, record: Record) -> None:
         if isinstance(record, StepReport):
-            self._row(row_of(record.metrics_json))
+            self._row(row_of(record.metrics.to_line()))
         elif isinstance(record, Moved):
             self._move(move_content(record, time.time()))
         else:

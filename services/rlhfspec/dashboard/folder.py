@@ -1,7 +1,7 @@
 """Reads a run's folder while the run goes on: the curves, moves, samples and traces. Nothing is locked or written.
 
 Example:
-    >>> from rlhfspec.runs.folder.metrics import example_step
+    >>> from rlhfspec.messages.records.metrics import example_step
     >>> row_of(example_step(step=3).to_line())[:4]
     [3, 1700000015.8, 0.5, 0.176777]
 """

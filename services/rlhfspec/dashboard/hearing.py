@@ -18,13 +18,13 @@ from rlhfspec.dashboard.source import Address
 from rlhfspec.errors import InvalidRequest, MalformedRecord
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.connecting import access_of
-from rlhfspec.messages.records import Heartbeat, Load, Moved, Plan, Record, StepReport
+from rlhfspec.messages.records import Heartbeat, Load, Moved, Record, StepReport
 from rlhfspec.messages.transport.nats_connection import quiet_about_tls
 from rlhfspec.messages.wire.codec import decode
 from rlhfspec.runs.live.redis_client import words_of
 from rlhfspec.stage.tasks import to_the_end
 
-HEARD: tuple[type[Record], ...] = (Load, Moved, Plan, StepReport, Heartbeat)
+HEARD: tuple[type[Record], ...] = (Load, Moved, StepReport, Heartbeat)
 AGAIN_SECONDS = 2.0
 
 

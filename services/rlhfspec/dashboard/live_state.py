@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfspec.messages import loop
-from rlhfspec.messages.records import Heartbeat, Load, Plan, Record
+from rlhfspec.messages.records import Heartbeat, Load, Record
 from rlhfspec.runs.live.live import LiveView, Snapshot
 from rlhfspec.stage.vitals import WorkerState
 
@@ -30,7 +30,6 @@ class Live:
     def __init__(self) -> None:
         self.loads: dict[int, tuple[float, Load]] = {}
         self._workers: dict[tuple[str, int], _Said] = {}
-        self._plan = ""
         self._owners: dict[str, str] = {}
 
     def heard(self, record: Record, now: float) -> None:
@@ -40,8 +39,6 @@ class Live:
             before = self._workers.get((record.stage, record.worker))
             host, pid = (before.host, before.pid) if before else ("", 0)
             self._workers[record.stage, record.worker] = _Said(now, record, host, pid)
-        elif isinstance(record, Plan):
-            self._plan = record.plan_json
 
     def seen(self, view: LiveView, now: float) -> None:
         for name, snapshot in view.workers.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 from rlhfspec.messages.records import Plan
 from rlhfspec.stage.base import PULL_SECONDS, Service
@@ -12,7 +11,7 @@ from rlhfspec.stage.guest import Guest
 
 
 class Dry:
-    """Of one generator. The latest plan that speaks of dry generators counts; without one, it waits.
+    """Of one generator. The latest plan counts; without one, it waits.
 
     `guest`: with whom it may score; None: nowhere in this job, and no plan is read. `news`: of the generator, for whom
     it waits; a plan that says something else is news too.
@@ -49,29 +48,10 @@ class Dry:
             waiting.cancel()
 
     def _take(self, plan: Plan) -> None:
-        orders = orders_of(plan)
-        if orders is None:
-            return
-        is_to_score = orders.get(str(self._generator.worker)) == "score"
+        is_to_score = plan.dry.get(self._generator.worker) == "score"
         if is_to_score != self._is_to_score:
             self._is_to_score = is_to_score
             self._news.set()
-
-
-def orders_of(plan: Plan) -> dict[str, str] | None:
-    """What each dry generator is to do; None: the plan does not speak of them. Whatever it holds, it is only advice.
-
-    >>> orders_of(Plan(id="sums/plan", job="sums", plan_json='{"dry": {"1": "score"}}'))
-    {'1': 'score'}
-    >>> print(orders_of(Plan(id="sums/plan", job="sums", plan_json="[")))
-    None
-    """
-    try:
-        content = json.loads(plan.plan_json)
-    except ValueError:
-        return None
-    dry = content.get("dry") if isinstance(content, dict) else None
-    return dry if isinstance(dry, dict) else None
 
 
 async def _set(event: asyncio.Event) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +59,7 @@ class PromptsService(Service):
             num_prompts=len(self.prompts),
             num_held_out=min(len(self.held_out), self._evaluation.num_prompts) if self.held_out else 0,
             last_step=self.prompts.order.last_step or 0,
-            columns_json=json.dumps(self.prompts.columns),
+            columns=self.prompts.columns,
         )
         async with await self._bus.subscribe(Weights) as weights, await self._bus.subscribe(Demand) as demands:
             await self._bus.publish(info)

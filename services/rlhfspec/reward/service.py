@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -67,7 +66,7 @@ class RewardService(Service):
                 with self.vitals.waiting("what the data's columns are"):
                     arrived = await self.unless_stopped(inbox.pull(max_records=1, timeout_seconds=PULL_SECONDS))
                 for delivery in arrived:
-                    return self.sources.check_columns(json.loads(delivery.record.columns_json))
+                    return self.sources.check_columns(delivery.record.columns)
 
     def _collect(self, delivery: Delivery[Sample]) -> None:
         sample = delivery.record

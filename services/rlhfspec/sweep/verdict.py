@@ -38,11 +38,11 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.kernels.attention_splits import UNIT
+from rlhfspec.messages.records.models import ModelReport
 from rlhfspec.models.huggingface.anatomy import examine
 from rlhfspec.models.huggingface.attention import use_eager_experts
 from rlhfspec.models.huggingface.casting import Precision, cast
 from rlhfspec.models.huggingface.causal_lm import anatomy_of, within_positions
-from rlhfspec.models.huggingface.check import ModelReport
 from rlhfspec.models.huggingface.trace import first_line
 from rlhfspec.models.tiny import perturbed
 from rlhfspec.sweep.by_position import MOST, Band, judge_positions

@@ -3,9 +3,9 @@ when they were loaded, and leaves it as `rlhfspec run` does."""
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import suppress
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -42,7 +42,7 @@ class LoadedModels(Service):
                 pulling = infos.pull(max_records=64, timeout_seconds=PULL_SECONDS)
                 before = dict(models)
                 for delivery in await self.unless_stopped(pulling):
-                    models |= json.loads(delivery.record.models_json)
+                    models |= {role: asdict(report) for role, report in delivery.record.models.items()}
                 if models != before:
                     await self.in_thread(self._folder.loaded, dict(models))
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Sample, Score
-from rlhfspec.runs.folder.evaluations import Evaluation, best
-from rlhfspec.runs.folder.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
+from rlhfspec.messages.records.evaluations import Evaluation, best
+from rlhfspec.messages.records.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.trackers import Trackers
 from rlhfspec.runs.view.equal_rewards import equal_reward_groups
+from rlhfspec.telemetry.evaluating import evaluation_of
 from rlhfspec.trainer.collector import Collector
 from rlhfspec.trainer.service import StepTime, Trained
 from rlhfspec.training.checkpoint import CheckpointStore
@@ -56,18 +57,18 @@ class RunRecorder:
         self._checkpoints.discard_after(step)
         return state
 
-    def record(self, trained: Trained) -> str:
+    def record(self, trained: Trained) -> StepMetrics:
         assert self._trackers is not None, "restore comes first"
         self._folder.append_samples(trained.chosen.all_samples, trained.chosen.rewards)
         metrics = step_metrics(self._job, trained)
         self._folder.append_step(metrics)
         self._trackers.step(metrics)
-        return metrics.to_line()
+        return metrics
 
-    def evaluate(self, collected: Collector, seconds: float) -> str:
+    def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
         assert self._trackers is not None, "restore comes first"
         chosen, step = collected.collected(), collected.shape.step
-        evaluation = Evaluation.of(
+        evaluation = evaluation_of(
             step,
             step,
             chosen.all_samples,
@@ -79,7 +80,7 @@ class RunRecorder:
         self._trackers.evaluation(evaluation)
         self._evaluations.append(evaluation)
         self._send()
-        return evaluation.to_line()
+        return evaluation
 
     def is_evaluated(self, step: int) -> bool:
         return any(evaluation.step == step for evaluation in self._evaluations)

@@ -16,10 +16,10 @@ import yaml
 from rlhfspec.common.folder_lock import take_lock
 from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.models.tiny.paths import model_folder
 from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.prepare.folder import prepare
-from rlhfspec.runs.folder.metrics import example_step
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.worker import exits
 

@@ -14,7 +14,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     a_run(tmp_path, 2)
     code = (
         "import resource, sys; from rlhfspec.runs.folder.run_folder import *\n"
-        "from rlhfspec.runs.folder.metrics import *\n"
+        "from rlhfspec.messages.records.metrics import *\n"
         "folder = RunFolder(sys.argv[1]); folder.begin(example_job(), resume=True); folder.go_on_after(2)\n"
         "size = folder.steps_file.stat().st_size + 100\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"

@@ -20,6 +20,7 @@ from stages import a_job
 from rlhfspec.errors import LoopStalled, StageFailed, StageRefused
 from rlhfspec.job.roles import FailurePolicy
 from rlhfspec.messages.records import Heartbeat, StepReport, WorkerInfo
+from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.runs.view.roster import SILENT_SECONDS, Roster
@@ -178,10 +179,7 @@ class Run:
         await self.bus.publish(replace(INFO, id=f"{stage}{worker}", stage=stage, worker=worker))
 
     async def trained(self, step: int) -> None:
-        report = StepReport(
-            id=f"sums/{step}", job="sums", step=step, weights_version=step, weights_digest="", metrics_json="{}"
-        )
-        await self.bus.publish(report)
+        await self.bus.publish(StepReport(id=f"sums/{step}", job="sums", metrics=example_step(step=step)))
         await self.clock.settle()
 
     async def begun(self, children: Children) -> asyncio.Task[None]:

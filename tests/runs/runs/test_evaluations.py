@@ -10,7 +10,7 @@ from runs import curve_of, invoke, train
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
-from rlhfspec.runs.folder.evaluations import best
+from rlhfspec.messages.records.evaluations import best
 from rlhfspec.runs.folder.run_folder import RunFolder
 
 EVALUATE = ("evaluation.everySteps=2", "evaluation.numPrompts=5", "training.steps=5", "checkpoint.everySteps=100")

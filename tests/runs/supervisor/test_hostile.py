@@ -32,6 +32,7 @@ from rlhfspec.messages.records import (
     Weights,
     WorkerInfo,
 )
+from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.servers.certificates import client_tls
 from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.nats import NatsTransport
@@ -50,7 +51,7 @@ EXAMPLES: dict[type[Record], Record] = {
     Demand: Demand(id="letters/1/demand/1", job=JOB, step=1, round=1, num_prompts=9),
     Weights: Weights(id="x", job=JOB, version=9, role="policy", uri="file:/etc/passwd", digest="00"),
     DatasetInfo: DatasetInfo(id="x", job=JOB, num_prompts=1, num_held_out=0, last_step=0),
-    StepReport: StepReport(id="x", job=JOB, step=9, weights_version=9, weights_digest="", metrics_json="no"),
+    StepReport: StepReport(id="x", job=JOB, metrics=example_step(step=9)),
 }  # fmt: skip
 PRODUCERS = {record: next(s.name for s in loop.STAGES if record in s.produces) for record in EXAMPLES}
 

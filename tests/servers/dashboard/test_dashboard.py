@@ -49,10 +49,10 @@ from rlhfspec.dashboard.source import Address, JobKey
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.messages.access.rights import inbox_of
 from rlhfspec.messages.records import Record
+from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.servers.certificates import servers_tls
 from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.messages.transport.nats_proof import NatsProof
-from rlhfspec.runs.folder.metrics import example_step
 from rlhfspec.runs.folder.moves import MovesFile
 from rlhfspec.runs.live.live import SampleHead, Window
 from rlhfspec.runs.view.waterfall import LEGEND

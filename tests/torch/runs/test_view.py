@@ -19,9 +19,9 @@ from views import Hand, a_full_view, a_view, load, picture, state, terminal, wri
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import Sample, Score
+from rlhfspec.messages.records.evaluations import example_evaluation
+from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.messages.transport.clock import FakeClock
-from rlhfspec.runs.folder.evaluations import example_evaluation
-from rlhfspec.runs.folder.metrics import StepMetrics, example_step
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.sample_lines import example_sample
 from rlhfspec.runs.view.progress import Progress

@@ -297,11 +297,9 @@ class WantsAnswers(FakeSources):
 def test_a_reward_checks_the_datas_columns_before_it_scores() -> None:
     """They come from the process that reads the data."""
 
-    async def main(columns: str) -> list[list[str]]:
+    async def main(columns: dict[str, str]) -> list[list[str]]:
         stages = await Stages.open(a_job(), generator=1, reward=1, trainer=1, prompts=1)
-        info = DatasetInfo(
-            id="sums/columns", job="sums", num_prompts=5, num_held_out=3, last_step=0, columns_json=columns
-        )
+        info = DatasetInfo(id="sums/columns", job="sums", num_prompts=5, num_held_out=3, last_step=0, columns=columns)
         await stages.publish("prompts", info)
         sources = WantsAnswers()
         service = stages.reward(sources)
@@ -311,9 +309,9 @@ def test_a_reward_checks_the_datas_columns_before_it_scores() -> None:
         await ends(task, service)
         return sources.calls
 
-    assert asyncio.run(main('{"answer": ""}')) == [["sums/1/0/0"]]
+    assert asyncio.run(main({"answer": ""})) == [["sums/1/0/0"]]
     with pytest.raises(InvalidRequest, match="asks for answer"):
-        asyncio.run(main('{"question": ""}'))
+        asyncio.run(main({"question": ""}))
 
 
 # --- order --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from rlhfspec.runs.folder.metrics import StepMetrics, example_step
+from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.view.equal_rewards import equal_reward_groups, equal_rewards_warning
 from rlhfspec.runs.view.panel import panel

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
-from rlhfspec.runs.folder.evaluations import example_evaluation
-from rlhfspec.runs.folder.metrics import StepMetrics, example_step
+from rlhfspec.messages.records.evaluations import example_evaluation
+from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.runs.view.plots import compare, comparison_figure, ends, overview, overview_figure
 
 

@@ -20,11 +20,12 @@ from rlhfspec.cli.main import app
 from rlhfspec.errors import InvalidRequest, NumericalError, RolloutError, StorageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.yaml_text import parts_of
-from rlhfspec.runs.folder.evaluations import Evaluation, example_evaluation
-from rlhfspec.runs.folder.metrics import CURVE, MEASUREMENTS, Lengths, Spread, StepMetrics, curve, example_step
+from rlhfspec.messages.records.evaluations import Evaluation, example_evaluation
+from rlhfspec.messages.records.metrics import CURVE, MEASUREMENTS, Lengths, Spread, StepMetrics, curve, example_step
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.same_job import as_content
 from rlhfspec.runs.folder.sample_lines import example_sample, sample_line
+from rlhfspec.telemetry.evaluating import evaluation_of
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
 
@@ -200,13 +201,13 @@ def test_an_evaluation_is_of_the_samples_that_were_scored() -> None:
     samples[1] = replace(samples[1], finish_reason="length")
     rewards = {samples[0].id: reward_of(samples[0], 0.0), samples[1].id: reward_of(samples[1], 1.0)}
     rewards[samples[2].id] = reward_of(samples[2], error="TypeError")
-    told = Evaluation.of(7, 7, samples, rewards, max_tokens=8, seconds=1.5)
+    told = evaluation_of(7, 7, samples, rewards, max_tokens=8, seconds=1.5)
     assert (told.num_samples, told.num_failed, told.truncated_fraction) == (2, 2, 0.5)
     assert told.reward == Spread(mean=0.5, std=0.5, min=0.0, max=1.0)
     assert (told.reward_components, told.response_length.mean) == ({"exact": 0.5}, 1.5)
     assert Evaluation.from_line(told.to_line()) == told
     with pytest.raises(RolloutError, match="every other of the evaluation after step 7 has no reward"):
-        Evaluation.of(7, 7, samples, {}, max_tokens=8, seconds=1.5)
+        evaluation_of(7, 7, samples, {}, max_tokens=8, seconds=1.5)
 
 
 def test_a_torn_line_is_dropped_and_not_read(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.runs.folder.evaluations import example_evaluation
-from rlhfspec.runs.folder.metrics import MEASUREMENTS, example_step
+from rlhfspec.messages.records.evaluations import example_evaluation
+from rlhfspec.messages.records.metrics import MEASUREMENTS, example_step
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.same_job import as_content
 from rlhfspec.runs.folder.trackers import Trackers, check_packages, scalars

@@ -15,6 +15,7 @@ from rlhfspec.errors import (
 )
 from rlhfspec.messages.loop import ACK_WAIT_SECONDS
 from rlhfspec.messages.records import Demand, Sample, Score, StepReport, Weights
+from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.dead_letters import decode
 from rlhfspec.messages.transport.memory import MemoryTransport
@@ -144,7 +145,7 @@ def test_a_delivery_that_nobody_holds_any_more_comes_again() -> None:
 
 def test_nobody_waits_for_an_observer() -> None:
     async def check(bus: Bus, clock: FakeClock) -> None:
-        report = StepReport(id="sums/1", job="sums", step=1, weights_version=1, weights_digest="00", metrics_json="{}")
+        report = StepReport(id="sums/1", job="sums", metrics=example_step())
         reports, samples = [await bus.of("view").subscribe(kind) for kind in (StepReport, Sample)]
         await bus.of("trainer").publish(report)
         await bus.of("generator").publish(SAMPLE)

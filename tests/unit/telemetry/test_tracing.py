@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 import urllib.request
@@ -16,9 +15,10 @@ from collector import running_collector
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import EvaluationReport, Load, Prompt, Sample, Score, ScoringStage, StepReport, Weights
+from rlhfspec.messages.records.evaluations import example_evaluation
+from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
-from rlhfspec.runs.folder.metrics import example_step
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.telemetry import otlp
@@ -66,8 +66,7 @@ def score(stage: ScoringStage, *, error: str = "") -> Score:
 
 
 def report(step: int = 3, *, num_dropped: int = 0) -> StepReport:
-    line = json.dumps({"num_dropped": num_dropped})
-    return StepReport(id="sums/3", job="sums", step=step, weights_version=3, weights_digest="00", metrics_json=line)
+    return StepReport(id="sums/3", job="sums", metrics=replace(example_step(step=step), num_dropped=num_dropped))
 
 
 async def one_life(of: dict[str, Bus], clock: Time) -> None:
@@ -208,7 +207,7 @@ def test_evaluations_end_with_their_report_and_headers_that_are_none_break_nothi
     tracer.taken(Place("trainer", 0), sample, Delivered({"traceparent": "00-zz", "sent": "yesterday"}))
     tracer.published(Place("trainer", 0), report(), 1.0, True)
     assert not spans, "the step's end is not the evaluation's"
-    done = EvaluationReport(id="sums/3/evaluation", job="sums", step=3, metrics_json="{}")
+    done = EvaluationReport(id="sums/3/evaluation", job="sums", evaluation=example_evaluation(step=3))
     tracer.published(Place("trainer", 0), done, 1.0, True)
     assert [(span.name, span.sample, span.sent) for span in spans] == [("evaluation", sample.id, None)]
 
@@ -418,14 +417,16 @@ def test_what_is_counted_of_what_passes() -> None:
 
 def test_a_trained_step_is_told_as_far_as_it_applies() -> None:
     meters = Meters()
-    line = example_step(step=3).to_line()
-    report = StepReport(id="r", job="sums", step=3, weights_version=4, weights_digest="", metrics_json=line)
+    report = StepReport(id="r", job="sums", metrics=replace(example_step(step=3), kl=None))
     meters.published(Place("trainer", 0), report, 0.0, True)
-    meters.published(Place("trainer", 0), replace(report, step=4, metrics_json='{"kl": null}'), 0.0, True)
-    found, told = numbers(meters), json.loads(line)
+    assert 'rlhfspec_step_kl{stage="trainer",worker="0"}' not in numbers(meters)
+    metrics = example_step(step=4)
+    meters.published(Place("trainer", 0), replace(report, metrics=metrics), 0.0, True)
+    found = numbers(meters)
     assert found['rlhfspec_step{stage="trainer",worker="0"}'] == 4.0
-    assert found['rlhfspec_step_reward{stage="trainer",worker="0"}'] == told["reward"]["mean"]
-    assert found['rlhfspec_step_policy_loss{stage="trainer",worker="0"}'] == told["policy_loss"]
+    assert found['rlhfspec_step_kl{stage="trainer",worker="0"}'] == metrics.kl_k3
+    assert found['rlhfspec_step_reward{stage="trainer",worker="0"}'] == metrics.reward.mean
+    assert found['rlhfspec_step_policy_loss{stage="trainer",worker="0"}'] == metrics.policy_loss
 
 
 def test_what_a_worker_worked_is_told_by_its_vitals() -> None:

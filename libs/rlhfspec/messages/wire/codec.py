@@ -15,9 +15,8 @@ Example:
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import DecodeError
 
@@ -39,6 +38,8 @@ from rlhfspec.messages.records import (
     Weights,
     WorkerInfo,
 )
+from rlhfspec.messages.records.metrics import not_finite
+from rlhfspec.messages.wire.fields import UnfitField, read, write
 from rlhfspec.messages.wire.records_pb2 import Envelope
 
 # The envelope's field for each type of record.
@@ -59,7 +60,6 @@ ENVELOPE_FIELDS: dict[type[Record], str] = {
     Plan: "plan",
 }
 _TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
-_FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in ENVELOPE_FIELDS}
 
 
 def _choices_of(record_type: type[Record]) -> dict[str, tuple[str, ...]]:
@@ -68,14 +68,7 @@ def _choices_of(record_type: type[Record]) -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
-def _optional_of(record_type: type[Record]) -> frozenset[str]:
-    """The fields that may be None."""
-    hints = get_type_hints(record_type)
-    return frozenset(name for name, hint in hints.items() if type(None) in get_args(hint))
-
-
 _CHOICES = {kind: _choices_of(kind) for kind in ENVELOPE_FIELDS}
-_OPTIONAL = {kind.__name__: _optional_of(kind) for kind in ENVELOPE_FIELDS}
 
 
 def encode(record: Record) -> bytes:
@@ -84,12 +77,10 @@ def encode(record: Record) -> bytes:
         raise InvalidRequest(*problem)
     envelope = Envelope()
     message = getattr(envelope, ENVELOPE_FIELDS[type(record)])
-    for name in _FIELDS[type(record)]:
-        value = getattr(record, name)
-        try:
-            _put(message, name, value)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"{type(record).__name__}.{name}", value, str(error)) from error
+    try:
+        write(message, record)
+    except UnfitField as unfit:
+        raise InvalidRequest(f"{type(record).__name__}.{unfit.path}", unfit.value, unfit.problem) from unfit
     return envelope.SerializeToString()
 
 
@@ -104,38 +95,13 @@ def decode(data: bytes) -> Record:
         raise MalformedRecord("an envelope without a record that this version knows")
     record_type = _TYPES[which]
     message = getattr(envelope, which)
-    record: Record = record_type(**{name: _get(message, name) for name in _FIELDS[record_type]})
+    try:
+        record: Record = read(message, record_type)
+    except ValueError as error:
+        raise MalformedRecord(f"{record_type.__name__}: {error}") from error
     if problem := _problem_of(record):
         raise MalformedRecord(str(InvalidRequest(*problem)))
     return record
-
-
-# Fields that hold pairs: what the two parts of a pair are called in the message.
-_PAIRS = {"components": ("name", "value"), "experts": ("layer", "rows"), "strategies": ("name", "num_steps")}
-
-
-def _put(message: Any, name: str, value: Any) -> None:
-    if name in _PAIRS:
-        for pair in value:
-            getattr(message, name).add(**dict(zip(_PAIRS[name], pair, strict=True)))
-    elif isinstance(value, tuple):
-        getattr(message, name).extend(value)
-    elif value is not None or name not in _OPTIONAL[type(message).__name__]:
-        setattr(message, name, value)
-
-
-def _get(message: Any, name: str) -> Any:
-    value = getattr(message, name)
-    if name in _PAIRS:
-        first, second = _PAIRS[name]
-        return tuple((getattr(pair, first), _plain(getattr(pair, second))) for pair in value)
-    if name in _OPTIONAL[type(message).__name__] and not message.HasField(name):
-        return None
-    return _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float) else tuple(value)
 
 
 def _problem_of(record: Record) -> tuple[str, object, str] | None:
@@ -158,4 +124,6 @@ def _problem_of(record: Record) -> tuple[str, object, str] | None:
         numbers = [*record.values, *(value for _, value in record.components)]
         if not all(map(math.isfinite, numbers)):
             return "Score.values", record.id, "must be finite where no error says why they are not"
+    if isinstance(record, StepReport | EvaluationReport) and (found := not_finite(record)) is not None:
+        return f"{type(record).__name__}.{found[0]}", found[1], "must be finite"
     return None

@@ -178,20 +178,27 @@ class Weights(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., version: _Optional[int] = ..., role: _Optional[str] = ..., uri: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class DatasetInfo(_message.Message):
-    __slots__ = ("id", "job", "num_prompts", "num_held_out", "last_step", "columns_json")
+    __slots__ = ("id", "job", "num_prompts", "num_held_out", "last_step", "columns")
+    class Column(_message.Message):
+        __slots__ = ("name", "missing_at")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        MISSING_AT_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        missing_at: str
+        def __init__(self, name: _Optional[str] = ..., missing_at: _Optional[str] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
-    COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     num_prompts: int
     num_held_out: int
     last_step: int
-    columns_json: str
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_held_out: _Optional[int] = ..., last_step: _Optional[int] = ..., columns_json: _Optional[str] = ...) -> None: ...
+    columns: _containers.RepeatedCompositeFieldContainer[DatasetInfo.Column]
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_held_out: _Optional[int] = ..., last_step: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[DatasetInfo.Column, _Mapping]]] = ...) -> None: ...
 
 class Demand(_message.Message):
     __slots__ = ("id", "job", "step", "round", "num_prompts")
@@ -312,46 +319,249 @@ class Moved(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., sample_id: _Optional[str] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., how: _Optional[str] = ..., reason: _Optional[str] = ..., num_bytes: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_recomputed: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("id", "job", "plan_json", "num_wanted", "why_wanted")
+    __slots__ = ("id", "job", "num_wanted", "why_wanted", "ends", "num_generators", "num_samples", "latest_end", "latest_end_after", "moves", "why_not", "dry")
+    class End(_message.Message):
+        __slots__ = ("generator", "seconds")
+        GENERATOR_FIELD_NUMBER: _ClassVar[int]
+        SECONDS_FIELD_NUMBER: _ClassVar[int]
+        generator: int
+        seconds: float
+        def __init__(self, generator: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    class PlannedMove(_message.Message):
+        __slots__ = ("id", "sample", "source", "destination", "gain_seconds", "reason")
+        ID_FIELD_NUMBER: _ClassVar[int]
+        SAMPLE_FIELD_NUMBER: _ClassVar[int]
+        SOURCE_FIELD_NUMBER: _ClassVar[int]
+        DESTINATION_FIELD_NUMBER: _ClassVar[int]
+        GAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        REASON_FIELD_NUMBER: _ClassVar[int]
+        id: str
+        sample: str
+        source: int
+        destination: int
+        gain_seconds: float
+        reason: str
+        def __init__(self, id: _Optional[str] = ..., sample: _Optional[str] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., gain_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+    class Dry(_message.Message):
+        __slots__ = ("generator", "doing")
+        GENERATOR_FIELD_NUMBER: _ClassVar[int]
+        DOING_FIELD_NUMBER: _ClassVar[int]
+        generator: int
+        doing: str
+        def __init__(self, generator: _Optional[int] = ..., doing: _Optional[str] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
-    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
     NUM_WANTED_FIELD_NUMBER: _ClassVar[int]
     WHY_WANTED_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LATEST_END_FIELD_NUMBER: _ClassVar[int]
+    LATEST_END_AFTER_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_FIELD_NUMBER: _ClassVar[int]
+    DRY_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
-    plan_json: str
     num_wanted: int
     why_wanted: str
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., plan_json: _Optional[str] = ..., num_wanted: _Optional[int] = ..., why_wanted: _Optional[str] = ...) -> None: ...
+    ends: _containers.RepeatedCompositeFieldContainer[Plan.End]
+    num_generators: int
+    num_samples: int
+    latest_end: float
+    latest_end_after: float
+    moves: _containers.RepeatedCompositeFieldContainer[Plan.PlannedMove]
+    why_not: _containers.RepeatedScalarFieldContainer[str]
+    dry: _containers.RepeatedCompositeFieldContainer[Plan.Dry]
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., num_wanted: _Optional[int] = ..., why_wanted: _Optional[str] = ..., ends: _Optional[_Iterable[_Union[Plan.End, _Mapping]]] = ..., num_generators: _Optional[int] = ..., num_samples: _Optional[int] = ..., latest_end: _Optional[float] = ..., latest_end_after: _Optional[float] = ..., moves: _Optional[_Iterable[_Union[Plan.PlannedMove, _Mapping]]] = ..., why_not: _Optional[_Iterable[str]] = ..., dry: _Optional[_Iterable[_Union[Plan.Dry, _Mapping]]] = ...) -> None: ...
 
-class StepReport(_message.Message):
-    __slots__ = ("id", "job", "step", "weights_version", "weights_digest", "metrics_json")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
+class Number(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class Spread(_message.Message):
+    __slots__ = ("mean", "std", "min", "max")
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    STD_FIELD_NUMBER: _ClassVar[int]
+    MIN_FIELD_NUMBER: _ClassVar[int]
+    MAX_FIELD_NUMBER: _ClassVar[int]
+    mean: float
+    std: float
+    min: float
+    max: float
+    def __init__(self, mean: _Optional[float] = ..., std: _Optional[float] = ..., min: _Optional[float] = ..., max: _Optional[float] = ...) -> None: ...
+
+class Lengths(_message.Message):
+    __slots__ = ("mean", "min", "p50", "p95", "max", "edges", "histogram")
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    MIN_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P95_FIELD_NUMBER: _ClassVar[int]
+    MAX_FIELD_NUMBER: _ClassVar[int]
+    EDGES_FIELD_NUMBER: _ClassVar[int]
+    HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
+    mean: float
+    min: int
+    p50: int
+    p95: int
+    max: int
+    edges: _containers.RepeatedScalarFieldContainer[int]
+    histogram: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, mean: _Optional[float] = ..., min: _Optional[int] = ..., p50: _Optional[int] = ..., p95: _Optional[int] = ..., max: _Optional[int] = ..., edges: _Optional[_Iterable[int]] = ..., histogram: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepMetrics(_message.Message):
+    __slots__ = ("step", "weights_version", "weights_digest", "num_samples", "num_dropped", "num_prompts", "equal_reward_groups", "reward", "reward_components", "advantage", "kl", "policy_loss", "value_loss", "kl_loss", "entropy", "clip_fraction", "explained_variance", "grad_norm", "learning_rate", "learning", "response_length", "truncated_fraction", "num_response_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "expert_rows", "log_prob_difference", "staleness_max", "seconds", "started_unix_seconds", "finished_unix_seconds")
+    class Strategy(_message.Message):
+        __slots__ = ("name", "count")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        COUNT_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        count: int
+        def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+    class Experts(_message.Message):
+        __slots__ = ("layer", "rows")
+        LAYER_FIELD_NUMBER: _ClassVar[int]
+        ROWS_FIELD_NUMBER: _ClassVar[int]
+        layer: str
+        rows: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, layer: _Optional[str] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    class LogProbDifference(_message.Message):
+        __slots__ = ("max", "mean")
+        MAX_FIELD_NUMBER: _ClassVar[int]
+        MEAN_FIELD_NUMBER: _ClassVar[int]
+        max: float
+        mean: float
+        def __init__(self, max: _Optional[float] = ..., mean: _Optional[float] = ...) -> None: ...
+    class Seconds(_message.Message):
+        __slots__ = ("generation", "reward", "reference", "critic", "training", "checkpoint", "waiting", "step")
+        GENERATION_FIELD_NUMBER: _ClassVar[int]
+        REWARD_FIELD_NUMBER: _ClassVar[int]
+        REFERENCE_FIELD_NUMBER: _ClassVar[int]
+        CRITIC_FIELD_NUMBER: _ClassVar[int]
+        TRAINING_FIELD_NUMBER: _ClassVar[int]
+        CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+        WAITING_FIELD_NUMBER: _ClassVar[int]
+        STEP_FIELD_NUMBER: _ClassVar[int]
+        generation: float
+        reward: float
+        reference: float
+        critic: float
+        training: float
+        checkpoint: float
+        waiting: float
+        step: float
+        def __init__(self, generation: _Optional[float] = ..., reward: _Optional[float] = ..., reference: _Optional[float] = ..., critic: _Optional[float] = ..., training: _Optional[float] = ..., checkpoint: _Optional[float] = ..., waiting: _Optional[float] = ..., step: _Optional[float] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    METRICS_JSON_FIELD_NUMBER: _ClassVar[int]
-    id: str
-    job: str
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    EQUAL_REWARD_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    POLICY_LOSS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_LOSS_FIELD_NUMBER: _ClassVar[int]
+    KL_LOSS_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    EXPLAINED_VARIANCE_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PER_VERIFICATION_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROB_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STARTED_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     step: int
     weights_version: int
     weights_digest: str
-    metrics_json: str
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., weights_version: _Optional[int] = ..., weights_digest: _Optional[str] = ..., metrics_json: _Optional[str] = ...) -> None: ...
+    num_samples: int
+    num_dropped: int
+    num_prompts: int
+    equal_reward_groups: int
+    reward: Spread
+    reward_components: _containers.RepeatedCompositeFieldContainer[Number]
+    advantage: Spread
+    kl: _containers.RepeatedCompositeFieldContainer[Number]
+    policy_loss: float
+    value_loss: float
+    kl_loss: float
+    entropy: float
+    clip_fraction: float
+    explained_variance: float
+    grad_norm: float
+    learning_rate: float
+    learning: _containers.RepeatedCompositeFieldContainer[Number]
+    response_length: Lengths
+    truncated_fraction: float
+    num_response_tokens: int
+    tokens_per_second: float
+    accepted_per_verification: float
+    strategy: _containers.RepeatedCompositeFieldContainer[StepMetrics.Strategy]
+    expert_rows: _containers.RepeatedCompositeFieldContainer[StepMetrics.Experts]
+    log_prob_difference: StepMetrics.LogProbDifference
+    staleness_max: int
+    seconds: StepMetrics.Seconds
+    started_unix_seconds: float
+    finished_unix_seconds: float
+    def __init__(self, step: _Optional[int] = ..., weights_version: _Optional[int] = ..., weights_digest: _Optional[str] = ..., num_samples: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_prompts: _Optional[int] = ..., equal_reward_groups: _Optional[int] = ..., reward: _Optional[_Union[Spread, _Mapping]] = ..., reward_components: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., advantage: _Optional[_Union[Spread, _Mapping]] = ..., kl: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., policy_loss: _Optional[float] = ..., value_loss: _Optional[float] = ..., kl_loss: _Optional[float] = ..., entropy: _Optional[float] = ..., clip_fraction: _Optional[float] = ..., explained_variance: _Optional[float] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., learning: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., response_length: _Optional[_Union[Lengths, _Mapping]] = ..., truncated_fraction: _Optional[float] = ..., num_response_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[_Iterable[_Union[StepMetrics.Strategy, _Mapping]]] = ..., expert_rows: _Optional[_Iterable[_Union[StepMetrics.Experts, _Mapping]]] = ..., log_prob_difference: _Optional[_Union[StepMetrics.LogProbDifference, _Mapping]] = ..., staleness_max: _Optional[int] = ..., seconds: _Optional[_Union[StepMetrics.Seconds, _Mapping]] = ..., started_unix_seconds: _Optional[float] = ..., finished_unix_seconds: _Optional[float] = ...) -> None: ...
 
-class EvaluationReport(_message.Message):
-    __slots__ = ("id", "job", "step", "metrics_json")
+class StepReport(_message.Message):
+    __slots__ = ("id", "job", "metrics")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    METRICS_JSON_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
+    metrics: StepMetrics
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., metrics: _Optional[_Union[StepMetrics, _Mapping]] = ...) -> None: ...
+
+class Evaluation(_message.Message):
+    __slots__ = ("step", "weights_version", "num_samples", "num_failed", "reward", "reward_components", "response_length", "truncated_fraction", "seconds")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     step: int
-    metrics_json: str
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., metrics_json: _Optional[str] = ...) -> None: ...
+    weights_version: int
+    num_samples: int
+    num_failed: int
+    reward: Spread
+    reward_components: _containers.RepeatedCompositeFieldContainer[Number]
+    response_length: Lengths
+    truncated_fraction: float
+    seconds: float
+    def __init__(self, step: _Optional[int] = ..., weights_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_failed: _Optional[int] = ..., reward: _Optional[_Union[Spread, _Mapping]] = ..., reward_components: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., response_length: _Optional[_Union[Lengths, _Mapping]] = ..., truncated_fraction: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class EvaluationReport(_message.Message):
+    __slots__ = ("id", "job", "evaluation")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    evaluation: Evaluation
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("id", "job", "stage", "worker", "doing", "what", "since_seconds", "overdue_seconds", "busy_seconds", "trouble")
@@ -377,8 +587,39 @@ class Heartbeat(_message.Message):
     trouble: str
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., doing: _Optional[str] = ..., what: _Optional[str] = ..., since_seconds: _Optional[float] = ..., overdue_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
 
+class ModelReport(_message.Message):
+    __slots__ = ("model", "path", "attentions", "guarded", "probes", "difference", "noise", "bits", "attention_split", "seconds")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    ATTENTIONS_FIELD_NUMBER: _ClassVar[int]
+    GUARDED_FIELD_NUMBER: _ClassVar[int]
+    PROBES_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    NOISE_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_SPLIT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    path: str
+    attentions: _containers.RepeatedScalarFieldContainer[str]
+    guarded: _containers.RepeatedScalarFieldContainer[str]
+    probes: _containers.RepeatedScalarFieldContainer[str]
+    difference: float
+    noise: float
+    bits: str
+    attention_split: int
+    seconds: float
+    def __init__(self, model: _Optional[str] = ..., path: _Optional[str] = ..., attentions: _Optional[_Iterable[str]] = ..., guarded: _Optional[_Iterable[str]] = ..., probes: _Optional[_Iterable[str]] = ..., difference: _Optional[float] = ..., noise: _Optional[float] = ..., bits: _Optional[str] = ..., attention_split: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class WorkerInfo(_message.Message):
-    __slots__ = ("id", "job", "stage", "worker", "host", "pid", "grpc_address", "http_address", "models_json", "moves_address")
+    __slots__ = ("id", "job", "stage", "worker", "host", "pid", "grpc_address", "http_address", "moves_address", "models")
+    class LoadedModel(_message.Message):
+        __slots__ = ("role", "report")
+        ROLE_FIELD_NUMBER: _ClassVar[int]
+        REPORT_FIELD_NUMBER: _ClassVar[int]
+        role: str
+        report: ModelReport
+        def __init__(self, role: _Optional[str] = ..., report: _Optional[_Union[ModelReport, _Mapping]] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -387,8 +628,8 @@ class WorkerInfo(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    MODELS_JSON_FIELD_NUMBER: _ClassVar[int]
     MOVES_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     stage: str
@@ -397,6 +638,6 @@ class WorkerInfo(_message.Message):
     pid: int
     grpc_address: str
     http_address: str
-    models_json: str
     moves_address: str
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., models_json: _Optional[str] = ..., moves_address: _Optional[str] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[WorkerInfo.LoadedModel]
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., moves_address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[WorkerInfo.LoadedModel, _Mapping]]] = ...) -> None: ...

@@ -23,6 +23,7 @@ from rlhfspec.errors import UnsupportedModel
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.kernels.tree_attention_twin import write_kv_reference
+from rlhfspec.messages.records.models import ModelReport
 from rlhfspec.models.huggingface.attention import fit_cache
 from rlhfspec.models.huggingface.causal_lm import Anatomy, CausalLM
 from rlhfspec.models.huggingface.fuse import FusedModel, guard_rows
@@ -46,23 +47,6 @@ class Runnable(Protocol):
     def forward(self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray) -> Tensor: ...
 
     def native_decoder(self) -> NativeDecoder | None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelReport:
-    """How a model was found right; kept in a run's manifest."""
-
-    model: str  # its class
-    path: str  # "native": all layers in one call; "layers": Hugging Face's own code over our kernels; the trainer's:
-    # "packed": Hugging Face's own code over packed rows; "exact": the same over the engine's kernels
-    attentions: tuple[str, ...]  # what they do, each kind once
-    guarded: tuple[str, ...]  # kinds of modules whose torch functions are run so that a row's bits are its own
-    probes: tuple[str, ...]
-    difference: float  # the largest, of the probes' logits to Hugging Face's, in parts of the largest logit
-    noise: float  # how far rounding alone moves Hugging Face's, likewise
-    bits: str  # what is promised of them
-    attention_split: int | None  # positions that have a softmax of their own; None: torch's attention
-    seconds: float
 
 
 def keep_report(model: Any, report: ModelReport) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.messages.records import Moved
+from rlhfspec.messages.records import Moved, Plan
 
 NAME = "moves.jsonl"
 _ENDS = {"num_samples", "num_generators", "latest_end", "latest_end_after"}
@@ -34,8 +34,8 @@ class MovesFile:
         self._is_broken = False
         self._begun = False
 
-    def plan(self, id: str, content: Mapping[str, Any]) -> None:
-        self._append([{"kind": "plan", "at": round(self._now(), 3), "id": id, **content}])
+    def plan(self, plan: Plan) -> None:
+        self._append([{"kind": "plan", "at": round(self._now(), 3), "id": plan.id, **content_of(plan)}])
 
     def moved(self, records: Iterable[Moved]) -> None:
         at = round(self._now(), 3)
@@ -54,6 +54,13 @@ class MovesFile:
         except OSError as error:
             log.warning("moves are no longer written: %s: %s", self._path, error.strerror)
             self._is_broken = True
+
+
+def content_of(plan: Plan) -> dict[str, Any]:
+    """Return what a line says of a plan. `ends` and `dry` are by the generators' numbers."""
+    told = ("ends", "num_generators", "num_samples", "latest_end", "latest_end_after", "moves", "why_not", "dry")
+    content = asdict(plan)
+    return {name: content[name] for name in told}
 
 
 def read_moves(run: Path, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:

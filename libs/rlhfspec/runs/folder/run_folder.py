@@ -5,7 +5,7 @@ steps after the checkpoint it goes on from, since they are done again.
 
 Example:
     >>> import tempfile
-    >>> from rlhfspec.runs.folder.metrics import example_step
+    >>> from rlhfspec.messages.records.metrics import example_step
     >>> with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
     ...     _ = folder.begin(example_job(), resume=False)
     ...     opening = folder.go_on_after(0)
@@ -34,9 +34,9 @@ from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.secrets import holds_secrets
 from rlhfspec.messages.records import Sample, Score
-from rlhfspec.runs.folder.evaluations import Evaluation
+from rlhfspec.messages.records.evaluations import Evaluation
+from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.folder.manifest import Manifest, RunOutcome
-from rlhfspec.runs.folder.metrics import StepMetrics
 from rlhfspec.runs.folder.same_job import as_content, as_yaml, first_difference, with_new_fields
 from rlhfspec.runs.folder.sample_lines import sample_lines
 from rlhfspec.telemetry.folder import TRACES

@@ -1,7 +1,7 @@
 """Reports steps to TensorBoard's event files and to Weights & Biases: the numbers of `steps.jsonl`, nothing more.
 
 Example:
-    >>> from rlhfspec.runs.folder.metrics import example_step
+    >>> from rlhfspec.messages.records.metrics import example_step
     >>> numbers = scalars(example_step())
     >>> numbers["reward/mean"], numbers["kl/k3"], numbers["seconds/generation"]
     (0.5, 0.001, 2.0)
@@ -21,8 +21,8 @@ from typing import Any, Protocol, Self
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob, Wandb
 from rlhfspec.job.file.secrets import shown_value
-from rlhfspec.runs.folder.evaluations import Evaluation
-from rlhfspec.runs.folder.metrics import Lengths, StepMetrics
+from rlhfspec.messages.records.evaluations import Evaluation
+from rlhfspec.messages.records.metrics import Lengths, StepMetrics
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.same_job import as_content
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
-from rlhfspec.runs.folder.metrics import StepMetrics
+from rlhfspec.messages.records.metrics import StepMetrics
 
 NUM_STEPS = 3  # one step of equal groups is chance
 

@@ -11,8 +11,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rlhfspec.messages.records import Load, Sample
-from rlhfspec.runs.folder.evaluations import Evaluation, best
-from rlhfspec.runs.folder.metrics import StepMetrics
+from rlhfspec.messages.records.evaluations import Evaluation, best
+from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
 from rlhfspec.runs.view.progress import Progress, StageState
 from rlhfspec.runs.view.roster import ProcessState

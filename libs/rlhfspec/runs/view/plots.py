@@ -12,8 +12,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhfspec.runs.folder.evaluations import Evaluation, best
-from rlhfspec.runs.folder.metrics import StepMetrics
+from rlhfspec.messages.records.evaluations import Evaluation, best
+from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.view.text import number
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _dress(axis: Axes, title: str, steps: Steps | None, *, legend: bool = False)
 def ends(steps: Steps) -> tuple[float, float]:
     """Mean reward of the first and of the last few steps: a tenth of them, five at most.
 
-    >>> from rlhfspec.runs.folder.metrics import example_step
+    >>> from rlhfspec.messages.records.metrics import example_step
     >>> ends([example_step(step=step, reward=step / 10) for step in range(1, 10)])
     (0.1, 0.9)
     """

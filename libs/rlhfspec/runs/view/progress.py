@@ -5,15 +5,14 @@ Collections are replaced, never changed in place, so that the drawing thread alw
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Heartbeat, Load, Moved, MoveOutcome, Plan, Sample
-from rlhfspec.runs.folder.evaluations import Evaluation
-from rlhfspec.runs.folder.metrics import StepMetrics
+from rlhfspec.messages.records.evaluations import Evaluation
+from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.view.roster import ProcessState
 
 _STEPS_OF_ETA = 8
@@ -78,9 +77,8 @@ class Progress:
         self.moves = self.moves + Counter((moved.how,))
 
     def plan(self, plan: Plan) -> None:
-        content = json.loads(plan.plan_json)
-        moves, why_not = content.get("moves", []), content.get("why_not", [])
-        self.why_moved = moves[0]["reason"] if moves else why_not[0] if why_not else self.why_moved
+        reasons = [move.reason for move in plan.moves] or plan.why_not
+        self.why_moved = reasons[0] if reasons else self.why_moved
 
     def vitals(self, states: Sequence[Heartbeat]) -> None:
         shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})

@@ -1,7 +1,7 @@
 """The end of a run, for a person: what came out, what it cost, what the policy says now, and where everything is.
 
 Example:
-    >>> from rlhfspec.runs.folder.metrics import example_step
+    >>> from rlhfspec.messages.records.metrics import example_step
     >>> steps = [example_step(step=step, reward=step / 4) for step in (1, 2, 3)]
     >>> for row in facts(steps)[:2]:
     ...     print(*row, sep=": ")
@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from rlhfspec.runs.folder.evaluations import Evaluation, best
+from rlhfspec.messages.records.evaluations import Evaluation, best
+from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.folder.manifest import Manifest, RunOutcome
-from rlhfspec.runs.folder.metrics import StepMetrics
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
 from rlhfspec.runs.view.plots import STAGE_COLOURS, ends, num_of_ends

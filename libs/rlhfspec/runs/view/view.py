@@ -3,7 +3,7 @@
 Text from a model is only data: its control characters never reach the terminal, and its brackets are not markup.
 
 Example:
-    >>> from rlhfspec.runs.folder.metrics import example_step
+    >>> from rlhfspec.messages.records.metrics import example_step
     >>> from rlhfspec.runs.folder.run_folder import example_job
     >>> with View(example_job(steps=9), Console(width=200)) as view:
     ...     view.step(example_step(step=1))  # doctest: +ELLIPSIS
@@ -24,8 +24,8 @@ from rich.live import Live
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Heartbeat, Load, Moved, Plan, Sample
-from rlhfspec.runs.folder.evaluations import Evaluation, best
-from rlhfspec.runs.folder.metrics import StepMetrics
+from rlhfspec.messages.records.evaluations import Evaluation, best
+from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.progress import Progress

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from rlhfspec.messages.records import EvaluationReport, Heartbeat, Load, Moved, Plan, Sample, StepReport
-from rlhfspec.runs.folder.evaluations import Evaluation
-from rlhfspec.runs.folder.metrics import StepMetrics
 from rlhfspec.runs.live.live import RecentLines
 from rlhfspec.runs.view.view import View
 from rlhfspec.stage.base import Service
@@ -69,11 +67,11 @@ class WatchService(Service):
                 self.recent.sample(sample.record.id, sample.record.prompt_text, sample.record.text)
         reports = await self._reports.pull(max_records=64, timeout_seconds=0.0)
         for report in reports:
-            self._view.step(StepMetrics.from_line(report.record.metrics_json))
-            self.recent.step(report.record.metrics_json)
+            self._view.step(report.record.metrics)
+            self.recent.step(report.record.metrics.to_line())
         evaluations = await self._evaluations.pull(max_records=64, timeout_seconds=0.0)
-        for line in evaluations:
-            self._view.evaluation(Evaluation.from_line(line.record.metrics_json))
+        for evaluation in evaluations:
+            self._view.evaluation(evaluation.record.evaluation)
         for beat in await self._all_beats.pull(max_records=1024, timeout_seconds=0.0):
             self._beats[beat.record.stage, beat.record.worker] = beat.record
         runs = any(load.record.num_running for load in loads)

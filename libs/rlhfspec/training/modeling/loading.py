@@ -20,10 +20,11 @@ import torch
 
 from rlhfspec import job
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.messages.records.models import ModelReport
 from rlhfspec.models.huggingface.anatomy import examine
 from rlhfspec.models.huggingface.casting import Precision, cast, precision_of, round_parameters
 from rlhfspec.models.huggingface.causal_lm import CausalLM, within_positions
-from rlhfspec.models.huggingface.check import BITS_BY_COMPANY, ModelReport, keep_report
+from rlhfspec.models.huggingface.check import BITS_BY_COMPANY, keep_report
 from rlhfspec.models.huggingface.loading import load_model
 from rlhfspec.models.huggingface.reference import TOLERANCES, FollowedChoices, ProbeResult, Reference, Rounding, ask
 from rlhfspec.models.huggingface.trace import FORWARD_ERRORS, first_line

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from pydantic import ConfigDict
 
-from rlhfspec.errors import RolloutError
-from rlhfspec.messages.records import Sample, Score
-from rlhfspec.runs.folder.metrics import Lengths, Spread, json_line, parse_line
+from rlhfspec.messages.records.metrics import Lengths, Spread, json_line, parse_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,32 +31,6 @@ class Evaluation:
     seconds: float  # that the trainer waited for it
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-
-    @classmethod
-    def of(
-        cls, step: int, version: int, samples: Sequence[Sample], rewards: Mapping[str, Score], *, max_tokens: int,
-        seconds: float,
-    ) -> Evaluation:  # fmt: skip
-        """`rewards` by sample id. RolloutError when not one sample was scored."""
-        scored = [
-            (sample, rewards[sample.id])
-            for sample in samples
-            if not sample.error and sample.id in rewards and not rewards[sample.id].error
-        ]
-        if not scored:
-            raise RolloutError(samples[0].id, f"and every other of the evaluation after step {step} has no reward")
-        components = [dict(score.components) for _, score in scored]
-        return cls(
-            step=step,
-            weights_version=version,
-            num_samples=len(scored),
-            num_failed=len(samples) - len(scored),
-            reward=Spread.of([score.values[0] for _, score in scored]),
-            reward_components={name: fmean(of[name] for of in components) for name in components[0]},
-            response_length=Lengths.of([len(sample.token_ids) for sample, _ in scored], max_tokens=max_tokens),
-            truncated_fraction=fmean(sample.finish_reason == "length" for sample, _ in scored),
-            seconds=seconds,
-        )
 
     def to_line(self) -> str:
         return json_line(self, f"evaluation after step {self.step}")

@@ -227,10 +227,15 @@ def _percentile(ordered: Sequence[int], percent: int) -> int:
 def json_line(metrics: Any, name: str) -> str:
     """A dataclass of numbers as JSON; NumericalError where one of them is not finite."""
     content = asdict(metrics)
-    for path, value in _floats(content):
-        if not math.isfinite(value):
-            raise NumericalError(f"{name}: {path} is {value}")
+    if (found := not_finite(content)) is not None:
+        raise NumericalError(f"{name}: {found[0]} is {found[1]}")
     return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def not_finite(metrics: Any) -> tuple[str, float] | None:
+    """Return the first number of a dataclass, or of its fields as a dict, that is not finite, after its path."""
+    content = metrics if isinstance(metrics, dict) else asdict(metrics)
+    return next(((path, value) for path, value in _floats(content) if not math.isfinite(value)), None)
 
 
 def parse_line(kind: type[T], line: str, file: str) -> T:

@@ -17,8 +17,13 @@ Example:
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from rlhfspec.messages.records.evaluations import Evaluation
+from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.messages.records.models import ModelReport
 
 ScoringStage = Literal["reward", "reference", "critic"]
 Role = Literal["policy", "critic"]
@@ -164,7 +169,7 @@ class DatasetInfo:
     num_prompts: int
     num_held_out: int  # prompts of an evaluation
     last_step: int  # that the epochs fill; 0: the data never ends
-    columns_json: str = "{}"  # of its rows, as data.Prompts.columns has them: what rewards may ask for
+    columns: Mapping[str, str] = field(default_factory=dict)  # as data.Prompts.columns has them: for the rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,37 +256,60 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMove:
+    """One move of a plan, as `moves.jsonl` has it."""
+
+    id: str
+    sample: str
+    source: int
+    destination: int
+    gain_seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the rebalancer decided, and why: a line of `moves.jsonl`. `num_wanted`: so many generators would pay; 0: it
-    does not know yet."""
+    """What the rebalancer decided, and why: a line of `moves.jsonl` (`rlhfspec.runs.folder.moves`). Times are seconds
+    from now. `num_wanted`: so many generators would pay; 0: it does not know yet."""
 
     id: str
     job: str
-    plan_json: str
     num_wanted: int = 0
     why_wanted: str = ""
+    ends: Mapping[int, float] = field(default_factory=dict)  # by generator, without moves; empty where there are many
+    num_generators: int = 0
+    num_samples: int = 0
+    latest_end: float = 0.0
+    latest_end_after: float = 0.0  # the moves
+    moves: tuple[PlannedMove, ...] = ()
+    why_not: tuple[str, ...] = ()  # nothing else moves
+    dry: Mapping[int, str] = field(default_factory=dict)  # by generator that has nothing to do, what it should do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One trained step. `metrics_json` is the line of `steps.jsonl` (docs/run-folder.md)."""
+    """One trained step. `metrics` is the line of `steps.jsonl` (docs/run-folder.md)."""
 
     id: str
     job: str
-    step: int
-    weights_version: int
-    weights_digest: str
-    metrics_json: str
+    metrics: StepMetrics
+
+    @property
+    def step(self) -> int:
+        return self.metrics.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """How the policy answers held-out prompts. `metrics_json` is the line of `evaluations.jsonl`."""
+    """How the policy answers held-out prompts. `evaluation` is the line of `evaluations.jsonl`."""
 
     id: str
     job: str
-    step: int
-    metrics_json: str
+    evaluation: Evaluation
+
+    @property
+    def step(self) -> int:
+        return self.evaluation.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,8 +340,8 @@ class WorkerInfo:
     pid: int
     grpc_address: str  # host:port of health and weights
     http_address: str  # of /healthz, /readyz and /metrics
-    models_json: str = "{}"  # by role, for the manifest
     moves_address: str = ""  # host:port where a generator is asked about moves; within one process it has none
+    models: Mapping[str, ModelReport] = field(default_factory=dict)  # by role, for the manifest
 
 
 Record = (
