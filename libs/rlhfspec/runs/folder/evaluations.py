@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 
 from rlhfspec.errors import RolloutError
 from rlhfspec.messages.records import Sample, Score
-from rlhfspec.runs.folder.metrics import Lengths, Spread, json_line, parse_line
+from rlhfspec.runs.folder.metrics import LengthHistogram, Spread, json_line, parse_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Evaluation:
     num_failed: int  # that were not, and count nowhere else
     reward: Spread
     reward_components: Mapping[str, float]  # mean of each source, unweighted
-    response_length: Lengths
+    response_length: LengthHistogram
     truncated_fraction: float  # of responses that reached maxTokens
     seconds: float  # that the trainer waited for it
 
@@ -56,7 +56,7 @@ class Evaluation:
             num_failed=len(samples) - len(scored),
             reward=Spread.of([score.values[0] for _, score in scored]),
             reward_components={name: fmean(of[name] for of in components) for name in components[0]},
-            response_length=Lengths.of([len(sample.token_ids) for sample, _ in scored], max_tokens=max_tokens),
+            response_length=LengthHistogram.of([len(sample.token_ids) for sample, _ in scored], max_tokens=max_tokens),
             truncated_fraction=fmean(sample.finish_reason == "length" for sample, _ in scored),
             seconds=seconds,
         )
@@ -83,7 +83,7 @@ def example_evaluation(*, step: int = 1, reward: float = 0.5) -> Evaluation:
         num_failed=0,
         reward=Spread.of([reward - 0.25, reward, reward, reward + 0.25]),
         reward_components={"exact": reward},
-        response_length=Lengths.of([10, 20, 20, 60], max_tokens=64),
+        response_length=LengthHistogram.of([10, 20, 20, 60], max_tokens=64),
         truncated_fraction=0.0,
         seconds=1.5,
     )

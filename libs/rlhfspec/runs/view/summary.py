@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from rlhfspec.runs.folder.evaluations import Evaluation, best
-from rlhfspec.runs.folder.manifest import Manifest, RunOutcome
+from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome
 from rlhfspec.runs.folder.metrics import StepMetrics
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
@@ -44,7 +44,7 @@ class ResponseText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    manifest: Manifest
+    manifest: RunManifest
     steps: Sequence[StepMetrics]
     places: Sequence[Row]
     evaluations: Sequence[Evaluation] = ()
