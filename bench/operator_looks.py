@@ -22,11 +22,11 @@ from typing import Any
 import yaml
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.api import Answer, path_of
+from rlhfspec.cluster.api import ApiResponse, path_of
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.credentials import new_keys
-from rlhfspec.operator.looks import Looks
-from rlhfspec.operator.observed import Images, Settings
+from rlhfspec.operator.looks import Reconciler
+from rlhfspec.operator.observed import ChartSettings, Images
 from rlhfspec.operator.queue import Key
 from rlhfspec.operator.release import credentials_by
 
@@ -43,10 +43,10 @@ class Server:
         self.num_writes = 0
         self._versions = count(1)
 
-    async def create(self, thing: Json, *, dry_run: bool = False) -> Answer:
+    async def create(self, thing: Json, *, dry_run: bool = False) -> ApiResponse:
         return await self.apply(thing)
 
-    async def apply(self, thing: Json) -> Answer:
+    async def apply(self, thing: Json) -> ApiResponse:
         metadata = thing["metadata"]
         path = path_of(thing["apiVersion"], thing["kind"], metadata["namespace"], metadata["name"])
         if path not in self.objects:
@@ -54,20 +54,20 @@ class Server:
             self.objects[path] = thing | {"metadata": metadata, "status": {"phase": "Pending"}}
         return self._wrote(path)
 
-    async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> Answer:
+    async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> ApiResponse:
         path = job_path(name)
         self.objects[path] = self.objects[path] | {"status": status}
         return self._wrote(path)
 
-    async def merge(self, version: str, kind: str, namespace: str, name: str, patch: Json) -> Answer:
+    async def merge(self, version: str, kind: str, namespace: str, name: str, patch: Json) -> ApiResponse:
         path = path_of(version, kind, namespace, name)
         thing = self.objects[path]
         self.objects[path] = thing | {"metadata": thing["metadata"] | patch["metadata"]}
         return self._wrote(path)
 
-    def _wrote(self, path: str) -> Answer:
+    def _wrote(self, path: str) -> ApiResponse:
         self.num_writes += 1
-        return Answer(200, self.touch(path))
+        return ApiResponse(200, self.touch(path))
 
     def touch(self, path: str) -> Json:
         """As a watch, or the answer to a write, has it: an object that nobody else holds."""
@@ -86,7 +86,7 @@ class Bench:
     def __init__(self, num_jobs: int, num_generators: int) -> None:
         self.server, self.cache = Server(), Cache()
         server: Any = self.server
-        self.looks = Looks(self.cache, server, settings())
+        self.looks = Reconciler(self.cache, server, settings())
         self.keys: list[Key] = [(NAMESPACE, f"job-{number}") for number in range(num_jobs)]
         for _, name in self.keys:
             body = yaml.safe_load(EXAMPLE.read_text())
@@ -102,7 +102,7 @@ class Bench:
 
     async def look_at_all(self) -> int:
         for key in self.keys:
-            await self.looks.look(key)
+            await self.looks.reconcile(key)
         return len(self.keys)
 
     def prepared(self) -> int:
@@ -118,7 +118,7 @@ class Bench:
             for pod in self.cache.pods(key):
                 if pod.role != names.PREPARE:
                     self._say(pod.name, "Running", {"running": {"startedAt": now()}}, ready=True)
-                    await self.looks.look(key)
+                    await self.looks.reconcile(key)
                     num_looks += 1
         return num_looks
 
@@ -133,8 +133,8 @@ class Bench:
         return sum(len(self.cache.pods(key)) for key in self.keys)
 
 
-def settings() -> Settings:
-    return Settings(
+def settings() -> ChartSettings:
+    return ChartSettings(
         images=Images(slim="rlhfspec:slim", cpu="rlhfspec:cpu", cuda="rlhfspec:cuda"),
         credentials=credentials_by(new_keys()),
         nats_url="tls://rl-nats.rlhf.svc:4222",

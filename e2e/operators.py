@@ -263,7 +263,7 @@ def grant(kubernetes: ControlPlane, namespaces: tuple[str, ...], *, kueue: bool 
     subject = [{"kind": "User", "name": USER, "apiGroup": "rbac.authorization.k8s.io"}]
     version, api = "rbac.authorization.k8s.io/v1", "rbac.authorization.k8s.io"
 
-    def bound(kind: str, name: str, rules: tuple[rbac.Rule, ...], namespace: str | None) -> list[dict[str, Any]]:
+    def bound(kind: str, name: str, rules: tuple[rbac.PolicyRule, ...], namespace: str | None) -> list[dict[str, Any]]:
         place = {"namespace": namespace} if namespace else {}
         role = {"apiVersion": version, "kind": kind, "metadata": {"name": name} | place, "rules": rbac.as_rules(rules)}
         reference = {"kind": kind, "name": name, "apiGroup": api}

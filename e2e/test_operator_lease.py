@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from cluster import ControlPlane
 
-from rlhfspec.cluster.access import Access
-from rlhfspec.cluster.api import Answer, Api
+from rlhfspec.cluster.access import KubeAccess
+from rlhfspec.cluster.api import Api, ApiResponse
 from rlhfspec.errors import LeadershipLost
 from rlhfspec.operator.lease import LEASE_SECONDS, LOOK_SECONDS, RENEW_SECONDS, Lease
 
@@ -66,7 +66,7 @@ class Road:
     def __init__(self, api: Api, world: World) -> None:
         self._api, self._world = api, world
 
-    async def lease(self, method: str, namespace: str, name: str, body: dict[str, Any] | None = None) -> Answer:
+    async def lease(self, method: str, namespace: str, name: str, body: dict[str, Any] | None = None) -> ApiResponse:
         draw = self._world.draw
         if draw.random() < 0.1:
             raise aiohttp.ClientConnectionError("the request is lost")
@@ -82,7 +82,7 @@ def test_two_replicas_never_both_hold_it(kubernetes: ControlPlane) -> None:
     async def lives() -> list[int]:
         """How often it was won in each."""
         won = []
-        async with Api(Access()) as api:
+        async with Api(KubeAccess()) as api:
             for seed in range(LIVES):
                 world = World(api, f"lease-{seed}", random.Random(seed))
                 await world.pass_seconds(LIFE_SECONDS)
@@ -95,7 +95,7 @@ def test_two_replicas_never_both_hold_it(kubernetes: ControlPlane) -> None:
 
 def test_a_lease_that_was_given_back_is_free_at_once(kubernetes: ControlPlane) -> None:
     async def handed_over() -> tuple[bool, bool, bool]:
-        async with Api(Access()) as api:
+        async with Api(KubeAccess()) as api:
             first, second = (Lease(api, "default", "given-back", name) for name in ("a", "b"))
             await first.attempt()
             await second.attempt()
@@ -114,10 +114,10 @@ def test_who_does_not_hold_it_cannot_write(kubernetes: ControlPlane) -> None:
 
     async def late() -> None:
         nonlocal time
-        async with Api(Access()) as api:
+        async with Api(KubeAccess()) as api:
             lease = Lease(api, "default", "fence", "a", now=lambda: time)
             await lease.attempt()
-            async with Api(Access(), may_write=lambda: lease.is_held) as writing:
+            async with Api(KubeAccess(), may_write=lambda: lease.is_held) as writing:
                 assert not (await writing.apply(config)).is_refused
                 time = LEASE_SECONDS
                 with pytest.raises(LeadershipLost):

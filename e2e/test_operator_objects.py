@@ -13,11 +13,11 @@ from cluster import ControlPlane
 from operator_world import SETTINGS, World, job_body
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.access import Access
-from rlhfspec.cluster.api import Answer, Api
+from rlhfspec.cluster.access import KubeAccess
+from rlhfspec.cluster.api import Api, ApiResponse
 from rlhfspec.cluster.crd import custom_resource_definition
 from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.looks import Looks
+from rlhfspec.operator.looks import Reconciler
 from rlhfspec.operator.views import job_view, pod_view
 
 pytestmark = pytest.mark.ci
@@ -72,7 +72,7 @@ def things_of(**spec: Any) -> list[dict[str, Any]]:
 
 def made_by(world: World) -> list[dict[str, Any]]:
     things: list[dict[str, Any]] = []
-    while not (plan := world.look()).is_quiet:
+    while not (plan := world.reconcile()).is_quiet:
         things += plan.create
     return things
 
@@ -95,9 +95,9 @@ def test_what_is_there_already_is_taken_up_without_a_change(
         items = cluster.get("pods,configmaps,secrets", "-n", "rl", "-l", f"{names.JOB}=sums")["items"]
         return {item["kind"] + item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in items}
 
-    async def make(things: list[dict[str, Any]]) -> list[Answer]:
-        async with Api(Access()) as api:
-            looks = Looks(Cache(), api, SETTINGS)
+    async def make(things: list[dict[str, Any]]) -> list[ApiResponse]:
+        async with Api(KubeAccess()) as api:
+            looks = Reconciler(Cache(), api, SETTINGS)
             return [await looks._make(thing) for thing in things]
 
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from aiohttp.typedefs import Handler
 
-from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
 
 
@@ -23,7 +23,7 @@ async def serving(answer: Handler, folder: Path) -> AsyncIterator[Api]:
     async with TestServer(app) as server:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("KUBECONFIG", str(kubeconfig(server, folder)))
-            access = Access()
+            access = KubeAccess()
         async with Api(access) as api:
             yield api
 

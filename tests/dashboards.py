@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from rlhfspec.dashboard.access import Access, LaptopAccess
 from rlhfspec.dashboard.server import Dashboard
-from rlhfspec.dashboard.source import Source
+from rlhfspec.dashboard.source import JobSource
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.access.rights import CONTROL, ROLES, inbox_of, rights_of
@@ -30,7 +30,7 @@ from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.messages.transport.nats_proof import NatsProof
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.sample_lines import example_sample
-from rlhfspec.runs.live.live import LiveState, Snapshot, Window
+from rlhfspec.runs.live.live import LiveState, Window, WorkerSnapshot
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.tasks import ended
 from rlhfspec.stage.vitals import WorkerState
@@ -80,7 +80,7 @@ def write_trace(folder: Path, sample: str) -> None:
 
 
 @asynccontextmanager
-async def served(source: Source, access: Access | None = None) -> AsyncIterator[tuple[Dashboard, str]]:
+async def served(source: JobSource, access: Access | None = None) -> AsyncIterator[tuple[Dashboard, str]]:
     """The dashboard, and where it is."""
     dashboard = Dashboard(source, access or LaptopAccess(TOKEN))
     server = TestServer(dashboard.app(), host="127.0.0.1")
@@ -169,12 +169,12 @@ def beat(worker: int = 0, *, job: str = "sums") -> Heartbeat:
     )  # fmt: skip
 
 
-def snapshot(worker: int = 0, *, owned: tuple[str, ...] = ()) -> Snapshot:
+def snapshot(worker: int = 0, *, owned: tuple[str, ...] = ()) -> WorkerSnapshot:
     state = WorkerState(
         stage="generator", worker=worker, doing="working", what="64 samples", since_seconds=1.0, overdue_seconds=-9.0,
         busy_seconds=7.0,
     )  # fmt: skip
-    return Snapshot(host="node-a", pid=4711, state=state, load=load(worker), owned=owned)
+    return WorkerSnapshot(host="node-a", pid=4711, state=state, load=load(worker), owned=owned)
 
 
 class LiveRun:
@@ -241,11 +241,11 @@ class LiveRun:
         for record in records:
             await self._buses[speakers[type(record)]].publish(record)
 
-    def show(self, what: Snapshot | Window) -> None:
-        self._live["generator" if isinstance(what, Snapshot) else CONTROL].write(what)
+    def show(self, what: WorkerSnapshot | Window) -> None:
+        self._live["generator" if isinstance(what, WorkerSnapshot) else CONTROL].write(what)
 
 
-def many_snapshots(count: int, owned: int) -> list[Snapshot]:
+def many_snapshots(count: int, owned: int) -> list[WorkerSnapshot]:
     """`owned` samples in all."""
     each = owned // count
     return [

@@ -8,7 +8,7 @@ from typing import Any
 from stages import JOB
 
 from rlhfspec.messages.records import Load, Move, Moved
-from rlhfspec.rebalancer.knowledge import Knowledge
+from rlhfspec.rebalancer.knowledge import FleetKnowledge
 
 MAX_TOKENS = 1000
 
@@ -36,11 +36,11 @@ def moved(move: Move, how: Any = "kv", **changed: Any) -> Moved:
     )  # fmt: skip
 
 
-def knowing(began_at: float = 0.0) -> Knowledge:
+def knowing(began_at: float = 0.0) -> FleetKnowledge:
     numbers = iter(range(1 << 30))
-    return Knowledge(JOB, max_tokens=MAX_TOKENS, began_at=began_at, draw=lambda _: f"{began_at}/{next(numbers)}")
+    return FleetKnowledge(JOB, max_tokens=MAX_TOKENS, began_at=began_at, draw=lambda _: f"{began_at}/{next(numbers)}")
 
 
-def skewed(knowledge: Knowledge, now: float, **changed: Any) -> None:
+def skewed(knowledge: FleetKnowledge, now: float, **changed: Any) -> None:
     knowledge.loaded(a_load(0, range(8)), now)
     knowledge.loaded(a_load(1, [], **changed), now)

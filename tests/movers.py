@@ -21,7 +21,7 @@ from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.moves.migration.mover import Mover
 from rlhfspec.moves.migration.sendings import Links
-from rlhfspec.telemetry.base import Progress
+from rlhfspec.telemetry.base import SampleProgress
 
 _ids = itertools.count()
 LONG = {"max_context": 448, "speculation": "off"}  # long enough for whatever happens meanwhile
@@ -42,8 +42,8 @@ class Held:
         self.prompts: dict[str, tuple[bytes, str]] = {}
         self.lost: list[str] = []
         self.num_taken = self.num_refused = 0
-        self.came_with: dict[str, list[Progress]] = {}
-        self.left_with: dict[str, list[Progress]] = {}
+        self.came_with: dict[str, list[SampleProgress]] = {}
+        self.left_with: dict[str, list[SampleProgress]] = {}
 
     def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
         return self.prompts.get(sample_id)
@@ -55,17 +55,17 @@ class Held:
         self.prompts[sample_id] = (prompt, token)
         self.num_taken += 1
 
-    def arrived(self, sample_id: str, progress: Progress) -> None:
+    def arrived(self, sample_id: str, progress: SampleProgress) -> None:
         self.came_with.setdefault(sample_id, []).append(progress)
 
-    def given(self, sample_id: str, progress: Progress | None) -> None:
+    def given(self, sample_id: str, progress: SampleProgress | None) -> None:
         del self.prompts[sample_id]
         if progress is None:
             self.num_refused += 1
         else:
             self.left_with.setdefault(sample_id, []).append(progress)
 
-    def forgotten(self, sample_id: str, progress: Progress) -> None:
+    def forgotten(self, sample_id: str, progress: SampleProgress) -> None:
         del self.prompts[sample_id]
         self.lost.append(sample_id)
 

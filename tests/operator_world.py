@@ -15,8 +15,8 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob
-from rlhfspec.operator.observed import Images, JobView, Observed, PodView, Refusal, Said, Settings, Trial
-from rlhfspec.operator.plan import Delete, Event, Plan, WorkloadWrite
+from rlhfspec.operator.observed import ChartSettings, DryRunResult, Images, JobView, Observed, PodView, Refusal, Said
+from rlhfspec.operator.plan import Delete, Event, ReconcilePlan, WorkloadWrite
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.times import maybe_time_of, text_of, time_of
 from rlhfspec.operator.views import manifest_of, pod_view, read
@@ -30,7 +30,7 @@ def credentials(namespace: str, job: str, job_uid: str, run: str, role: str, cre
     return {"ca.pem": b"ca", f"{role}.key": f"{job} {job_uid} {run} {role} {created:%Y}".encode()}
 
 
-SETTINGS = Settings(
+SETTINGS = ChartSettings(
     images=Images(slim="rlhfspec:slim", cpu="rlhfspec:cpu", cuda="rlhfspec:cuda"),
     credentials=credentials,
     nats_url="tls://nats.rlhfspec.svc:4222",
@@ -86,7 +86,7 @@ class World:
     """`seen` is what the watch has of the pods; `look` lets the operator look, and does what it decides."""
 
     body: dict[str, Any] = field(default_factory=job_body)
-    settings: Settings = SETTINGS
+    settings: ChartSettings = SETTINGS
     now: datetime = START
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class World:
     refuse: dict[str, str] = field(default_factory=dict)  # role: what the API server says of its pods
     lost_nodes: set[str] = field(default_factory=set)
     words: dict[str, str] = field(default_factory=dict)  # role: what no pod of it can be made of
-    trial: Trial | None = None
+    trial: DryRunResult | None = None
     num_trials: int = 0
     events: list[Event] = field(default_factory=list)
     deletes: list[Delete] = field(default_factory=list)
@@ -122,15 +122,15 @@ class World:
             queueing=Queueing(workload_view(self.workload) if self.workload else None, self.flavors, self.priorities),
         )  # fmt: skip
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReconcilePlan:
         return reconcile(view_of(self.body), self.observed(), self.settings, self.now)
 
-    def look(self) -> Plan:
+    def reconcile(self) -> ReconcilePlan:
         plan = self.plan()
         self.carry_out(plan)
         return plan
 
-    def carry_out(self, plan: Plan, *, rng: random.Random | None = None) -> None:
+    def carry_out(self, plan: ReconcilePlan, *, rng: random.Random | None = None) -> None:
         """`rng`: some of it fails."""
 
         def works() -> bool:
@@ -141,7 +141,10 @@ class World:
         if plan.trial and works():
             roles = [pod["metadata"]["labels"][names.ROLE] for pod in plan.trial]
             problem = next((self.words[role] for role in roles if role in self.words), "")
-            self.trial, self.num_trials = Trial(self.body["metadata"]["generation"], problem), self.num_trials + 1
+            self.trial, self.num_trials = (
+                DryRunResult(self.body["metadata"]["generation"], problem),
+                self.num_trials + 1,
+            )
         for delete in plan.delete:
             if works():
                 self.ask_to_end(delete)
@@ -151,11 +154,11 @@ class World:
         if plan.workload is not None and works():
             self.write_workload(plan.workload)
 
-    def settle(self, most: int = 60) -> Plan:
+    def settle(self, most: int = 60) -> ReconcilePlan:
         """Looks until there is nothing more to do at this moment."""
         for _ in range(most):
             before = json.dumps(self.body, sort_keys=True)
-            plan = self.look()
+            plan = self.reconcile()
             if plan.is_quiet and json.dumps(self.body, sort_keys=True) == before:
                 return plan
         return plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhfspec.messages.records import Load
-from rlhfspec.runs.live.live import Snapshot
+from rlhfspec.runs.live.live import WorkerSnapshot
 from rlhfspec.stage.vitals import WorkerState
 
 LOAD = Load(
@@ -14,4 +14,4 @@ WAITS = WorkerState(
     stage="generator", worker=0, doing="waiting", what="prompts", since_seconds=1.5, overdue_seconds=float("-inf"),
     busy_seconds=7.0,
 )  # fmt: skip
-GENERATOR = Snapshot(host="node", pid=7, state=WAITS, load=LOAD, owned=("sums/3/0/0", "sums/3/0/1"))
+GENERATOR = WorkerSnapshot(host="node", pid=7, state=WAITS, load=LOAD, owned=("sums/3/0/0", "sums/3/0/1"))

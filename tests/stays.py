@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhfspec.messages.records import Load, Moved, MoveOutcome, Prompt
-from rlhfspec.telemetry.base import Delivered, Place, Progress
+from rlhfspec.telemetry.base import Delivered, SampleProgress, WorkerPlace
 from rlhfspec.telemetry.read import Life, lives
 from rlhfspec.telemetry.spans import Span, parse
 from rlhfspec.telemetry.tracer import Tracer, example_sample
@@ -32,15 +32,15 @@ LOAD = Load(
 )  # fmt: skip
 
 
-def progress(num_tokens: int, *, plain: int, suffix: int = 0, moves: int = 0, at: float = 0.0) -> Progress:
+def progress(num_tokens: int, *, plain: int, suffix: int = 0, moves: int = 0, at: float = 0.0) -> SampleProgress:
     strategies = tuple((name, steps) for name, steps in (("plain", plain), ("suffix", suffix)) if steps)
     steps = plain + suffix
     versions = SAMPLE.weights_versions[:num_tokens]
-    return Progress(moves, versions, steps, suffix, num_tokens - steps, strategies, at, seconds=0.25 * num_tokens)
+    return SampleProgress(moves, versions, steps, suffix, num_tokens - steps, strategies, at, seconds=0.25 * num_tokens)
 
 
-def place(worker: int) -> Place:
-    return Place("generator", worker)
+def place(worker: int) -> WorkerPlace:
+    return WorkerPlace("generator", worker)
 
 
 class Watched:
@@ -51,18 +51,25 @@ class Watched:
         self.spans: list[Span] = []
         self._tracers = [Tracer(UID, self.spans.append, now=lambda: self.now) for _ in range(3)]
         prompts = Tracer(UID, self.spans.append, now=lambda: self.now)
-        self.headers = prompts.publishing(Place("prompts", 0), PROMPT)
-        prompts.published(Place("prompts", 0), PROMPT, self.now, True)
+        self.headers = prompts.publishing(WorkerPlace("prompts", 0), PROMPT)
+        prompts.published(WorkerPlace("prompts", 0), PROMPT, self.now, True)
 
     def after(self, seconds: float) -> Watched:
         self.now += seconds
         return self
 
-    def takes(self, worker: int, *, delivery: int = 1, came: Progress | None = None) -> None:
+    def takes(self, worker: int, *, delivery: int = 1, came: SampleProgress | None = None) -> None:
         self._tracers[worker].taken(place(worker), PROMPT, Delivered(self.headers, delivery, came))
 
     def gives(
-        self, worker: int, left: Progress, to: int, how: MoveOutcome = "kv", *, pause: float = 0.5, reason: str = ""
+        self,
+        worker: int,
+        left: SampleProgress,
+        to: int,
+        how: MoveOutcome = "kv",
+        *,
+        pause: float = 0.5,
+        reason: str = "",
     ) -> None:
         """It stood still before: the other has it already, and says so now."""
         self._tracers[worker].ended(place(worker), Prompt, PROMPT.id, "moved", left._replace(at=self.now - pause))

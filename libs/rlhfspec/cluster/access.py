@@ -17,7 +17,7 @@ from rlhfspec.errors import InvalidRequest
 POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-class Access:
+class KubeAccess:
     """`kubeconfig`, `context`: as given on a command line. Else KUBECONFIG, ~/.kube/config, or the pod's account, as
     kubectl goes about it. `namespace`: where one is when nothing else is said."""
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 import aiohttp
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
 
 Json = dict[str, Any]
@@ -59,7 +59,7 @@ JOB_VERSION = f"{names.GROUP}/{names.VERSION}"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ApiResponse:
     """Of the API server. `message`: why it refused."""
 
     code: int
@@ -114,7 +114,7 @@ class Api:
 
     def __init__(
         self,
-        access: Access,
+        access: KubeAccess,
         *,
         may_write: Callable[[], bool] = lambda: True,
         count: Callable[[str, str], None] = lambda verb, kind: None,
@@ -145,14 +145,14 @@ class Api:
 
     # --- writes: where several might act, by the leader alone ---------------------------------------------------------
 
-    async def apply(self, thing: Json) -> Answer:
+    async def apply(self, thing: Json) -> ApiResponse:
         """Server-side: what we once said and say no more is removed; what others said stays."""
         metadata = thing["metadata"]
         path = path_of(thing["apiVersion"], thing["kind"], metadata.get("namespace"), metadata["name"])
         query = {"fieldManager": names.FIELD_MANAGER, "force": "true"}
         return await self._write("PATCH", "apply", thing["kind"], path, thing, query, APPLY)
 
-    async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> Answer:
+    async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> ApiResponse:
         """The whole of it, which is the operator's alone: a server-side apply would make null of a map that became
         empty. A conflict (409) when somebody wrote since `version`, or another job has the name by now."""
         said = {"/metadata/uid": uid, "/metadata/resourceVersion": version, "/status": status}
@@ -163,13 +163,13 @@ class Api:
 
     async def merge(
         self, version: str, kind: str, namespace: str, name: str, patch: Json, *, status: bool = False
-    ) -> Answer:
+    ) -> ApiResponse:
         path = path_of(version, kind, namespace, name) + ("/status" if status else "")
         return await self._write("PATCH", "merge", f"{kind}Status" if status else kind, path, patch, content=MERGE)
 
     async def delete(
         self, version: str, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int | None
-    ) -> Answer:
+    ) -> ApiResponse:
         """Only that very object, where its uid is known."""
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
@@ -178,14 +178,14 @@ class Api:
             body["gracePeriodSeconds"] = grace_seconds
         return await self._write("DELETE", "delete", kind, path_of(version, kind, namespace, name), body)
 
-    async def create(self, thing: Json, *, dry_run: bool = False) -> Answer:
+    async def create(self, thing: Json, *, dry_run: bool = False) -> ApiResponse:
         """A field that no such thing has is refused. `dry_run`: the API server says what it would say, no more."""
         path = path_of(thing["apiVersion"], thing["kind"], thing["metadata"].get("namespace"))
         query = {"fieldValidation": "Strict"}
         query |= {"dryRun": "All"} if dry_run else {}
         return await self._write("POST", "try" if dry_run else "create", thing["kind"], path, thing, query)
 
-    async def take_up(self, thing: Json, fields: Iterable[str]) -> Answer:
+    async def take_up(self, thing: Json, fields: Iterable[str]) -> ApiResponse:
         """What is there under its name is given these fields, if it has the same first owner; nothing is read."""
         metadata = thing["metadata"]
         path = path_of(thing["apiVersion"], thing["kind"], metadata.get("namespace"), metadata["name"])
@@ -197,7 +197,7 @@ class Api:
         query = {"fieldManager": names.FIELD_MANAGER}
         return await self._write("PATCH", "patch", thing["kind"], path, patch, query, PATCH)
 
-    async def evict(self, namespace: str, pod: str) -> Answer:
+    async def evict(self, namespace: str, pod: str) -> ApiResponse:
         """Its process gets SIGTERM; a PodDisruptionBudget may forbid it."""
         metadata = {"name": pod, "namespace": namespace}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
@@ -206,7 +206,7 @@ class Api:
     async def _write(
         self, method: str, verb: str, kind: str, path: str, body: Body,
         query: Mapping[str, str] | None = None, content: str = "application/json",
-    ) -> Answer:  # fmt: skip
+    ) -> ApiResponse:  # fmt: skip
         answer = await self._ask(method, path, body, query, content, is_write=True)
         if not answer.is_refused:
             self._count(verb, kind)
@@ -214,7 +214,7 @@ class Api:
 
     # --- the rest ----------------------------------------------------------------------------------------------------
 
-    async def get(self, version: str, kind: str, namespace: str | None, name: str) -> Answer:
+    async def get(self, version: str, kind: str, namespace: str | None, name: str) -> ApiResponse:
         return await self._ask("GET", path_of(version, kind, namespace, name))
 
     async def list(
@@ -273,7 +273,7 @@ class Api:
                 async for line in _lines(response.content):
                     change = json.loads(line)
                     if change["type"] == "ERROR":
-                        raise ClusterUnavailable(asked, Answer(0, change["object"]).message)
+                        raise ClusterUnavailable(asked, ApiResponse(0, change["object"]).message)
                     yield change["type"], change["object"]
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ClusterUnavailable(asked, _no_answer(error)) from None
@@ -313,7 +313,7 @@ class Api:
         status: Json = answer.body["status"]
         return status
 
-    async def lease(self, method: str, namespace: str, name: str, body: Body | None = None) -> Answer:
+    async def lease(self, method: str, namespace: str, name: str, body: Body | None = None) -> ApiResponse:
         """By whoever would be leader: asks nobody whether it may, and never twice. Its own deadline is the lease's."""
         path = path_of("coordination.k8s.io/v1", "Lease", namespace, "" if method == "POST" else name)
         return await self._try(method, path, body, {}, "application/json")
@@ -321,7 +321,7 @@ class Api:
     async def _ask(
         self, method: str, path: str, body: Body | None = None, query: Mapping[str, str] | None = None,
         content: str = "application/json", *, is_write: bool = False,
-    ) -> Answer:  # fmt: skip
+    ) -> ApiResponse:  # fmt: skip
         began, wait = time.monotonic(), FIRST_WAIT_SECONDS
         while True:
             if is_write and not self._may_write():
@@ -342,7 +342,7 @@ class Api:
     async def _try(
         self, method: str, path: str, body: Body | None, query: Mapping[str, str], content: str,
         seconds: float = ATTEMPT_SECONDS,
-    ) -> Answer:  # fmt: skip
+    ) -> ApiResponse:  # fmt: skip
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": content} if data is not None else {}
         timeout = aiohttp.ClientTimeout(total=seconds, connect=ATTEMPT_SECONDS)
@@ -373,11 +373,11 @@ def _no_answer(error: Exception) -> str:
     return "no answer in time" if isinstance(error, TimeoutError) else f"no answer: {' '.join(str(cause).split())}"
 
 
-def _answer(code: int, text: bytes) -> Answer:
+def _answer(code: int, text: bytes) -> ApiResponse:
     try:
-        return Answer(code, json.loads(text))
+        return ApiResponse(code, json.loads(text))
     except ValueError:  # a proxy's page
-        return Answer(code, {"message": text.decode(errors="replace")[:200]})
+        return ApiResponse(code, {"message": text.decode(errors="replace")[:200]})
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -389,11 +389,11 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             yield line
 
 
-async def in_parallel(calls: list[Awaitable[Answer]]) -> list[Answer]:
+async def in_parallel(calls: list[Awaitable[ApiResponse]]) -> list[ApiResponse]:
     """A few at a time. All of them are awaited, then the first that raised raises."""
     room = asyncio.Semaphore(OF_ONE_JOB)
 
-    async def one(call: Awaitable[Answer]) -> Answer:
+    async def one(call: Awaitable[ApiResponse]) -> ApiResponse:
         async with room:
             return await call
 
@@ -401,4 +401,4 @@ async def in_parallel(calls: list[Awaitable[Answer]]) -> list[Answer]:
     for each in done:
         if isinstance(each, BaseException):
             raise each
-    return [each for each in done if isinstance(each, Answer)]
+    return [each for each in done if isinstance(each, ApiResponse)]

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field
 AT_LEAST_SECONDS = 20.0
 
 
-class Part(BaseModel):
+class ReportPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class WorkerSays(Part):
+class WorkerSays(ReportPart):
     """One worker, by its heartbeats. `overdue`: past the deadline of its work."""
 
     stage: str
@@ -31,7 +31,7 @@ class WorkerSays(Part):
     overdue: bool = False
 
 
-class GeneratorSays(Part):
+class GeneratorSays(ReportPart):
     """Of its last Load."""
 
     worker: int
@@ -41,14 +41,14 @@ class GeneratorSays(Part):
     strategy: str = ""
 
 
-class Trouble(Part):
+class Trouble(ReportPart):
     """Something that holds the run up. `reason`: as in the job's conditions; `message`: the evidence, one line."""
 
     reason: Literal["BrokerUnavailable", "RewardFailing", "Stalled", "RecordUndeliverable"]
     message: str = Field(max_length=1000)
 
 
-class Report(Part):
+class Report(ReportPart):
     run: str = Field(max_length=64)  # its uid
     step: int = 0  # trained
     total_steps: int = 0  # fewer than the job says where its data ends before

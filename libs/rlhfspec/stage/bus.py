@@ -32,12 +32,12 @@ from rlhfspec.messages.transport.base import Message, Receipt, Subscription, Tra
 from rlhfspec.messages.transport.clock import Clock, SystemClock
 from rlhfspec.messages.wire.codec import decode, encode
 from rlhfspec.stage.logs import about
-from rlhfspec.telemetry.base import Delivered, How, Place, Progress, Watcher
+from rlhfspec.telemetry.base import Delivered, How, SampleProgress, Watcher, WorkerPlace
 
 log = logging.getLogger("rlhfspec.stage")
 R = TypeVar("R", bound=Record)
 AT_ONCE = 512  # acknowledgements on their way together
-Tell = Callable[[How, Progress | None], None]
+Tell = Callable[[How, SampleProgress | None], None]
 
 
 class Held:
@@ -69,7 +69,7 @@ class Held:
         await self._receipt.term(reason)
         self._ended("term")
 
-    def leave(self, progress: Progress | None) -> None:
+    def leave(self, progress: SampleProgress | None) -> None:
         """Another worker ends it, who has the token; or nobody, and it is delivered again. `progress`: what was made
         of it; None: it never began here."""
         self._forget()
@@ -83,7 +83,7 @@ class Held:
         """From now on who looks on is told how it ends."""
         self._tell = tell
 
-    def _ended(self, how: How, progress: Progress | None = None) -> None:
+    def _ended(self, how: How, progress: SampleProgress | None = None) -> None:
         if self._tell is not None:
             self._tell(how, progress)
 
@@ -114,7 +114,12 @@ class Inbox(Generic[R]):
     """
 
     def __init__(
-        self, bus: Bus, record_type: type[R], subscription: Subscription, place: Place, watcher: Watcher | None = None
+        self,
+        bus: Bus,
+        record_type: type[R],
+        subscription: Subscription,
+        place: WorkerPlace,
+        watcher: Watcher | None = None,
     ) -> None:
         self._bus = bus
         self._record_type: type[R] = record_type
@@ -180,7 +185,7 @@ class Inbox(Generic[R]):
         held = Held(receipt, f"{self._bus.uid}/{record.id}", self._kept)
         return Delivery(record, held, receipt.num_deliveries, headers)
 
-    def arrived(self, delivery: Delivery[R], progress: Progress) -> None:
+    def arrived(self, delivery: Delivery[R], progress: SampleProgress) -> None:
         """What was adopted goes on here."""
         delivered = Delivered(delivery.headers, delivery.num_deliveries, progress)
         delivery.held.watched(self._watched(delivery.record, delivered, True))
@@ -213,7 +218,7 @@ class StageBus:
         self.stage = stage
         self.worker = worker
         self.clock = bus.clock
-        self._place = Place(stage.name, worker)
+        self._place = WorkerPlace(stage.name, worker)
 
     async def publish(self, record: Record) -> bool:
         """False: this id was published before, and nothing changed. Waits for room (`TransportFull` after long)."""

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Literal
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.stage.bus import StageBus
-from rlhfspec.stage.guest import Guest
+from rlhfspec.stage.guest import HostedScoring
 from rlhfspec.stage.vitals import Vitals
 
 if TYPE_CHECKING:
     from rlhfspec.training.weights import WeightStore
-    from rlhfspec.worker.ends import Ends
+    from rlhfspec.worker.ends import MoveEndpoint
     from rlhfspec.worker.mirror import Mirror
 
 KEPT_VERSIONS = 2  # of weights, beyond what staleness needs
@@ -47,6 +47,6 @@ class Context:
     vitals: Vitals
     run: Run
     say: Callable[[str], None]  # a line for the person who watches
-    ends: Ends | None = None  # of a generator
+    move_endpoint: MoveEndpoint | None = None  # of a generator
     at_end: ExitStack | None = None  # of a process of its own: told what ended it, once the service is closed
-    guest: Guest | None = None  # of a generator: the scoring stage that it may help
+    hosted_scoring: HostedScoring | None = None  # of a generator: the scoring stage that it may help

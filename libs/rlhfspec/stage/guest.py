@@ -17,7 +17,7 @@ Example:
     ...     async def make() -> Service:
     ...         return Scorer("reference", 2, HostedVitals(vitals, "generator", 1))
     ...     prompts = asyncio.create_task(asyncio.sleep(0.01))
-    ...     await Guest("reference", make).score_while(prompts)
+    ...     await HostedScoring("reference", make).score_while(prompts)
     ...     return said
     >>> asyncio.run(main())
     ['scoring sums/3/7/1']
@@ -36,7 +36,7 @@ from rlhfspec.stage.vitals import Vitals, WorkerVitals
 log = logging.getLogger("rlhfspec.stage")
 
 
-class Guest:
+class HostedScoring:
     """`make`: builds the service, when it is first needed; it is kept. What cannot be made is said once, and not tried
     again: the host then only waits."""
 

@@ -28,7 +28,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Call:
     call: Callable[[], Any]
     outcome: Future[Any] = field(default_factory=Future)
 
@@ -52,12 +52,12 @@ class ComputeThread:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._jobs: queue.SimpleQueue[_Job | None] | None = None
+        self._jobs: queue.SimpleQueue[_Call | None] | None = None
         self._num_started = 0
 
     async def in_thread(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         context = contextvars.copy_context()  # what is logged there is about the same sample
-        job = _Job(partial(context.run, function, *args, **kwargs))
+        job = _Call(partial(context.run, function, *args, **kwargs))
         jobs = self._running()
         jobs.put(job)
         try:
@@ -73,7 +73,7 @@ class ComputeThread:
             self._jobs.put(None)
             self._jobs = None
 
-    def _running(self) -> queue.SimpleQueue[_Job | None]:
+    def _running(self) -> queue.SimpleQueue[_Call | None]:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             self._num_started += 1
@@ -81,7 +81,7 @@ class ComputeThread:
             threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
         return self._jobs
 
-    def _leave_behind(self, job: _Job, jobs: queue.SimpleQueue[_Job | None]) -> None:
+    def _leave_behind(self, job: _Call, jobs: queue.SimpleQueue[_Call | None]) -> None:
         if job.outcome.cancel() or job.outcome.done():
             return  # it had not begun, or is over
         log.warning("%s: cancelled while it computes; its thread is left behind", self.name)
@@ -89,7 +89,7 @@ class ComputeThread:
             self.close()
 
 
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _work(jobs: queue.SimpleQueue[_Call | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # hold neither arguments nor result while waiting for the next

@@ -16,14 +16,14 @@ How = Literal["ack", "nak", "term", "moved"]
 SENT = "sent"  # header: when the record was published, in Unix seconds
 
 
-class Place(NamedTuple):
+class WorkerPlace(NamedTuple):
     """A worker."""
 
     stage: str
     worker: int
 
 
-class Progress(NamedTuple):
+class SampleProgress(NamedTuple):
     """How far a sample is when it goes from one worker to another: made by all who had it so far."""
 
     num_moves: int  # before this one
@@ -45,23 +45,25 @@ class Delivered(NamedTuple):
 
     headers: Mapping[str, str]
     num: int = 1
-    progress: Progress | None = None
+    progress: SampleProgress | None = None
 
 
 class Watcher(Protocol):
-    def publishing(self, place: Place, record: Record) -> Mapping[str, str]:
+    def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]:
         """Headers for a record that is about to leave."""
         ...
 
-    def published(self, place: Place, record: Record, began: float, is_new: bool) -> None:
+    def published(self, place: WorkerPlace, record: Record, began: float, is_new: bool) -> None:
         """It is out; it began to leave then (Unix seconds). is_new False: it was there already."""
         ...
 
-    def taken(self, place: Place, record: Record, delivered: Delivered) -> None:
+    def taken(self, place: WorkerPlace, record: Record, delivered: Delivered) -> None:
         """A worker has pulled it, or has it from another one."""
         ...
 
-    def ended(self, place: Place, record_type: type, id: str, how: How, progress: Progress | None = None) -> None:
+    def ended(
+        self, place: WorkerPlace, record_type: type, id: str, how: How, progress: SampleProgress | None = None
+    ) -> None:
         """The worker is done with what it had taken; `id` is the record's. `progress`: with what it goes elsewhere."""
         ...
 
@@ -72,21 +74,23 @@ class Watchers:
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self._watchers = tuple(watchers)
 
-    def publishing(self, place: Place, record: Record) -> Mapping[str, str]:
+    def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]:
         headers: dict[str, str] = {}
         for watcher in self._watchers:
             headers.update(watcher.publishing(place, record))
         return headers
 
-    def published(self, place: Place, record: Record, began: float, is_new: bool) -> None:
+    def published(self, place: WorkerPlace, record: Record, began: float, is_new: bool) -> None:
         for watcher in self._watchers:
             watcher.published(place, record, began, is_new)
 
-    def taken(self, place: Place, record: Record, delivered: Delivered) -> None:
+    def taken(self, place: WorkerPlace, record: Record, delivered: Delivered) -> None:
         for watcher in self._watchers:
             watcher.taken(place, record, delivered)
 
-    def ended(self, place: Place, record_type: type, id: str, how: How, progress: Progress | None = None) -> None:
+    def ended(
+        self, place: WorkerPlace, record_type: type, id: str, how: How, progress: SampleProgress | None = None
+    ) -> None:
         for watcher in self._watchers:
             watcher.ended(place, record_type, id, how, progress)
 

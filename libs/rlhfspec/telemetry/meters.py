@@ -7,7 +7,7 @@ instruments of the OpenTelemetry SDK take ten times that.
 Example:
     >>> from rlhfspec.telemetry.tracer import example_sample
     >>> meters = Meters()
-    >>> meters.published(Place("generator", 0), example_sample(), time.time(), True)
+    >>> meters.published(WorkerPlace("generator", 0), example_sample(), time.time(), True)
     >>> next(meters.metrics())  # doctest: +NORMALIZE_WHITESPACE
     Metric(name='records_published', what='Records published', kind='counter',
            values=[((('stage', 'generator'), ('there', 'false'), ('type', 'sample'), ('worker', '0')), 1)])
@@ -25,7 +25,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 from rlhfspec.messages.records import Load, Moved, Record, Sample, StepReport, Weights
-from rlhfspec.telemetry.base import SENT, Delivered, How, Place, Progress, sent_at
+from rlhfspec.telemetry.base import SENT, Delivered, How, SampleProgress, WorkerPlace, sent_at
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -76,7 +76,7 @@ class Meters:
 
     def __init__(self, *, now: Callable[[], float] = time.time) -> None:
         self._now = now
-        self._records: dict[tuple[Place, type], _Records] = defaultdict(_Records)
+        self._records: dict[tuple[WorkerPlace, type], _Records] = defaultdict(_Records)
         self._work: dict[Labels, Times] = defaultdict(Times)
         self._gauges: dict[tuple[str, Labels], float] = {}
         self._counts: dict[tuple[str, Labels], float] = defaultdict(float)
@@ -86,10 +86,10 @@ class Meters:
 
     # --- what passes on the bus --------------------------------------------------------------------------------------
 
-    def publishing(self, place: Place, record: Record) -> Mapping[str, str]:
+    def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]:
         return {SENT: f"{self._now():.6f}"}
 
-    def published(self, place: Place, record: Record, began: float, is_new: bool) -> None:
+    def published(self, place: WorkerPlace, record: Record, began: float, is_new: bool) -> None:
         records = self._records[place, type(record)]
         records.published += is_new
         records.there += not is_new
@@ -105,7 +105,7 @@ class Meters:
         elif isinstance(record, Weights):
             self._set("weights_version", record.version, place, role=record.role)
 
-    def taken(self, place: Place, record: Record, delivered: Delivered) -> None:
+    def taken(self, place: WorkerPlace, record: Record, delivered: Delivered) -> None:
         records = self._records[place, type(record)]
         records.taken += 1
         if (sent := sent_at(delivered.headers)) is not None:
@@ -113,7 +113,9 @@ class Meters:
             if delivered.progress is None:  # else it was at another worker, and in no queue
                 records.queue.add(self._now() - sent)
 
-    def ended(self, place: Place, record_type: type, id: str, how: How, progress: Progress | None = None) -> None:
+    def ended(
+        self, place: WorkerPlace, record_type: type, id: str, how: How, progress: SampleProgress | None = None
+    ) -> None:
         records = self._records[place, record_type]
         records.ended[how] += 1
         if (sent := records.sent.pop(id, None)) is not None and how == "ack":
@@ -123,7 +125,7 @@ class Meters:
 
     def worked(self, stage: str, worker: int, what: str, seconds: float) -> None:
         """For `Vitals.told`."""
-        self._work[_labels(Place(stage, worker), work=kind_of_work(what))].add(seconds)
+        self._work[_labels(WorkerPlace(stage, worker), work=kind_of_work(what))].add(seconds)
 
     def reconnects(self, server: str, count: Callable[[], int]) -> None:
         """`count`: how often the connection to `nats` or `redis` was lost and came back."""
@@ -131,9 +133,9 @@ class Meters:
 
     def restarts(self, stage: str, worker: int, count: Callable[[], int]) -> None:
         """`count`: how often a worker's process was started again."""
-        self._elsewhere["restarts", _labels(Place(stage, worker))] = count
+        self._elsewhere["restarts", _labels(WorkerPlace(stage, worker))] = count
 
-    def _loaded(self, place: Place, load: Load) -> None:
+    def _loaded(self, place: WorkerPlace, load: Load) -> None:
         self._set("generator_tokens_per_second", load.tokens_per_second, place)
         self._set("generator_running", load.num_running, place)
         self._set("generator_waiting", load.num_waiting, place)
@@ -144,7 +146,7 @@ class Meters:
         if load.strategy:  # by which it took most of its last steps
             self._counts["generator_strategies", _labels(place, strategy=load.strategy)] += 1
 
-    def _trained(self, place: Place, report: StepReport) -> None:
+    def _trained(self, place: WorkerPlace, report: StepReport) -> None:
         self._set("step", report.step, place)
         told = asdict(report.metrics)
         for name, (key, part) in _OF_A_STEP.items():
@@ -152,14 +154,14 @@ class Meters:
             if value is not None:
                 self._set(f"step_{name}", value, place)
 
-    def _moved(self, place: Place, moved: Moved) -> None:
+    def _moved(self, place: WorkerPlace, moved: Moved) -> None:
         self._counts["moves", _labels(place, how=moved.how)] += 1
         if moved.how in ("kv", "tokens"):
             self._counts["move_bytes", _labels(place)] += moved.num_bytes
             self._counts["move_recomputed_tokens", _labels(place)] += moved.num_recomputed
             self._pauses[_labels(place, how=moved.how)].add(moved.pause_seconds)
 
-    def _set(self, name: str, value: float, place: Place, **labels: str) -> None:
+    def _set(self, name: str, value: float, place: WorkerPlace, **labels: str) -> None:
         self._gauges[name, _labels(place, **labels)] = value
 
     # --- what is there -----------------------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ def kind_of_work(what: str) -> str:
     return " ".join(words) or "work"
 
 
-def _labels(place: Place, **more: str) -> Labels:
+def _labels(place: WorkerPlace, **more: str) -> Labels:
     return tuple(sorted({"stage": place.stage, "worker": str(place.worker), **more}.items()))
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watching:
+class Observation:
     """`watcher` for the bus: None where nobody looks on. `meters`: None where nothing is counted."""
 
     watcher: Watcher | None
@@ -42,7 +42,7 @@ class Watching:
 @contextmanager
 def watching(
     job: str, uid: str, *, run: Path | None, otlp_endpoint: str | None = None, metrics: bool = False
-) -> Iterator[Watching]:
+) -> Iterator[Observation]:
     """run: the folder that traces are written into; None: none are. metrics: count, for Prometheus."""
     keepers: list[Callable[[Span], None]] = []
     watchers: list[Watcher] = []
@@ -67,7 +67,7 @@ def watching(
 
             closing.enter_context(OtlpMetrics(meters, otlp_endpoint, resource))
         one = watchers[0] if len(watchers) == 1 else Watchers(watchers)
-        yield Watching(watcher=one if watchers else None, meters=meters)
+        yield Observation(watcher=one if watchers else None, meters=meters)
 
 
 def _each(keepers: list[Callable[[Span], None]]) -> Callable[[Span], None]:

@@ -15,13 +15,13 @@ LOOPBACK = "127.0.0.1"
 
 
 def text_of(metrics: Iterable[Metric]) -> str:
-    return generate_latest(_Asked(lambda: metrics)).decode()
+    return generate_latest(_AskedRegistry(lambda: metrics)).decode()
 
 
 @contextmanager
 def served(metrics: Callable[[], Iterable[Metric]]) -> Iterator[str]:
     """Where `/metrics` is answered, at any port that is free: for a process that has no other server."""
-    server, thread = start_http_server(0, LOOPBACK, _Asked(metrics))
+    server, thread = start_http_server(0, LOOPBACK, _AskedRegistry(metrics))
     try:
         yield f"{LOOPBACK}:{server.server_port}"
     finally:
@@ -30,7 +30,7 @@ def served(metrics: Callable[[], Iterable[Metric]]) -> Iterator[str]:
         thread.join()
 
 
-class _Asked(CollectorRegistry):
+class _AskedRegistry(CollectorRegistry):
     """Asks for all of them whenever it is asked."""
 
     def __init__(self, metrics: Callable[[], Iterable[Metric]]) -> None:

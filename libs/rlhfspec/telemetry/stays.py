@@ -4,7 +4,7 @@ Records tell what was made in all; what a stay made is that, without what was th
 
 Example:
     >>> from rlhfspec.telemetry.tracer import example_sample
-    >>> came_with = Progress(0, (2,), 1, 2, 1, (("suffix", 1),), at=100.0)
+    >>> came_with = SampleProgress(0, (2,), 1, 2, 1, (("suffix", 1),), at=100.0)
     >>> told = made_at_the_last(example_sample(), came_with)
     >>> told["tokens_before"], told["tokens"], told["strategies"], told["engine_steps"]
     (1, 2, 'suffix x 2', 2)
@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfspec.messages.records import Moved, Sample
-from rlhfspec.telemetry.base import Place, Progress
+from rlhfspec.telemetry.base import SampleProgress, WorkerPlace
 from rlhfspec.telemetry.spans import Attribute
 
 Strategies = Sequence[tuple[str, int]]
 
 
-def made_at_the_last(sample: Sample, before: Progress | None) -> dict[str, Attribute]:
+def made_at_the_last(sample: Sample, before: SampleProgress | None) -> dict[str, Attribute]:
     """Of the stay in which it was finished."""
     if before is None:  # nearly all
         made = _made(
@@ -41,7 +41,9 @@ def made_at_the_last(sample: Sample, before: Progress | None) -> dict[str, Attri
     return made
 
 
-def made_before_it_left(place: Place, before: Progress | None, progress: Progress) -> dict[str, Attribute]:
+def made_before_it_left(
+    place: WorkerPlace, before: SampleProgress | None, progress: SampleProgress
+) -> dict[str, Attribute]:
     """Of one that went on elsewhere."""
     nothing = progress._replace(
         weights_versions=(), strategies=(), num_verifications=0, num_drafted=0, num_accepted=0, seconds=0.0
@@ -63,7 +65,7 @@ def of_a_move(moved: Moved) -> dict[str, Attribute]:
     return attributes | ({"reason": moved.reason} if moved.reason else {})
 
 
-def _made_since(generator: str, before: Progress, progress: Progress) -> dict[str, Attribute]:
+def _made_since(generator: str, before: SampleProgress, progress: SampleProgress) -> dict[str, Attribute]:
     earlier = dict(before.strategies)
     strategies = [(name, steps - earlier.get(name, 0)) for name, steps in progress.strategies]
     attributes = _made(

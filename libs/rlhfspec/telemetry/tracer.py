@@ -8,9 +8,9 @@ killed.
 Example:
     >>> spans: list[Span] = []
     >>> tracer = Tracer("3f2a91c0", spans.append, now=lambda: 100.0)
-    >>> tracer.publishing(Place("generator", 0), example_sample())["traceparent"][:9]
+    >>> tracer.publishing(WorkerPlace("generator", 0), example_sample())["traceparent"][:9]
     '00-3dcb19'
-    >>> tracer.published(Place("generator", 0), example_sample(), 99.0, True)
+    >>> tracer.published(WorkerPlace("generator", 0), example_sample(), 99.0, True)
     >>> spans[0].name, spans[0].attributes["strategies"]
     ('generation', 'suffix x 3')
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlhfspec.messages.records import EvaluationReport, Load, Moved, Prompt, Record, Sample, Score, StepReport, Weights
-from rlhfspec.telemetry.base import SENT, Delivered, How, Place, Progress, sent_at
+from rlhfspec.telemetry.base import SENT, Delivered, How, SampleProgress, WorkerPlace, sent_at
 from rlhfspec.telemetry.spans import TRACEPARENT, Attribute, Span, parse, span_id, trace_id, traceparent, what_was_done
 from rlhfspec.telemetry.stays import made_at_the_last, made_before_it_left, of_a_move
 
@@ -41,7 +41,7 @@ class _Taken:
     parent: str = ""
     delivery: int = 1
     stay: int = 1
-    progress: Progress | None = None
+    progress: SampleProgress | None = None
     is_told: bool = False
 
 
@@ -49,13 +49,13 @@ class _Taken:
 class _Arrived:
     """A sample at the trainer."""
 
-    place: Place
+    place: WorkerPlace
     taken: _Taken
     scored: float
 
 
 @dataclass(slots=True)
-class _Step:
+class _TracedStep:
     """What the trainer has of a step (or of an evaluation)."""
 
     samples: dict[str, _Arrived] = field(default_factory=dict)
@@ -70,11 +70,11 @@ class Tracer:
         self._uid = uid
         self._keep = keep
         self._now = now
-        self._taken: dict[tuple[Place, str], _Taken] = {}
-        self._left: dict[tuple[Place, str], Span] = {}  # the stay it left, until its source says how that went
-        self._steps: dict[tuple[str, int], _Step] = {}  # by purpose
+        self._taken: dict[tuple[WorkerPlace, str], _Taken] = {}
+        self._left: dict[tuple[WorkerPlace, str], Span] = {}  # the stay it left, until its source says how that went
+        self._steps: dict[tuple[str, int], _TracedStep] = {}  # by purpose
 
-    def publishing(self, place: Place, record: Record) -> Mapping[str, str]:
+    def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]:
         sent = f"{self._now():.6f}"
         if not isinstance(record, _LEADS_ON):
             return {SENT: sent}
@@ -84,7 +84,7 @@ class Tracer:
             what = what_was_done("generation", taken.delivery, taken.stay) if taken else "generation"
         return {SENT: sent, TRACEPARENT: traceparent(trace, span_id(trace, what))}
 
-    def published(self, place: Place, record: Record, began: float, is_new: bool) -> None:
+    def published(self, place: WorkerPlace, record: Record, began: float, is_new: bool) -> None:
         if isinstance(record, Prompt):
             self._keep(self._span("prompt", place, record.id, _Taken(began, record.step), {}, again=not is_new))
         elif isinstance(record, Sample):
@@ -107,7 +107,7 @@ class Tracer:
         elif isinstance(record, EvaluationReport):
             self._end_step("evaluation", record)
 
-    def taken(self, place: Place, record: Record, delivered: Delivered) -> None:
+    def taken(self, place: WorkerPlace, record: Record, delivered: Delivered) -> None:
         if isinstance(record, Score):
             self._scored(record)
         elif isinstance(record, _LEADS_ON):
@@ -117,7 +117,9 @@ class Tracer:
             else:  # of what comes again while it is held, the first time counts
                 self._taken.setdefault((place, record.id), taken)
 
-    def ended(self, place: Place, record_type: type, id: str, how: How, progress: Progress | None = None) -> None:
+    def ended(
+        self, place: WorkerPlace, record_type: type, id: str, how: How, progress: SampleProgress | None = None
+    ) -> None:
         taken = self._taken.pop((place, id), None)
         if taken is None or record_type is not Prompt:
             return
@@ -143,7 +145,7 @@ class Tracer:
     def _span(
         self,
         name: str,
-        place: Place,
+        place: WorkerPlace,
         sample: str,
         taken: _Taken,
         attributes: Mapping[str, Attribute],
@@ -168,7 +170,7 @@ class Tracer:
 
     def _stay(
         self,
-        place: Place,
+        place: WorkerPlace,
         sample: str,
         taken: _Taken,
         attributes: Mapping[str, Attribute],
@@ -179,7 +181,7 @@ class Tracer:
         span.delivery, span.stay = taken.delivery, taken.stay
         return span
 
-    def _tell_open(self, place: Place) -> None:
+    def _tell_open(self, place: WorkerPlace) -> None:
         """A generator says now and then what it does: then it also tells of what it has had for long."""
         now = self._now()
         for (where, sample), taken in self._taken.items():
@@ -189,7 +191,7 @@ class Tracer:
                 stay.is_open = True
                 self._keep(stay)
 
-    def _moved(self, place: Place, moved: Moved, published: float) -> None:
+    def _moved(self, place: WorkerPlace, moved: Moved, published: float) -> None:
         """Told where it stood still for it: what was refused or given up before cost the sample nothing, and may be
         advice to somebody who has given it away a moment ago."""
         if moved.pause_seconds <= 0.0:
@@ -203,20 +205,20 @@ class Tracer:
             span.began, span.ended = began, began + moved.pause_seconds
             self._keep(span)
 
-    def _arrived(self, place: Place, sample: Sample, taken: _Taken) -> None:
-        step = self._steps.setdefault((sample.purpose, sample.step), _Step())
+    def _arrived(self, place: WorkerPlace, sample: Sample, taken: _Taken) -> None:
+        step = self._steps.setdefault((sample.purpose, sample.step), _TracedStep())
         step.complete = taken.at
         step.samples.setdefault(sample.id, _Arrived(place, taken, taken.at))
 
     def _scored(self, score: Score) -> None:
-        step = self._steps.setdefault((score.purpose, score.step), _Step())
+        step = self._steps.setdefault((score.purpose, score.step), _TracedStep())
         step.complete = self._now()
         if (arrived := step.samples.get(score.sample_id)) is not None:
             arrived.scored = step.complete
 
     def _end_step(self, purpose: str, report: StepReport | EvaluationReport) -> None:
         """The spans of its samples; what is held of earlier steps came again and is of no use."""
-        step = self._steps.get((purpose, report.step), _Step())
+        step = self._steps.get((purpose, report.step), _TracedStep())
         for key in [key for key in self._steps if key[0] == purpose and key[1] <= report.step]:
             del self._steps[key]
         ended = step.trained or self._now()

@@ -28,7 +28,7 @@ MOVERS = ("generator",)  # roles that may ask, and answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class MoveEndpoint:
     """`incarnation`: of this worker's process, what its WorkerInfo is called. `address`: where it is asked about moves;
     `host`: where others reach its links. `close`: after the mover, in the event loop."""
 

@@ -17,7 +17,7 @@ from rlhfspec.messages.loop import workers_of
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.context import Context
-from rlhfspec.stage.guest import Guest, HostedVitals
+from rlhfspec.stage.guest import HostedScoring, HostedVitals
 from rlhfspec.stage.threads import ComputeThread
 
 log = logging.getLogger("rlhfspec.stage")
@@ -32,7 +32,7 @@ def with_guest(job: RLHFJob, context: Context, connect: Connect) -> Context:
     if stage is None or "rebalancer" not in running:
         return context
     making = _Making(job, stage, running[stage] + context.worker, context, connect)
-    return replace(context, guest=Guest(stage, making.service))
+    return replace(context, hosted_scoring=HostedScoring(stage, making.service))
 
 
 class _Making:

@@ -23,7 +23,7 @@ from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.runs.live.live import LiveBeats, LiveState, Snapshot, snapshot_of
+from rlhfspec.runs.live.live import LiveBeats, LiveState, WorkerSnapshot, snapshot_of
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.context import Context, Run
@@ -41,7 +41,7 @@ from rlhfspec.worker.mirror import Mirror, Mirroring
 from rlhfspec.worker.worker_weights import WorkerWeights
 
 if TYPE_CHECKING:
-    from rlhfspec.worker.ends import Ends
+    from rlhfspec.worker.ends import MoveEndpoint
 
 HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
 LEAVING_SECONDS = 15.0  # for a server that is away, where this worker was asked to leave: it may be gone for good
@@ -100,10 +100,10 @@ class StageWorker:
                 leaving.callback(beating.cancel)
                 await self._until_open(bus)
                 async with weights:
-                    ends = self._ends()
-                    if ends is not None:
-                        leaving.callback(ends.close)
-                    return await self._work(bus, health, weights, ends, leaving)
+                    move_endpoint = self._move_endpoint()
+                    if move_endpoint is not None:
+                        leaving.callback(move_endpoint.close)
+                    return await self._work(bus, health, weights, move_endpoint, leaving)
             finally:
                 for transport in self._transports:
                     await transport.close()
@@ -136,23 +136,23 @@ class StageWorker:
         with waiting:
             await transport.until_declared(bus.last_declared, OPENING_SECONDS)
 
-    def _ends(self) -> Ends | None:
+    def _move_endpoint(self) -> MoveEndpoint | None:
         if self._stage != "generator":
             return None
-        from rlhfspec.worker.ends import Ends
+        from rlhfspec.worker.ends import MoveEndpoint
 
         connections = self._connections
-        return Ends.between_processes(
+        return MoveEndpoint.between_processes(
             self._incarnation, self._stage, self._host, connections.credentials, port=connections.moves_port,
             link_port=connections.link_port, worker_host=connections.worker_host,
         )  # fmt: skip
 
     async def _work(
-        self, bus: Bus, health: Health, weights: WorkerWeights, ends: Ends | None, leaving: ExitStack
+        self, bus: Bus, health: Health, weights: WorkerWeights, move_endpoint: MoveEndpoint | None, leaving: ExitStack
     ) -> str:
-        service = await self._built(bus, weights, ends, leaving)
+        service = await self._built(bus, weights, move_endpoint, leaving)
         self._is_built = True
-        await bus.publish(self._info(service, health, ends))
+        await bus.publish(self._info(service, health, move_endpoint))
         health.ready()
         supervisor = Supervisor(
             self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=(self._stage,)
@@ -177,7 +177,9 @@ class StageWorker:
         """The trainer sends when a checkpoint is there."""
         return [] if self._mirror is None or self._stage == "trainer" else [Mirroring(self._mirror)]
 
-    async def _built(self, bus: Bus, weights: WorkerWeights, ends: Ends | None, leaving: ExitStack) -> Service:
+    async def _built(
+        self, bus: Bus, weights: WorkerWeights, move_endpoint: MoveEndpoint | None, leaving: ExitStack
+    ) -> Service:
         """In a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
         vitals = Vitals(self._vitals.clock)
         vitals.note = self._vitals.note
@@ -186,12 +188,14 @@ class StageWorker:
         thread = ComputeThread("build")
         try:
             with _Saying(vitals.worker(self._stage, self._worker), deadline) as say:
-                return await thread.in_thread(self._build, bus, weights, ends, leaving, say)
+                return await thread.in_thread(self._build, bus, weights, move_endpoint, leaving, say)
         finally:
             thread.close()
             beating.cancel()
 
-    def _build(self, bus: Bus, weights: WorkerWeights, ends: Ends | None, leaving: ExitStack, say: _Saying) -> Service:
+    def _build(
+        self, bus: Bus, weights: WorkerWeights, move_endpoint: MoveEndpoint | None, leaving: ExitStack, say: _Saying
+    ) -> Service:
         connections = self._connections
         context = Context(
             worker=self._worker,
@@ -206,14 +210,14 @@ class StageWorker:
                 mirror=self._mirror,
             ),
             say=say,
-            ends=ends,
+            move_endpoint=move_endpoint,
             at_end=leaving,
         )
         context = with_guest(self._job, context, self._connect)
         service: Service = import_module(f"rlhfspec.{self._stage}.build").build(self._job, context)
         return service
 
-    def _info(self, service: Service, health: Health, ends: Ends | None) -> WorkerInfo:
+    def _info(self, service: Service, health: Health, move_endpoint: MoveEndpoint | None) -> WorkerInfo:
         return WorkerInfo(
             id=self._incarnation,
             job=self._job.metadata.name,
@@ -223,7 +227,7 @@ class StageWorker:
             pid=os.getpid(),
             grpc_address=health.grpc_address,
             http_address=health.http_address,
-            moves_address=ends.address if ends else "",
+            moves_address=move_endpoint.address if move_endpoint else "",
             models=service.models,
         )
 
@@ -253,7 +257,7 @@ def incarnation_of(stage: str, worker: int) -> str:
     return f"{stage}/{worker}/{secrets.token_hex(8)}"
 
 
-def _snapshot(service: Service) -> Snapshot:
+def _snapshot(service: Service) -> WorkerSnapshot:
     return snapshot_of(service.vitals, service.load, service.owned)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhfspec.cluster import names
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.operator.release import credentials_by, keys_of, servers_of
-from rlhfspec.operator.running import Operator, Place
+from rlhfspec.operator.running import Operator, ReplicaPlace
 from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.stage import logs
 from rlhfspec.worker.exits import PERMANENT
@@ -32,7 +32,7 @@ def _operator(asked: argparse.Namespace) -> Operator:
     told = OperatorFile.read(asked.settings)
     keys = keys_of(asked.keys)
     pod = os.environ.get("RLHFSPEC_POD") or None
-    place = Place(pod, asked.host, asked.http_port, asked.report_port, asked.tls)
+    place = ReplicaPlace(pod, asked.host, asked.http_port, asked.report_port, asked.tls)
     settings = told.settings(credentials_by(keys))
     return Operator(told, settings, place, servers_of(told, keys, asked.keys))
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.job.cluster import OPERATOR
-from rlhfspec.operator.observed import JobView, Observed, PodView, Refusal, Said, Trial
+from rlhfspec.operator.observed import DryRunResult, JobView, Observed, PodView, Refusal, Said
 from rlhfspec.operator.queue import Key
 from rlhfspec.operator.views import job_view, owner_of, pod_view
 from rlhfspec.operator.workloads import Workloads
@@ -38,13 +38,13 @@ class _Pod:
 
 
 @dataclass(slots=True)
-class _Job:
+class _CachedJob:
     view: JobView
     version: int
     report: Report | None = None
     report_at: datetime | None = None
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
-    trial: Trial | None = None
+    trial: DryRunResult | None = None
     status_written: datetime | None = None
 
 
@@ -58,7 +58,7 @@ class Cache:
         self._runs_changed = runs_changed
         self.broker: Said | None = None
         self.listening_since: datetime | None = None  # to reports
-        self._jobs: dict[Key, _Job] = {}
+        self._jobs: dict[Key, _CachedJob] = {}
         self._pods: dict[Key, dict[str, _Pod]] = {}
         self._pod_by_uid: dict[str, tuple[Key, str]] = {}
         self.left: set[str] = set()  # namespaces that ceased to be watched, once at least
@@ -77,7 +77,7 @@ class Cache:
             return None
         view = job_view(job, held.view if held is not None else None)
         if held is None or held.view.uid != view.uid:
-            self._jobs[key] = _Job(view, version)
+            self._jobs[key] = _CachedJob(view, version)
         else:
             before, held.view, held.version = _open_run(held.view), view, version
             if before == _open_run(view):
@@ -214,7 +214,7 @@ class Cache:
         job = self._jobs.get(key)
         return job is not None and job.refusals.pop((kind, name), None) is not None
 
-    def tried(self, key: Key, trial: Trial) -> None:
+    def tried(self, key: Key, trial: DryRunResult) -> None:
         if (job := self._jobs.get(key)) is not None:
             job.trial = trial
 

@@ -33,7 +33,7 @@ from typing import Self
 
 from rlhfspec.cluster import names
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.messages.access.rights import GUESTS, ROLES, Rights, inbox_of, rights_of
+from rlhfspec.messages.access.rights import GUESTS, ROLES, RoleRights, inbox_of, rights_of
 from rlhfspec.messages.servers import jwt, shared
 from rlhfspec.messages.servers.certificates import Authority
 from rlhfspec.messages.servers.derived import ACCOUNT, OPERATOR, USER, derived, nkey_seed
@@ -115,7 +115,7 @@ def _authority(secret: bytes, job_uid: str, begin: datetime) -> Authority:
     return Authority.derived(secret, f"rlhfspec job {job_uid}", begin, JOB_LIFETIME)
 
 
-def _creds(keys: Keys, seed: str, name: str, rights: Rights, issued: int = 0) -> bytes:
+def _creds(keys: Keys, seed: str, name: str, rights: RoleRights, issued: int = 0) -> bytes:
     account = keys.account_seed.decode()
     token = jwt.user_jwt(account, seed, name, publish=rights.publish, subscribe=rights.subscribe, issued=issued)
     return jwt.creds_file(token, seed)
@@ -139,7 +139,7 @@ def dashboard_creds(keys: Keys) -> bytes:
 
 
 def _release_creds(keys: Keys, role: str, publish: tuple[str, ...], subscribe: tuple[str, ...]) -> bytes:
-    rights = Rights(publish, (f"{inbox_of(role, 'release')}.>", *subscribe))
+    rights = RoleRights(publish, (f"{inbox_of(role, 'release')}.>", *subscribe))
     return _creds(keys, nkey_seed(keys.master, USER, "release", role), f"rlhfspec/{role}", rights)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.job import Spec
-from rlhfspec.operator.memory import Memory, Outcome, WorkerMemory
-from rlhfspec.operator.observed import JobView, Observed, PodView, Settings, Worker
+from rlhfspec.operator.memory import JobOutcome, Memory, WorkerMemory
+from rlhfspec.operator.observed import ChartSettings, JobView, Observed, PodView, Worker
 from rlhfspec.operator.plan import Delete, WorkloadWrite
 
 LOST_SECONDS = 15.0  # past the end of its grace: a kubelet that answers would have removed the pod
 FRESH_SECONDS = 60.0  # so long a report is believed; control says something every 20 s
-MOST_AT_ONCE = 50  # pods that one look makes, and that it deletes: a job of thousands holds up no other
+MOST_AT_ONCE = 50  # pods that one reconcile makes, and that it deletes: a job of thousands holds up no other
 REFUSED_SECONDS = 5.0  # before something that was refused is tried again
 
 
@@ -26,7 +26,7 @@ class Draft:
 
     job: JobView
     observed: Observed
-    settings: Settings
+    settings: ChartSettings
     now: datetime
     memory: Memory
     trial: list[dict[str, Any]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Draft:
         for refusal in self.observed.refusals:
             left = REFUSED_SECONDS - self.seconds_since(refusal.at)
             if (refusal.kind, refusal.name) == (kind, name) and left > 0:
-                self.look_again_in(left)
+                self.requeue_in(left)
                 return True
         return False
 
@@ -95,28 +95,28 @@ class Draft:
     def end(self, type_: str, reason: str, message: str) -> None:
         """The first outcome stays."""
         if self.memory.outcome is None:
-            self.memory.outcome = Outcome(type_, reason, message)  # type: ignore[arg-type]
+            self.memory.outcome = JobOutcome(type_, reason, message)  # type: ignore[arg-type]
             self.memory.completed = self.now
 
     def remove(self, pod: PodView, grace_seconds: int | None = None) -> None:
         """None: the pod's own grace. One that is being deleted is only watched, to notice that its node is lost."""
         if len(self.delete) == MOST_AT_ONCE:
-            return self.look_again_in(0.0)
+            return self.requeue_in(0.0)
         if pod.gone_by is None:
             return self.delete.append(Delete("Pod", pod.name, grace_seconds, pod.uid))
         lost_at = pod.gone_by + timedelta(seconds=LOST_SECONDS)
         if lost_at > self.now:
-            self.look_again_in((lost_at - self.now).total_seconds())
+            self.requeue_in((lost_at - self.now).total_seconds())
         elif pod.role != "trainer":  # whose folder has a lock: two must never write it
             self.delete.append(Delete("Pod", pod.name, 0, pod.uid))
         return None
 
-    def look_again_in(self, seconds: float) -> None:
+    def requeue_in(self, seconds: float) -> None:
         seconds = max(seconds, 0.05)
         self.requeue = seconds if self.requeue is None else min(self.requeue, seconds)
 
-    def look_again_at(self, time: datetime) -> None:
-        self.look_again_in((time - self.now).total_seconds())
+    def requeue_at(self, time: datetime) -> None:
+        self.requeue_in((time - self.now).total_seconds())
 
 
 def worker_name(key: Worker) -> str:

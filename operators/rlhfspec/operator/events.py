@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.api import JOB_VERSION, Answer, Api
+from rlhfspec.cluster.api import JOB_VERSION, Api, ApiResponse
 from rlhfspec.operator.observed import JobView
 from rlhfspec.operator.plan import Event
 
@@ -20,23 +20,23 @@ LONGEST_MESSAGE = 1000
 
 
 @dataclass(slots=True)
-class _Said:
+class _RecordedEvent:
     first: str
     count: int = 0
     written: float = float("-inf")
 
 
-class Events:
+class EventRecorder:
     def __init__(self, api: Api, *, now: Callable[[], float] = time.monotonic) -> None:
         self._api = api
         self._now = now
-        self._said: OrderedDict[str, _Said] = OrderedDict()
+        self._said: OrderedDict[str, _RecordedEvent] = OrderedDict()
 
-    async def say(self, job: JobView, event: Event) -> Answer | None:
+    async def say(self, job: JobView, event: Event) -> ApiResponse | None:
         """None: it was said not long ago."""
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         digest = hashlib.sha256(f"{job.uid}/{event.type}/{event.reason}/{event.message}".encode()).hexdigest()[:16]
-        said = self._said.setdefault(digest, _Said(at))
+        said = self._said.setdefault(digest, _RecordedEvent(at))
         self._said.move_to_end(digest)
         if len(self._said) > MOST_KNOWN:
             self._said.popitem(last=False)

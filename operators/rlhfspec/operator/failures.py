@@ -34,7 +34,7 @@ DISRUPTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class PodEnd:
     cause: Literal["completed", "left", "disruption", "failure"]
     failure: Failure | None = None
     exit_code: int | None = None
@@ -42,28 +42,28 @@ class End:
     message: str = ""
 
 
-def end_of(pod: PodView) -> End:
+def end_of(pod: PodView) -> PodEnd:
     """Of a finished pod."""
     ended = pod.terminated
     code = ended.exit_code if ended else None
     message = (ended.message if ended else "") or ""
     if pod.phase == "Succeeded":
         if pod.role in BY_NAME and not message.startswith((COMPLETED, LEFT)):  # such as a reward that ends its process
-            return End("failure", "error", 0, "Error", f"{said(0)}, and nobody had asked it to")
-        return End("left" if pod.role == "trainer" and not message.startswith(COMPLETED) else "completed",
+            return PodEnd("failure", "error", 0, "Error", f"{said(0)}, and nobody had asked it to")
+        return PodEnd("left" if pod.role == "trainer" and not message.startswith(COMPLETED) else "completed",
                    exit_code=0, reason="Completed", message=message)  # fmt: skip
     why = pod.why if pod.why and pod.why.reason in DISRUPTIONS else pod.disruption
     if why is not None:
-        return End("disruption", exit_code=code, reason=why.reason, message=why.message)
+        return PodEnd("disruption", exit_code=code, reason=why.reason, message=why.message)
     if ended is None or code is None:  # the pod failed and no container says how
         said_of_pod = pod.why.message if pod.why else "it failed, and nothing says how"
-        return End("disruption", reason=pod.why.reason if pod.why else "Unknown", message=said_of_pod)
+        return PodEnd("disruption", reason=pod.why.reason if pod.why else "Unknown", message=said_of_pod)
     if ended.reason == "OOMKilled":
-        return End("failure", "killed", code, "OOMKilled", "it took more memory than its limit")
+        return PodEnd("failure", "killed", code, "OOMKilled", "it took more memory than its limit")
     signalled = code - 128 if code > 128 else 0
     failure = failure_of(-signalled) if signalled else failure_of(code)
     reason = "Temporary" if failure == "temporary" else "Error"
-    return End("failure", failure, code, reason, message or said(-signalled if signalled else code))
+    return PodEnd("failure", failure, code, reason, message or said(-signalled if signalled else code))
 
 
 def is_complete(pod: PodView) -> bool:
@@ -90,11 +90,11 @@ def count_in(draft: Draft, pod: PodView) -> None:
     draft.memory.total += 1
     memory.restarts += 1
     ended_at = pod.terminated.at if pod.terminated and pod.terminated.at else draft.now
-    memory.again = min(ended_at, draft.now) + timedelta(milliseconds=round(delay * 1000))
+    memory.restart_not_before = min(ended_at, draft.now) + timedelta(milliseconds=round(delay * 1000))
     return None
 
 
-def _delay_after(draft: Draft, pod: PodView, end: End, rule: Rule | None) -> float | None:
+def _delay_after(draft: Draft, pod: PodView, end: PodEnd, rule: Rule | None) -> float | None:
     memory = draft.worker_memory(pod.key)
     draw = random.Random(pod.uid)  # the same whoever looks, and however often
     restarts = Restarts(draft.spec.failure_policy, draw, num_counted=memory.counted, num_uncounted=memory.uncounted)
@@ -111,7 +111,7 @@ def _delay_after(draft: Draft, pod: PodView, end: End, rule: Rule | None) -> flo
     return delay
 
 
-def _rule_for(draft: Draft, role: str, end: End) -> Rule | None:
+def _rule_for(draft: Draft, role: str, end: PodEnd) -> Rule | None:
     if end.cause != "failure":
         return None
     rules = draft.spec.failure_policy.rules

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest
 from rlhfspec.operator.credentials import Keys, install_secrets, new_keys
@@ -68,7 +68,7 @@ async def _make(api: Api, namespace: str, name: str, data: Mapping[str, bytes]) 
 
 
 async def _install(namespace: str, release: str) -> list[str]:
-    async with Api(Access()) as api:
+    async with Api(KubeAccess()) as api:
         return await install(api, namespace, release)
 
 

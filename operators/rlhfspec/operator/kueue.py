@@ -170,9 +170,9 @@ def _give_back(draft: Draft, seen: WorkloadView) -> WorkloadWrite | None:
     if seen.is_true("Evicted") and seen.holds_quota:
         return _release(draft, seen)
     if seen.is_admitted and _unknown_flavors(draft, seen):
-        draft.look_again_in(SILENT_SECONDS)
+        draft.requeue_in(SILENT_SECONDS)
     if not seen.conditions:
-        draft.look_again_in(SILENT_SECONDS)
+        draft.requeue_in(SILENT_SECONDS)
     return None
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from rlhfspec.cluster.api import Answer, Api
+from rlhfspec.cluster.api import Api, ApiResponse
 
 LEASE_SECONDS, RENEW_SECONDS, LOOK_SECONDS = 10.0, 3.0, 1.0
 ACT_SECONDS = 8.0
@@ -110,7 +110,7 @@ class Lease:
         else:
             LOG.warning("the Lease %s cannot be written: %s", self._name, taken.message)
 
-    def _is_free(self, answer: Answer) -> bool:
+    def _is_free(self, answer: ApiResponse) -> bool:
         """For us: ours, given back, or not renewed for its whole time while we looked."""
         holder = answer.body["spec"].get("holderIdentity")
         version = answer.body["metadata"]["resourceVersion"]

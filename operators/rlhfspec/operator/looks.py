@@ -1,4 +1,4 @@
-"""One look at one job: what is known of it, what `reconcile` makes of that, and the doing.
+"""One reconcile of one job: what is known of it, what `reconcile` makes of that, and the doing.
 
 What was done is known at once, not only when the watches tell it: the answer to each write goes into the cache.
 """
@@ -14,14 +14,14 @@ from itertools import groupby
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.api import JOB_VERSION, Answer, Api, in_parallel
+from rlhfspec.cluster.api import JOB_VERSION, Api, ApiResponse, in_parallel
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
 from rlhfspec.operator import trial, workloads
 from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.events import Events
-from rlhfspec.operator.observed import JobView, Observed, Refusal, Settings, Trial
-from rlhfspec.operator.plan import Delete, Event, Plan, WorkloadWrite
-from rlhfspec.operator.queue import Key, Looked
+from rlhfspec.operator.events import EventRecorder
+from rlhfspec.operator.observed import ChartSettings, DryRunResult, JobView, Observed, Refusal
+from rlhfspec.operator.plan import Delete, Event, ReconcilePlan, WorkloadWrite
+from rlhfspec.operator.queue import Key, ReconcileResult
 from rlhfspec.operator.reasons import LEAVING
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.status import seconds_to_write, undecided
@@ -31,51 +31,51 @@ LOG = logging.getLogger(__name__)
 
 
 class Conflict(Exception):
-    """Somebody wrote the job since we looked."""
+    """Somebody wrote the job since we read it."""
 
 
-class Looks:
+class Reconciler:
     def __init__(
         self,
         cache: Cache,
         api: Api,
-        settings: Settings,
+        settings: ChartSettings,
         *,
-        decide: Callable[[JobView, Observed, Settings, datetime], Plan] = reconcile,
+        decide: Callable[[JobView, Observed, ChartSettings, datetime], ReconcilePlan] = reconcile,
     ) -> None:
         self._cache = cache
         self._api = api
         self._settings = settings
         self._decide = decide
-        self._events = Events(api)
+        self._events = EventRecorder(api)
 
-    async def look(self, key: Key) -> Looked:
+    async def reconcile(self, key: Key) -> ReconcileResult:
         job = self._cache.job(key)
         if job is None:
-            return Looked(gone=True)
+            return ReconcileResult(gone=True)
         now = datetime.now(UTC)
         try:
             plan = await asyncio.to_thread(self._decide, job, self._cache.observed(key), self._settings, now)
         except Exception as error:  # what the API server took, and nobody here foresaw
             LOG.exception("%s cannot be decided", "/".join(key))
             status, events = undecided(job, error, now)
-            plan = Plan(status=status, events=tuple(events), requeue_seconds=UNDECIDED_SECONDS)
+            plan = ReconcilePlan(status=status, events=tuple(events), requeue_seconds=UNDECIDED_SECONDS)
         try:
             again_seconds = await self._carry_out(key, job, plan, now)
         except Conflict:
-            return Looked(failed=True)  # the watch tells what somebody else wrote
+            return ReconcileResult(failed=True)  # the watch tells what somebody else wrote
         except (ClusterUnavailable, LeadershipLost) as error:
             LOG.warning("%s: %s", "/".join(key), error)
             if isinstance(error, ClusterRefused):  # such a status: it has another that says so
                 with suppress(Conflict, ClusterUnavailable):
                     await self._write_status(key, job, undecided(job, error, now)[0], now)
-            return Looked(failed=True)
+            return ReconcileResult(failed=True)
         soonest = min((each for each in (plan.requeue_seconds, again_seconds) if each is not None), default=None)
-        return Looked(soonest, None if plan.is_quiet else _deeds(plan))
+        return ReconcileResult(soonest, None if plan.is_quiet else _deeds(plan))
 
-    async def _carry_out(self, key: Key, job: JobView, plan: Plan, now: datetime) -> float | None:
-        """In the order that `plan` asks for. When to look again, where no watch will tell: at once if something came
-        of it, or when a status that was put off is to be written."""
+    async def _carry_out(self, key: Key, job: JobView, plan: ReconcilePlan, now: datetime) -> float | None:
+        """In the order that `plan` asks for. When to reconcile again, where no watch will tell: at once if something
+        came of it, or when a status that was put off is to be written."""
         put_off = seconds_to_write(job.status, plan.status, self._cache.status_written(key), now)
         if not plan.is_quiet or put_off == 0.0:
             await self._write_status(key, job, plan.status, now)
@@ -92,7 +92,7 @@ class Looks:
     async def _try(self, key: Key, job: JobView, pods: tuple[dict[str, Any], ...], now: datetime) -> None:
         answers = await in_parallel([self._api.create(pod, dry_run=True) for pod in pods])
         problem = trial.problem_of(job.job, pods, answers)
-        self._cache.tried(key, Trial(job.generation, problem))
+        self._cache.tried(key, DryRunResult(job.generation, problem))
         for name, answer in () if problem else trial.refusals(pods, answers):
             self._refused(key, "Pod", name, answer, now)
 
@@ -111,7 +111,7 @@ class Looks:
         if answer is not None and answer.is_refused:
             LOG.warning("an event of %s/%s was refused: %s", job.namespace, job.name, answer.message)
 
-    async def _delete(self, key: Key, asked: Delete) -> Answer:
+    async def _delete(self, key: Key, asked: Delete) -> ApiResponse:
         version = JOB_VERSION if asked.kind == names.KIND else "v1"
         answer = await self._api.delete(
             version, asked.kind, key[0], asked.name, uid=asked.uid, grace_seconds=asked.grace_seconds
@@ -159,7 +159,7 @@ class Looks:
         self._cache.accepted(key, kind, write.name)
         return True
 
-    async def _make(self, thing: dict[str, Any]) -> Answer:
+    async def _make(self, thing: dict[str, Any]) -> ApiResponse:
         """What has its name is ours by its owner, or is left alone."""
         answer = await self._api.create(thing)
         if not answer.is_taken:
@@ -168,7 +168,7 @@ class Looks:
         taken_up = await self._api.take_up(thing, [field for field in fields if field in thing])
         return answer if taken_up.is_of_another else taken_up
 
-    def _made(self, key: Key, kind: str, name: str, answer: Answer, now: datetime) -> bool:
+    def _made(self, key: Key, kind: str, name: str, answer: ApiResponse, now: datetime) -> bool:
         if answer.is_refused:
             return self._refused(key, kind, name, answer, now)
         LOG.info("%s: made %s %s", "/".join(key), kind, name)
@@ -176,7 +176,7 @@ class Looks:
             self._cache.put_pod(answer.body)
         return self._cache.accepted(key, kind, name)
 
-    def _refused(self, key: Key, kind: str, name: str, answer: Answer, now: datetime) -> bool:
+    def _refused(self, key: Key, kind: str, name: str, answer: ApiResponse, now: datetime) -> bool:
         reason = str(answer.body.get("reason") or answer.code)
         if answer.is_taken and kind == "Pod" and self._cache.is_leaving(key, name):
             reason = LEAVING
@@ -184,7 +184,7 @@ class Looks:
         return self._cache.refused(key, Refusal(kind, name, reason, answer.message, now))
 
 
-def _deeds(plan: Plan) -> object:
+def _deeds(plan: ReconcilePlan) -> object:
     """What two plans that do the same have in common."""
     made = [(thing["kind"], thing["metadata"]["name"]) for thing in plan.create]
     queued = plan.workload and (plan.workload.verb, plan.workload.uid)

@@ -1,4 +1,4 @@
-"""What the operator remembers of a job from one look to the next: all of it in the job's status, so that an
+"""What the operator remembers of a job from one reconcile to the next: all of it in the job's status, so that an
 operator that starts anew, or another one, goes on from there.
 
 Example:
@@ -20,19 +20,21 @@ from rlhfspec.job.block import MOST_WORKERS
 from rlhfspec.operator.times import maybe_time_of, text_of
 
 RunState = Literal["open", "closing", "closed"]
+_IN_STATUS = {"restart_not_before": "again"}
+_IN_PYTHON = {written: name for name, written in _IN_STATUS.items()}
 
 
 @dataclass(slots=True)
 class WorkerMemory:
     """Of one worker, its failures since the last trained step. `pod`: the last one whose end was counted in;
-    `again`: not before then is it made again; `reason`, `message`: of that end."""
+    `restart_not_before`: it is not made again before then; `reason`, `message`: of that end."""
 
     counted: int = 0
     uncounted: int = 0
     disrupted: int = 0  # through no fault of the job's
     restarts: int = 0  # since the run began
     pod: str = ""
-    again: datetime | None = None
+    restart_not_before: datetime | None = None
     reason: str = ""
     message: str = ""
 
@@ -42,14 +44,16 @@ class WorkerMemory:
 
     @classmethod
     def of(cls, status: Mapping[str, Any]) -> WorkerMemory:
-        return cls(**{**status, "again": maybe_time_of(status.get("again"))})
+        kept = {_IN_PYTHON.get(name, name): value for name, value in status.items()}
+        return cls(**kept | {"restart_not_before": maybe_time_of(kept.get("restart_not_before"))})
 
     def as_status(self) -> dict[str, Any]:
-        return _without_empty({name: getattr(self, name) for name in self.__slots__} | {"again": _text(self.again)})
+        kept = {_IN_STATUS.get(name, name): getattr(self, name) for name in self.__slots__}
+        return _without_empty(kept | {"again": _text(self.restart_not_before)})
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     type: Literal["Succeeded", "Failed"]
     reason: str
     message: str
@@ -68,7 +72,7 @@ class Memory:
     running_since: datetime | None = None  # once all its pods were ready
     active_before: float = 0.0  # seconds that the runs before were open
     generators: int = 0  # that should run
-    asked: int = 0  # roles.generator.workers, when it was last looked at
+    asked: int = 0  # roles.generator.workers, when the job was last reconciled
     rebalanced: bool = False  # the run has a rebalancer: control declared its subjects when it opened the run
     total: int = 0  # restarts
     counted: int = 0  # of them, by the failure policy
@@ -77,7 +81,7 @@ class Memory:
     placed: dict[str, dict[str, Any]] = field(default_factory=dict)  # by role: where Kueue wants the run's pods
     started: datetime | None = None
     completed: datetime | None = None
-    outcome: Outcome | None = None  # it stands in the conditions
+    outcome: JobOutcome | None = None  # it stands in the conditions
 
     def of_worker(self, name: str) -> WorkerMemory:
         """`name`: as in role-number."""
@@ -106,10 +110,10 @@ class Memory:
 _TIMES = ("opened", "running_since", "started", "completed")
 
 
-def _outcome_of(status: Mapping[str, Any]) -> Outcome | None:
+def _outcome_of(status: Mapping[str, Any]) -> JobOutcome | None:
     for condition in status.get("conditions") or ():
         if condition["type"] in ("Succeeded", "Failed") and condition["status"] == "True":
-            return Outcome(condition["type"], condition["reason"], condition["message"])
+            return JobOutcome(condition["type"], condition["reason"], condition["message"])
     return None
 
 

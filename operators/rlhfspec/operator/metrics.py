@@ -25,7 +25,7 @@ class Restarted(NamedTuple):
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.look_seconds = Histogram(
+        self.reconcile_seconds = Histogram(
             "rlhfspec_operator_reconcile_seconds",
             "One look at one job, its writes included.",
             registry=self.registry,

@@ -1,5 +1,5 @@
-"""What the operator knows when it looks at a job: the job, its pods, its report, and what was refused. All of it as the
-watches have it, so possibly some moments old; `views` makes these from the API server's objects.
+"""What the operator knows when it reconciles a job: the job, its pods, its report, and what was refused. All of it as
+the watches have it, so possibly some moments old; `views` makes these from the API server's objects.
 
 Example:
     >>> from datetime import UTC, datetime
@@ -123,7 +123,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class DryRunResult:
     """What the API server says of the job's pods without making them. `problem`: empty: it would take them."""
 
     generation: int
@@ -137,7 +137,7 @@ class Observed:
     report_at: datetime | None = None
     listening_since: datetime | None = None  # reports of the time before went to another replica
     refusals: tuple[Refusal, ...] = ()
-    trial: Trial | None = None  # the last one
+    trial: DryRunResult | None = None  # the last one
     broker: Said | None = None  # why NATS or Redis cannot be reached; None: nothing speaks against it
     queueing: Queueing = field(default_factory=Queueing)
 
@@ -152,7 +152,7 @@ class Images:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ChartSettings:
     """The operator's own, of the chart's values."""
 
     images: Images

@@ -1,9 +1,11 @@
-"""What one look at a job decides: what is to be created, deleted, written and said. Whoever carries it out may fail
-anywhere in between: the next look decides again, from what is there then.
+"""What one reconcile of a job decides: what is to be created, deleted, written and said. What carries it out may fail
+anywhere in between: the next reconcile decides again, from what is there then.
 
 Example:
-    >>> Plan(status={"phase": "Pending"}).is_quiet, Plan(status={}, create=({"kind": "Pod"},)).is_quiet
-    (True, False)
+    >>> ReconcilePlan(status={"phase": "Pending"}).is_quiet
+    True
+    >>> ReconcilePlan(status={}, create=({"kind": "Pod"},)).is_quiet
+    False
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Delete:
 @dataclass(frozen=True, slots=True)
 class WorkloadWrite:
     """To Kueue's Workload of the job. `body`: what is created, or a patch of its status that names the version it is
-    of; where somebody wrote since, the next look writes again."""
+    of; where somebody wrote since, the next reconcile writes again."""
 
     verb: Literal["create", "delete", "status"]
     name: str
@@ -42,10 +44,10 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ReconcilePlan:
     """To be carried out in this order: the status is written, then what is tried is tried, then deleted, created. The
     status is the memory of what was decided: where it cannot be written (somebody wrote since: a conflict on the
-    resourceVersion that was looked at), nothing else is done, and the job is looked at again."""
+    resourceVersion that was read), nothing else is done, and the job is reconciled again."""
 
     status: dict[str, Any]
     trial: tuple[dict[str, Any], ...] = ()  # pods that the API server is asked about, and does not make
@@ -53,7 +55,7 @@ class Plan:
     delete: tuple[Delete, ...] = ()
     workload: WorkloadWrite | None = None
     events: tuple[Event, ...] = ()
-    requeue_seconds: float | None = None  # look again then, even if nothing happens
+    requeue_seconds: float | None = None  # reconcile again then, even if nothing happens
 
     @property
     def is_quiet(self) -> bool:

@@ -1,9 +1,9 @@
-"""Which job is looked at next: one look at a time at each job, the longest waiting first, and never in a hot loop.
+"""Which job is reconciled next: each job by one worker at a time, the longest waiting first, and never in a hot loop.
 Namespaces take turns: hundreds of jobs of one hold up no job of another.
 
-A job that is told of again while it waits is looked at once. Told of while it is being looked at: once more after
-that, and after a short rest when there was nothing to do. A look says when the next is due, and whether it did the very
-same as the last one: then the next waits, longer each time, whatever is told.
+A job that is told of again while it waits is reconciled once. Told of while it is being reconciled: once more after
+that, and after a short rest when there was nothing to do. A reconcile says when the next is due, and whether it did the
+very same as the last one: then the next waits, longer each time, whatever is told.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Key = tuple[str, str]  # namespace, name
-GATHER_SECONDS = 0.05  # what happens together is looked at together
-PATIENT_SECONDS = 0.25  # a worker waits so long for a look; one that hangs on a slow webhook goes on beside the others
-REST_SECONDS = 0.5  # after a look that found nothing to do: as when a job's pods become ready, one after the other
+GATHER_SECONDS = 0.05  # what happens together is one reconcile
+PATIENT_SECONDS = 0.25  # a worker waits so long; a reconcile that hangs on a slow webhook goes on beside the others
+REST_SECONDS = 0.5  # after a reconcile that found nothing to do: as when a job's pods become ready, one after the other
 LOG = logging.getLogger(__name__)
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class ReconcileResult:
     """`did`: what was done, to be compared; None: nothing had to be. `gone`: there is no such job."""
 
     requeue_seconds: float | None = None
@@ -42,7 +42,7 @@ class Timers(Protocol):
 
 @dataclass(slots=True)
 class _Entry:
-    is_looked_at: bool = False
+    is_reconciling: bool = False
     is_told: bool = False
     due: float | None = None
     not_before: float = 0.0
@@ -50,17 +50,17 @@ class _Entry:
     last: object = None
 
 
-class Queue:
-    """`waited`: told of each look how many seconds it was late."""
+class WorkQueue:
+    """`waited`: told of each reconcile how many seconds it was late."""
 
     def __init__(
         self,
-        look: Callable[[Key], Awaitable[Looked]],
+        reconcile: Callable[[Key], Awaitable[ReconcileResult]],
         timers: Timers,
         *,
         waited: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self._look = look
+        self._reconcile = reconcile
         self._waited = waited
         self._timers = timers
         self._entries: dict[Key, _Entry] = {}
@@ -68,13 +68,13 @@ class Queue:
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many wait for a look that is due."""
+        """How many wait for a reconcile that is due."""
         return sum(map(len, self._ready.values()))
 
     def tell(self, key: Key, *, after_seconds: float = GATHER_SECONDS) -> None:
         """Something of this job changed."""
         entry = self._entries.setdefault(key, _Entry())
-        if entry.is_looked_at:
+        if entry.is_reconciling:
             entry.is_told = True
         else:
             self._plan(key, entry, self._timers.time() + after_seconds)
@@ -88,7 +88,7 @@ class Queue:
     def _fall_due(self, key: Key, when: float) -> None:
         entry = self._entries.get(key)
         waiting = self._ready.get(key[0], ())
-        if entry is not None and entry.due == when and not entry.is_looked_at and key not in waiting:
+        if entry is not None and entry.due == when and not entry.is_reconciling and key not in waiting:
             self._ready.setdefault(key[0], deque()).append(key)
             self._arrived.set()
 
@@ -102,8 +102,8 @@ class Queue:
         return key
 
     async def work(self) -> None:
-        """One worker: looks, until it is cancelled. Several may run."""
-        async with asyncio.TaskGroup() as looks:
+        """One worker: reconciles, until it is cancelled. Several may run."""
+        async with asyncio.TaskGroup() as running:
             while True:
                 while not self._ready:
                     self._arrived.clear()
@@ -112,32 +112,32 @@ class Queue:
                 entry = self._entries[key]
                 assert entry.due is not None
                 self._waited(self._timers.time() - entry.due)
-                entry.is_looked_at, entry.is_told, entry.due = True, False, None
-                look = looks.create_task(self._one_look(key, entry))
-                await asyncio.wait({look}, timeout=PATIENT_SECONDS)
+                entry.is_reconciling, entry.is_told, entry.due = True, False, None
+                reconciling = running.create_task(self._reconcile_one(key, entry))
+                await asyncio.wait({reconciling}, timeout=PATIENT_SECONDS)
 
-    async def _one_look(self, key: Key, entry: _Entry) -> None:
-        looked = Looked(failed=True)
+    async def _reconcile_one(self, key: Key, entry: _Entry) -> None:
+        result = ReconcileResult(failed=True)
         try:
-            looked = await self._look(key)
+            result = await self._reconcile(key)
         except Exception:  # one job's trouble is not another's
-            LOG.exception("the look at %s failed", "/".join(key))
+            LOG.exception("the reconcile of %s failed", "/".join(key))
         finally:
-            self._looked(key, entry, looked)
+            self._finished(key, entry, result)
 
-    def _looked(self, key: Key, entry: _Entry, looked: Looked) -> None:
-        entry.is_looked_at = False
-        if looked.gone and not entry.is_told:
+    def _finished(self, key: Key, entry: _Entry, result: ReconcileResult) -> None:
+        entry.is_reconciling = False
+        if result.gone and not entry.is_told:
             del self._entries[key]
             return
         now = self._timers.time()
-        repeats = looked.failed or (looked.did is not None and looked.did == entry.last)
+        repeats = result.failed or (result.did is not None and result.did == entry.last)
         entry.backoff_seconds = (
             min(max(2 * entry.backoff_seconds, FIRST_BACKOFF_SECONDS), LONGEST_BACKOFF_SECONDS) if repeats else 0.0
         )
-        entry.not_before = now + max(entry.backoff_seconds, REST_SECONDS if looked.did is None else 0.0)
-        entry.last = looked.did
-        if entry.is_told or looked.failed:
+        entry.not_before = now + max(entry.backoff_seconds, REST_SECONDS if result.did is None else 0.0)
+        entry.last = result.did
+        if entry.is_told or result.failed:
             self._plan(key, entry, now + GATHER_SECONDS)
-        if looked.requeue_seconds is not None:
-            self._plan(key, entry, now + looked.requeue_seconds)
+        if result.requeue_seconds is not None:
+            self._plan(key, entry, now + result.requeue_seconds)

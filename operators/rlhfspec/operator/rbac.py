@@ -27,49 +27,49 @@ from rlhfspec.cluster import names
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PolicyRule:
     group: str
     resources: tuple[str, ...]
     verbs: tuple[str, ...]
 
 
 JOBS = (
-    Rule(names.GROUP, (names.PLURAL,), ("list", "watch", "delete")),
-    Rule(names.GROUP, (f"{names.PLURAL}/status",), ("patch",)),
-    Rule("", ("pods",), ("list", "watch", "create", "patch", "delete")),
-    Rule("", ("configmaps", "secrets"), ("create", "patch")),
-    Rule("", ("events",), ("list", "watch", "create", "patch")),
+    PolicyRule(names.GROUP, (names.PLURAL,), ("list", "watch", "delete")),
+    PolicyRule(names.GROUP, (f"{names.PLURAL}/status",), ("patch",)),
+    PolicyRule("", ("pods",), ("list", "watch", "create", "patch", "delete")),
+    PolicyRule("", ("configmaps", "secrets"), ("create", "patch")),
+    PolicyRule("", ("events",), ("list", "watch", "create", "patch")),
 )
 GANG = (
-    Rule("scheduling.volcano.sh", ("podgroups",), ("create", "patch")),
-    Rule("scheduling.x-k8s.io", ("podgroups",), ("create", "patch")),
-    Rule("kueue.x-k8s.io", ("workloads",), ("list", "watch", "create", "delete")),
-    Rule("kueue.x-k8s.io", ("workloads/status",), ("patch",)),
+    PolicyRule("scheduling.volcano.sh", ("podgroups",), ("create", "patch")),
+    PolicyRule("scheduling.x-k8s.io", ("podgroups",), ("create", "patch")),
+    PolicyRule("kueue.x-k8s.io", ("workloads",), ("list", "watch", "create", "delete")),
+    PolicyRule("kueue.x-k8s.io", ("workloads/status",), ("patch",)),
 )
 RELEASE = (
-    Rule("coordination.k8s.io", ("leases",), ("get", "create", "update")),
-    Rule("", ("pods",), ("list", "patch")),  # the label of who leads
+    PolicyRule("coordination.k8s.io", ("leases",), ("get", "create", "update")),
+    PolicyRule("", ("pods",), ("list", "patch")),  # the label of who leads
 )
 # What has no namespace, of Kueue: which nodes a flavor means, and what a priority class is worth.
 KUEUE = (
-    Rule("kueue.x-k8s.io", ("resourceflavors",), ("list", "watch")),
-    Rule("scheduling.k8s.io", ("priorityclasses",), ("list", "watch")),
+    PolicyRule("kueue.x-k8s.io", ("resourceflavors",), ("list", "watch")),
+    PolicyRule("scheduling.k8s.io", ("priorityclasses",), ("list", "watch")),
 )
 # The chart adds names: only those objects may be patched, and only the role JOBS be bound.
 SPACES = (
-    Rule("", ("namespaces",), ("list", "watch")),
-    Rule("", ("serviceaccounts", "persistentvolumeclaims"), ("create",)),
-    Rule("networking.k8s.io", ("networkpolicies",), ("create",)),
-    Rule("rbac.authorization.k8s.io", ("rolebindings",), ("create",)),
-    Rule("rbac.authorization.k8s.io", ("clusterroles",), ("bind",)),
-    Rule("", ("serviceaccounts",), ("patch",)),
-    Rule("networking.k8s.io", ("networkpolicies",), ("patch",)),
+    PolicyRule("", ("namespaces",), ("list", "watch")),
+    PolicyRule("", ("serviceaccounts", "persistentvolumeclaims"), ("create",)),
+    PolicyRule("networking.k8s.io", ("networkpolicies",), ("create",)),
+    PolicyRule("rbac.authorization.k8s.io", ("rolebindings",), ("create",)),
+    PolicyRule("rbac.authorization.k8s.io", ("clusterroles",), ("bind",)),
+    PolicyRule("", ("serviceaccounts",), ("patch",)),
+    PolicyRule("networking.k8s.io", ("networkpolicies",), ("patch",)),
 )
-CLUSTER = (Rule("authentication.k8s.io", ("tokenreviews",), ("create",)),)
-INSTALL = (Rule("", ("secrets",), ("get", "create")),)
+CLUSTER = (PolicyRule("authentication.k8s.io", ("tokenreviews",), ("create",)),)
+INSTALL = (PolicyRule("", ("secrets",), ("get", "create")),)
 
 
-def as_rules(rules: tuple[Rule, ...]) -> list[dict[str, Any]]:
+def as_rules(rules: tuple[PolicyRule, ...]) -> list[dict[str, Any]]:
     """As a Role has them.
 
     >>> as_rules(CLUSTER)

@@ -20,22 +20,22 @@ from rlhfspec.operator.draft import MOST_AT_ONCE, Draft, worker_name
 from rlhfspec.operator.failures import count_in, forget_after_progress, is_complete
 from rlhfspec.operator.memory import Memory
 from rlhfspec.operator.objects import mounted_by, objects_for
-from rlhfspec.operator.observed import JobView, Observed, PodView, Settings, Worker
-from rlhfspec.operator.plan import Delete, Plan
+from rlhfspec.operator.observed import ChartSettings, JobView, Observed, PodView, Worker
+from rlhfspec.operator.plan import Delete, ReconcilePlan
 from rlhfspec.operator.reasons import all_ready, config_problem, roles_that_lack_ours
 from rlhfspec.operator.times import in_milliseconds
 from rlhfspec.operator.wanted import must_restart, settle_generators, wanted_workers
 
 STALE_SECONDS, STALE_AT_MOST_SECONDS = 1.0, 5.0
-SEEN_AGAIN_SECONDS = 15.0  # while something goes on, the job is looked at so often whatever happens
+SEEN_AGAIN_SECONDS = 15.0  # while something goes on, the job is reconciled so often whatever happens
 
 
-def reconcile(job: JobView, observed: Observed, settings: Settings, now: datetime) -> Plan:
+def reconcile(job: JobView, observed: Observed, settings: ChartSettings, now: datetime) -> ReconcilePlan:
     draft = Draft(job, observed, settings, in_milliseconds(now), Memory.of(job.status))
     if job.deleting_since is not None:
         return _deleting(draft)
     if _is_stale(draft):
-        return Plan(status=dict(job.status), requeue_seconds=STALE_SECONDS)
+        return ReconcilePlan(status=dict(job.status), requeue_seconds=STALE_SECONDS)
     problem = config_problem(draft)
     if problem:
         _refuse(draft, problem)
@@ -113,7 +113,7 @@ def _look_at_deadlines(draft: Draft) -> None:
         if draft.now >= at:
             draft.end("Failed", "DeadlineExceeded", f"spec.{field}: {written} s are over")
         else:
-            draft.look_again_at(at)
+            draft.requeue_at(at)
 
 
 def _look_whether_all_run(draft: Draft) -> None:
@@ -141,7 +141,7 @@ def _forget_in_time(draft: Draft) -> None:
         return
     at = ended + timedelta(seconds=seconds)
     if draft.now < at:
-        draft.look_again_at(at)
+        draft.requeue_at(at)
     else:
         draft.delete.append(Delete("RLHFJob", draft.job.name, None, draft.job.uid))
 
@@ -155,7 +155,7 @@ def _keep_workers(draft: Draft) -> None:
     if any(draft.is_refused(each.kind, each.name) for each in draft.observed.refusals if each.kind != "Pod"):
         due = []  # what pods mount
     if len(due) > MOST_AT_ONCE:
-        draft.look_again_in(0.0)
+        draft.requeue_in(0.0)
     draft.create += objects_for(draft, due[:MOST_AT_ONCE])
     if roles := roles_that_lack_ours(draft):
         draft.create += mounted_by(draft, roles)
@@ -168,22 +168,22 @@ def _is_to_be_made(draft: Draft, key: Worker) -> bool:
     if pod is not None:
         _look_after(draft, pod)
         return False
-    again = draft.memory.of_worker(worker_name(key)).again
-    if again is not None and again > draft.now:
-        draft.look_again_at(again)
+    not_before = draft.memory.of_worker(worker_name(key)).restart_not_before
+    if not_before is not None and not_before > draft.now:
+        draft.requeue_at(not_before)
         return False
     return not draft.is_refused("Pod", names.pod_name(draft.job.name, *key))
 
 
 def _look_after(draft: Draft, pod: PodView) -> None:
     """A finished one stays, with its logs, until it is to be made again. How it ended is in the status by then."""
-    again = draft.memory.of_worker(worker_name(pod.key)).again
+    not_before = draft.memory.of_worker(worker_name(pod.key)).restart_not_before
     if pod.is_deleting or pod.run != draft.run_uid or must_restart(draft, pod.role, pod.restart_id):
         draft.remove(pod)
     elif not pod.is_finished or (pod.role == names.PREPARE and draft.memory.prepared):
         return
-    elif again is not None and again > draft.now:
-        draft.look_again_at(again)
+    elif not_before is not None and not_before > draft.now:
+        draft.requeue_at(not_before)
     else:
         draft.remove(pod)
 
@@ -204,22 +204,22 @@ def _remove_surplus(draft: Draft, wanted: set[Worker]) -> None:
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def _deleting(draft: Draft) -> Plan:
+def _deleting(draft: Draft) -> ReconcilePlan:
     """Somebody else holds it, such as a deletion in the foreground: until it is gone nothing is made any more."""
     if draft.job.leaves_orphans:
-        return Plan(status=dict(draft.job.status))
+        return ReconcilePlan(status=dict(draft.job.status))
     runs.take_down(draft, keep_finished=False)
     if draft.memory.number and not draft.pods:
         runs.close(draft)
     return _finish(draft)
 
 
-def _finish(draft: Draft) -> Plan:
+def _finish(draft: Draft) -> ReconcilePlan:
     kueue.settle(draft)
     new, events = status.render(draft)
     if draft.memory.state != "closed":
-        draft.look_again_in(SEEN_AGAIN_SECONDS)
-    return Plan(
+        draft.requeue_in(SEEN_AGAIN_SECONDS)
+    return ReconcilePlan(
         status=new, trial=tuple(draft.trial), create=tuple(draft.create), delete=tuple(draft.delete),
         workload=draft.workload, events=tuple(events), requeue_seconds=draft.requeue,
     )  # fmt: skip

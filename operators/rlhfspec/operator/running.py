@@ -1,9 +1,9 @@
 """One replica of the operator: it watches always, and acts while it holds the Lease.
 
-    watches -> cache -> queue -> one look at one job -> writes
+    watches -> cache -> queue -> one reconcile of one job -> writes
     reports ----^                                       (only while the Lease is held, asked again before every write)
 
-Whoever begins to act labels its pod (the Service of the reports selects it), lists everything, and looks at every job.
+A leader labels its pod (the Service of the reports selects it), lists everything, and reconciles every job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, LeadershipLost
 from rlhfspec.operator.broker import Dialling
@@ -29,26 +29,26 @@ from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.draft import worker_name
 from rlhfspec.operator.lease import LOOK_SECONDS, Lease
 from rlhfspec.operator.leftovers import Runs, Server, Tending
-from rlhfspec.operator.looks import Looks
+from rlhfspec.operator.looks import Reconciler
 from rlhfspec.operator.metrics import Metrics, Restarted
-from rlhfspec.operator.observed import JobView, Observed, Said, Settings, worker_of
-from rlhfspec.operator.plan import Plan
-from rlhfspec.operator.queue import Key, Looked, Queue
+from rlhfspec.operator.observed import ChartSettings, JobView, Observed, Said, worker_of
+from rlhfspec.operator.plan import ReconcilePlan
+from rlhfspec.operator.queue import Key, ReconcileResult, WorkQueue
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.reports import Reports
 from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.operator.spaces import Spaces
-from rlhfspec.operator.watching import Watching
+from rlhfspec.operator.watching import Informers
 from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.stage.tasks import ended
 
-WORKERS = 4  # looks at a time; with 8, 200 jobs began no sooner, and the p99 of a look was 2.5 s instead of 1
+WORKERS = 4  # reconciles at a time; with 8, 200 jobs began no sooner, and the p99 of one was 2.5 s instead of 1
 RETRY_SECONDS = 1.0
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReplicaPlace:
     """Where this replica runs and listens. `pod`: its name; None: not in a pod. `tls`: of the reports' endpoint;
     None: nobody can report."""
 
@@ -60,21 +60,23 @@ class Place:
 
 
 class Operator:
-    def __init__(self, told: OperatorFile, settings: Settings, place: Place, servers: Sequence[Server]) -> None:
+    def __init__(
+        self, told: OperatorFile, settings: ChartSettings, place: ReplicaPlace, servers: Sequence[Server]
+    ) -> None:
         self._told = told
         self._place = place
         self._metrics = Metrics()
         self._cache = Cache(runs_changed=self._runs_changed)
-        self._access = Access()
+        self._access = KubeAccess()
         identity = f"{place.pod or socket.gethostname()}_{secrets.token_hex(4)}"
         agent = f"{names.FIELD_MANAGER}/{identity}"
         self._lease_api = Api(self._access, agent=agent)  # its requests never stand in line behind others
         self._lease = Lease(self._lease_api, told.namespace, f"{told.release}-operator", identity)
         self._api = Api(self._access, may_write=lambda: self._lease.is_held, count=self._metrics.wrote, agent=agent)
-        self._looks = Looks(self._cache, self._api, settings, decide=self._decide)
+        self._reconciler = Reconciler(self._cache, self._api, settings, decide=self._decide)
         self._watch_api = Api(self._access, agent=agent, connections=0)
         self._spaces = Spaces(self._api, told.namespace_kit)
-        self._watching = Watching(
+        self._watching = Informers(
             self._cache, told.namespaces, self._tell,
             label="" if told.namespaces else told.namespace_label,
             joins=self._spaces.joins, leaves=self._spaces.leaves, kueue=told.kueue,
@@ -86,7 +88,7 @@ class Operator:
         self._tending = [Tending(server, runs, self._metrics.unfinished) for server in servers]
         urls = {"NATS": settings.nats_url} | ({"Redis": settings.redis_url} if settings.redis_url else {})
         self._dialling = Dialling(urls, self._broker_is)
-        self._queue: Queue
+        self._queue: WorkQueue
         self._is_in_sync = False
 
     async def run(self) -> None:
@@ -110,7 +112,7 @@ class Operator:
     def _begin(self) -> None:
         """In the event loop."""
         waited = self._metrics.waited_seconds.observe
-        self._queue = Queue(self._look, asyncio.get_running_loop(), waited=waited)
+        self._queue = WorkQueue(self._reconcile, asyncio.get_running_loop(), waited=waited)
         self._metrics.show(
             queue=lambda: len(self._queue),
             jobs=lambda: len(self._cache.jobs()),
@@ -201,19 +203,19 @@ class Operator:
         for tending in self._tending:
             tending.tell()
 
-    async def _look(self, key: Key) -> Looked:
+    async def _reconcile(self, key: Key) -> ReconcileResult:
         while not self._lease.is_held:  # until it is renewed, or we are ended
             await asyncio.sleep(LOOK_SECONDS)
         began = time.perf_counter()
-        looked = await self._looks.look(key)
-        self._metrics.look_seconds.observe(time.perf_counter() - began)
-        if looked.gone:
+        result = await self._reconciler.reconcile(key)
+        self._metrics.reconcile_seconds.observe(time.perf_counter() - began)
+        if result.gone:
             self._reports.forget(key)
-        if looked.failed:
+        if result.failed:
             self._metrics.failed.inc()
-        return looked
+        return result
 
-    def _decide(self, job: JobView, observed: Observed, settings: Settings, now: datetime) -> Plan:
+    def _decide(self, job: JobView, observed: Observed, settings: ChartSettings, now: datetime) -> ReconcilePlan:
         began = time.thread_time()
         plan = reconcile(job, observed, settings, now)
         self._metrics.decide_seconds.observe(time.thread_time() - began)

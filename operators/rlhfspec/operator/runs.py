@@ -13,7 +13,7 @@ STOP_SECONDS = 30  # for everybody but the trainer, where nobody is left to hand
 
 
 def turn(draft: Draft) -> None:
-    """open -> closing -> closed -> open: the next run. Within one look as far as it goes."""
+    """open -> closing -> closed -> open: the next run. Within one reconcile as far as it goes."""
     memory = draft.memory
     if memory.state == "open" and (draft.spec.suspend or whole_restart_is_wanted(draft) or kueue.withdraws(draft)):
         memory.state = "closing"

@@ -16,20 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.job.cluster import Role
-from rlhfspec.operator.observed import Credentials, Images, Settings
+from rlhfspec.operator.observed import ChartSettings, Credentials, Images
 
 
-class Part(BaseModel):
+class SettingsPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ImageNames(Part):
+class ImageNames(SettingsPart):
     slim: str
     cpu: str
     cuda: str
 
 
-class OperatorFile(Part):
+class OperatorFile(SettingsPart):
     release: str = Field(description="Prefix of the names of everything of the release, such as of its Lease.")
     namespace: str = Field(description="Of the release.")
     scope: Literal["cluster", "namespaced"] = "namespaced"
@@ -82,7 +82,7 @@ class OperatorFile(Part):
         """Empty: those with the label."""
         return () if self.scope == "cluster" else self.job_namespaces or (self.namespace,)
 
-    def settings(self, credentials: Credentials) -> Settings:
+    def settings(self, credentials: Credentials) -> ChartSettings:
         """As `reconcile` has them."""
         images = Images(
             slim=self.images.slim,
@@ -91,7 +91,7 @@ class OperatorFile(Part):
             pull_policy=self.image_pull_policy,
             pull_secrets=self.image_pull_secrets,
         )
-        return Settings(
+        return ChartSettings(
             images=images,
             credentials=credentials,
             nats_url=self.nats_url,

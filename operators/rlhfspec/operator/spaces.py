@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from rlhfspec.cluster.api import Answer, Api, Json
+from rlhfspec.cluster.api import Api, ApiResponse, Json
 from rlhfspec.errors import ClusterUnavailable, LeadershipLost
 
 MADE_ONCE = ("PersistentVolumeClaim", "RoleBinding")  # which refuse to become others; who made them may keep them
@@ -71,11 +71,11 @@ class Spaces:
                 return f"{thing['kind']} {thing['metadata']['name']}: {answer.message}"
         return ""
 
-    async def _make(self, thing: Json) -> Answer:
+    async def _make(self, thing: Json) -> ApiResponse:
         if thing["kind"] not in MADE_ONCE:
             return await self._api.apply(thing)
         answer = await self._api.create(thing)
-        return Answer(200, {}) if answer.code == 409 else answer
+        return ApiResponse(200, {}) if answer.code == 409 else answer
 
     def _say(self, namespace: str, problem: str) -> None:
         if problem and self._problems.get(namespace) != problem:

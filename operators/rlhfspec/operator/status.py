@@ -1,5 +1,5 @@
-"""A job's status as others see it, from what is remembered and what is observed. The same look gives the same status,
-so that nothing is written when nothing happened."""
+"""A job's status as others see it, from what is remembered and what is observed. The same reconcile gives the same
+status, so that nothing is written when nothing happened."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.api import Answer
+from rlhfspec.cluster.api import ApiResponse
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.cluster import PodOptions
 from rlhfspec.messages.loop import workers_of
@@ -54,7 +54,7 @@ def _roles(draft: Draft) -> list[str]:
     return [role for role in roles if options[role].pod_template or options[role].resources or role in for_all]
 
 
-def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> str:
+def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> str:
     """The first; empty: none is the user's."""
     for pod, answer in zip(tried, answers, strict=True):
         if _is_about_words(answer):
@@ -63,7 +63,7 @@ def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Se
     return ""
 
 
-def refusals(tried: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> list[tuple[str, Answer]]:
+def refusals(tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> list[tuple[str, ApiResponse]]:
     """By name, pods that are made at once when the trial is over, and would be refused just so: a webhook that cannot
     be asked takes its time, which nobody should have to wait for twice."""
     return [
@@ -112,14 +112,14 @@ def _type_in_words(kind: str) -> str:
     return _TYPES.get(kind, f"a mapping ({kind.rpartition('.')[2]})")
 
 
-def _is_about_words(answer: Answer) -> bool:
+def _is_about_words(answer: ApiResponse) -> bool:
     """
-    >>> _is_about_words(Answer(422, {"message": 'Pod "a" is invalid: spec.containers[0].env[0].name: Required value'}))
+    >>> _is_about_words(ApiResponse(422, {"message": 'Pod "a" is invalid: spec.containers[0].name: Required value'}))
     True
-    >>> _is_about_words(Answer(403, {"message": "exceeded quota: a"}))
+    >>> _is_about_words(ApiResponse(403, {"message": "exceeded quota: a"}))
     False
     >>> denied = 'pods "a" is forbidden: ValidatingAdmissionPolicy "b" with binding "b" denied request: not today'
-    >>> _is_about_words(Answer(422, {"message": denied}))
+    >>> _is_about_words(ApiResponse(422, {"message": denied}))
     False
     """
     is_wrong = answer.code in (400, 422) or (answer.code == 500 and _TYPES_ARE_WRONG in answer.message)

@@ -30,7 +30,7 @@ LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WatchSource:
     """`cached`: what the cache holds of it one by one, so that what is missing in a list is gone."""
 
     version: str
@@ -42,7 +42,7 @@ class Source:
     fields: str = ""
 
 
-class Watching:
+class Informers:
     """`tell`: which job changed. `label`: of the namespaces, where none are named. `joins`, `leaves`: told of one that
     has it, or has it no more."""
 
@@ -55,13 +55,13 @@ class Watching:
         self._tell = tell
         self._joins, self._leaves = joins, leaves
         self._namespaces: dict[str, list[asyncio.Task[None]]] = {name: [] for name in namespaces}
-        self._labelled = Source("v1", "Namespace", self._join, self._leave, labels=label) if label else None
+        self._labelled = WatchSource("v1", "Namespace", self._join, self._leave, labels=label) if label else None
         self._by_uid: dict[str, str] = {}  # of those with the label
-        self._start: Callable[[str, Source], asyncio.Task[None]] | None = None
+        self._start: Callable[[str, WatchSource], asyncio.Task[None]] | None = None
         self._sources = (
-            Source(JOB_VERSION, names.KIND, cache.put_job, cache.remove_job, "job"),
-            Source("v1", "Pod", cache.put_pod, cache.remove_pod, "pod", labels=PODS),
-            Source("v1", "Event", cache.put_warning, lambda event: None, fields=WARNINGS),
+            WatchSource(JOB_VERSION, names.KIND, cache.put_job, cache.remove_job, "job"),
+            WatchSource("v1", "Pod", cache.put_pod, cache.remove_pod, "pod", labels=PODS),
+            WatchSource("v1", "Event", cache.put_warning, lambda event: None, fields=WARNINGS),
             *(_workloads(cache.workloads) if kueue else ()),
         )
         self._of_cluster = tuple(_of_kueue(cache.workloads)) if kueue else ()
@@ -131,11 +131,11 @@ class Watching:
         found = (self._problems.get((namespace, source.kind)) for source in self._sources)
         return next((problem for problem in found if problem), "")
 
-    def _places(self) -> Iterator[tuple[str | None, Source]]:
+    def _places(self) -> Iterator[tuple[str | None, WatchSource]]:
         yield from ((None, source) for source in self._of_cluster)
         yield from ((namespace, source) for namespace in self._namespaces for source in self._sources)
 
-    async def _keep(self, api: Api, source: Source, namespace: str | None) -> None:
+    async def _keep(self, api: Api, source: WatchSource, namespace: str | None) -> None:
         wait = FIRST_WAIT_SECONDS
         while True:
             try:
@@ -148,7 +148,7 @@ class Watching:
             await asyncio.sleep(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
-    async def _list(self, api: Api, source: Source, namespace: str | None) -> str:
+    async def _list(self, api: Api, source: WatchSource, namespace: str | None) -> str:
         """The resourceVersion to watch from."""
         before = self._cache.uids(source.cached, namespace) if source.cached else set()
         found, since = [], ""
@@ -165,7 +165,7 @@ class Watching:
         self._is(namespace, source, None)
         return since
 
-    async def _watch(self, api: Api, source: Source, namespace: str | None, since: str) -> str:
+    async def _watch(self, api: Api, source: WatchSource, namespace: str | None, since: str) -> str:
         async for change, thing in api.watch(
             source.version, source.kind, namespace, since, labels=source.labels, fields=source.fields
         ):
@@ -183,7 +183,7 @@ class Watching:
         if key is not None:
             self._tell(key)
 
-    def _is(self, namespace: str | None, source: Source, problem: ClusterUnavailable | None) -> None:
+    def _is(self, namespace: str | None, source: WatchSource, problem: ClusterUnavailable | None) -> None:
         before, now = self._problems.get((namespace, source.kind), ""), str(problem or "")
         self._problems[namespace, source.kind] = now
         if now != before:
@@ -191,12 +191,12 @@ class Watching:
             LOG.warning("%s are not watched: %s", where, now) if now else LOG.info("%s are watched again", where)
 
 
-def _workloads(known: Workloads) -> Iterator[Source]:
+def _workloads(known: Workloads) -> Iterator[WatchSource]:
     """Where Kueue is not installed they are tried again and again, and jobs say that they wait."""
-    yield Source(workloads.VERSION, workloads.KIND, known.put, known.remove, "workload", labels=PODS)
+    yield WatchSource(workloads.VERSION, workloads.KIND, known.put, known.remove, "workload", labels=PODS)
 
 
-def _of_kueue(known: Workloads) -> Iterator[Source]:
+def _of_kueue(known: Workloads) -> Iterator[WatchSource]:
     """What has no namespace."""
-    yield Source(workloads.VERSION, workloads.FLAVOR, known.put_flavor, known.remove_flavor)
-    yield Source(workloads.PRIORITY_VERSION, workloads.PRIORITY, known.put_priority, known.remove_priority)
+    yield WatchSource(workloads.VERSION, workloads.FLAVOR, known.put_flavor, known.remove_flavor)
+    yield WatchSource(workloads.PRIORITY_VERSION, workloads.PRIORITY, known.put_priority, known.remove_priority)

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.access import Access
-from rlhfspec.cluster.api import JOB_VERSION, Answer, Api
+from rlhfspec.cluster.access import KubeAccess
+from rlhfspec.cluster.api import JOB_VERSION, Api, ApiResponse
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest, did_you_mean
 from rlhfspec.plugin.calls import Calls
 
@@ -34,7 +34,7 @@ class Cluster:
 
     def __init__(self, where: Where) -> None:
         self._where = where
-        self._access = Access(where.kubeconfig, where.context)
+        self._access = KubeAccess(where.kubeconfig, where.context)
         self.namespace = where.namespace or self._access.namespace
 
     def __enter__(self) -> Self:
@@ -111,7 +111,7 @@ class Cluster:
         options += ["--kubeconfig", where.kubeconfig] if where.kubeconfig else []
         return [program, *options, *words]
 
-    def _asked(self, asked: str, call: Awaitable[Answer]) -> Json:
+    def _asked(self, asked: str, call: Awaitable[ApiResponse]) -> Json:
         try:
             answer = self._calls.result(call)
         except ClusterUnavailable as error:

@@ -5,7 +5,7 @@ Example:
     ...        "status": {"phase": "Pending", "containerStatuses": [{"name": "worker", "restartCount": 0,
     ...        "state": {"waiting": {"reason": "ErrImagePull", "message": "not found"}}}]}}
     >>> state_of(pod), role_of(pod)
-    (State(word='ErrImagePull', detail='not found', is_well=False), 'reward')
+    (PodState(word='ErrImagePull', detail='not found', is_well=False), 'reward')
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PodState:
     """`word`: as kubectl would say it; `detail`: the evidence, one line."""
 
     word: str
@@ -50,34 +50,34 @@ def is_running(pod: Json) -> bool:
     return bool(pod["status"].get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"])
 
 
-def state_of(pod: Json) -> State:
+def state_of(pod: Json) -> PodState:
     """The first thing that keeps it from being ready, else that it is."""
     status = pod.get("status") or {}
     phase = status.get("phase", "Pending")
     if "deletionTimestamp" in pod["metadata"]:
-        return State("Terminating")
+        return PodState("Terminating")
     if status.get("reason"):  # of the pod as a whole: Evicted, NodeLost, ...
-        return State(status["reason"], _line(status.get("message")), is_well=False)
+        return PodState(status["reason"], _line(status.get("message")), is_well=False)
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
-        return State(scheduled.get("reason", "Unschedulable"), _line(scheduled.get("message")), is_well=False)
-    return _of_containers(status, phase) or State("Ready" if _is_ready(conditions) else phase)
+        return PodState(scheduled.get("reason", "Unschedulable"), _line(scheduled.get("message")), is_well=False)
+    return _of_containers(status, phase) or PodState("Ready" if _is_ready(conditions) else phase)
 
 
-def _of_containers(status: Json, phase: str) -> State | None:
+def _of_containers(status: Json, phase: str) -> PodState | None:
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
         state = container.get("state") or {}
         waiting, ended = state.get("waiting"), state.get("terminated")
         if waiting and waiting.get("reason") not in ("PodInitializing", "ContainerCreating", None):
-            return State(waiting["reason"], _line(waiting.get("message")), is_well=False)
+            return PodState(waiting["reason"], _line(waiting.get("message")), is_well=False)
         if ended and ended.get("exitCode"):
             word = ended.get("reason") or "Error"
             code = f"exit code {ended['exitCode']}"
             said = last_line(ended.get("message") or "")
-            return State(word, f"{code}: {said}" if said else code, is_well=False)
+            return PodState(word, f"{code}: {said}" if said else code, is_well=False)
         if ended and phase == "Succeeded":
-            return State("Completed", last_line(ended.get("message") or ""))
+            return PodState("Completed", last_line(ended.get("message") or ""))
     return None
 
 

@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfspec.bench.ours import drain, requests_of
-from rlhfspec.bench.scenarios import Scenario
+from rlhfspec.bench.scenarios import BenchScenario
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel, Decile
 from rlhfspec.engine.drafting.journal import Decision, Explanation
 
 
-def observe(engine: Any, scenario: Scenario) -> tuple[Explanation, AcceptanceModel]:
+def observe(engine: Any, scenario: BenchScenario) -> tuple[Explanation, AcceptanceModel]:
     """Generate the scenario on a warm engine; the selector's explanation and what is known of acceptance after it."""
     for repetition, name in enumerate(("warm-up", "observed")):
         arguments = {

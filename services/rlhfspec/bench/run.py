@@ -18,7 +18,7 @@ from typing import Any
 from rlhfspec.bench.bars import bars
 from rlhfspec.bench.processor import processor
 from rlhfspec.bench.results import ResultRow, Results
-from rlhfspec.bench.scenarios import MAX_CONTEXT, NAMES, PAIRS, Scenario, scenarios
+from rlhfspec.bench.scenarios import MAX_CONTEXT, NAMES, PAIRS, BenchScenario, scenarios
 from rlhfspec.bench.worker import Worker, WorkerFailed, hf_command, our_command, vllm_command
 from rlhfspec.errors import InvalidRequest
 
@@ -30,7 +30,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class BenchSettings:
     """pair: of PAIRS, whose text the prompts are of.
     modes: of MODES; `static` is every strategy of the grid, `static:NAME` one of them.
     budget_seconds: no repetition starts after that; what was measured by then is the result.
@@ -75,7 +75,9 @@ class _Mode:
 
 
 class Benchmark:
-    def __init__(self, settings: Settings, report: Report = print, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: BenchSettings, report: Report = print, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
         self._report = report
         self._clock = clock
@@ -176,7 +178,7 @@ class Benchmark:
             yield from (_row(mode, scenario, num_threads) for mode in modes[scenario.name] if mode.answers)
 
     def _repeat(
-        self, scenario: Scenario, modes: list[_Mode], repetition: int, num_threads: int, deadline: float
+        self, scenario: BenchScenario, modes: list[_Mode], repetition: int, num_threads: int, deadline: float
     ) -> None:
         """Every mode once, after a warm-up the first time, in another order each time."""
         for mode in random.Random(repetition).sample(modes, len(modes)) if repetition else modes:
@@ -204,7 +206,7 @@ def find_vllm_python(given: str | None) -> Path | None:
     return own.absolute() if own.exists() else None
 
 
-def _request(scenario: Scenario, repetition: int) -> dict[str, Any]:
+def _request(scenario: BenchScenario, repetition: int) -> dict[str, Any]:
     return {
         "scenario": scenario.name,
         "prompts": scenario.prompts,
@@ -213,16 +215,16 @@ def _request(scenario: Scenario, repetition: int) -> dict[str, Any]:
     }
 
 
-def _shortened(scenario: Scenario) -> Scenario:
+def _shortened(scenario: BenchScenario) -> BenchScenario:
     lengths = tuple(min(length, _WARM_UP_TOKENS) for length in scenario.max_tokens)
-    return Scenario(name=scenario.name, prompts=scenario.prompts, max_tokens=lengths)
+    return BenchScenario(name=scenario.name, prompts=scenario.prompts, max_tokens=lengths)
 
 
 def _speed(answer: dict[str, Any]) -> float:
     return float(answer["num_tokens"] / answer["seconds"])
 
 
-def _row(mode: _Mode, scenario: Scenario, num_threads: int) -> ResultRow:
+def _row(mode: _Mode, scenario: BenchScenario, num_threads: int) -> ResultRow:
     speeds = tuple(_speed(answer) for answer in mode.answers)
     return ResultRow(
         scenario=scenario.name,

@@ -28,7 +28,7 @@ _TAIL_MEDIAN_OF_BATCH, _TAIL_SIGMA = 0.75, 0.9  # a few sequences run several ti
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class BenchScenario:
     """`max_tokens[i]`: the exact length of response i, as end-of-sequence tokens are ignored."""
 
     name: str
@@ -47,17 +47,17 @@ class Scenario:
         return [1_000_003 * (repetition + 1) + index for index in range(self.num_sequences)]
 
 
-def scenarios(names: Iterable[str], *, num_tokens: int, pair: str = "english") -> list[Scenario]:
+def scenarios(names: Iterable[str], *, num_tokens: int, pair: str = "english") -> list[BenchScenario]:
     """`num_tokens`: the length of every response of a batch; long-tail lengths are lognormal around 3/4 of it.
     `pair`: whose text the prompts are of."""
     return [_scenario(name, num_tokens, pair) for name in names]
 
 
-def batch_scenario(size: int, num_tokens: int, pair: str = "english") -> Scenario:
+def batch_scenario(size: int, num_tokens: int, pair: str = "english") -> BenchScenario:
     return _of_lengths(f"batch-{size}", [num_tokens] * size, pair)
 
 
-def _scenario(name: str, num_tokens: int, pair: str) -> Scenario:
+def _scenario(name: str, num_tokens: int, pair: str) -> BenchScenario:
     if name not in NAMES:
         raise InvalidRequest("scenarios", name, f"must be among {', '.join(NAMES)}")
     if name == "long-tail":
@@ -65,10 +65,10 @@ def _scenario(name: str, num_tokens: int, pair: str) -> Scenario:
     return batch_scenario(int(name.removeprefix("batch-")), num_tokens, pair)
 
 
-def _of_lengths(name: str, lengths: list[int], pair: str) -> Scenario:
+def _of_lengths(name: str, lengths: list[int], pair: str) -> BenchScenario:
     text = library if pair == "library" else corpus
     chosen = tuple(tuple(prompt) for prompt in text.prompts(len(lengths), seed=7))
-    return Scenario(name=name, prompts=chosen, max_tokens=tuple(lengths))
+    return BenchScenario(name=name, prompts=chosen, max_tokens=tuple(lengths))
 
 
 def _tail_lengths(num_tokens: int) -> list[int]:

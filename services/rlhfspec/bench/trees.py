@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfspec.bench.ours import drain, requests_of
-from rlhfspec.bench.scenarios import Scenario
+from rlhfspec.bench.scenarios import BenchScenario
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.drafting.fixed import FixedSelector
 
@@ -49,7 +49,7 @@ class TreeGain:
         return self.gain >= WANTED_GAIN[self.num_nodes]
 
 
-def tree_gains(engine: Any, scenario: Scenario) -> list[TreeGain]:
+def tree_gains(engine: Any, scenario: BenchScenario) -> list[TreeGain]:
     return [_gain(engine, scenario, num_nodes) for num_nodes in NODES]
 
 
@@ -73,7 +73,7 @@ def render(gains: list[TreeGain]) -> Table:
     return table
 
 
-def _gain(engine: Any, scenario: Scenario, num_nodes: int) -> TreeGain:
+def _gain(engine: Any, scenario: BenchScenario, num_nodes: int) -> TreeGain:
     chain = DraftPlan(drafter="model", depth=num_nodes)
     trees = [
         DraftPlan(drafter="model", depth=depth, width=width, branch=branch, max_nodes=num_nodes)
@@ -84,7 +84,7 @@ def _gain(engine: Any, scenario: Scenario, num_nodes: int) -> TreeGain:
     return TreeGain(num_nodes=num_nodes, chain_tokens=measured[chain.name], tree_tokens=measured[best], tree=best)
 
 
-def tokens_per_verification(engine: Any, scenario: Scenario, plan: DraftPlan) -> float:
+def tokens_per_verification(engine: Any, scenario: BenchScenario, plan: DraftPlan) -> float:
     """The mean over some runs, after one that lets the acceptance model learn."""
     speculation = engine.speculation
     engine.set_speculation(plan)

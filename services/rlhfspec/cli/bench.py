@@ -68,7 +68,7 @@ def generate(
     ] = None,
 ) -> None:
     """Compare plain, static strategies, adaptive, Hugging Face and vLLM: same model, prompts and seeds, one run."""
-    from rlhfspec.bench.run import Benchmark, Settings
+    from rlhfspec.bench.run import Benchmark, BenchSettings
 
     given = chosen(
         QUICK if quick else {},
@@ -86,7 +86,7 @@ def generate(
         for pair in wanted:
             target_path, draft_path = models(model, draft, status, pair=pair)
             settings = checked(
-                Settings,
+                BenchSettings,
                 target=target_path,
                 draft=draft_path,
                 pair=pair,

@@ -16,11 +16,11 @@ def main() -> None:
     os.dup2(2, 1)
 
     from rlhfspec.bench.moving.generator import Generator
-    from rlhfspec.generator.load import Meter
+    from rlhfspec.generator.load import LoadMeter
 
-    def meter(worker: int, incarnation: str, engine: Any) -> Meter:
+    def meter(worker: int, incarnation: str, engine: Any) -> LoadMeter:
         name = f"generator-{worker}"
-        return Meter("bench", name, engine, worker=worker, incarnation=incarnation, sequences=engine.sequences)
+        return LoadMeter("bench", name, engine, worker=worker, incarnation=incarnation, sequences=engine.sequences)
 
     asyncio.run(Generator(number, answers, meter).serve(sys.stdin))
 

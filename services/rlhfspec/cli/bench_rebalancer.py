@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhfspec.messages.records import Load, Move, Moved, Sample
 from rlhfspec.moves.rebalancing.settings import STANDARD
-from rlhfspec.rebalancer.knowledge import Knowledge
+from rlhfspec.rebalancer.knowledge import FleetKnowledge
 
 
 class RunsRebalancer:
@@ -14,7 +14,9 @@ class RunsRebalancer:
 
     def __init__(self, now: float, limit: int, earlier: Sequence[int]) -> None:
         began = now - STANDARD.rest_seconds  # in a run it has been there for long
-        self._knowledge = Knowledge("bench", max_tokens=limit, began_at=began, draw=lambda number: f"move-{number}")
+        self._knowledge = FleetKnowledge(
+            "bench", max_tokens=limit, began_at=began, draw=lambda number: f"move-{number}"
+        )
         for index, length in enumerate(earlier):
             self.finished(f"earlier/{index}/0", (index,), length)
 

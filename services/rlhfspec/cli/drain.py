@@ -18,7 +18,7 @@ from rlhfspec.cli.progress import StatusLine, wide_console
 
 if TYPE_CHECKING:
     from rlhfspec.bench.draining import Trace
-    from rlhfspec.bench.scenarios import Scenario
+    from rlhfspec.bench.scenarios import BenchScenario
 
 _REFRESH_SECONDS = 0.1
 _LINE_SECONDS = 2.0  # between two lines where there is no terminal
@@ -62,7 +62,7 @@ def _drain(console: Console, output: Path, threads: int, tokens: int, dtype: str
         raise typer.Exit(1)
 
 
-def _warm_engine(scenario: Scenario, threads: int, dtype: str) -> Any:
+def _warm_engine(scenario: BenchScenario, threads: int, dtype: str) -> Any:
     """The 77M model and its draft, cost tables measured, both modes warmed up with a few tokens."""
     with StatusLine() as status:
         status("importing torch")
@@ -88,7 +88,7 @@ def _warm_engine(scenario: Scenario, threads: int, dtype: str) -> Any:
     return engine
 
 
-def _run(engine: Any, scenario: Scenario, mode: str, view: _View) -> Trace:
+def _run(engine: Any, scenario: BenchScenario, mode: str, view: _View) -> Trace:
     from rlhfspec.bench.draining import drain_and_watch
     from rlhfspec.bench.ours import requests_of
 

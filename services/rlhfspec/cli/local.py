@@ -37,7 +37,7 @@ from rlhfspec.stage.vitals import Vitals
 from rlhfspec.telemetry.opening import watching
 from rlhfspec.trainer.service import TrainerService
 from rlhfspec.training.weights.base import StorePlace, WeightStore
-from rlhfspec.worker.ends import Ends
+from rlhfspec.worker.ends import MoveEndpoint
 from rlhfspec.worker.heartbeats import Heartbeats
 from rlhfspec.worker.worker import incarnation_of
 
@@ -71,14 +71,14 @@ class LocalRun(JobRun):
                     vitals=self._vitals,
                     run=self._run,
                     say=say,
-                    ends=self._ends(worker) if stage == "generator" and num_workers > 1 else None,
+                    move_endpoint=self._move_endpoint(worker) if stage == "generator" and num_workers > 1 else None,
                 )
                 service = make(self._job, context)
                 self._services.append(service)
                 self._leaving.callback(service.close)
         self._check_columns()
 
-    def _ends(self, worker: int) -> Ends:
+    def _move_endpoint(self, worker: int) -> MoveEndpoint:
         """Without addresses: they call each other."""
         info = WorkerInfo(
             id=incarnation_of("generator", worker),
@@ -91,7 +91,7 @@ class LocalRun(JobRun):
             http_address="",
         )
         self._infos.append(info)
-        return Ends.direct(info.id, self._control)
+        return MoveEndpoint.direct(info.id, self._control)
 
     def begin(self) -> None:
         models = {role: asdict(report) for service in self._services for role, report in service.models.items()}

@@ -19,7 +19,7 @@ from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rlhfspec.messages.access.connections import Connections
-    from rlhfspec.runs.live.live import LiveView, Snapshot
+    from rlhfspec.runs.live.live import LiveView, WorkerSnapshot
 
 EVERY_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # some heartbeats of a worker that only waits: from then on its silence is shown
@@ -83,7 +83,7 @@ def _table(view: LiveView) -> Table:
     return table
 
 
-def _row(snapshot: Snapshot, silent_seconds: float) -> tuple[str, ...]:
+def _row(snapshot: WorkerSnapshot, silent_seconds: float) -> tuple[str, ...]:
     from rlhfspec.runs.view.text import one_line
 
     state, load = snapshot.state, snapshot.load

@@ -26,7 +26,7 @@ MOST_LETTERS = 12
 Worker = tuple[str, int]
 
 
-class Knowledge:
+class RunKnowledge:
     """`today`: the time of the day, for people."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rlhfspec.control.knowledge import Knowledge
+from rlhfspec.control.knowledge import RunKnowledge
 from rlhfspec.errors import InvalidRequest, MalformedRecord, StorageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
@@ -43,7 +43,7 @@ class Looking(Service):
         self,
         vitals: Vitals,
         bus: Bus,
-        knowledge: Knowledge,
+        knowledge: RunKnowledge,
         last_checkpoint: Callable[[], int],
         *,
         folder_seconds: float = FOLDER_SECONDS,
@@ -137,7 +137,7 @@ def view_of(job: RLHFJob, console: Console, *, shown: bool) -> View:
 class BrokerWatch(Service):
     """consumes, produces: nothing; waits for: its next question; unblocked by: time."""
 
-    def __init__(self, vitals: Vitals, transport: NatsTransport, bus: Bus, knowledge: Knowledge) -> None:
+    def __init__(self, vitals: Vitals, transport: NatsTransport, bus: Bus, knowledge: RunKnowledge) -> None:
         super().__init__("broker", 0, vitals)
         self._transport, self._subject, self._knowledge = transport, bus.subject(Heartbeat), knowledge
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.control.endpoint import Endpoint
-from rlhfspec.control.knowledge import Knowledge, lines_of
+from rlhfspec.control.knowledge import RunKnowledge, lines_of
 from rlhfspec.control.looking import (
     FOLDER_SECONDS,
     STORE_SECONDS,
@@ -69,7 +69,7 @@ class Control:
         self._recent = RecentLines()
         self._stop = asyncio.Event()
         broker = without_secrets(connections.nats_url)
-        self._knowledge = Knowledge(job, connections.uid, broker, self._vitals.clock)
+        self._knowledge = RunKnowledge(job, connections.uid, broker, self._vitals.clock)
 
     def run(self) -> None:
         asyncio.run(self._main())

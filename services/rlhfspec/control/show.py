@@ -116,7 +116,7 @@ async def _view(connections: Connections) -> None:
     from rich.console import Console
 
     from rlhfspec.common.awake_clock import AwakeClock
-    from rlhfspec.control.knowledge import Knowledge
+    from rlhfspec.control.knowledge import RunKnowledge
     from rlhfspec.control.looking import Looking, last_checkpoint, steps_of, view_of
     from rlhfspec.messages.access.connecting import connect
     from rlhfspec.messages.access.rights import CONTROL
@@ -131,7 +131,7 @@ async def _view(connections: Connections) -> None:
     job, folder, vitals = connections.job(), RunFolder(connections.folder), Vitals(AwakeClock())
     view, stop = view_of(job, Console(), shown=True), asyncio.Event()
     view.history(steps_of(folder))
-    knowledge = Knowledge(job, connections.uid, connections.nats_url, vitals.clock)
+    knowledge = RunKnowledge(job, connections.uid, connections.nats_url, vitals.clock)
     transport = await connect(connections, CONTROL, name="control-view", clock=vitals.clock)
     bus = Bus(
         transport, job.metadata.name, uid=connections.uid, workers=workers_of(job) | {"view": 1}, clock=vitals.clock

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import JOB_VERSION, Api
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, ServerFailed
 
@@ -24,7 +24,7 @@ class ApiServer:
     @classmethod
     async def connect(cls, kubeconfig: Path | None = None) -> ApiServer:
         """As the pod's service account, or by a file. Nothing is asked twice: somebody waits for the page."""
-        access = Access(None if kubeconfig is None else str(kubeconfig))
+        access = KubeAccess(None if kubeconfig is None else str(kubeconfig))
         return cls(await Api(access, agent="rlhfspec-dashboard", deadline_seconds=0.0).__aenter__())
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ from rlhfspec.cluster import names
 from rlhfspec.dashboard.api_server import ApiServer
 from rlhfspec.dashboard.folder import shown
 from rlhfspec.dashboard.kept import Kept
-from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Place, Pod, RunFolder
+from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Pod, RunFolderInfo, RunPlace
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.runs.live.redis_users import DASHBOARD
 
@@ -64,9 +64,9 @@ class ClusterSource:
         job = await self._found(key)
         return job | {"metadata": {name: said for name, said in job["metadata"].items() if name != "managedFields"}}
 
-    async def place(self, key: JobKey) -> Place:
+    async def place(self, key: JobKey) -> RunPlace:
         job = await self._found(key)
-        return Place(folder=self._folder(key, job), address=self._address(job))
+        return RunPlace(folder=self._folder(key, job), address=self._address(job))
 
     async def close(self) -> None:
         await self._server.close()
@@ -84,13 +84,13 @@ class ClusterSource:
             raise InvalidRequest("job", str(key)[:300], "is not there")
         return job
 
-    def _run_folder(self, key: JobKey, job: dict[str, Any]) -> RunFolder:
+    def _run_folder(self, key: JobKey, job: dict[str, Any]) -> RunFolderInfo:
         told, storage = str(_at(job, "status", "run").get("folder") or ""), _at(job, "spec", "storage")
         if not told:
-            return RunFolder()
+            return RunFolderInfo()
         uri, claim = storage.get("uri"), storage.get("claim") or self._servers.storage_claim
         place = str(uri) if uri else f"claim {claim}" if claim else "the claim of its pods"
-        return RunFolder(path=told, place=place, fetch=f"kubectl rlhf get-run {key.name} -n {key.namespace}")
+        return RunFolderInfo(path=told, place=place, fetch=f"kubectl rlhf get-run {key.name} -n {key.namespace}")
 
     def _address(self, job: dict[str, Any]) -> Address | None:
         status = _at(job, "status")

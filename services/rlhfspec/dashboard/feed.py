@@ -21,8 +21,8 @@ from typing import Any
 from rlhfspec.dashboard.folder import COLUMNS, Changes, Row, RunReader, move_content, row_of, shown
 from rlhfspec.dashboard.hearing import Hearing
 from rlhfspec.dashboard.live_state import Live
-from rlhfspec.dashboard.readers import Events, Reader
-from rlhfspec.dashboard.source import Address, JobDetail, JobKey, Place, Source
+from rlhfspec.dashboard.readers import EventStream, Reader
+from rlhfspec.dashboard.source import Address, JobDetail, JobKey, JobSource, RunPlace
 from rlhfspec.errors import InvalidRequest, ServerFailed, StorageError
 from rlhfspec.messages.records import Moved, Record, StepReport
 from rlhfspec.messages.transport.clock import Clock, SystemClock
@@ -44,9 +44,9 @@ log = logging.getLogger("rlhfspec.dashboard")
 
 
 class Feed:
-    def __init__(self, key: JobKey, source: Source, *, clock: Clock | None = None) -> None:
+    def __init__(self, key: JobKey, source: JobSource, *, clock: Clock | None = None) -> None:
         self.key = key
-        self.events = Events()
+        self.events = EventStream()
         self.texts = ComputeThread(f"texts of {key}")  # of samples: who asks for them never delays the curves
         self._thread = ComputeThread(f"folder of {key}")
         self.folder: RunReader | None = None
@@ -54,7 +54,7 @@ class Feed:
         self._source = source
         self._clock = clock or SystemClock()
         self._detail: JobDetail | None = None
-        self._place = Place()
+        self._place = RunPlace()
         self._address: Address | None = None  # that is listened at
         self._rows: dict[int, Row] = {}
         self._moves: deque[dict[str, Any]] = deque(maxlen=MOST_MOVES)
@@ -103,7 +103,7 @@ class Feed:
         self._problems.pop("source", None)
         if self._detail is not None and detail.head.created != self._detail.head.created:
             self._forget()
-            self._place = Place()
+            self._place = RunPlace()
         self._detail = detail
         if place.folder != self._place.folder:
             self.folder = None if place.folder is None else RunReader(place.folder)

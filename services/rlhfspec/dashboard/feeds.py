@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from rlhfspec.dashboard.feed import Feed
-from rlhfspec.dashboard.source import JobKey, Source
+from rlhfspec.dashboard.source import JobKey, JobSource
 
 LINGER_SECONDS = 60.0  # after the last has gone: who only reloads the page comes back to the same feed
 
@@ -21,7 +21,7 @@ class _Used:
 
 
 class Feeds:
-    def __init__(self, source: Source, *, linger_seconds: float = LINGER_SECONDS) -> None:
+    def __init__(self, source: JobSource, *, linger_seconds: float = LINGER_SECONDS) -> None:
         self._source = source
         self._linger_seconds = linger_seconds
         self._feeds: dict[JobKey, _Used] = {}

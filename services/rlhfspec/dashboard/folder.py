@@ -121,7 +121,7 @@ _SAMPLE = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*"), "step": (-?\d+),')
 
 
 @dataclass(slots=True)
-class _Step:
+class _IndexedStep:
     begin: int
     end: int
     num_samples: int
@@ -132,7 +132,7 @@ class Samples:
 
     def __init__(self, run: Path) -> None:
         self._lines = NewLines(run / "samples.jsonl")
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _IndexedStep] = {}
         self._restarts = 0
 
     def steps(self) -> list[tuple[int, int]]:
@@ -168,7 +168,7 @@ class Samples:
                 self._restarts = self._lines.num_restarts
                 self._steps.clear()
             if (head := _SAMPLE.match(line)) is not None:
-                where = self._steps.setdefault(int(head[2]), _Step(begin, begin, 0))
+                where = self._steps.setdefault(int(head[2]), _IndexedStep(begin, begin, 0))
                 where.end = begin + len(line)
                 where.num_samples += 1
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rlhfspec.dashboard.folder import PLACE_OF, NewLines, Row, row_of
-from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Place, RunFolder
+from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, RunFolderInfo, RunPlace
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.stage.threads import ComputeThread
@@ -43,7 +43,7 @@ class LaptopSource:
     async def manifest(self, key: JobKey) -> dict[str, Any]:
         return await self._thread.in_thread(self._run(key).manifest)
 
-    async def place(self, key: JobKey) -> Place:
+    async def place(self, key: JobKey) -> RunPlace:
         return await self._thread.in_thread(self._run(key).place)
 
     async def close(self) -> None:
@@ -77,8 +77,8 @@ class _Run:
         self._steps = NewLines(folder / "steps.jsonl")
         self._last: Row | None = None
 
-    def place(self) -> Place:
-        return Place(folder=self._folder, address=self._address())
+    def place(self) -> RunPlace:
+        return RunPlace(folder=self._folder, address=self._address())
 
     def detail(self) -> JobDetail:
         job, manifest, address = self.manifest(), self._json("manifest.json"), self._address()
@@ -88,7 +88,7 @@ class _Run:
         return JobDetail(
             head=head,
             run=address.uid if address else "",
-            folder=RunFolder(path=str(self._folder.absolute()), place="this machine"),
+            folder=RunFolderInfo(path=str(self._folder.absolute()), place="this machine"),
             conditions=_conditions(head, manifest),
         )
 

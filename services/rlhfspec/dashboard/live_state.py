@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhfspec.messages import loop
 from rlhfspec.messages.records import Heartbeat, Load, Record
-from rlhfspec.runs.live.live import LiveView, Snapshot
+from rlhfspec.runs.live.live import LiveView, WorkerSnapshot
 from rlhfspec.stage.vitals import WorkerState
 
 SILENT_SECONDS = 5.0  # many beats: it is told
@@ -17,7 +17,7 @@ ORDER = {stage.name: place for place, stage in enumerate(loop.STAGES)}
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _LastHeard:
     at: float
     what: WorkerState | Heartbeat
     host: str = ""
@@ -29,7 +29,7 @@ class Live:
 
     def __init__(self) -> None:
         self.loads: dict[int, tuple[float, Load]] = {}
-        self._workers: dict[tuple[str, int], _Said] = {}
+        self._workers: dict[tuple[str, int], _LastHeard] = {}
         self._owners: dict[str, str] = {}
 
     def heard(self, record: Record, now: float) -> None:
@@ -38,7 +38,7 @@ class Live:
         elif isinstance(record, Heartbeat) and record.stage in ORDER:
             before = self._workers.get((record.stage, record.worker))
             host, pid = (before.host, before.pid) if before else ("", 0)
-            self._workers[record.stage, record.worker] = _Said(now, record, host, pid)
+            self._workers[record.stage, record.worker] = _LastHeard(now, record, host, pid)
 
     def seen(self, view: LiveView, now: float) -> None:
         for name, snapshot in view.workers.items():
@@ -49,10 +49,10 @@ class Live:
         """Which worker makes it now; empty: nobody says so."""
         return self._owners.get(sample, "")
 
-    def _snapshot(self, snapshot: Snapshot, at: float) -> None:
+    def _snapshot(self, snapshot: WorkerSnapshot, at: float) -> None:
         place = snapshot.state.stage, snapshot.state.worker
         if place[0] in ORDER and ((before := self._workers.get(place)) is None or before.at <= at or not before.pid):
-            self._workers[place] = _Said(at, snapshot.state, snapshot.host, snapshot.pid)
+            self._workers[place] = _LastHeard(at, snapshot.state, snapshot.host, snapshot.pid)
         load = snapshot.load
         if load is not None and ((last := self.loads.get(load.worker)) is None or last[0] <= at):
             self.loads[load.worker] = (at, load)
@@ -73,7 +73,7 @@ class Live:
         }
 
 
-def _generator(load: Load, at: float, said: _Said | None, now: float) -> dict[str, Any]:
+def _generator(load: Load, at: float, said: _LastHeard | None, now: float) -> dict[str, Any]:
     return {
         "worker": load.worker,
         "host": load.host or (said.host if said else ""),
@@ -91,7 +91,7 @@ def _generator(load: Load, at: float, said: _Said | None, now: float) -> dict[st
     }
 
 
-def _worker(said: _Said, now: float) -> dict[str, Any]:
+def _worker(said: _LastHeard, now: float) -> dict[str, Any]:
     silent = now - said.at
     return {
         "stage": said.what.stage,

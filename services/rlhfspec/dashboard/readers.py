@@ -4,7 +4,7 @@ What is *kept* is sent again to who missed it; what is *latest* only matters unt
 
 Example:
     >>> async def main() -> list[str]:
-    ...     events = Events()
+    ...     events = EventStream()
     ...     events.keep("moves", [1])
     ...     events.latest("now", {"generators": []})
     ...     reader = events.reader(lambda: {"steps": []})
@@ -29,7 +29,7 @@ MOST_UNREAD = 64  # of one browser; one more and it is cut off
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ServerSentEvent:
     name: str
     data: str  # JSON
     id: str
@@ -40,23 +40,23 @@ class Event:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    queue: asyncio.Queue[Event] = field(default_factory=lambda: asyncio.Queue(MOST_UNREAD))
+    queue: asyncio.Queue[ServerSentEvent] = field(default_factory=lambda: asyncio.Queue(MOST_UNREAD))
     is_cut: asyncio.Event = field(default_factory=asyncio.Event)
     hidden: Sequence[str] = ()  # names of events
 
-    def put(self, event: Event) -> None:
+    def put(self, event: ServerSentEvent) -> None:
         if event.name not in self.hidden:
             self.queue.put_nowait(event)
 
 
-class Events:
+class EventStream:
     def __init__(self) -> None:
         self.readers: set[Reader] = set()
         self.num_cut = 0
         self._epoch = secrets.token_hex(4)  # another stream's numbers mean nothing here
         self._number = 0
-        self._kept: deque[tuple[int, Event]] = deque(maxlen=MOST_KEPT)
-        self._latest: dict[str, Event] = {}
+        self._kept: deque[tuple[int, ServerSentEvent]] = deque(maxlen=MOST_KEPT)
+        self._latest: dict[str, ServerSentEvent] = {}
         self._latest_data: dict[str, str] = {}
 
     def keep(self, name: str, data: Any) -> None:
@@ -86,7 +86,7 @@ class Events:
         if missed is None:
             reader.put(self._event("whole", encoded(whole())))
         for event in (*(missed or ())[-MOST_UNREAD // 2 :], *self._latest.values()):
-            reader.put(Event(event.name, event.data, self._id()))
+            reader.put(ServerSentEvent(event.name, event.data, self._id()))
         self.readers.add(reader)
         return reader
 
@@ -98,7 +98,7 @@ class Events:
         reader.is_cut.set()
         self.readers.discard(reader)
 
-    def _missed(self, last_id: str) -> list[Event] | None:
+    def _missed(self, last_id: str) -> list[ServerSentEvent] | None:
         epoch, _, number = last_id.partition(".")
         if epoch != self._epoch or not (number.isascii() and number.isdecimal()) or len(number) > 18:
             return None
@@ -107,13 +107,13 @@ class Events:
         missed = [event for at, event in self._kept if at > last]
         return missed if oldest - 1 <= last <= self._number and len(missed) <= MOST_UNREAD // 2 else None
 
-    def _event(self, name: str, data: str) -> Event:
-        return Event(name, data, self._id())
+    def _event(self, name: str, data: str) -> ServerSentEvent:
+        return ServerSentEvent(name, data, self._id())
 
     def _id(self) -> str:
         return f"{self._epoch}.{self._number}"
 
-    def _send(self, event: Event) -> None:
+    def _send(self, event: ServerSentEvent) -> None:
         for reader in list(self.readers):
             try:
                 reader.put(event)

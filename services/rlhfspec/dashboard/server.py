@@ -19,8 +19,8 @@ from aiohttp import web
 
 from rlhfspec.dashboard.access import Access, Visitor, What, is_token, token_of
 from rlhfspec.dashboard.feeds import Feeds
-from rlhfspec.dashboard.readers import Events, Reader, encoded
-from rlhfspec.dashboard.source import JobHead, JobKey, Source
+from rlhfspec.dashboard.readers import EventStream, Reader, encoded
+from rlhfspec.dashboard.source import JobHead, JobKey, JobSource
 from rlhfspec.errors import InvalidRequest, RLHFSpecError, ServerFailed
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -55,7 +55,7 @@ log = logging.getLogger("rlhfspec.dashboard")
 class Dashboard:
     """`app()` is served by whoever made it; `close` ends the streams and the feeds."""
 
-    def __init__(self, source: Source, access: Access) -> None:
+    def __init__(self, source: JobSource, access: Access) -> None:
         self.feeds = Feeds(source)
         self._source = source
         self._access = access
@@ -236,7 +236,7 @@ class Dashboard:
     async def _jobs_stream(self, request: web.Request) -> web.StreamResponse:
         visitor = await self._visitor(request)
         with self._place_for(visitor):
-            events = Events()
+            events = EventStream()
             events.latest("jobs", await self._visible(visitor))
             looking = asyncio.create_task(self._look_on(visitor, events))
             try:
@@ -244,7 +244,7 @@ class Dashboard:
             finally:
                 looking.cancel()
 
-    async def _look_on(self, visitor: Visitor, events: Events) -> None:
+    async def _look_on(self, visitor: Visitor, events: EventStream) -> None:
         while True:
             await asyncio.sleep(LIST_SECONDS)
             try:
@@ -284,7 +284,7 @@ class Dashboard:
             self._streams += Counter()  # forgets who has none
 
     async def _stream(
-        self, request: web.Request, events: Events, reader: Reader, still: Callable[[], Awaitable[object]]
+        self, request: web.Request, events: EventStream, reader: Reader, still: Callable[[], Awaitable[object]]
     ) -> web.StreamResponse:
         """Until the browser goes, is too slow, or may no longer: that is asked again with every beat."""
         response = web.StreamResponse(

@@ -82,7 +82,7 @@ class Pod:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFolder:
+class RunFolderInfo:
     """Where it lies: on this machine, on a claim, or in an object store, whose `place` is a URI. `fetch`: the command
     that brings it here."""
 
@@ -97,7 +97,7 @@ class JobDetail:
 
     head: JobHead
     run: str = ""  # uid of the run that goes on, or was the last
-    folder: RunFolder = RunFolder()
+    folder: RunFolderInfo = RunFolderInfo()
     last_words: Mapping[str, str] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
     pods: tuple[Pod, ...] = ()
@@ -116,14 +116,14 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RunPlace:
     """What there is to look at of a job's run: its folder, if it can be reached from here; who speaks of it now."""
 
     folder: Path | None = None
     address: Address | None = None
 
 
-class Source(Protocol):
+class JobSource(Protocol):
     """Cheap to ask every second: what costs is kept for a moment. `errors.InvalidRequest` for a job that is not
     there, `errors.ServerFailed` where nobody answers."""
 
@@ -135,6 +135,6 @@ class Source(Protocol):
         """The whole job, as its user wrote it and as it is."""
         ...
 
-    async def place(self, key: JobKey) -> Place: ...
+    async def place(self, key: JobKey) -> RunPlace: ...
 
     async def close(self) -> None: ...

@@ -28,8 +28,8 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
         job=job,
         engine=engine,
         weights=context.weights,
-        ends=context.ends,
-        guest=context.guest,
+        move_endpoint=context.move_endpoint,
+        hosted_scoring=context.hosted_scoring,
     )
     service.models = {{"model": "generator"}.get(name, name): report for name, report in engine.reports.items()}
     return service

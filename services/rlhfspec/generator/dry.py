@@ -7,28 +7,30 @@ import asyncio
 from rlhfspec.messages.records import Plan
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import StageBus
-from rlhfspec.stage.guest import Guest
+from rlhfspec.stage.guest import HostedScoring
 
 
-class Dry:
+class IdleScoring:
     """Of one generator. The latest plan counts; without one, it waits.
 
-    `guest`: with whom it may score; None: nowhere in this job, and no plan is read. `news`: of the generator, for whom
-    it waits; a plan that says something else is news too.
+    `hosted_scoring`: the stage that it may score for; None: nowhere in this job, and no plan is read. `news`: of the
+    generator, for which it waits; a plan that says something else is news too.
     """
 
-    def __init__(self, generator: Service, bus: StageBus, guest: Guest | None, news: asyncio.Event) -> None:
+    def __init__(
+        self, generator: Service, bus: StageBus, hosted_scoring: HostedScoring | None, news: asyncio.Event
+    ) -> None:
         self._generator = generator
         self._bus = bus
-        self._guest = guest
+        self._hosted_scoring = hosted_scoring
         self._news = news
         self._is_to_score = False
-        if guest is not None:
-            generator.leaving.callback(guest.close)
+        if hosted_scoring is not None:
+            generator.leaving.callback(hosted_scoring.close)
 
     async def follow(self) -> None:
         """Reads the plans."""
-        if self._guest is None:
+        if self._hosted_scoring is None:
             return
         async with await self._bus.subscribe(Plan) as inbox:
             while not self._generator.stopping.is_set():
@@ -40,8 +42,8 @@ class Dry:
         """Scores meanwhile, where the plan says so; after news the sample at hand is still scored."""
         waiting = asyncio.create_task(_set(self._news))
         try:
-            if self._guest is not None and self._is_to_score:
-                await self._guest.score_while(waiting)
+            if self._hosted_scoring is not None and self._is_to_score:
+                await self._hosted_scoring.score_while(waiting)
             else:
                 await waiting
         finally:

@@ -17,7 +17,7 @@ EVERY_SECONDS, IDLE_EVERY_SECONDS = 0.25, 1.0
 Experts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-class Meter:
+class LoadMeter:
     """Counts what the engine's steps report; `load` makes a record of it when one is due.
 
     `sequences`: of the engine, where others may take them over. `incarnation` is of the process: what is said under

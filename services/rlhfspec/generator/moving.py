@@ -23,11 +23,11 @@ MOST_ADVICE = 32  # followed at once; the rest of a flood is lost, as advice may
 
 
 @dataclass(frozen=True, slots=True)
-class Luggage:
+class MovedPrompt:
     """What goes with a sample beside what its engine knows of it.
 
-    >>> Luggage.read(Luggage(b"record", {"traceparent": "00-ab-cd-01"}, 1.5).to_bytes())
-    Luggage(record=b'record', headers={'traceparent': '00-ab-cd-01'}, seconds=1.5)
+    >>> MovedPrompt.read(MovedPrompt(b"record", {"traceparent": "00-ab-cd-01"}, 1.5).to_bytes())
+    MovedPrompt(record=b'record', headers={'traceparent': '00-ab-cd-01'}, seconds=1.5)
     """
 
     record: bytes  # its prompt
@@ -38,15 +38,15 @@ class Luggage:
         return json.dumps([dict(self.headers), self.seconds]).encode() + b"\n" + self.record
 
     @classmethod
-    def read(cls, data: bytes) -> Luggage:
+    def read(cls, data: bytes) -> MovedPrompt:
         head, _, record = data.partition(b"\n")
         try:
             headers, seconds = json.loads(head)
         except (ValueError, TypeError, RecursionError) as error:
-            raise MalformedRecord(f"no luggage of a sample: {error}") from error
+            raise MalformedRecord(f"no moved prompt: {error}") from error
         are_texts = isinstance(headers, dict) and all(isinstance(value, str) for value in headers.values())
         if not (are_texts and isinstance(seconds, float) and 0 <= seconds < float("inf")):
-            raise MalformedRecord("no luggage of a sample: must be headers and seconds")
+            raise MalformedRecord("no moved prompt: must be headers and seconds")
         return cls(record, headers, seconds)
 
 

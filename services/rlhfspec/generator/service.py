@@ -10,10 +10,10 @@ from typing import Any
 
 from rlhfspec.engine.base import Completion, EngineProtocol, Movable, Request
 from rlhfspec.engine.params import SamplingParams
-from rlhfspec.generator.dry import Dry
+from rlhfspec.generator.dry import IdleScoring
 from rlhfspec.generator.history import Histories
-from rlhfspec.generator.load import Experts, Meter
-from rlhfspec.generator.moving import Luggage, Moving
+from rlhfspec.generator.load import Experts, LoadMeter
+from rlhfspec.generator.moving import MovedPrompt, Moving
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.generation import Generation
 from rlhfspec.messages.records import Load, Prompt, Sample, Weights
@@ -21,13 +21,13 @@ from rlhfspec.messages.wire.codec import encode
 from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Delivery, Inbox, StageBus, give_back
-from rlhfspec.stage.guest import Guest
+from rlhfspec.stage.guest import HostedScoring
 from rlhfspec.stage.new_weights import NewWeights
 from rlhfspec.stage.tasks import together
 from rlhfspec.stage.vitals import Vitals
-from rlhfspec.telemetry.base import Progress
+from rlhfspec.telemetry.base import SampleProgress
 from rlhfspec.training.weights import WeightStore
-from rlhfspec.worker.ends import Ends
+from rlhfspec.worker.ends import MoveEndpoint
 
 log = logging.getLogger("rlhfspec.stage")
 IDLE_SECONDS = 0.5
@@ -53,8 +53,8 @@ class GeneratorService(Service):
         job: RLHFJob,
         engine: EngineProtocol,
         weights: WeightStore,
-        ends: Ends | None = None,
-        guest: Guest | None = None,
+        move_endpoint: MoveEndpoint | None = None,
+        hosted_scoring: HostedScoring | None = None,
     ) -> None:
         super().__init__("generator", worker, vitals)
         spec = job.spec
@@ -70,7 +70,7 @@ class GeneratorService(Service):
         self._room = 0  # prompts that may still be pulled
         self._has_room = asyncio.Event()  # for a piece
         self._news = asyncio.Event()  # prompts or weights came, or the worker is asked to stop
-        self._dry = Dry(self, bus, guest, self._news)
+        self._idle_scoring = IdleScoring(self, bus, hosted_scoring, self._news)
         self._pulled: deque[Delivery[Prompt]] = deque()  # not yet in the engine: just come, or before their weights
         self._running: dict[str, Delivery[Prompt]] = {}
         self._last_load: Load | None = None
@@ -80,23 +80,23 @@ class GeneratorService(Service):
         self._histories = Histories(keep=spec.algorithm.samples_per_prompt)
         movable = engine if isinstance(engine, Movable) else None  # else its samples stay where they began
         self._sequences = movable.sequences if movable is not None else tuple
-        incarnation = ends.incarnation if ends is not None else ""
+        incarnation = move_endpoint.incarnation if move_endpoint is not None else ""
         name = f"generator-{worker}"
-        self._meter = Meter(
+        self._meter = LoadMeter(
             job.metadata.name, name, engine, worker=worker, incarnation=incarnation, sequences=self._sequences
         )
         self._prompts: Inbox[Prompt]
         self._calls = EngineCalls(self._news.set)
         self._moving: Moving | None = None
-        if ends is not None and movable is not None:
+        if move_endpoint is not None and movable is not None:
             link = spec.roles.generator.link
-            mover = ends.mover(movable, self._calls, self, bus.clock, name=name, link=link)
+            mover = move_endpoint.mover(movable, self._calls, self, bus.clock, name=name, link=link)
             self._moving = Moving(self, bus, mover, job.metadata.name)
 
     async def run(self) -> None:
         async with await self._bus.subscribe(Prompt) as self._prompts, await self._bus.subscribe(Weights) as weights:
             self._look_for_room()
-            parts = [self._pull(self._prompts), self._follow(weights), self._dry.follow(), self._work()]
+            parts = [self._pull(self._prompts), self._follow(weights), self._idle_scoring.follow(), self._work()]
             if self._moving is not None:
                 parts += [self._moving.run(), self._say_idle()]
             try:
@@ -166,20 +166,20 @@ class GeneratorService(Service):
         if delivery is None:
             return None
         seconds = self._share_seconds - self._shares[sample_id]
-        return Luggage(encode(delivery.record), delivery.headers, seconds).to_bytes(), delivery.held.token
+        return MovedPrompt(encode(delivery.record), delivery.headers, seconds).to_bytes(), delivery.held.token
 
     async def taken(self, sample_id: str, prompt: bytes, token: str) -> None:
-        luggage = Luggage.read(prompt)
-        delivery = await self._prompts.adopt(luggage.record, sample_id, token, luggage.headers)
+        moved = MovedPrompt.read(prompt)
+        delivery = await self._prompts.adopt(moved.record, sample_id, token, moved.headers)
         self._running[sample_id] = delivery
-        self._shares[sample_id] = self._share_seconds - luggage.seconds
+        self._shares[sample_id] = self._share_seconds - moved.seconds
         self._meter.submitted(delivery.record.step)
 
-    def arrived(self, sample_id: str, progress: Progress) -> None:
+    def arrived(self, sample_id: str, progress: SampleProgress) -> None:
         seconds = self._share_seconds - self._shares[sample_id]
         self._prompts.arrived(self._running[sample_id], progress._replace(seconds=seconds))
 
-    def given(self, sample_id: str, progress: Progress | None) -> None:
+    def given(self, sample_id: str, progress: SampleProgress | None) -> None:
         held, seconds = self._running.pop(sample_id).held, self._share_seconds - self._shares.pop(sample_id)
         held.leave(progress and progress._replace(seconds=seconds))
 
@@ -239,7 +239,7 @@ class GeneratorService(Service):
                 return await self._bus.clock.sleep(ON_THE_WAY_SECONDS)
         early = min((delivery.record.weights_version for delivery in self._pulled), default=None)
         with self.vitals.waiting("prompts" if early is None else f"weights version {early}"):
-            await self._dry.until_news()
+            await self._idle_scoring.until_news()
 
     async def _say_idle(self) -> None:
         """Who has nothing to do says so, so that others may move samples here."""

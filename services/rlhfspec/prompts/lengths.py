@@ -14,10 +14,10 @@ MOST_PROMPTS = 1 << 16
 NEWEST = 0.25  # weight of an answer against those before it: the policy's habits change
 
 
-class Lengths:
+class PromptLengths:
     """A running mean of the answers' lengths, for each of the prompts seen last.
 
-    >>> lengths = Lengths()
+    >>> lengths = PromptLengths()
     >>> lengths.add_length((50, 43), 12); lengths.add_length((50, 43), 20)
     >>> lengths.work((50, 43)), lengths.work((51,))
     (16.0, 15.0)

@@ -16,7 +16,7 @@ from rlhfspec.messages.records import (
     sample_id,
     sample_seed,
 )
-from rlhfspec.prompts.lengths import Lengths
+from rlhfspec.prompts.lengths import PromptLengths
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.stage.tasks import together
@@ -48,7 +48,7 @@ class PromptsService(Service):
         self._job = job
         self._evaluation = job.spec.evaluation or HeldOut()
         self._last_step = min(job.spec.training.steps, prompts.order.last_step or job.spec.training.steps)
-        self._lengths = Lengths()
+        self._lengths = PromptLengths()
         self._published = 0  # the last step whose prompts are out; 0: none since this worker began
 
     async def run(self) -> None:

@@ -34,7 +34,7 @@ _KEPT_RESTS = 1 << 14
 
 
 @dataclass(slots=True)
-class _Generator:
+class _KnownGenerator:
     load: Load
     heard_at: float
     places: dict[str, int]  # of its samples in the arrays of its load
@@ -49,7 +49,7 @@ class _UnderWay:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenFleet:
     """A fleet, and whose numbers are whose."""
 
     fleet: Fleet
@@ -63,11 +63,11 @@ class Seen:
 @dataclass(frozen=True, slots=True)
 class Advice:
     planned: PlannedMoves
-    seen: Seen
+    seen: SeenFleet
     moves: tuple[Move, ...]
 
 
-class Knowledge:
+class FleetKnowledge:
     """`draw`: the id of a move by its number, never the same for two processes. `work`, `elastic`: where the number of
     generators is not fixed."""
 
@@ -84,7 +84,7 @@ class Knowledge:
         self._job, self._max_tokens, self._draw = job, max_tokens, draw
         self._pause = STANDARD.pause_seconds
         self._plans_from = began_at + STANDARD.rest_seconds  # what moved a moment before we began rests
-        self._generators: dict[int, _Generator] = {}
+        self._generators: dict[int, _KnownGenerator] = {}
         self._earlier: dict[int, set[str]] = {}  # incarnations that others came after
         self._among_others: dict[int, LearnedCurve] = {}
         self._alone: dict[int, LearnedCurve] = {}
@@ -110,7 +110,7 @@ class Knowledge:
         if before is not None and before.load.incarnation != load.incarnation:
             earlier.add(before.load.incarnation)
         places = {sample: place for place, sample in enumerate(load.sample_ids)}
-        self._generators[load.worker] = _Generator(load, now, places)
+        self._generators[load.worker] = _KnownGenerator(load, now, places)
         if self._work is not None:
             self._work.loaded(load)
         self._learn_curve(load, now)
@@ -170,14 +170,14 @@ class Knowledge:
         moves = tuple(self._begin(planned, seen, move, now) for move in range(planned.num_moves))
         return Advice(planned, seen, moves)
 
-    def _look_ahead(self, seen: Seen, now: float) -> None:
+    def _look_ahead(self, seen: SeenFleet, now: float) -> None:
         if self._work is not None and self._elastic is not None:
             usual = float(self._residual.remaining([0], [1.0], [self._max_tokens])[0])
             outlook = self._work.outlook(seen.fleet, seen.sample_ids, usual)
             staying = int((~seen.fleet.is_leaving).sum())
             self.wanted = self._elastic.learn(self._work.step, outlook, now, num_generators=staying)
 
-    def _begin(self, planned: PlannedMoves, seen: Seen, move: int, now: float) -> Move:
+    def _begin(self, planned: PlannedMoves, seen: SeenFleet, move: int, now: float) -> Move:
         source, destination = (seen.workers[int(side[move])] for side in (planned.source, planned.destination))
         sample = seen.sample_ids[int(planned.sequence[move])]
         id = self._draw(self._num_moves)
@@ -194,7 +194,7 @@ class Knowledge:
             reason=planned.why_move(move, seen.name),
         )
 
-    def _fleet(self, now: float) -> Seen | None:
+    def _fleet(self, now: float) -> SeenFleet | None:
         heard = [self._generators[worker] for worker in sorted(self._generators)]
         heard = [generator for generator in heard if now - generator.heard_at <= QUIET_SECONDS]
         loads = [generator.load for generator in heard]
@@ -231,7 +231,7 @@ class Knowledge:
             limit=limit,
             moved_at=np.where(np.repeat(rests, counts), now, self._resting_since(sample_ids)),
         )
-        return _without(Seen(fleet, tuple(load.worker for load in loads), sample_ids), heard)
+        return _without(SeenFleet(fleet, tuple(load.worker for load in loads), sample_ids), heard)
 
     def _factors_of(self, sample_ids: list[str]) -> Floats:
         return np.array([self._factors.of(sample.rpartition("/")[0]) for sample in sample_ids])
@@ -261,7 +261,7 @@ class Knowledge:
         return known[:, 0].copy(), known[:, 1].copy()
 
 
-def _without(seen: Seen, heard: list[_Generator]) -> Seen:
+def _without(seen: SeenFleet, heard: list[_KnownGenerator]) -> SeenFleet:
     """What has finished since its generator said that it has it."""
     fleet = seen.fleet
     first = fleet.starts
@@ -270,4 +270,6 @@ def _without(seen: Seen, heard: list[_Generator]) -> Seen:
         return seen
     stays = np.ones(fleet.num_sequences, bool)
     stays[gone] = False
-    return Seen(fleet.only(stays), seen.workers, [id for id, here in zip(seen.sample_ids, stays, strict=True) if here])
+    return SeenFleet(
+        fleet.only(stays), seen.workers, [id for id, here in zip(seen.sample_ids, stays, strict=True) if here]
+    )

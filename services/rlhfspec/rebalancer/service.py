@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rlhfspec.job import RLHFJob, Spec
 from rlhfspec.messages.records import Load, Moved, Plan, PlannedMove, Sample
 from rlhfspec.moves.rebalancing.elastic import Elastic, Wanted
-from rlhfspec.rebalancer.knowledge import Advice, Knowledge
+from rlhfspec.rebalancer.knowledge import Advice, FleetKnowledge
 from rlhfspec.rebalancer.stage_work import StageWork
 from rlhfspec.runs.folder.moves import MovesFile
 from rlhfspec.stage.base import Service
@@ -34,7 +34,7 @@ class RebalancerService(Service):
         self._interval = job.spec.rebalance.interval_seconds
         self._moves = moves
         self._incarnation = secrets.token_hex(4)
-        self.knowledge = Knowledge(
+        self.knowledge = FleetKnowledge(
             self._job,
             max_tokens=job.spec.generation.max_tokens,
             began_at=bus.clock.now(),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rlhfspec.bench import report, run
 from rlhfspec.bench.plot import plot
 from rlhfspec.bench.results import Results, to_json
-from rlhfspec.bench.run import Benchmark, Settings
+from rlhfspec.bench.run import Benchmark, BenchSettings
 from rlhfspec.bench.worker import Worker, WorkerFailed
 from rlhfspec.cli import main as cli
 from rlhfspec.models.tiny import models as tiny_models
@@ -86,7 +86,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(run, "our_command", lambda: [sys.executable, str(script)])
         monkeypatch.setattr(run, "hf_command", lambda: [sys.executable, str(script)])
         clock = options.pop("clock", lambda: 0.0)
-        settings = Settings(target="t", draft="d", scenarios=("batch-1", "batch-4"), num_tokens=64, **options)
+        settings = BenchSettings(target="t", draft="d", scenarios=("batch-1", "batch-4"), num_tokens=64, **options)
         said: list[str] = []
         return Benchmark(settings, said.append, clock).run(), log.read_text().splitlines(), said
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
 from rlhfspec.messages.records import Moved
-from rlhfspec.rebalancer.knowledge import Knowledge
+from rlhfspec.rebalancer.knowledge import FleetKnowledge
 from rlhfspec.rebalancer.service import RebalancerService
 
 TWO = ("roles.generator.workers=2", "training.steps=3")
@@ -30,9 +30,9 @@ LONG = (
 def moved_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the rebalancer's place: a move of any sample to the other generator, whenever it hears anything."""
     adviser = Adviser(Path("none"), seed=1, every_seconds=0.0)
-    hear = Knowledge.moved
+    hear = FleetKnowledge.moved
 
-    def moved(knowledge: Knowledge, moved: Moved, now: float) -> None:
+    def moved(knowledge: FleetKnowledge, moved: Moved, now: float) -> None:
         adviser.heard(moved)
         hear(knowledge, moved, now)
 
@@ -41,7 +41,7 @@ def moved_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
         for move in adviser.advice("letters"):
             await service._bus.publish(move)
 
-    monkeypatch.setattr(Knowledge, "moved", moved)
+    monkeypatch.setattr(FleetKnowledge, "moved", moved)
     monkeypatch.setattr(RebalancerService, "_plan", plan)
 
 

@@ -14,7 +14,7 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rlhfspec.cluster.access import Access
+from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest
 
@@ -47,7 +47,7 @@ def asked(folder: Path, cluster: Callable[[int], dict[str, Any]], user: dict[str
         app.router.add_route("*", "/{path:.*}", answer)
         async with TestServer(app) as server:
             assert server.port is not None
-            access = Access(kubeconfig(folder, cluster(server.port), user))
+            access = KubeAccess(kubeconfig(folder, cluster(server.port), user))
             async with Api(access, agent="somebody", deadline_seconds=0.0) as api:
                 assert (await api.get("v1", "Pod", "rl", "sums")).body == POD
 
@@ -80,14 +80,14 @@ def test_a_proxy_is_gone_through(tmp_path: Path) -> None:
 
 def test_another_name_may_stand_in_the_certificate(tmp_path: Path) -> None:
     cluster = {"server": "https://127.0.0.1:1", "tls-server-name": "api.example"}
-    assert Access(kubeconfig(tmp_path, cluster, {"token": "t"})).options() == {"server_hostname": "api.example"}
+    assert KubeAccess(kubeconfig(tmp_path, cluster, {"token": "t"})).options() == {"server_hostname": "api.example"}
 
 
 def test_the_namespace_is_the_contexts(tmp_path: Path) -> None:
     file = kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"token": "t"}, namespace="rl")
-    assert (Access(file).namespace, Access(file, "other").namespace) == ("rl", "elsewhere")
+    assert (KubeAccess(file).namespace, KubeAccess(file, "other").namespace) == ("rl", "elsewhere")
     file = kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"token": "t"})
-    assert Access(file).namespace == "default"
+    assert KubeAccess(file).namespace == "default"
 
 
 @pytest.mark.parametrize("content", ["", "clusters: [", "current-context: none\n", None])
@@ -95,19 +95,19 @@ def test_what_is_no_kubeconfig_is_refused_in_one_line(tmp_path: Path, content: s
     if content is not None:
         (tmp_path / "config").write_text(content)
     with pytest.raises(InvalidRequest, match="kubeconfig: cannot be used") as refused:
-        Access(str(tmp_path / "config"))
+        KubeAccess(str(tmp_path / "config"))
     assert "\n" not in str(refused.value)
 
 
 def test_an_unknown_context_is_refused(tmp_path: Path) -> None:
     file = kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"token": "t"})
     with pytest.raises(InvalidRequest, match=r"cannot be used.*missing"):
-        Access(file, "missing")
+        KubeAccess(file, "missing")
 
 
 def test_who_does_not_wait_is_told_at_once_that_nobody_answers(tmp_path: Path) -> None:
     async def main() -> None:
-        access = Access(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"token": "t"}))
+        access = KubeAccess(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"token": "t"}))
         async with Api(access, deadline_seconds=0.0) as api:
             await api.get("v1", "Pod", "rl", "sums")
 

@@ -43,7 +43,7 @@ from rlhfspec.dashboard.feeds import Feeds
 from rlhfspec.dashboard.folder import NewLines, RunReader, life_content
 from rlhfspec.dashboard.hearing import Hearing
 from rlhfspec.dashboard.laptop import LaptopSource
-from rlhfspec.dashboard.readers import MOST_UNREAD, Events
+from rlhfspec.dashboard.readers import MOST_UNREAD, EventStream
 from rlhfspec.dashboard.server import STATIC
 from rlhfspec.dashboard.source import Address, JobKey
 from rlhfspec.errors import InvalidRequest, StorageError
@@ -304,7 +304,7 @@ def test_the_page_says_what_is_away_and_when_the_run_ends(tmp_path: Path) -> Non
 
 def test_a_slow_browser_is_cut_off_and_others_are_not() -> None:
     async def check() -> None:
-        events = Events()
+        events = EventStream()
         slow, quick = events.reader(dict), events.reader(dict)
         for number in range(MOST_UNREAD + 1):
             events.keep("moves", [number])
@@ -319,7 +319,7 @@ def test_a_slow_browser_is_cut_off_and_others_are_not() -> None:
 
 def test_who_was_away_for_too_long_is_told_all_anew() -> None:
     async def check() -> None:
-        events = Events()
+        events = EventStream()
         events.keep("moves", [0])
         last = events.reader(dict).queue.get_nowait().id
         for number in range(1000):
@@ -331,7 +331,7 @@ def test_who_was_away_for_too_long_is_told_all_anew() -> None:
 
 def test_what_one_may_not_see_is_not_sent() -> None:
     async def check() -> None:
-        events = Events()
+        events = EventStream()
         events.latest("samples", ["a text"])
         blind = events.reader(dict, hidden=("samples",))
         events.latest("samples", ["another"])

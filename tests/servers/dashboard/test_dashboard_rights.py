@@ -17,10 +17,10 @@ from rlhfspec.dashboard import server as server_module
 from rlhfspec.dashboard.access import Visitor, What
 from rlhfspec.dashboard.cluster import ClusterSource, Servers, last_words_of, pod_of
 from rlhfspec.dashboard.laptop import LaptopSource
-from rlhfspec.dashboard.readers import Event, Events
+from rlhfspec.dashboard.readers import EventStream, ServerSentEvent
 from rlhfspec.dashboard.server import MOST_STREAMS_OF_ONE
 from rlhfspec.dashboard.serving import serve
-from rlhfspec.dashboard.source import JobDetail, JobHead, JobKey, RunFolder
+from rlhfspec.dashboard.source import JobDetail, JobHead, JobKey, RunFolderInfo
 
 JOB = "/api/jobs/laptop/run"
 SECRET = "ValueError: the answer of the user was 42"
@@ -182,13 +182,13 @@ def test_who_is_told_something_all_the_time_is_asked_about_too(monkeypatch: pyte
     monkeypatch.setattr(server_module, "BEAT_SECONDS", 0.05)
 
     async def check() -> None:
-        events = Events()
+        events = EventStream()
         reader, written = events.reader(dict), []
 
         class Browser:
             async def write(self, data: bytes) -> None:
                 written.append(data)
-                reader.queue.put_nowait(Event("now", "1", "1"))
+                reader.queue.put_nowait(ServerSentEvent("now", "1", "1"))
                 await asyncio.sleep(0)
 
         async def still() -> None:
@@ -272,7 +272,7 @@ def test_a_run_in_a_cluster_says_where_it_lies(storage: dict[str, str], place: s
         job = {"spec": {"storage": storage}, "status": {"run": {"folder": "/storage/runs/sums-1"}}}
         source = ClusterSource(Pods(job), Servers(storage_claim="release"))  # type: ignore[arg-type]
         detail = await source.job(JobKey("team", "sums"))
-        assert detail.folder == RunFolder(
+        assert detail.folder == RunFolderInfo(
             path="/storage/runs/sums-1", place=place, fetch="kubectl rlhf get-run sums -n team"
         )
         assert SECRET not in repr((detail.pods, detail.head, detail.conditions))

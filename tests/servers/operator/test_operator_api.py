@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from api_servers import serving
 
-from rlhfspec.cluster.api import Answer
+from rlhfspec.cluster.api import ApiResponse
 
 POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "rl", "name": "sums-prepare-0"}}
 NO_WEBHOOK = 'Internal error occurred: failed calling webhook "no.example": connect: connection refused'
@@ -17,7 +17,7 @@ NO_WEBHOOK = 'Internal error occurred: failed calling webhook "no.example": conn
 WRONG_TYPE = "failed to create typed patch object (rl/sums-prepare-0; /v1, Kind=Pod): .spec: expected string, got list"
 
 
-def answers_of(answers: list[tuple[int, str]], folder: Path) -> tuple[Answer, int]:
+def answers_of(answers: list[tuple[int, str]], folder: Path) -> tuple[ApiResponse, int]:
     """To one apply; and how many of the answers it took."""
     left = list(answers)
 
@@ -25,7 +25,7 @@ def answers_of(answers: list[tuple[int, str]], folder: Path) -> tuple[Answer, in
         code, message = left.pop(0)
         return web.json_response({"kind": "Status", "message": message}, status=code)
 
-    async def ask() -> Answer:
+    async def ask() -> ApiResponse:
         async with serving(say, folder) as api:
             return await api.apply(POD)
 

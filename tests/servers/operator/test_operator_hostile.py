@@ -18,7 +18,7 @@ from operator_world import SETTINGS, World, job_body
 
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.draft import MOST_AT_ONCE
-from rlhfspec.operator.looks import Looks
+from rlhfspec.operator.looks import Reconciler
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.running import restarted
 from rlhfspec.operator.views import job_view
@@ -34,15 +34,15 @@ def test_a_job_of_many_pods_is_made_and_taken_down_some_at_a_time() -> None:
     world = grown(7 * MOST_AT_ONCE + 3)
     world.settle()
     world.end_pod("sums-prepare-0", 0, "prepared")
-    while not (plan := world.look()).is_quiet:
+    while not (plan := world.reconcile()).is_quiet:
         assert sum(thing["kind"] == "Pod" for thing in plan.create) <= MOST_AT_ONCE
         assert plan.requeue_seconds is not None
     assert len([name for name in world.pods if "generator" in name]) == 7 * MOST_AT_ONCE + 3
     world.run_all()
-    world.look()
+    world.reconcile()
     world.delete_job()
     while world.pods:
-        assert len((plan := world.look()).delete) <= MOST_AT_ONCE
+        assert len((plan := world.reconcile()).delete) <= MOST_AT_ONCE
         assert plan.delete or world.is_gone or not world.pods
         world.end_those_asked()
 
@@ -110,7 +110,7 @@ def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path
         cache = Cache()
         cache.put_job(job_body())
         async with serving(take, tmp_path) as api:
-            return await Looks(cache, api, SETTINGS, decide=broken).look(("rl", "sums"))
+            return await Reconciler(cache, api, SETTINGS, decide=broken).reconcile(("rl", "sums"))
 
     looked = asyncio.run(look())
     assert looked.requeue_seconds == pytest.approx(60.0)
@@ -161,9 +161,9 @@ def test_a_job_whose_pods_are_to_stay_leaves_them() -> None:
     world.to_running()
     world.body["metadata"]["finalizers"] = ["orphan"]
     world.delete_job()
-    assert world.look().is_quiet
+    assert world.reconcile().is_quiet
     world.body["metadata"]["finalizers"] = ["foregroundDeletion"]
-    assert world.look().delete
+    assert world.reconcile().delete
 
 
 def test_a_status_that_says_a_run_of_no_number_is_open_begins_anew() -> None:

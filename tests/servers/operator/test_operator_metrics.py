@@ -22,7 +22,7 @@ from promql import family, named_anywhere
 from scraping import Scrape, names_of, samples_of, values_of
 
 from rlhfspec.operator.lease import Lease
-from rlhfspec.operator.running import Operator, Place
+from rlhfspec.operator.running import Operator, ReplicaPlace
 from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.operator.times import text_of
 from rlhfspec.operator.web import health_app
@@ -108,7 +108,7 @@ async def acting(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Watch
 
     async with TestServer(app) as server, ClientSession() as session:
         patch.setenv("KUBECONFIG", str(kubeconfig(server, folder)))
-        operator = Operator(OperatorFile.model_validate(TOLD), SETTINGS, Place(None), ())
+        operator = Operator(OperatorFile.model_validate(TOLD), SETTINGS, ReplicaPlace(None), ())
         operator._begin()
         async with operator._api, TestServer(health_app(operator._metrics, operator._problem)) as health:
             working = asyncio.create_task(operator._queue.work())

@@ -11,9 +11,9 @@ from api_servers import serving
 from operator_world import SETTINGS, job_body
 
 from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.looks import Looks
-from rlhfspec.operator.plan import Plan
-from rlhfspec.operator.queue import Looked
+from rlhfspec.operator.looks import Reconciler
+from rlhfspec.operator.plan import ReconcilePlan
+from rlhfspec.operator.queue import ReconcileResult
 
 KEY = ("rl", "sums")
 
@@ -29,15 +29,15 @@ def test_of_steps_faster_than_once_a_second_the_last_is_written_and_none_is_lost
         metadata = body["metadata"] | {"resourceVersion": str(100 + len(written))}
         return web.json_response(body | {"metadata": metadata, "status": written[-1]})
 
-    async def main() -> list[Looked]:
+    async def main() -> list[ReconcileResult]:
         cache = Cache()
         cache.put_job(job_body())
         async with serving(take, tmp_path) as api:
-            looks = Looks(cache, api, SETTINGS, decide=lambda *_: Plan(status=dict(wanted)))
+            looks = Reconciler(cache, api, SETTINGS, decide=lambda *_: ReconcilePlan(status=dict(wanted)))
 
-            async def look(phase: str, step: int) -> Looked:
+            async def look(phase: str, step: int) -> ReconcileResult:
                 wanted.update(phase=phase, progress={"step": step}, memory={"step": step})
-                return await looks.look(KEY)
+                return await looks.reconcile(KEY)
 
             found = [await look("Running", 1)]
             found += [await look("Running", step) for step in range(2, 9)]

@@ -20,7 +20,7 @@ from operator_world import job_body
 from rlhfspec.errors import ClusterUnavailable
 from rlhfspec.operator import watching
 from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.watching import Watching
+from rlhfspec.operator.watching import Informers
 
 KEY, OTHER = ("rl", "sums"), ("team", "sums")
 
@@ -87,9 +87,9 @@ class Cluster:
 @asynccontextmanager
 async def watched(
     cluster: Cluster, folder: Path, label: str = ""
-) -> AsyncIterator[tuple[Watching, Cache, Callable[..., Any]]]:
+) -> AsyncIterator[tuple[Informers, Cache, Callable[..., Any]]]:
     cache, told = Cache(), list[Any]()
-    found = Watching(cache, [] if label else ["rl", "team"], told.append, label=label)
+    found = Informers(cache, [] if label else ["rl", "team"], told.append, label=label)
 
     async def until(holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(10.0):
@@ -215,7 +215,7 @@ def test_a_namespace_that_lost_its_label_while_nobody_watched_is_left(tmp_path: 
 
 
 def test_a_namespace_is_known_only_once_everything_in_it_was_listed() -> None:
-    looks = Watching(Cache(), ("team", "other"), lambda key: None)
+    looks = Informers(Cache(), ("team", "other"), lambda key: None)
     assert looks.watched() == set(), "what is not known to be open is not yet known to be over"
     for source in looks._sources:
         assert looks.watched() == set()

@@ -27,11 +27,11 @@ from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.servers.certificates import create_credentials, server_tls
 from rlhfspec.messages.servers.redis import RedisServer
 from rlhfspec.runs.live import live
-from rlhfspec.runs.live.live import LiveBeats, LiveState, LiveView, RecentLines, Snapshot, read_live, snapshot_of
+from rlhfspec.runs.live.live import LiveBeats, LiveState, LiveView, RecentLines, WorkerSnapshot, read_live, snapshot_of
 from rlhfspec.stage.vitals import Vitals
 
 UID = "3f2a"
-REWARD = Snapshot(host="node", pid=8, state=replace(WAITS, stage="reward", what="samples"))
+REWARD = WorkerSnapshot(host="node", pid=8, state=replace(WAITS, stage="reward", what="samples"))
 
 
 class Place:
@@ -71,7 +71,7 @@ def with_server(tmp_path: Path, check: Callable[[Place], Awaitable[None]]) -> No
 
 
 @asynccontextmanager
-async def beating(state: LiveState, look: Callable[[], Snapshot | live.Window]) -> AsyncIterator[LiveBeats]:
+async def beating(state: LiveState, look: Callable[[], WorkerSnapshot | live.Window]) -> AsyncIterator[LiveBeats]:
     beats = LiveBeats(state, Vitals(), look)
     running = asyncio.create_task(beats.run())
     try:

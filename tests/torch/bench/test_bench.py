@@ -21,7 +21,7 @@ from rlhfspec.bench.ours import OurWorker, requests_of
 from rlhfspec.bench.processor import Processor
 from rlhfspec.bench.ratios import against_best, paired
 from rlhfspec.bench.results import ResultRow, Results
-from rlhfspec.bench.run import Settings, find_vllm_python
+from rlhfspec.bench.run import BenchSettings, find_vllm_python
 from rlhfspec.bench.scenarios import MAX_CONTEXT, NAMES, PAIRS, scenarios
 from rlhfspec.bench.worker import environment
 from rlhfspec.cli import main as cli
@@ -57,9 +57,9 @@ def test_workers_get_threads_and_malloc_settings() -> None:
 
 def test_settings_name_what_is_wrong() -> None:
     with pytest.raises(InvalidRequest, match="modes: must be among"):
-        Settings(target="t", draft="d", modes=("plain", "vlm"))
+        BenchSettings(target="t", draft="d", modes=("plain", "vlm"))
     with pytest.raises(InvalidRequest, match="at least one of ours"):
-        Settings(target="t", draft="d", modes=("hf",))
+        BenchSettings(target="t", draft="d", modes=("hf",))
     with pytest.raises(InvalidRequest, match="vllm_python"):
         find_vllm_python("/nowhere/python")
 

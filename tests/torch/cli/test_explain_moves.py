@@ -14,7 +14,7 @@ from rlhfspec.cli.main import app
 from rlhfspec.rebalancer.knowledge import Advice
 from rlhfspec.rebalancer.service import plan_of
 from rlhfspec.runs.folder.moves import MovesFile
-from rlhfspec.telemetry.base import Place
+from rlhfspec.telemetry.base import WorkerPlace
 from rlhfspec.telemetry.meters import Meters
 from rlhfspec.telemetry.prometheus import text_of
 
@@ -84,7 +84,7 @@ def test_the_view_has_a_row_of_moves() -> None:
 def test_moves_are_counted() -> None:
     meters = Meters()
     advice = an_advice()
-    place = Place("generator", 0)
+    place = WorkerPlace("generator", 0)
     ended = [
         moved(advice.moves[0], num_bytes=1000, pause_seconds=0.004),
         moved(advice.moves[1], "tokens", num_recomputed=70, pause_seconds=0.2),

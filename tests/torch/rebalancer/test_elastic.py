@@ -27,7 +27,7 @@ from rlhfspec.moves.rebalancing.elastic import (
     worth,
 )
 from rlhfspec.moves.rebalancing.fleet import Fleet
-from rlhfspec.rebalancer.knowledge import Knowledge
+from rlhfspec.rebalancer.knowledge import FleetKnowledge
 from rlhfspec.rebalancer.service import elastic_of, work_of
 from rlhfspec.rebalancer.stage_work import StageWork
 from rlhfspec.runs.folder.run_folder import example_job
@@ -223,7 +223,7 @@ def test_what_nobody_has_yet_is_work_too() -> None:
 def test_a_rebalancer_asks_for_more_generators_of_a_job_that_lets_it(tmp_path: Path) -> None:
     job = elastic_job(replicas={"min": 1, "max": 4})
     numbers = iter(range(1 << 20))
-    knowledge = Knowledge(
+    knowledge = FleetKnowledge(
         "sums", max_tokens=256, began_at=0.0, draw=lambda _: str(next(numbers)), work=work_of(job.spec),
         elastic=elastic_of(job.spec),
     )  # fmt: skip

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from loads import MAX_TOKENS, a_load, knowing, moved, sample_of, skewed
 from stages import JOB, FakeEngine, a_job
 
-from rlhfspec.generator.load import Meter
+from rlhfspec.generator.load import LoadMeter
 from rlhfspec.messages.records import Move, Plan
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
-from rlhfspec.rebalancer.knowledge import MOVE_SECONDS, QUIET_SECONDS, Advice, Knowledge
+from rlhfspec.rebalancer.knowledge import MOVE_SECONDS, QUIET_SECONDS, Advice, FleetKnowledge
 from rlhfspec.rebalancer.service import RebalancerService
 from rlhfspec.runs.folder.moves import MovesFile, read_moves
 from rlhfspec.stage.bus import Bus
@@ -25,7 +25,7 @@ from rlhfspec.stage.vitals import Vitals
 from rlhfspec.trainer.collector import example_sample
 
 
-def advised(knowledge: Knowledge, now: float) -> Advice:
+def advised(knowledge: FleetKnowledge, now: float) -> Advice:
     advice = knowledge.advise(now)
     assert advice is not None
     return advice
@@ -241,7 +241,9 @@ def test_a_generator_says_what_a_plan_needs() -> None:
 
     now = [0.0]
     engine: Any = FakeEngine(random.Random(0))
-    meter = Meter(JOB, "generator-1", engine, worker=1, incarnation="b", sequences=engine.sequences, now=lambda: now[0])
+    meter = LoadMeter(
+        JOB, "generator-1", engine, worker=1, incarnation="b", sequences=engine.sequences, now=lambda: now[0]
+    )
     assert meter.idle() is None  # it has just begun
     for number in range(3):
         engine.submit(Request(id=f"{number}", prompt_token_ids=(1, 2), params=SamplingParams(), seed=0))

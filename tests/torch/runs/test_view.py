@@ -24,7 +24,7 @@ from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.sample_lines import example_sample
-from rlhfspec.runs.view.progress import Progress
+from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.runs.view.summary import summarize
 from rlhfspec.runs.view.text import histogram, sparkline, visible
@@ -162,7 +162,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_numbers_that_do_not_apply_are_not_shown() -> None:
     metrics = replace(example_step(), kl=None, accepted_per_verification=None, tokens_per_second=None)
-    line = step_line(metrics, Progress(example_job(), Hand()))
+    line = step_line(metrics, RunProgress(example_job(), Hand()))
     console = terminal()
     view, _ = a_view(console)
     view.step(metrics)
@@ -176,7 +176,7 @@ def test_numbers_that_do_not_apply_are_not_shown() -> None:
 
 def test_the_kl_is_shown_with_its_estimator() -> None:
     metrics = replace(example_step(), kl={"k1": -0.01, "k3": 0.002})
-    assert "KL k1 -0.0100, k3 0.00200  " in step_line(metrics, Progress(example_job(), Hand()))
+    assert "KL k1 -0.0100, k3 0.00200  " in step_line(metrics, RunProgress(example_job(), Hand()))
     console = terminal()
     view, _ = a_view(console)
     view.step(metrics)

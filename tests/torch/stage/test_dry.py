@@ -21,7 +21,7 @@ from rlhfspec.messages.records import Plan, Prompt, Sample, Score
 from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.context import Context, Run
-from rlhfspec.stage.guest import Guest, HostedVitals
+from rlhfspec.stage.guest import HostedScoring, HostedVitals
 from rlhfspec.stage.scoring import TokenScoringService
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.trainer.collector import example_sample
@@ -88,7 +88,7 @@ class Place:
         self.engine: Any = Engine(self.scorer)
         self.service = GeneratorService(
             1, stages.vitals, stages.bus.of("generator", 1), job=stages.job, engine=self.engine,
-            weights=stages.weights, guest=Guest("reference", self._make),
+            weights=stages.weights, hosted_scoring=HostedScoring("reference", self._make),
         )  # fmt: skip
         self.task = asyncio.create_task(self.service.run())
 
@@ -240,7 +240,7 @@ def test_who_cannot_help_says_so_once_and_waits(caplog: pytest.LogCaptureFixture
         engine: Any = Engine()
         service = GeneratorService(
             1, stages.vitals, stages.bus.of("generator", 1), job=stages.job, engine=engine, weights=stages.weights,
-            guest=Guest("reference", make),
+            hosted_scoring=HostedScoring("reference", make),
         )  # fmt: skip
         task = asyncio.create_task(service.run())
         await reads_plans(stages)
@@ -295,7 +295,7 @@ def assert_guests(job: RLHFJob, wanted: dict[str, str | None]) -> None:
             worker=0, bus=bus.of(stage), weights=MemoryWeightStore(keep=1), vitals=Vitals(),
             run=Run(uid="run", base_folder=Path(), folder=Path()), say=print,
         )  # fmt: skip
-        guest = with_guest(job, context, connect).guest
+        guest = with_guest(job, context, connect).hosted_scoring
         assert (guest and guest.stage) == helped
 
 

@@ -21,7 +21,7 @@ from rlhfspec.generator.service import GeneratorService
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.records import DatasetInfo, Prompt, Sample, Score
 from rlhfspec.messages.transport.clock import FakeClock, SystemClock
-from rlhfspec.prompts.lengths import Lengths
+from rlhfspec.prompts.lengths import PromptLengths
 from rlhfspec.prompts.service import PromptsService, prompts_of
 from rlhfspec.stage.scoring import TokenScoringService
 from rlhfspec.stage.supervisor import Supervisor
@@ -320,7 +320,7 @@ def test_a_reward_checks_the_datas_columns_before_it_scores() -> None:
 def test_what_took_long_goes_first_and_replicas_stay_together() -> None:
     job = a_job(training={"steps": 3, "promptsPerStep": 5})
     prompts = prompts_of(job, prompts_for(job), 1, 0, None)
-    lengths = Lengths()
+    lengths = PromptLengths()
     assert lengths.longest_first(prompts) == prompts, "equally long prompts of which nothing is known"
     for prompt in prompts:
         if prompt.prompt != 3:  # never seen: between those
@@ -352,7 +352,7 @@ def test_neither_order_nor_look_ahead_changes_what_is_trained(order: Any, rows: 
     assert trained(shuffled=True) == trained(shuffled=False)
 
 
-class Shuffled(Lengths):
+class Shuffled(PromptLengths):
     def __init__(self, order: random.Random) -> None:
         super().__init__()
         self._order = order

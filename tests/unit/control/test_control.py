@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhfspec.cluster.report import Report
-from rlhfspec.control.knowledge import AWAY_SECONDS, GONE_SECONDS, MOST_LETTERS, Knowledge
+from rlhfspec.control.knowledge import AWAY_SECONDS, GONE_SECONDS, MOST_LETTERS, RunKnowledge
 from rlhfspec.control.report import eta_seconds, news
 from rlhfspec.control.reporting import LONGEST_WAIT_SECONDS, Turn
 from rlhfspec.control.show import trace_lines
@@ -47,7 +47,7 @@ class Run:
     def __init__(self, job: RLHFJob | None = None, **settings: Any) -> None:
         self.clock = FakeClock()
         broker = "tls://rl-nats:4222"
-        self.knowledge = Knowledge(
+        self.knowledge = RunKnowledge(
             job or example_job(steps=9), "c0e43711", broker, self.clock, today=lambda: NOON, **settings
         )
         self.beats: dict[tuple[str, int], Heartbeat] = {}

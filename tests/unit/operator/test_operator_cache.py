@@ -11,7 +11,7 @@ from operator_world import job_body, spec_of
 
 from rlhfspec.cluster import names
 from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.observed import Refusal, Trial
+from rlhfspec.operator.observed import DryRunResult, Refusal
 from rlhfspec.operator.times import text_of
 
 KEY = ("team", "sums")
@@ -115,8 +115,8 @@ def test_a_list_removes_what_went_unseen_but_not_what_came_meanwhile() -> None:
 def test_a_job_made_anew_begins_with_nothing() -> None:
     cache = Cache()
     cache.put_job(job())
-    cache.tried(KEY, Trial(1, "no"))
-    assert cache.observed(KEY).trial == Trial(1, "no")
+    cache.tried(KEY, DryRunResult(1, "no"))
+    assert cache.observed(KEY).trial == DryRunResult(1, "no")
     cache.put_job(job("j2", version=2))
     assert cache.observed(KEY).trial is None
     assert cache.remove_job(job()) is None

@@ -223,7 +223,7 @@ def test_a_workload_that_is_away_stops_nobody_and_is_made_again() -> None:
     world = running()
     world.deletes.clear()
     world.workload = None
-    world.look()
+    world.reconcile()
     assert (world.workload is not None, world.deletes, world.phase) == (True, [], "Running")
     world.settle()
     assert (world.phase, [delete.name for delete in world.deletes]) == ("Suspending", ["sums-trainer-0"])
@@ -263,12 +263,12 @@ def test_without_kueue_the_job_says_what_is_missing() -> None:
     name = "rlhfjob-sums-6f1c-42"
     said = "404 page not found"
     world.refusals["Workload", name] = Refusal("Workload", name, "404", said, world.now)
-    world.look()
+    world.reconcile()
     assert (world.workload, world.status["reason"]) == (None, "Queued"), "it is not tried again at once"
     hint = "is Kueue installed, and does it serve kueue.x-k8s.io/v1beta2?"
     assert world.status["message"] == f"Workload {name}: {said}; {hint}"
     world.pass_time(6)
-    world.look()
+    world.reconcile()
     assert world.workload is not None
 
 
@@ -301,6 +301,6 @@ def test_the_same_job_asks_for_the_same_whatever_its_run() -> None:
     world.admit()
     world.to_running()
     world.workload = None
-    world.look()
+    world.reconcile()
     assert world.workload is not None
     assert world.workload["metadata"]["annotations"] == asked

@@ -19,8 +19,8 @@ from rlhfspec.operator.queue import (
     PATIENT_SECONDS,
     REST_SECONDS,
     Key,
-    Looked,
-    Queue,
+    ReconcileResult,
+    WorkQueue,
 )
 
 
@@ -54,14 +54,14 @@ async def settle() -> None:
 class Looking:
     """Every look takes until it is let go."""
 
-    def __init__(self, answers: Callable[[Key], Looked] = lambda key: Looked()) -> None:
+    def __init__(self, answers: Callable[[Key], ReconcileResult] = lambda key: ReconcileResult()) -> None:
         self.seen: list[Key] = []
         self.under_way: Counter[Key] = Counter()
         self.open = asyncio.Event()
         self.open.set()
         self._answers = answers
 
-    async def __call__(self, key: Key) -> Looked:
+    async def __call__(self, key: Key) -> ReconcileResult:
         self.seen.append(key)
         self.under_way[key] += 1
         assert self.under_way[key] == 1, f"two looks at {key} at a time"
@@ -72,10 +72,12 @@ class Looking:
 
 @asynccontextmanager
 async def working(
-    look: Callable[[Key], Awaitable[Looked]], workers: int = 2, waited: Callable[[float], None] = lambda seconds: None
+    look: Callable[[Key], Awaitable[ReconcileResult]],
+    workers: int = 2,
+    waited: Callable[[float], None] = lambda seconds: None,
 ) -> Any:
     timers = FakeTimers()
-    queue = Queue(look, timers, waited=waited)
+    queue = WorkQueue(look, timers, waited=waited)
     tasks = [asyncio.create_task(queue.work()) for _ in range(workers)]
     try:
         yield queue, timers
@@ -121,7 +123,7 @@ def test_told_of_while_it_is_looked_at_it_is_looked_at_again() -> None:
 def test_what_comes_in_one_after_the_other_is_not_a_look_each() -> None:
     """As the pods of a job that become ready, when there is nothing to do about it."""
 
-    async def num(answer: Looked) -> int:
+    async def num(answer: ReconcileResult) -> int:
         look = Looking(lambda key: answer)
         async with working(look) as (queue, timers):
             for _ in range(20):
@@ -130,7 +132,7 @@ def test_what_comes_in_one_after_the_other_is_not_a_look_each() -> None:
             await timers.advance(1.0)
         return len(look.seen)
 
-    assert asyncio.run(num(Looked())) == pytest.approx(2.0 / REST_SECONDS + 1, abs=1)
+    assert asyncio.run(num(ReconcileResult())) == pytest.approx(2.0 / REST_SECONDS + 1, abs=1)
 
 
 def test_how_late_a_look_was_is_told() -> None:
@@ -193,7 +195,7 @@ def test_a_look_that_hangs_holds_up_no_other_job() -> None:
         look = Looking()
         hangs = asyncio.Event()
 
-        async def looking(key: Key) -> Looked:
+        async def looking(key: Key) -> ReconcileResult:
             looked = await look(key)
             if key == A:
                 await hangs.wait()
@@ -210,12 +212,14 @@ def test_a_look_that_hangs_holds_up_no_other_job() -> None:
     assert asyncio.run(seen()) == [A, B, C]
 
 
-@pytest.mark.parametrize("answer", [Looked(0.0, did="the same"), Looked(failed=True), Looked(0.0, failed=True)])
-def test_the_same_over_and_over_slows_down(answer: Looked) -> None:
+@pytest.mark.parametrize(
+    "answer", [ReconcileResult(0.0, did="the same"), ReconcileResult(failed=True), ReconcileResult(0.0, failed=True)]
+)
+def test_the_same_over_and_over_slows_down(answer: ReconcileResult) -> None:
     async def times() -> list[float]:
         at: list[float] = []
 
-        async def look(key: Key) -> Looked:
+        async def look(key: Key) -> ReconcileResult:
             at.append(timers.now)
             queue.tell(key)  # as a watch does that tells what the look itself wrote
             return answer
@@ -232,7 +236,7 @@ def test_the_same_over_and_over_slows_down(answer: Looked) -> None:
 
 def test_a_look_that_does_something_new_does_not_wait() -> None:
     async def num() -> int:
-        look = Looking(lambda key: Looked(0.1, did=len(look.seen)))
+        look = Looking(lambda key: ReconcileResult(0.1, did=len(look.seen)))
         async with working(look) as (queue, timers):
             queue.tell(A)
             await timers.advance(10.0)
@@ -243,7 +247,7 @@ def test_a_look_that_does_something_new_does_not_wait() -> None:
 
 def test_a_look_that_raises_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
     async def seen() -> set[Key]:
-        look = Looking(lambda key: Looked() if key != A else Looked(requeue_seconds=1 / 0))
+        look = Looking(lambda key: ReconcileResult() if key != A else ReconcileResult(requeue_seconds=1 / 0))
         async with working(look, workers=1) as (queue, timers):
             for key in (A, B, C):
                 queue.tell(key)
@@ -251,7 +255,7 @@ def test_a_look_that_raises_stops_nobody(caplog: pytest.LogCaptureFixture) -> No
         return set(look.seen)
 
     assert asyncio.run(seen()) == {A, B, C}
-    assert "the look at team/a failed" in caplog.text
+    assert "the reconcile of team/a failed" in caplog.text
 
 
 @settings(max_examples=50, deadline=None)

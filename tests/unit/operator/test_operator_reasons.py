@@ -14,7 +14,7 @@ from places import ROOT, TESTS
 from rlhfspec.cluster.report import Trouble
 from rlhfspec.operator.observed import Refusal, Said
 from rlhfspec.operator.phases import PHASES
-from rlhfspec.operator.plan import Plan
+from rlhfspec.operator.plan import ReconcilePlan
 from rlhfspec.operator.reasons import CAUSES, OTHERS
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.views import job_view, pod_view
@@ -35,7 +35,7 @@ def running() -> World:
     return world
 
 
-def healthy(plan: Plan) -> tuple[str, str, str]:
+def healthy(plan: ReconcilePlan) -> tuple[str, str, str]:
     (condition,) = (c for c in plan.status["conditions"] if c["type"] == "Healthy")
     return condition["status"], condition["reason"], condition["message"]
 
@@ -102,7 +102,7 @@ def test_what_the_scheduler_says(message: str, reason: str, begins: str) -> None
 MOUNT = 'MountVolume.SetUp failed for volume "credentials" : '
 
 
-def with_event(world: World, event: str) -> Plan:
+def with_event(world: World, event: str) -> ReconcilePlan:
     observed = world.observed()
     said = {"type": "Warning", "reason": "FailedMount", "message": event, "lastTimestamp": "2026-01-01T00:00:01Z"}
     old = {"type": "Normal", "reason": "Scheduled", "message": "", "lastTimestamp": "2026-01-01T00:00:00Z"}
@@ -332,7 +332,7 @@ def test_what_is_in_the_way_is_named_and_tried_again_soon() -> None:
     secret = "sums-prepare-6f1c-42"
     world.pods.clear()
     world.refusals["Secret", secret] = Refusal("Secret", secret, "AlreadyExists", "already exists", world.now)
-    plan = world.look()
+    plan = world.reconcile()
     said = f"Secret {secret} is there already, and is not of this job: remove it"
     assert world.healthy()[1:] == ("BadConfig", said)
     assert (plan.create, plan.requeue_seconds) == ((), pytest.approx(5.0))

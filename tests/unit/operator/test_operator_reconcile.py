@@ -9,7 +9,7 @@ import pytest
 from operator_world import World, job_body
 
 from rlhfspec.operator.observed import Said
-from rlhfspec.operator.plan import Delete, Plan
+from rlhfspec.operator.plan import Delete, ReconcilePlan
 from rlhfspec.operator.status import seconds_to_write
 
 STAGES = ("control", "prompts", "generator", "reward", "trainer")
@@ -29,7 +29,7 @@ def names_of(deletes: list[Delete]) -> list[str]:
     return [delete.name.removeprefix("sums-") for delete in deletes]
 
 
-def is_quiet(plan: Plan) -> bool:
+def is_quiet(plan: ReconcilePlan) -> bool:
     return plan.is_quiet
 
 
@@ -457,7 +457,7 @@ def test_a_job_is_deleted_so_long_after_its_end_as_it_says(end: str) -> None:
     world.settle()
     assert not world.is_gone
     world.pass_time(1)
-    world.look()
+    world.reconcile()
     assert world.is_gone
 
 

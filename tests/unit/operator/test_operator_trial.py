@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator_world import World, job_body, view_of
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.api import Answer
+from rlhfspec.cluster.api import ApiResponse
 from rlhfspec.operator import trial
 
 ODD = {
@@ -24,13 +24,13 @@ def test_nothing_is_asked_of_a_job_that_says_nothing_of_pods() -> None:
 
 
 def test_what_is_written_for_all_pods_is_tried_by_one() -> None:
-    plan = World(job_body(podTemplate={"spec": {"tolerations": []}})).look()
+    plan = World(job_body(podTemplate={"spec": {"tolerations": []}})).reconcile()
     assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-prepare-0"]
 
 
 def test_pods_are_tried_and_then_made() -> None:
     world = World(job_body(**ODD))
-    plan = world.look()
+    plan = world.reconcile()
     assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-prepare-0", "sums-reward-0"]
     assert plan.create == ()
     world.to_running()
@@ -80,7 +80,7 @@ def test_a_job_that_begins_anew_is_tried_by_the_look_that_finds_its_last_pod_gon
     plan = world.settle()
     while world.pods:
         world.end_those_asked()
-        plan = world.look()
+        plan = world.reconcile()
     assert [pod["metadata"]["name"] for pod in plan.trial] == ["sums-reward-0"]
     world.to_running()
     assert (world.phase, world.status["run"]["number"]) == ("Running", 2)
@@ -90,7 +90,7 @@ def test_a_pod_that_is_refused_in_its_trial_is_refused_at_once_if_it_is_the_firs
     pods = [{"metadata": {"name": role, "labels": {names.ROLE: role}}} for role in (names.PREPARE, "reward")]
 
     def told(code: int, message: str) -> list[str]:
-        answer = Answer(code, {"message": message, "reason": "AlreadyExists" if code == 409 else ""})
+        answer = ApiResponse(code, {"message": message, "reason": "AlreadyExists" if code == 409 else ""})
         return [name for name, _ in trial.refusals(pods, [answer, answer])]
 
     assert told(500, 'failed calling webhook "a": context deadline exceeded') == [names.PREPARE]
@@ -107,6 +107,6 @@ def test_the_problem_names_what_the_user_wrote_in_words_of_the_job() -> None:
         (job_body(podTemplate={"spec": {"tolerations": "all"}}), "spec.podTemplate"),
         (job_body(roles={"prepare": {"podTemplate": {"spec": {}}}}), "spec.roles.prepare"),
     ):
-        tried = World(body).look().trial
-        said = trial.problem_of(view_of(body).job, tried, [Answer(400, {"message": wrong})])
+        tried = World(body).reconcile().trial
+        said = trial.problem_of(view_of(body).job, tried, [ApiResponse(400, {"message": wrong})])
         assert said == f"{where}: no pod can be made of it: spec.tolerations must be a list of Toleration, not a string"

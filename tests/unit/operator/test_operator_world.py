@@ -18,7 +18,7 @@ from operator_world import SETTINGS, World, job_body, view_of
 
 from rlhfspec.cluster import names
 from rlhfspec.operator.observed import Observed
-from rlhfspec.operator.plan import Plan, WorkloadWrite
+from rlhfspec.operator.plan import ReconcilePlan, WorkloadWrite
 from rlhfspec.operator.pods import CHECKPOINT_SECONDS
 from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.views import pod_view
@@ -88,7 +88,7 @@ class Wild:
 
     # --- the laws ---
 
-    def judge(self, plan: Plan, observed: Observed) -> None:
+    def judge(self, plan: ReconcilePlan, observed: Observed) -> None:
         again = dict(self.seen_body) | {"status": json.loads(json.dumps(plan.status))}
         second = reconcile(view_of(again), observed, self.world.settings, self.world.now)
         assert second.status == plan.status, "its own result changes nothing more"
@@ -121,7 +121,7 @@ class Wild:
                 pass_on = trainer["metadata"].get("deletionTimestamp") is None
                 assert not pass_on, "the trainer goes first"
 
-    def judge_queue(self, plan: Plan, observed: Observed) -> None:
+    def judge_queue(self, plan: ReconcilePlan, observed: Observed) -> None:
         before, after = (body.get("memory", {}).get("number", 0) for body in (self.seen_body["status"], plan.status))
         if before < after and self.seen_body["spec"].get("scheduling"):
             seen = observed.queueing.workload
@@ -298,7 +298,7 @@ def is_deleting(pod: Json) -> bool:
     return "deletionTimestamp" in pod["metadata"]
 
 
-def is_surplus(pod: Json, plan: Plan) -> bool:
+def is_surplus(pod: Json, plan: ReconcilePlan) -> bool:
     labels = pod["metadata"]["labels"]
     return labels[names.ROLE] == "generator" and int(labels[names.WORKER]) >= plan.status["memory"]["generators"]
 

@@ -9,7 +9,7 @@ from rlhfspec.messages.records import Load
 from rlhfspec.plugin.logs import parsed
 from rlhfspec.plugin.pods import state_of
 from rlhfspec.plugin.top import table_of
-from rlhfspec.runs.live.live import LiveView, Snapshot, Window
+from rlhfspec.runs.live.live import LiveView, Window, WorkerSnapshot
 from rlhfspec.stage.vitals import WorkerState
 
 
@@ -20,8 +20,8 @@ def test_what_control_shows_becomes_a_table() -> None:
         sample_ids=("a", "b"), num_generated=(1, 2), num_held=(3, 4),
     )  # fmt: skip
     snapshots = [
-        Snapshot(host="h", pid=1, state=state("reward", 0, "waiting", "responses")),
-        Snapshot(host="h", pid=2, state=state("generator", 1, "working", "step 3"), load=load, owned=("a", "b")),
+        WorkerSnapshot(host="h", pid=1, state=state("reward", 0, "waiting", "responses")),
+        WorkerSnapshot(host="h", pid=2, state=state("generator", 1, "working", "step 3"), load=load, owned=("a", "b")),
     ]
     view = LiveView(
         workers={each.worker: each for each in snapshots},

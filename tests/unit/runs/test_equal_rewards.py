@@ -12,7 +12,7 @@ from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.view.equal_rewards import equal_reward_groups, equal_rewards_warning
 from rlhfspec.runs.view.panel import panel
-from rlhfspec.runs.view.progress import Progress
+from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.summary import facts
 from rlhfspec.runs.view.view import step_line
 
@@ -50,7 +50,7 @@ def test_three_steps_running_are_said(equal_groups: tuple[int, ...], warns: bool
 
 
 def test_it_is_said_in_the_summary_the_picture_and_the_line() -> None:
-    progress = Progress(example_job(steps=9), lambda: 0.0)
+    progress = RunProgress(example_job(steps=9), lambda: 0.0)
     progress.history(steps(2, 2, 2))
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(panel(progress, console.size, "stop"))

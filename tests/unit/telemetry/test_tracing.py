@@ -22,7 +22,7 @@ from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.telemetry import otlp
-from rlhfspec.telemetry.base import Delivered, Place, Watcher
+from rlhfspec.telemetry.base import Delivered, Watcher, WorkerPlace
 from rlhfspec.telemetry.folder import SpanFiles, read_spans
 from rlhfspec.telemetry.meters import Meters
 from rlhfspec.telemetry.opening import watching
@@ -193,9 +193,9 @@ def test_what_is_generated_anew_is_another_stay_and_scores_hang_on_the_one_that_
 def test_a_failed_score_and_samples_that_were_left_out_are_told() -> None:
     spans: list[Span] = []
     tracer = Tracer(UID, spans.append)
-    tracer.published(Place("reward", 0), score("reward", error="timed out"), 1.0, True)
-    tracer.taken(Place("trainer", 0), SAMPLE, Delivered({}))
-    tracer.published(Place("trainer", 0), report(num_dropped=12), 1.0, True)
+    tracer.published(WorkerPlace("reward", 0), score("reward", error="timed out"), 1.0, True)
+    tracer.taken(WorkerPlace("trainer", 0), SAMPLE, Delivered({}))
+    tracer.published(WorkerPlace("trainer", 0), report(num_dropped=12), 1.0, True)
     assert spans[0].attributes["error"] == "timed out"
     assert (spans[1].name, spans[1].attributes["dropped"]) == ("training", 12)
 
@@ -204,11 +204,11 @@ def test_evaluations_end_with_their_report_and_headers_that_are_none_break_nothi
     spans: list[Span] = []
     tracer = Tracer(UID, spans.append)
     sample = replace(SAMPLE, id="sums/evaluation-3/7/1", purpose="evaluation")
-    tracer.taken(Place("trainer", 0), sample, Delivered({"traceparent": "00-zz", "sent": "yesterday"}))
-    tracer.published(Place("trainer", 0), report(), 1.0, True)
+    tracer.taken(WorkerPlace("trainer", 0), sample, Delivered({"traceparent": "00-zz", "sent": "yesterday"}))
+    tracer.published(WorkerPlace("trainer", 0), report(), 1.0, True)
     assert not spans, "the step's end is not the evaluation's"
     done = EvaluationReport(id="sums/3/evaluation", job="sums", evaluation=example_evaluation(step=3))
-    tracer.published(Place("trainer", 0), done, 1.0, True)
+    tracer.published(WorkerPlace("trainer", 0), done, 1.0, True)
     assert [(span.name, span.sample, span.sent) for span in spans] == [("evaluation", sample.id, None)]
 
 
@@ -370,11 +370,11 @@ def numbers(meters: Meters) -> dict[str, float]:
 
 def test_what_is_counted_of_what_passes() -> None:
     clock = Time()
-    place = Place("generator", 1)
+    place = WorkerPlace("generator", 1)
     meters = Meters(now=clock)
-    headers = meters.publishing(Place("prompts", 0), PROMPT)
-    meters.published(Place("prompts", 0), PROMPT, 99.5, True)
-    meters.published(Place("prompts", 0), PROMPT, 99.5, False)
+    headers = meters.publishing(WorkerPlace("prompts", 0), PROMPT)
+    meters.published(WorkerPlace("prompts", 0), PROMPT, 99.5, True)
+    meters.published(WorkerPlace("prompts", 0), PROMPT, 99.5, False)
     clock.seconds += 2.0
     meters.taken(place, PROMPT, Delivered(headers))
     clock.seconds += 3.0
@@ -418,10 +418,10 @@ def test_what_is_counted_of_what_passes() -> None:
 def test_a_trained_step_is_told_as_far_as_it_applies() -> None:
     meters = Meters()
     report = StepReport(id="r", job="sums", metrics=replace(example_step(step=3), kl=None))
-    meters.published(Place("trainer", 0), report, 0.0, True)
+    meters.published(WorkerPlace("trainer", 0), report, 0.0, True)
     assert 'rlhfspec_step_kl{stage="trainer",worker="0"}' not in numbers(meters)
     metrics = example_step(step=4)
-    meters.published(Place("trainer", 0), replace(report, metrics=metrics), 0.0, True)
+    meters.published(WorkerPlace("trainer", 0), replace(report, metrics=metrics), 0.0, True)
     found = numbers(meters)
     assert found['rlhfspec_step{stage="trainer",worker="0"}'] == 4.0
     assert found['rlhfspec_step_kl{stage="trainer",worker="0"}'] == metrics.kl_k3
@@ -459,7 +459,7 @@ def test_a_process_serves_its_metrics_where_prometheus_asks() -> None:
 
 
 def test_ids_are_those_of_w3c() -> None:
-    headers = Tracer(UID, lambda _: None).publishing(Place("generator", 0), SAMPLE)
+    headers = Tracer(UID, lambda _: None).publishing(WorkerPlace("generator", 0), SAMPLE)
     trace = trace_id(UID, SAMPLE.id)
     assert headers["traceparent"] == f"00-{trace}-{span_id(trace, 'generation')}-01"
     assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", headers["traceparent"])

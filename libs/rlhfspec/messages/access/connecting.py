@@ -25,7 +25,7 @@ GIVEN_INBOX = "_INBOX"  # every client's: what users of a server may listen to i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class NatsAccess:
     """How a role speaks with NATS. `inbox_prefix`: nobody else hears its answers, but on a given server, where all
     roles are one user. `keeping`: of what it declares; a server that outlives its runs forgets what one of them left
     behind."""
@@ -36,25 +36,25 @@ class Access:
     keeping: Keeping = FOR_EVER
 
 
-def access_of(folder: Path | None, role: str, uid: str) -> Access:
+def access_of(folder: Path | None, role: str, uid: str) -> NatsAccess:
     """By what lies in the run's credentials: the role's token (ROLE.creds), else what the user gave, else the role's
     key (ROLE.seed), else nothing."""
     if folder is None:
-        return Access(proof=NO_PROOF, tls=None, inbox_prefix=inbox_of(role, uid))
+        return NatsAccess(proof=NO_PROOF, tls=None, inbox_prefix=inbox_of(role, uid))
     given = given_server(folder, NATS)
     tls = servers_tls(folder, role) if given is None else given.tls()
     creds = folder / f"{role}.creds"
     if creds.exists():
-        return Access(proof=NatsProof(creds=creds), tls=tls, inbox_prefix=inbox_of(role, uid))
+        return NatsAccess(proof=NatsProof(creds=creds), tls=tls, inbox_prefix=inbox_of(role, uid))
     if given is not None:
         return access_to(given)
-    return Access(proof=NatsProof(nkey_seed=folder / f"{role}.seed"), tls=tls, inbox_prefix=inbox_of(role, uid))
+    return NatsAccess(proof=NatsProof(nkey_seed=folder / f"{role}.seed"), tls=tls, inbox_prefix=inbox_of(role, uid))
 
 
-def access_to(given: GivenServer) -> Access:
+def access_to(given: GivenServer) -> NatsAccess:
     """As the user himself."""
     proof = NatsProof(user=given.user, password=given.password) if given.key_file is None else proof_of(given.key_file)
-    return Access(proof=proof, tls=given.tls(), inbox_prefix=GIVEN_INBOX, keeping=ON_A_GIVEN_SERVER)
+    return NatsAccess(proof=proof, tls=given.tls(), inbox_prefix=GIVEN_INBOX, keeping=ON_A_GIVEN_SERVER)
 
 
 async def connect(

@@ -31,7 +31,7 @@ GUESTS: dict[str, tuple[str, ...]] = {"generator": ("reference", "critic")}
 
 
 @dataclass(frozen=True, slots=True)
-class Rights:
+class RoleRights:
     """Of NATS: all that is not here is denied."""
 
     publish: tuple[str, ...]
@@ -44,7 +44,7 @@ def inbox_of(role: str, uid: str) -> str:
     return f"_INBOX_{role}_{uid}"
 
 
-def rights_of(role: str, job: str, uid: str, *, declares: bool = False) -> Rights:
+def rights_of(role: str, job: str, uid: str, *, declares: bool = False) -> RoleRights:
     """In one run of a job. `declares`: `control` makes the run's streams and consumers; only where it has a NATS of its
     own."""
     if role not in ROLES:
@@ -58,7 +58,7 @@ def rights_of(role: str, job: str, uid: str, *, declares: bool = False) -> Right
         granted.to_look_on(loop.BY_NAME[role].consumes)
     else:
         granted.to_work(loop.BY_NAME[role])
-    return Rights(tuple(dict.fromkeys(granted.publish)), tuple(dict.fromkeys(granted.subscribe)))
+    return RoleRights(tuple(dict.fromkeys(granted.publish)), tuple(dict.fromkeys(granted.subscribe)))
 
 
 class _Granted:

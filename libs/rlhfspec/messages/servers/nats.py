@@ -31,7 +31,7 @@ MAX_PAYLOAD_BYTES = 8 << 20  # a sample takes some 25 bytes a token, its dead le
 ACCOUNT = "JOB"
 
 
-class Rights(Protocol):
+class NatsRights(Protocol):
     """What a role may do, as `service` derives it from the map."""
 
     @property
@@ -49,7 +49,7 @@ class User:
     subscribe: Sequence[str]
 
     @classmethod
-    def of(cls, public_key: str, rights: Rights) -> Self:
+    def of(cls, public_key: str, rights: NatsRights) -> Self:
         return cls(public_key=public_key, publish=tuple(rights.publish), subscribe=tuple(rights.subscribe))
 
 

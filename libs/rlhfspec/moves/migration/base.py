@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlhfspec.errors import RLHFSpecError
-from rlhfspec.telemetry.base import Progress
+from rlhfspec.telemetry.base import SampleProgress
 
 TELL_SECONDS = 6.0  # for a reply: the link's wait, and a step or two of the engine there
 
@@ -50,14 +50,14 @@ class Custody(Protocol):
         """Keep it in progress from now on. Raises MalformedRecord, or another RLHFSpecError, for what cannot be."""
         ...
 
-    def arrived(self, sample_id: str, progress: Progress) -> None:
+    def arrived(self, sample_id: str, progress: SampleProgress) -> None:
         """What was taken goes on here, from there on."""
         ...
 
-    def given(self, sample_id: str, progress: Progress | None) -> None:
+    def given(self, sample_id: str, progress: SampleProgress | None) -> None:
         """Another one keeps it in progress: forget it without ack or nak. None: it was taken and could not arrive."""
         ...
 
-    def forgotten(self, sample_id: str, progress: Progress) -> None:
+    def forgotten(self, sample_id: str, progress: SampleProgress) -> None:
         """It is nowhere here, and perhaps nowhere: forget it without a word; if need be it is delivered again."""
         ...

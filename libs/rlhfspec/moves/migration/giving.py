@@ -23,7 +23,7 @@ from rlhfspec.moves.migration.progress import progress_of
 from rlhfspec.moves.migration.sendings import Links, SendingWay
 from rlhfspec.moves.migration.source import Action, Detached, Event, Failed, Heard, MoveSource, PackedKV, Silence
 from rlhfspec.moves.migration.taking import watermark
-from rlhfspec.telemetry.base import Progress
+from rlhfspec.telemetry.base import SampleProgress
 
 ASK_SECONDS = 2.0  # for an answer that needs no engine
 LEAVE_SECONDS = 1.5  # for the first answer to who leaves: somebody else may be quicker
@@ -57,7 +57,7 @@ class Giving:
         self._packed_at = 0.0
         self._num_bytes, self._num_tokens, self._num_spaces = 0, 0, 0
         self._detached_at = 0.0
-        self._progress: Progress | None = None  # when it stood still
+        self._progress: SampleProgress | None = None  # when it stood still
         self._pause = 0.0
         self._moved: Moved | None = None
 
@@ -266,7 +266,7 @@ class Giving:
             case machines.MoveEnd():
                 self._moved = self._told(action)
 
-    def _stood_still(self) -> Progress:
+    def _stood_still(self) -> SampleProgress:
         assert self._progress is not None, "it was handed over"
         return self._progress
 

@@ -6,13 +6,13 @@ import time
 
 from rlhfspec.engine.base import SequenceState
 from rlhfspec.engine.sequences import stats_of
-from rlhfspec.telemetry.base import Progress
+from rlhfspec.telemetry.base import SampleProgress
 
 
-def progress_of(state: SequenceState) -> Progress:
+def progress_of(state: SequenceState) -> SampleProgress:
     """Of one that an engine made, or has found right; now."""
     stats = stats_of(state.counters, state.strategies)
-    return Progress(
+    return SampleProgress(
         num_moves=stats.num_moves,
         weights_versions=tuple(state.weights_versions.tolist()),
         num_verifications=stats.num_verifications,

@@ -36,7 +36,7 @@ class Resumption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class RunManifest:
     """Times are UTC, ISO 8601. A run that was killed stays "running": it could not write any more."""
 
     job: str
@@ -52,27 +52,27 @@ class Manifest:
     num_steps: int = 0
 
     @classmethod
-    def begin(cls, job: str, models: dict[str, dict[str, Any]]) -> Manifest:
+    def begin(cls, job: str, models: dict[str, dict[str, Any]]) -> RunManifest:
         return cls(job=job, versions=versions(), machine=machine(), started=now(), models=models)
 
-    def resume(self, models: dict[str, dict[str, Any]]) -> Manifest:
+    def resume(self, models: dict[str, dict[str, Any]]) -> RunManifest:
         """Goes on, perhaps on another machine: versions, machine and models are those of the latest start."""
         again = Resumption(at=now(), step=0)
-        return replace(Manifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again))
+        return replace(RunManifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again))
 
-    def going_on_after(self, step: int) -> Manifest:
+    def going_on_after(self, step: int) -> RunManifest:
         """Where the trainer found its last checkpoint. One that ended may have written that; now it runs again."""
         resumed = (*self.resumed[:-1], *(replace(last, step=step) for last in self.resumed[-1:]))
         return replace(self, resumed=resumed, num_steps=step, outcome="running", finished=None, reason="")
 
-    def end(self, outcome: RunOutcome, reason: str, *, num_steps: int) -> Manifest:
+    def end(self, outcome: RunOutcome, reason: str, *, num_steps: int) -> RunManifest:
         return replace(self, finished=now(), outcome=outcome, reason=reason, num_steps=num_steps)
 
     def to_content(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_content(cls, content: dict[str, Any]) -> Manifest:
+    def from_content(cls, content: dict[str, Any]) -> RunManifest:
         resumed = tuple(Resumption(**entry) for entry in content["resumed"])
         return cls(**(content | {"resumed": resumed, "machine": Machine(**content["machine"])}))
 

@@ -36,7 +36,7 @@ from rlhfspec.job.file.secrets import holds_secrets
 from rlhfspec.messages.records import Sample, Score
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics
-from rlhfspec.runs.folder.manifest import Manifest, RunOutcome
+from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome
 from rlhfspec.runs.folder.same_job import as_content, as_yaml, first_difference, with_new_fields
 from rlhfspec.runs.folder.sample_lines import sample_lines
 from rlhfspec.telemetry.folder import TRACES
@@ -122,7 +122,7 @@ class RunFolder:
         _write(self.job_file, [as_yaml(job).encode()], private=holds_secrets(job))
         loaded = {role: dict(report) for role, report in (models or {}).items()}
         before = self._readable_manifest() if found else None
-        begun = before or Manifest.begin(job.metadata.name, loaded)
+        begun = before or RunManifest.begin(job.metadata.name, loaded)
         begun = begun.resume(loaded) if found else begun
         self._write_manifest(replace(begun, processes=dict(processes or {})))
         return found and before is None
@@ -233,14 +233,14 @@ class RunFolder:
     def job(self) -> RLHFJob:
         return RLHFJob.model_validate(self._job_content())
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> RunManifest:
         try:
-            return Manifest.from_content(json.loads(self.manifest_file.read_text()))
+            return RunManifest.from_content(json.loads(self.manifest_file.read_text()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StorageError(self.manifest_file, f"cannot be read: {error}") from error
 
     @contextmanager
-    def _manifest_alone(self) -> Iterator[Manifest]:
+    def _manifest_alone(self) -> Iterator[RunManifest]:
         """The trainer may be another process than the one that began the run: each reads what the other wrote."""
         lock = take_lock(self._manifest_lock, wait=True)
         try:
@@ -248,7 +248,7 @@ class RunFolder:
         finally:
             os.close(lock)
 
-    def _readable_manifest(self) -> Manifest | None:
+    def _readable_manifest(self) -> RunManifest | None:
         try:
             return self.manifest()
         except StorageError:
@@ -308,7 +308,7 @@ class RunFolder:
             raise InvalidRequest("job.yaml", str(self.job_file), f"cannot be read: {first}") from None
         return content
 
-    def _write_manifest(self, manifest: Manifest) -> None:
+    def _write_manifest(self, manifest: RunManifest) -> None:
         _write(self.manifest_file, [json.dumps(manifest.to_content(), indent=2).encode(), b"\n"])
 
 

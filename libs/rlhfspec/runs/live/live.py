@@ -56,7 +56,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class WorkerSnapshot:
     """One worker, now. `load` and `owned`, the ids of samples that it makes: of generators alone."""
 
     host: str
@@ -70,9 +70,11 @@ class Snapshot:
         return f"{self.state.stage}-{self.state.worker}"
 
 
-def snapshot_of(worker: WorkerVitals, load: Load | None = None, owned: Iterable[str] = ()) -> Snapshot:
+def snapshot_of(worker: WorkerVitals, load: Load | None = None, owned: Iterable[str] = ()) -> WorkerSnapshot:
     """Of a worker of this process."""
-    return Snapshot(host=socket.gethostname(), pid=os.getpid(), state=worker.state(), load=load, owned=tuple(owned))
+    return WorkerSnapshot(
+        host=socket.gethostname(), pid=os.getpid(), state=worker.state(), load=load, owned=tuple(owned)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ def _head(text: str) -> str:
     return text[:MOST_CHARACTERS].encode(errors="replace").decode()
 
 
-_SNAPSHOT = TypeAdapter(Snapshot)
+_SNAPSHOT = TypeAdapter(WorkerSnapshot)
 _WINDOW = TypeAdapter(Window)
 
 
@@ -139,10 +141,10 @@ class LiveState:
         await connection.on_connect()
         self._num_connects += 1
 
-    def write(self, what: Snapshot | Window) -> None:
+    def write(self, what: WorkerSnapshot | Window) -> None:
         """It replaces what was written before, sent or not."""
-        key = worker_key(self._uid, what.worker) if isinstance(what, Snapshot) else window_key(self._uid)
-        if isinstance(what, Snapshot):
+        key = worker_key(self._uid, what.worker) if isinstance(what, WorkerSnapshot) else window_key(self._uid)
+        if isinstance(what, WorkerSnapshot):
             self._workers.add(what.worker)
         self._unsent[key] = json.dumps(asdict(what)).encode()
         self._news.set()
@@ -194,7 +196,7 @@ class LiveState:
         await close(self._redis)
 
 
-def _without_times(what: Snapshot | Window) -> Snapshot | Window:
+def _without_times(what: WorkerSnapshot | Window) -> WorkerSnapshot | Window:
     """That a generator still has nothing to do is no news either."""
     if isinstance(what, Window):
         return what
@@ -206,7 +208,7 @@ class LiveBeats(Service):
     """consumes: what this process knows of itself; produces: its snapshot, or the view's window, in Redis; waits for:
     the next beat; unblocked by: time."""
 
-    def __init__(self, live: LiveState, vitals: Vitals, look: Callable[[], Snapshot | Window]) -> None:
+    def __init__(self, live: LiveState, vitals: Vitals, look: Callable[[], WorkerSnapshot | Window]) -> None:
         super().__init__("live", 0, vitals)
         self._all = vitals
         self._live = live
@@ -237,7 +239,7 @@ class LiveBeats(Service):
 class LiveView:
     """`silent_seconds`: by worker, since its last beat. `owners`: by sample id, the worker that makes it."""
 
-    workers: Mapping[str, Snapshot]
+    workers: Mapping[str, WorkerSnapshot]
     silent_seconds: Mapping[str, float]
     window: Window
 

@@ -14,7 +14,7 @@ from rlhfspec.messages.records import Load, Sample
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
-from rlhfspec.runs.view.progress import Progress, StageState
+from rlhfspec.runs.view.progress import RunProgress, StageState
 from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.runs.view.text import bar, duration, estimates, histogram, number, one_line, signed, sparkline, visible
 
@@ -27,7 +27,7 @@ _FEWEST_PROCESSES, _LINES_BELOW = 8, 9  # of more there is no room for, those th
 _LINES_AROUND = 6  # of the sample: frame, rule, heading, prompt, and the terminal's own last line
 
 
-def panel(progress: Progress, size: ConsoleDimensions, on_interrupt: str) -> RenderableType:
+def panel(progress: RunProgress, size: ConsoleDimensions, on_interrupt: str) -> RenderableType:
     """`on_interrupt`: what Ctrl-C does here."""
     width = min(size.width, WIDEST)
     inner = width - 4
@@ -48,7 +48,7 @@ def panel(progress: Progress, size: ConsoleDimensions, on_interrupt: str) -> Ren
     )  # fmt: skip
 
 
-def _head(progress: Progress, width: int) -> Text:
+def _head(progress: RunProgress, width: int) -> Text:
     """Steps that are done, and how much of the one in progress."""
     eta = progress.eta_seconds
     done, total = progress.num_samples_done, progress.num_samples
@@ -65,7 +65,7 @@ def _head(progress: Progress, width: int) -> Text:
     return text
 
 
-def _metrics(progress: Progress, width: int) -> Iterator[Text]:
+def _metrics(progress: RunProgress, width: int) -> Iterator[Text]:
     if not progress.steps:
         yield _row("reward", Text("after the first step", "dim"))
         yield _row("speed", _speed_of_loads(progress))
@@ -94,7 +94,7 @@ def _row(label: str, content: Text) -> Text:
     return row
 
 
-def _reward(progress: Progress, room: int) -> Text:
+def _reward(progress: RunProgress, room: int) -> Text:
     rewards = [metrics.reward.mean for metrics in progress.steps]
     first = rewards[0]
     return _curve(
@@ -132,7 +132,7 @@ def _losses(last: StepMetrics) -> Text:
     return text.append("gradient ", "dim").append(number(last.grad_norm))
 
 
-def _moves(progress: Progress) -> Text:
+def _moves(progress: RunProgress) -> Text:
     """How many samples went on elsewhere, how many did not, and why the last plan did what it did."""
     went = progress.moves["kv"] + progress.moves["tokens"]
     text = Text(f"{went:<9}")
@@ -141,7 +141,7 @@ def _moves(progress: Progress) -> Text:
     return text.append(one_line(progress.why_moved), "dim")
 
 
-def _speed_of_loads(progress: Progress) -> Text:
+def _speed_of_loads(progress: RunProgress) -> Text:
     """Generators add up; what is accepted is the mean of those that drafted; the strategy is the busiest one's."""
     loads = list(progress.loads.values())
     if not loads:
@@ -182,7 +182,7 @@ def _stage(state: StageState) -> Text:
     return row.append(one_line(said), "" if state.working else "dim")
 
 
-def _processes(progress: Progress, most: int) -> Iterator[Text]:
+def _processes(progress: RunProgress, most: int) -> Iterator[Text]:
     shown = list(progress.workers)
     if len(shown) > most:
         telling = sorted(shown, key=lambda entry: _DULL.index(entry[0].doing) if entry[0].doing in _DULL else -1)

@@ -31,7 +31,7 @@ class StageState:
     since_seconds: float
 
 
-class Progress:
+class RunProgress:
     """`now` gives monotonic seconds."""
 
     def __init__(self, job: RLHFJob, now: Callable[[], float]) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
-from rlhfspec.runs.folder.manifest import Manifest, RunOutcome
+from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
 from rlhfspec.runs.view.plots import STAGE_COLOURS, ends, num_of_ends
@@ -44,7 +44,7 @@ class ResponseText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    manifest: Manifest
+    manifest: RunManifest
     steps: Sequence[StepMetrics]
     places: Sequence[Row]
     evaluations: Sequence[Evaluation] = ()

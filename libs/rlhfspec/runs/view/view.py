@@ -28,7 +28,7 @@ from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
 from rlhfspec.runs.view.panel import panel
-from rlhfspec.runs.view.progress import Progress
+from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.runs.view.text import duration, estimates, number, visible
 
@@ -46,7 +46,7 @@ class View:
         on_interrupt: str = "stop with a checkpoint",
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.progress = Progress(job, now)
+        self.progress = RunProgress(job, now)
         self.mode = _mode(job.spec.observability.view, console)
         self._console, self._on_interrupt = console, on_interrupt
         self._live: Live | None = None
@@ -107,7 +107,7 @@ class View:
             self._live = None
 
 
-def step_line(metrics: StepMetrics, progress: Progress) -> str:
+def step_line(metrics: StepMetrics, progress: RunProgress) -> str:
     """One line that tells whether a run goes well."""
     width = len(str(progress.num_steps))
     eta, accepted = progress.eta_seconds, metrics.accepted_per_verification
@@ -127,7 +127,7 @@ def step_line(metrics: StepMetrics, progress: Progress) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def evaluation_line(evaluation: Evaluation, progress: Progress) -> str:
+def evaluation_line(evaluation: Evaluation, progress: RunProgress) -> str:
     parts = [
         f"evaluation after step {evaluation.step}: reward {number(evaluation.reward.mean)}",
         f"(best {number(best(progress.evaluations).reward.mean)} after step {best(progress.evaluations).step})",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rlhfspec.bench.moving.pair import NUM_GENERATORS, Pair, sequences_of
-from rlhfspec.bench.moving.prediction import Curve
+from rlhfspec.bench.moving.prediction import MeasuredCurve
 from rlhfspec.bench.moving.workloads import LONGEST, LONGEST_PROMPT
 from rlhfspec.models.tiny.corpus import prompts
 
@@ -36,7 +36,7 @@ def calibrate(
     sizes: Sequence[int] = SIZES,
     limit: int = LONGEST,
     report: Callable[[str], None] = print,
-) -> Curve:
+) -> MeasuredCurve:
     alone: dict[int, float] = {}
     busy: dict[int, float] = {}
     prefill: list[EngineStepTold] = []
@@ -48,7 +48,7 @@ def calibrate(
             seconds[size] = token_seconds(steps, size)
             prefill += [step for one in steps for step in one if step.num_prefill_tokens and not step.num_decoding]
     tokens = sum(step.num_prefill_tokens for step in prefill)
-    return Curve(
+    return MeasuredCurve(
         sizes=tuple(sizes),
         alone=tuple(alone[size] for size in sizes),
         busy=tuple(busy[size] for size in sizes),

@@ -38,13 +38,13 @@ from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.moves.migration.mover import Mover
 from rlhfspec.moves.migration.sendings import Links
-from rlhfspec.telemetry.base import Progress
+from rlhfspec.telemetry.base import SampleProgress
 
 _IDLE_SECONDS = 0.25
 _RECENT_STEPS = 32
 
 
-class Meter(Protocol):
+class MeterProtocol(Protocol):
     """What a generator of a run says of itself."""
 
     def stepped(self, report: EngineStep) -> None: ...
@@ -54,18 +54,18 @@ class Meter(Protocol):
     def idle(self) -> Load | None: ...
 
 
-MakeMeter = Callable[[int, str, Any], Meter]  # worker, incarnation, engine
+MakeMeter = Callable[[int, str, Any], MeterProtocol]  # worker, incarnation, engine
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRequest:
     """A request and how long it will be."""
 
     request: Request
     length: int
 
 
-class Custody:
+class NameCustody:
     """Prompts here are names: nothing else travels with a sequence."""
 
     def __init__(self) -> None:
@@ -77,13 +77,13 @@ class Custody:
     async def taken(self, sample_id: str, prompt: bytes, token: str) -> None:
         self.held.add(sample_id)
 
-    def arrived(self, sample_id: str, progress: Progress) -> None:
+    def arrived(self, sample_id: str, progress: SampleProgress) -> None:
         pass
 
-    def given(self, sample_id: str, progress: Progress | None) -> None:
+    def given(self, sample_id: str, progress: SampleProgress | None) -> None:
         self.held.discard(sample_id)
 
-    def forgotten(self, sample_id: str, progress: Progress) -> None:
+    def forgotten(self, sample_id: str, progress: SampleProgress) -> None:
         raise AssertionError(f"{sample_id} is lost: nobody kills anybody here")
 
 
@@ -95,10 +95,10 @@ class Generator:
         self._telling = threading.Lock()
         self._wake = threading.Event()
         self._calls = EngineCalls(self._wake.set)
-        self._custody = Custody()
+        self._custody = NameCustody()
         self._incarnation = secrets.token_hex(4)
         self._control = StreamControl()
-        self._planned: dict[str, Planned] = {}
+        self._planned: dict[str, PlannedRequest] = {}
         self._completions: list[Completion] = []
         self._steps: list[tuple[float, int, int, int, float]] = []
         self._watched: list[tuple[str, float, int]] = []  # sequence, end of a step, its tokens then
@@ -106,7 +106,7 @@ class Generator:
         self._calls_cpu = self._longest_held = 0.0
         self._is_leaving = False
         self._engine: Any = None
-        self._meter: Meter
+        self._meter: MeterProtocol
         self._mover: Mover
         self._thread: threading.Thread | None = None
         self._server: StreamControlServer | None = None
@@ -310,7 +310,7 @@ class Generator:
 
 def planned_of(
     stage: str, *, id: str, prompt: list[int], length: int, max_tokens: int, seed: int, group: int
-) -> Planned:
+) -> PlannedRequest:
     request = Request(
         id=id,
         prompt_token_ids=tuple(prompt),
@@ -318,7 +318,7 @@ def planned_of(
         seed=seed,
         group=f"{stage}/{group}",
     )
-    return Planned(request, length)
+    return PlannedRequest(request, length)
 
 
 def cut(done: Completion, length: int) -> Completion:

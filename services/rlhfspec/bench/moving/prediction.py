@@ -2,9 +2,9 @@
 of one who knows all lengths, and ideal sharing.
 
 Example: a curve of 10 ms a token whatever the batch; the longest sequence decides alone.
-    >>> from rlhfspec.bench.moving.workloads import Stage
-    >>> flat = Curve(sizes=(1, 64), alone=(0.01, 0.01), busy=(0.01, 0.01), prefill_seconds=0.0)
-    >>> stage = Stage.of("skew", seed=1)
+    >>> from rlhfspec.bench.moving.workloads import StageWorkload
+    >>> flat = MeasuredCurve(sizes=(1, 64), alone=(0.01, 0.01), busy=(0.01, 0.01), prefill_seconds=0.0)
+    >>> stage = StageWorkload.of("skew", seed=1)
     >>> found = predict(stage, flat, clairvoyant(stage, flat), earlier=[])
     >>> round(found["ideal"] / (max(stage.lengths) * 0.01), 2), round(found["dealt"] / found["clairvoyant"], 2)
     (1.0, 1.0)
@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhfspec.bench.moving.arms import CLAIRVOYANT, DEALT, OURS, PULLED, PULLED_AT_ONCE
 from rlhfspec.bench.moving.pair import NUM_GENERATORS
-from rlhfspec.bench.moving.workloads import LONGEST, Stage
+from rlhfspec.bench.moving.workloads import LONGEST, StageWorkload
 from rlhfspec.simulator.lengths import Workload
 from rlhfspec.simulator.policies import policy_named
 from rlhfspec.simulator.references import assign, ideal_sharing_seconds
@@ -32,7 +32,7 @@ ROWS = 64  # of a generator: all sequences of a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class MeasuredCurve:
     """Seconds of a token of each of sizes[i] sequences, the neighbour asleep or running likewise. prefill_seconds: of
     one prompt token."""
 
@@ -51,12 +51,14 @@ class Curve:
         return self.steps.fitted(max(self.sizes), busy_share=1.0)
 
 
-def clairvoyant(stage: Stage, curve: Curve) -> tuple[int, ...]:
+def clairvoyant(stage: StageWorkload, curve: MeasuredCurve) -> tuple[int, ...]:
     """Where each sequence begins, placed by one who knows all lengths, prefill included."""
     return tuple(assign(_scenario(curve), workload_of(stage), engines_used=NUM_GENERATORS).tolist())
 
 
-def predict(stage: Stage, curve: Curve, best: Sequence[int], earlier: Sequence[int]) -> dict[str, float]:
+def predict(
+    stage: StageWorkload, curve: MeasuredCurve, best: Sequence[int], earlier: Sequence[int]
+) -> dict[str, float]:
     """By arm, seconds. `earlier`: lengths that ours has learnt from."""
     work, dealt = workload_of(stage), _scenario(curve)
     ours = policy_named("ours", work, history=np.asarray(earlier, np.int64))
@@ -69,7 +71,7 @@ def predict(stage: Stage, curve: Curve, best: Sequence[int], earlier: Sequence[i
     }
 
 
-def workload_of(stage: Stage) -> Workload:
+def workload_of(stage: StageWorkload) -> Workload:
     return Workload(
         lengths=np.asarray(stage.lengths, np.int64),
         prompt_tokens=np.asarray([len(prompt) for prompt in stage.prompts], np.int64),
@@ -79,7 +81,7 @@ def workload_of(stage: Stage) -> Workload:
     )
 
 
-def _scenario(curve: Curve) -> Scenario:
+def _scenario(curve: MeasuredCurve) -> Scenario:
     return Scenario(
         num_generators=NUM_GENERATORS,
         curve=curve.steps,

@@ -15,9 +15,17 @@ from typing import Any, Protocol
 from rlhfspec.bench.moving.arms import ARMS, CLAIRVOYANT, OURS, PULLED, Arm, Placed, Pulled
 from rlhfspec.bench.moving.calibration import SIZES, EngineStepTold, calibrate, told
 from rlhfspec.bench.moving.pair import NUM_GENERATORS, Command, Pair, sequences_of
-from rlhfspec.bench.moving.prediction import ROWS, Curve, clairvoyant, predict
+from rlhfspec.bench.moving.prediction import ROWS, MeasuredCurve, clairvoyant, predict
 from rlhfspec.bench.moving.rebalance_results import RebalanceResults, StageResult, StageRun, digest_of
-from rlhfspec.bench.moving.workloads import LONGEST, LONGEST_PROMPT, SHORTEST, WORKLOADS, Stage, earlier_lengths, stages
+from rlhfspec.bench.moving.workloads import (
+    LONGEST,
+    LONGEST_PROMPT,
+    SHORTEST,
+    WORKLOADS,
+    StageWorkload,
+    earlier_lengths,
+    stages,
+)
 from rlhfspec.bench.processor import processor
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import Load, Move, Moved
@@ -104,7 +112,7 @@ class RebalanceBenchmark:
             loaded = pair.load(target=settings.model, draft=settings.draft, dtype=settings.dtype, link=settings.link,
                                num_threads=1, max_sequences=ROWS,
                                max_context=LONGEST_PROMPT + settings.limit + 32)  # fmt: skip
-            curves: dict[str, Curve] = {}
+            curves: dict[str, MeasuredCurve] = {}
             results: list[StageResult] = []
             for decoding in settings.decoding:
                 curve = calibrate(pair, DECODING[decoding], settings.sizes, settings.limit, self._report)
@@ -119,7 +127,7 @@ class RebalanceBenchmark:
             stages=tuple(results),
         )
 
-    def _stage(self, pair: Pair, stage: Stage, decoding: str, curve: Curve) -> StageResult:
+    def _stage(self, pair: Pair, stage: StageWorkload, decoding: str, curve: MeasuredCurve) -> StageResult:
         best = clairvoyant(stage, curve)
         runs: dict[str, list[StageRun]] = {arm: [] for arm in self._settings.arms}
         digests: set[str] = set()
@@ -148,7 +156,9 @@ class RebalanceBenchmark:
             start = repetition % len(arms)
             yield from arms[start:] + arms[:start]
 
-    def _once(self, pair: Pair, stage: Stage, decoding: str, arm: str, best: tuple[int, ...]) -> tuple[StageRun, str]:
+    def _once(
+        self, pair: Pair, stage: StageWorkload, decoding: str, arm: str, best: tuple[int, ...]
+    ) -> tuple[StageRun, str]:
         self._num_runs += 1
         name = f"run-{self._num_runs}"
         ids = [f"{name}/{group}/{index}" for index, group in enumerate(stage.groups)]
@@ -179,7 +189,7 @@ class _Course:
     """One stage, from the first prompt to the last token and the last answer to a move."""
 
     pair: Pair
-    stage: Stage
+    stage: StageWorkload
     arm: Arm
     ids: list[str]
     rebalancer: Rebalancer | None

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhfspec.bench.moving.arms import CLAIRVOYANT, DEALT, OURS, PULLED
-from rlhfspec.bench.moving.prediction import IDEAL, Curve
+from rlhfspec.bench.moving.prediction import IDEAL, MeasuredCurve
 from rlhfspec.bench.moving.workloads import GROUPS, SKEW
 from rlhfspec.bench.processor import Processor
 from rlhfspec.bench.ratios import Ratio, against_best, paired
@@ -111,7 +111,7 @@ class Row:
 class RebalanceResults:
     machine: Processor
     settings: dict[str, Any]
-    curves: dict[str, Curve]  # by decoding; a token of each of B sequences, while the neighbour runs
+    curves: dict[str, MeasuredCurve]  # by decoding; a token of each of B sequences, while the neighbour runs
     stages: tuple[StageResult, ...]
 
     @property

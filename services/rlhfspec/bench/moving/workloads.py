@@ -8,12 +8,12 @@ Lengths are synthetic: drawn from a lognormal, and reached because the end of se
     independent  dealt in turn, lengths have nothing to do with each other
 
 Example:
-    >>> stage = Stage.of("skew", seed=1)
+    >>> stage = StageWorkload.of("skew", seed=1)
     >>> stage.num_sequences, stage.dealt.count(0), stage.dealt.count(1)
     (64, 32, 32)
     >>> stage.imbalance > 2  # times as many tokens here as there
     True
-    >>> Stage.of("groups", seed=1).groups[:9]
+    >>> StageWorkload.of("groups", seed=1).groups[:9]
     (0, 0, 0, 0, 0, 0, 0, 0, 1)
 """
 
@@ -38,7 +38,7 @@ LEAST_IMBALANCE = 1.5  # groups whose halves luck made alike leave nothing to ga
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class StageWorkload:
     """Of each sequence: prompt, how many tokens come, the number of the prompt, and the generator it is dealt to."""
 
     workload: str
@@ -49,7 +49,7 @@ class Stage:
     dealt: tuple[int, ...]
 
     @classmethod
-    def of(cls, workload: str, seed: int, scale: float = 1.0) -> Stage:
+    def of(cls, workload: str, seed: int, scale: float = 1.0) -> StageWorkload:
         """`scale`: shorter responses, for a quick look."""
         if workload not in WORKLOADS:
             raise InvalidRequest("workloads", workload, f"must be among {', '.join(WORKLOADS)}")
@@ -91,9 +91,9 @@ def draw_lengths(groups: tuple[int, ...], *, seed: int, scale: float = 1.0) -> I
         yield max(round(length), SHORTEST)
 
 
-def stages(workload: str, count: int, scale: float = 1.0) -> list[Stage]:
+def stages(workload: str, count: int, scale: float = 1.0) -> list[StageWorkload]:
     """The first seeds; of `groups`, the first whose halves differ enough in tokens to be worth a move."""
-    all_seeds = (Stage.of(workload, seed, scale) for seed in itertools.count(1))
+    all_seeds = (StageWorkload.of(workload, seed, scale) for seed in itertools.count(1))
     wanted = (stage for stage in all_seeds if workload != GROUPS or stage.imbalance >= LEAST_IMBALANCE)
     return list(itertools.islice(wanted, count))
 

@@ -56,7 +56,7 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
     watch = Stopwatch()
     steps: list[dict[str, Any]] = []
 
-    class Recorder(TrainerCallback):
+    class StepRecorder(TrainerCallback):
         began = 0.0
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -75,7 +75,7 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
         reward_funcs=_rewards,
         args=_config(trl.GRPOConfig, arguments, num_samples),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in arguments["prompts"]]),
-        callbacks=[Recorder()],
+        callbacks=[StepRecorder()],
     )
     for name in ("_generate", "_calculate_rewards", "_generate_and_score_completions"):
         setattr(trainer, name, watch.around(name, getattr(trainer, name)))
