@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from rlhfspec.cluster.report import Trouble
 from rlhfspec.loop import BY_NAME
 from rlhfspec.service.logs import without_secrets
-from rlhfspec.service.roster import SILENT_SECONDS, ProcessState
+from rlhfspec.service.roster import ProcessState
+from rlhfspec.service.silence import SILENT_SECONDS
 from rlhfspec.service.supervisor import is_overdue
 from rlhfspec.service.vitals import WorkerState
 

@@ -26,7 +26,8 @@ from rlhfspec.service.bus import Bus
 from rlhfspec.service.child import Child, Interpreters, Process
 from rlhfspec.service.children import Children
 from rlhfspec.service.restarts import MOST_UNCOUNTED, Restarts
-from rlhfspec.service.roster import SILENT_SECONDS, Roster
+from rlhfspec.service.roster import Roster
+from rlhfspec.service.silence import SILENT_SECONDS
 from rlhfspec.service.vitals import Vitals
 from rlhfspec.transport.clock import FakeClock
 from rlhfspec.transport.memory import MemoryTransport

@@ -22,7 +22,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
 from rlhfspec.records.metrics import example_step
-from rlhfspec.service.roster import SILENT_SECONDS
+from rlhfspec.service.silence import SILENT_SECONDS
 from rlhfspec.telemetry.run_folder import example_job
 from rlhfspec.tracing.spans import Span
 from rlhfspec.transport.clock import FakeClock
