@@ -32,7 +32,7 @@ PART_BYTES = 8 << 20  # sent at once
 NUM_CONNECTIONS = 8
 PATIENCE_SECONDS = 60.0  # with a request that fails
 REQUEST_SECONDS = 3600.0  # of an object, on a slow line
-SILENT_SECONDS = 60.0  # of one
+STALLED_READ_SECONDS = 60.0  # of one
 _OF_THE_JOB = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError", "UnknownConfigurationKeyError")
 
 
@@ -52,7 +52,7 @@ class ObjectStore:
                 self.uri,
                 client_options={
                     "timeout": timedelta(seconds=REQUEST_SECONDS),
-                    "read_timeout": timedelta(seconds=SILENT_SECONDS),
+                    "read_timeout": timedelta(seconds=STALLED_READ_SECONDS),
                     "allow_http": True,  # as the endpoint says
                 },
                 retry_config={"max_retries": 100, "retry_timeout": timedelta(seconds=patience_seconds)},

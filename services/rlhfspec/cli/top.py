@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rlhfspec.runs.live.live import LiveView, WorkerSnapshot
 
 EVERY_SECONDS = 1.0
-SILENT_SECONDS = 5.0  # some heartbeats of a worker that only waits: from then on its silence is shown
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with --processes.", show_default=False)]
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
@@ -85,9 +84,10 @@ def _table(view: LiveView) -> Table:
 
 def _row(snapshot: WorkerSnapshot, silent_seconds: float) -> tuple[str, ...]:
     from rlhfspec.runs.view.text import one_line
+    from rlhfspec.stage.silence import is_silent
 
     state, load = snapshot.state, snapshot.load
-    silent = silent_seconds > SILENT_SECONDS
+    silent = is_silent(silent_seconds)
     running = ("", "", "") if load is None else (
         str(load.num_running), str(load.num_waiting), f"{load.tokens_per_second:.0f}"
     )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 from rlhfspec.messages import loop
 from rlhfspec.messages.records import Heartbeat, Load, Record
 from rlhfspec.runs.live.live import LiveView, WorkerSnapshot
+from rlhfspec.stage.silence import is_silent
 from rlhfspec.stage.vitals import WorkerState
 
-SILENT_SECONDS = 5.0  # many beats: it is told
 GONE_SECONDS = 30.0
 ORDER = {stage.name: place for place, stage in enumerate(loop.STAGES)}
 
@@ -87,7 +87,7 @@ def _generator(load: Load, at: float, said: _LastHeard | None, now: float) -> di
         "strategy": load.strategy[:60],
         "version": load.weights_version,
         "leaving": load.is_leaving,
-        "silent": now - at > SILENT_SECONDS,
+        "silent": is_silent(now - at),
     }
 
 
@@ -96,9 +96,9 @@ def _worker(said: _LastHeard, now: float) -> dict[str, Any]:
     return {
         "stage": said.what.stage,
         "worker": said.what.worker,
-        "doing": "silent" if silent > SILENT_SECONDS else said.what.doing,
+        "doing": "silent" if is_silent(silent) else said.what.doing,
         "what": said.what.what[:200],
-        "seconds": round(silent if silent > SILENT_SECONDS else said.what.since_seconds, 1),
+        "seconds": round(silent if is_silent(silent) else said.what.since_seconds, 1),
         "busy": round(said.what.busy_seconds, 1),
         "host": said.host,
         "pid": said.pid,

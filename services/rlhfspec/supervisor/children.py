@@ -21,9 +21,10 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages import loop
 from rlhfspec.messages.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.messages.servers.guardian import processes_of
-from rlhfspec.runs.view.roster import SILENT_SECONDS, ProcessState, Roster
+from rlhfspec.runs.view.roster import ProcessState, Roster
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.silence import is_silent
 from rlhfspec.stage.supervisor import GRACE_SECONDS, STAGE_NAMES, is_overdue, raise_if_all_wait
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.supervisor.child import Child, Ended
@@ -227,7 +228,7 @@ class Children(Service):
         for state in self.roster.worker_states():
             if (state.stage, state.worker) == (stage, worker) and is_overdue(state, LATE_SECONDS):
                 child.kill(f"stalled: {state.what} takes {state.since_seconds:.0f} s, longer than its deadline")
-        if silence > max(deadline, SILENT_SECONDS) and not child.is_held():
+        if silence > deadline and is_silent(silence) and not child.is_held():
             child.kill(f"stalled: it said nothing for {silence:.0f} s")
 
     def _tell_news(self, child: Child) -> None:

@@ -17,9 +17,9 @@ from typing import Literal
 from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.messages.records import Heartbeat, WorkerInfo
 from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.stage.silence import is_silent
 from rlhfspec.stage.vitals import WorkerState
 
-SILENT_SECONDS = 15.0  # without a heartbeat: its event loop is dead, it is stopped, or the server is away
 ORDER = {name: place for place, name in enumerate(BY_NAME)}
 Phase = Literal["starting", "running", "restarting", "held", "left"]
 ProcessDoing = Literal["starting", "working", "waiting", "silent", "restarting", "held", "left"]
@@ -143,7 +143,7 @@ class Roster:
     def all_run(self) -> bool:
         """Nobody is expected back who is away now."""
         there = [member for member in self._members.values() if member.phase != "left"]
-        return all(m.phase == "running" and self._clock.now() - m.heard_at <= SILENT_SECONDS for m in there)
+        return all(m.phase == "running" and not is_silent(self._clock.now() - m.heard_at) for m in there)
 
     def states(self) -> list[ProcessState]:
         """By stage, in the order of the loop."""
@@ -159,7 +159,7 @@ class Roster:
 
     def _has_gone(self, member: _Member) -> bool:
         stopped = member.beat is not None and member.beat.doing == "stopped"
-        return stopped or self._clock.now() - member.heard_at > SILENT_SECONDS
+        return stopped or is_silent(self._clock.now() - member.heard_at)
 
     def _member(self, stage: str, worker: int) -> _Member:
         now = self._clock.now()
@@ -190,7 +190,7 @@ class Roster:
         now, beat = self._clock.now(), member.beat
         if member.phase in ("restarting", "held", "left"):
             return member.phase, member.what, now - member.since
-        if (silence := now - member.heard_at) > SILENT_SECONDS:
+        if is_silent(silence := now - member.heard_at):
             return "silent", "no heartbeat from it", silence
         if beat is None or beat.doing == "stopped":
             return "starting", member.what or "ends", now - member.since

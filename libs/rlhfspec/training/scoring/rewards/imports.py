@@ -18,7 +18,7 @@ from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.training.scoring.rewards.user_code import in_daemon_thread
 
 IMPORT_SECONDS = 60.0  # reward code may import large libraries on a slow disk
-SILENT_SECONDS = 5.0  # then a warning says what it waits for
+WARN_AFTER_SECONDS = 5.0  # then a warning says what it waits for
 log = logging.getLogger(__name__)
 
 
@@ -47,10 +47,10 @@ def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[
 def _module(name: str, base_folder: Path, reference: str, field: str) -> ModuleType:
     """Imports run a user's code: in a thread, with a deadline, and whatever they raise becomes one clear error."""
     future = in_daemon_thread(lambda: _import(name, base_folder.absolute()))
-    if not wait([future], timeout=min(SILENT_SECONDS, IMPORT_SECONDS)).done:
+    if not wait([future], timeout=min(WARN_AFTER_SECONDS, IMPORT_SECONDS)).done:
         log.warning("%s: importing %r takes long; it is given up after %g s", field, name, IMPORT_SECONDS)
     try:
-        outcome = future.result(timeout=max(0.0, IMPORT_SECONDS - SILENT_SECONDS))
+        outcome = future.result(timeout=max(0.0, IMPORT_SECONDS - WARN_AFTER_SECONDS))
     except TimeoutError:
         problem = f"importing {name!r} took longer than {IMPORT_SECONDS:g} s"
         raise InvalidRequest(field, reference, problem) from None
