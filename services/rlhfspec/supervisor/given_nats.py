@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -155,7 +156,7 @@ async def _there_and_back(transport: NatsTransport, work: str, state: str) -> No
 async def _arrives(reading: Subscription, subject: str) -> Any:
     messages = await reading.pull(1, SECONDS)
     if not messages:
-        raise InvalidRequest("permissions", subject, "what is published there does not arrive")
+        raise InvalidRequest("permission denied", subject, "what is published there does not arrive")
     return messages[0]
 
 
@@ -182,15 +183,15 @@ def _in_the_users_words(error: InvalidRequest, given: GivenServer) -> InvalidReq
         no_kind = error.problem.startswith("is no ")
         problem = "is neither a .creds file nor the seed of a user's NKEY" if no_kind else error.problem
         return InvalidRequest(CREDENTIALS, error.value, problem)
-    if error.field == "permissions":
-        return InvalidRequest(OPTION, error.value, f"{_not_allowed(error.problem)}; {RIGHTS}")
+    if error.field == "permission denied":
+        return InvalidRequest(OPTION, error.value, f"{_not_allowed(error)}; {RIGHTS}")
     value = given.url if error.field == "subject" else error.value
     return InvalidRequest(OPTION, value, error.problem + _help(error))
 
 
-def _not_allowed(problem: str) -> str:
-    """Every role of the run is this user here."""
-    return problem.replace("the server lets nobody of this role", "this user may not")
+def _not_allowed(error: InvalidRequest) -> str:
+    """Return the problem for the one user that all roles are on a given server; the option shows the subject."""
+    return re.sub(r"^role \S+ may", "this user may", error.problem).replace(f" to {error.value}", " there")
 
 
 def _help(error: InvalidRequest) -> str:

@@ -561,7 +561,7 @@ def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_path: P
             async with asyncio.timeout(60):
                 assert await heard.get() == load(3)
             silent = await connect(servers, "dashboard", mine)
-            with pytest.raises(InvalidRequest, match="lets nobody of this role publish there"):
+            with pytest.raises(InvalidRequest, match=r"role dashboard may not publish to rlhf\.sums"):
                 await silent.publish(f"rlhf.sums.{UID}.sample", b"forged", id="1")
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
@@ -573,7 +573,7 @@ def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_path: P
 
 async def connect(servers: SharedServers, role: str, credentials: Path) -> NatsTransport:
     return await NatsTransport.connect(
-        servers.nats_url, name=role, inbox_prefix=inbox_of(role, "release" if role == "dashboard" else UID),
+        servers.nats_url, name=role, role=role, inbox_prefix=inbox_of(role, "release" if role == "dashboard" else UID),
         proof=NatsProof(creds=credentials / f"{role}.creds"), tls=servers_tls(credentials, role),
         publish_timeout_seconds=5.0,
     )  # fmt: skip

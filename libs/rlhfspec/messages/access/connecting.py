@@ -70,6 +70,7 @@ async def connect(
     return await NatsTransport.connect(
         connections.nats_url,
         name=name,
+        role=role,
         inbox_prefix=access.inbox_prefix,
         proof=access.proof,
         tls=access.tls,

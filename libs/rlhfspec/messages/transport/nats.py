@@ -71,8 +71,10 @@ class NatsTransport:
         publish_timeout_seconds: float = 600.0,
         keeping: Keeping = FOR_EVER,
         connect_timeout_seconds: float = 5.0,
+        role: str = "",
     ) -> NatsTransport:
-        """`name`: of this process, in what the server shows. Raises at once when the server is not there or not fit."""
+        """`name`: of this process, in what the server shows; `role`: in what is said of its rights. Raises at once
+        when the server is not there or not fit."""
         connection = await Connection.open(
             url,
             name=name,
@@ -82,6 +84,7 @@ class NatsTransport:
             clock=clock or SystemClock(),
             patience_seconds=publish_timeout_seconds,
             connect_timeout_seconds=connect_timeout_seconds,
+            role=role,
         )
         return cls(
             connection,

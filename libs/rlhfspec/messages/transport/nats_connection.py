@@ -37,15 +37,16 @@ _REFUSED = re.compile(r'permissions violation for (publish|subscription) to "([^
 
 
 class Connection:
-    """`patience_seconds`: so long a request waits for a server that is away."""
+    """`patience_seconds`: so long a request waits for a server that is away. `role`: named where the server refuses."""
 
-    def __init__(self, url: str, clock: Clock, patience_seconds: float) -> None:
+    def __init__(self, url: str, clock: Clock, patience_seconds: float, role: str = "") -> None:
         self.url = url
         self.clock = clock
         self.patience_seconds = patience_seconds
         self.disturbed: set[Callable[[], None]] = set()  # called when waiting any longer may be in vain
         self.is_closed = False
         self.num_reconnects = 0
+        self._role = role
         self._nc = _Client()
         self._connected = asyncio.Event()
         self._inbox = ""
@@ -65,10 +66,11 @@ class Connection:
         clock: Clock,
         patience_seconds: float,
         connect_timeout_seconds: float,
+        role: str = "",
     ) -> Connection:
         """Raises at once: InvalidRequest for what has to be changed, TransportUnavailable where nobody answers."""
         proof.check()
-        connection, opened = cls(url, clock, patience_seconds), False
+        connection, opened = cls(url, clock, patience_seconds, role), False
         try:
             async with asyncio.timeout(connect_timeout_seconds):
                 check_info(url, await read_info(url), tls)
@@ -225,8 +227,9 @@ class Connection:
         """Raises when nothing can travel there any more."""
         self.refuse_if_closed(subject)
         if (use, subject.lower()) in self._refused:
-            verb = "publish" if use == "publish" else "listen"
-            raise InvalidRequest("permissions", subject, f"the server lets nobody of this role {verb} there")
+            client = f"role {self._role}" if self._role else "this user"
+            verb = "publish" if use == "publish" else "subscribe"
+            raise InvalidRequest("permission denied", subject, f"{client} may not {verb} to {subject}")
 
     # --- what the connection says --------------------------------------------------------------------------------
 
