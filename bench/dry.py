@@ -23,15 +23,15 @@ from typing import Any
 
 import yaml
 
-from rlhfspec.records import Plan, WorkerInfo
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.connecting import connect
-from rlhfspec.service.connections import Connections
-from rlhfspec.telemetry.metrics import curve
-from rlhfspec.tiny.models import ensure
-from rlhfspec.tracing.folder import read_spans
+from rlhfspec.messages.access.connecting import connect
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.records import Plan, WorkerInfo
+from rlhfspec.messages.records.metrics import curve
+from rlhfspec.models.tiny.models import ensure
+from rlhfspec.stage.bus import Bus
+from rlhfspec.telemetry.folder import read_spans
 
-ORDER = json.dumps({"dry": {"0": "score", "1": "score"}})
+ORDER = {0: "score", 1: "score"}
 REWARDS = "def letters(completion):\n    return sum(map(str.isalpha, completion)) / 8\n"
 
 
@@ -84,7 +84,7 @@ async def _order(folder: Path, last_step: int) -> None:
     [rebalancer] = [each.record.pid for each in workers if each.record.stage == "rebalancer"]
     os.kill(rebalancer, signal.SIGSTOP)
     while len(_lines(folder)) < last_step:
-        await bus.publish(Plan(id="dry/plan", job="dry", plan_json=ORDER))
+        await bus.publish(Plan(id="dry/plan", job="dry", dry=ORDER))
         await asyncio.sleep(0.25)
     os.kill(rebalancer, signal.SIGCONT)
     await transport.close()

@@ -24,11 +24,11 @@ import yaml
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import ApiResponse, path_of
 from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.credentials import new_keys
 from rlhfspec.operator.looks import Reconciler
 from rlhfspec.operator.observed import ChartSettings, Images
 from rlhfspec.operator.queue import Key
 from rlhfspec.operator.release import credentials_by
-from rlhfspec.service.credentials import new_keys
 
 Json = dict[str, Any]
 EXAMPLE = Path(__file__).parent.parent / "examples" / "grpo.yaml"

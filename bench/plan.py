@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from rlhfspec.rebalancing.fleet import Fleet
-from rlhfspec.rebalancing.plan import plan
+from rlhfspec.moves.rebalancing.fleet import Fleet
+from rlhfspec.moves.rebalancing.plan import plan
 
 
 def large_fleet(num_generators: int, num_sequences: int, seed: int = 0) -> Fleet:

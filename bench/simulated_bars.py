@@ -9,12 +9,12 @@ import sys
 import time
 from dataclasses import replace
 
-from rlhfspec.rebalancing.lengths import workload
-from rlhfspec.rebalancing.policies import policy_named
-from rlhfspec.rebalancing.scenario import Scenario
-from rlhfspec.rebalancing.simulator import simulate
-from rlhfspec.rebalancing.step_curves import PRESETS
-from rlhfspec.rebalancing.trials import PolicyTrial, trials
+from rlhfspec.simulator.lengths import workload
+from rlhfspec.simulator.policies import policy_named
+from rlhfspec.simulator.scenario import Scenario
+from rlhfspec.simulator.simulator import simulate
+from rlhfspec.simulator.step_curves import PRESETS
+from rlhfspec.simulator.trials import PolicyTrial, trials
 
 PREFILL_SECONDS = 5e-4
 POLICIES = ("none", "threshold", "knee", "counts", "ours", "ours-knowing")

@@ -14,11 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from rlhfspec.records import Prompt, Sample, Score, ScoringStage, StepReport
-from rlhfspec.service.bus import Bus, StageBus, ack_all
-from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.tracing.opening import watching
-from rlhfspec.transport.memory import MemoryTransport
+from rlhfspec.messages.records import Prompt, Sample, Score, ScoringStage, StepReport
+from rlhfspec.messages.records.metrics import example_step
+from rlhfspec.messages.transport.memory import MemoryTransport
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.stage.bus import Bus, StageBus, ack_all
+from rlhfspec.telemetry.opening import watching
 
 NUM_SAMPLES = 256
 ROUNDS = 30
@@ -77,10 +78,7 @@ async def _samples(bus: Bus) -> None:
 
 
 async def _end_step(trainer: StageBus) -> None:
-    report = StepReport(
-        id="sums/1/report", job="sums", step=1, weights_version=1, weights_digest="00", metrics_json="{}"
-    )
-    await trainer.publish(report)
+    await trainer.publish(StepReport(id="sums/1/report", job="sums", metrics=example_step(step=1)))
 
 
 def _prompt(number: int) -> Prompt:

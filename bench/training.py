@@ -24,11 +24,11 @@ import torch
 
 from rlhfspec.bench.step import StepSettings, job_of
 from rlhfspec.job import RLHFJob
-from rlhfspec.learning.learner import Learner
-from rlhfspec.learning.rollouts import Rollouts
-from rlhfspec.modeling.digest import digest
-from rlhfspec.tiny.corpus import prompts, token_stream
-from rlhfspec.tiny.models import ensure
+from rlhfspec.models.tiny.corpus import prompts, token_stream
+from rlhfspec.models.tiny.models import ensure
+from rlhfspec.training.learning.learner import Learner
+from rlhfspec.training.learning.rollouts import Rollouts
+from rlhfspec.training.modeling.digest import digest
 
 NUM_SAMPLES, NUM_TOKENS, GROUP = 16, 256, 4
 SHARED_BY, ANSWER_TOKENS, PROMPT_TOKENS = 16, 48, (768, 96, 8)

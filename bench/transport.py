@@ -20,9 +20,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhfspec.servers.nats import NatsServer
-from rlhfspec.transport.base import Consumer
-from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.messages.servers.nats import NatsServer
+from rlhfspec.messages.transport.base import Consumer
+from rlhfspec.messages.transport.nats import NatsTransport
 
 SUBJECT = "rlhf.bench.sample"
 READER = Consumer(name="reader", ack_wait_seconds=60.0, max_unacknowledged=1 << 16)

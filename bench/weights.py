@@ -103,7 +103,7 @@ def ask(worker: Connection, what: str, argument: Any) -> Any:
 def workers(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, tuple[Connection, list[Connection]]]]:
     credentials = folder / "credentials"
     if "tls" in args.ways:
-        from rlhfspec.servers.certificates import create_credentials
+        from rlhfspec.messages.servers.certificates import create_credentials
 
         create_credentials(credentials, STAGES)
     context = multiprocessing.get_context("spawn")
@@ -160,13 +160,13 @@ def work(orders: Connection, settings: dict[str, Any]) -> None:
 
 
 def make_store(*, stage: str, way: str, folder: Path, trainer: str | None, size: int) -> Any:
-    from rlhfspec.weights import FileWeightStore
+    from rlhfspec.training.weights import FileWeightStore
 
     if way == "file":
         return FileWeightStore(folder / "weights", keep=KEEP), "-", lambda: None
     import grpc
 
-    from rlhfspec.weights.grpc import GrpcWeightStore, channel_credentials
+    from rlhfspec.training.weights.grpc import GrpcWeightStore, channel_credentials
 
     server = grpc.server(ThreadPoolExecutor(8))
     files = folder / "credentials"

@@ -1,17 +1,17 @@
-"""The tables in docs of what a job can choose by name, from `rlhfspec.choices`."""
+"""The tables in docs of what a job can choose by name, from `rlhfspec.job.choices`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rlhfspec.choices.algorithms import ALGORITHMS, AlgorithmEntry
-from rlhfspec.choices.drafters import DRAFTERS
-from rlhfspec.choices.engines import ENGINES
-from rlhfspec.choices.links import LINKS
-from rlhfspec.choices.registry import docs_table
-from rlhfspec.choices.weight_stores import WEIGHT_STORES
 from rlhfspec.job import Algorithm
-from rlhfspec.loop import scoring_stages
+from rlhfspec.job.choices.algorithms import ALGORITHMS, AlgorithmEntry
+from rlhfspec.job.choices.drafters import DRAFTERS
+from rlhfspec.job.choices.engines import ENGINES
+from rlhfspec.job.choices.links import LINKS
+from rlhfspec.job.choices.registry import docs_table
+from rlhfspec.job.choices.weight_stores import WEIGHT_STORES
+from rlhfspec.messages.loop import scoring_stages
 
 DOCS = Path(__file__).parent.parent / "docs"
 _AVERAGED = {

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from rlhfspec.cluster import names
-from rlhfspec.loop import STAGES
-from rlhfspec.records import Move
-from rlhfspec.service.worker_weights import READERS
+from rlhfspec.messages.loop import STAGES
+from rlhfspec.messages.records import Move
+from rlhfspec.worker.worker_weights import READERS
 
 WORKERS = (names.CONTROL, *(stage.name for stage in STAGES))  # they run while the job does
 COMPONENTS = ("operator", "nats", "redis", "dashboard", "install", "test")

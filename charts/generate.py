@@ -8,7 +8,7 @@
 | files/rbac.yaml | `rlhfspec.operator.rbac` |
 | files/dashboards/*.json | grafana.py |
 | files/crd.yaml | `rlhfspec schema --crd` |
-| tables of choices in docs | choice_tables.py, so `rlhfspec.choices` |
+| tables of choices in docs | choice_tables.py, so `rlhfspec.job.choices` |
 | the fields in docs/job.md | job_fields.py, so the schema of a job |
 | stages and records in docs/loop.md | loop_tables.py, so `loop.py` |
 """

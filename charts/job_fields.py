@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhfspec.job import Spec
-from rlhfspec.job_block import MOST, MOST_SECONDS, MOST_WORKERS, Mark, marked
-from rlhfspec.job_file.schema import json_schema
+from rlhfspec.job.block import MOST, MOST_SECONDS, MOST_WORKERS, Mark, marked
+from rlhfspec.job.file.schema import json_schema
 
 JsonSchema = dict[str, Any]
 _TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "map"}

@@ -1,9 +1,9 @@
-"""The tables of docs/loop.md, from `rlhfspec.loop`: stages; records with their subjects, publishers and readers."""
+"""The tables of docs/loop.md, from `rlhfspec.messages.loop`: stages; records with subjects, publishers, readers."""
 
 from __future__ import annotations
 
-from rlhfspec import loop
-from rlhfspec.records import Record
+from rlhfspec.messages import loop
+from rlhfspec.messages.records import Record
 
 EVERY_PROCESS = "every process"
 

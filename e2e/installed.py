@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from cluster import Cluster, ControlPlane
 
-from rlhfspec.telemetry.metrics import curve
+from rlhfspec.messages.records.metrics import curve
 
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "charts" / "rlhfspec"

@@ -19,7 +19,7 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.crd import custom_resource_definition
 from rlhfspec.cluster.crd_rules import OF_PODS
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file.yaml_text import parts_of
+from rlhfspec.job.file.yaml_text import parts_of
 
 pytestmark = pytest.mark.ci
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.yaml"))

@@ -38,7 +38,7 @@ from verbs import bound, refused, unused
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.operator.release import redis_login
-from rlhfspec.service.redis_users import run_of
+from rlhfspec.runs.live.redis_users import run_of
 
 pytestmark = pytest.mark.ci
 NAMESPACES = ("life", "again", "wrong", "quota", "policy", "gone", "reports", "two", "asleep", "owners")
@@ -244,7 +244,7 @@ async def runs_in_redis(servers: SharedServers) -> set[str]:
 
 
 async def as_operator(servers: SharedServers) -> nats.NATS:
-    from rlhfspec.service.credentials import operator_creds
+    from rlhfspec.operator.credentials import operator_creds
 
     file = servers.folder / "operator.creds"
     file.write_bytes(operator_creds(servers.keys))

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 from invalid_jobs import _around, _fields, edited
 
-from rlhfspec.job_file.schema import structural_schema
+from rlhfspec.job.file.schema import structural_schema
 
 FIELDS = {path: node for path, node in _fields(structural_schema()["properties"]["spec"], "") if "." in path}
 AMOUNTS = ["0", "1", "1k", "1.0", "1e0", "1e99", "100m", "2Gi", "7E", "3.5", "0.5"]

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Self
 
 from rlhfspec.errors import RLHFSpecError
-from rlhfspec.loop import workers_of
-from rlhfspec.records import Load, Move, Moved
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.connecting import connect
-from rlhfspec.service.connections import Connections
+from rlhfspec.messages.access.connecting import connect
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.loop import workers_of
+from rlhfspec.messages.records import Load, Move, Moved
+from rlhfspec.stage.bus import Bus
 
 ROLE = "rebalancer"
 LISTEN_SECONDS = 0.02

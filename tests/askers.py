@@ -7,12 +7,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.migration.base import Peer
-from rlhfspec.migration.control import (
-    StreamControl,
-    StreamControlServer,
-)
-from rlhfspec.servers.certificates import client_tls, server_tls
+from rlhfspec.messages.servers.certificates import client_tls, server_tls
+from rlhfspec.moves.migration.base import Peer
+from rlhfspec.moves.migration.control import StreamControl, StreamControlServer
 
 
 @contextlib.asynccontextmanager

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from rlhfspec.errors import StorageError, WeightsVersionError
-from rlhfspec.modeling.digest import digest
-from rlhfspec.records import Weights
-from rlhfspec.weights import broadcast
-from rlhfspec.weights.base import weights_record
-from rlhfspec.weights.broadcast import BroadcastWeightStore
+from rlhfspec.messages.records import Weights
+from rlhfspec.training.modeling.digest import digest
+from rlhfspec.training.weights import broadcast
+from rlhfspec.training.weights.base import weights_record
+from rlhfspec.training.weights.broadcast import BroadcastWeightStore
 
 
 def state(version: int) -> dict[str, torch.Tensor]:

@@ -22,9 +22,9 @@ from shared_servers import SharedServers, free_port
 
 from rlhfspec.cluster.report import Report
 from rlhfspec.job import RLHFJob
-from rlhfspec.loop import workers_of
-from rlhfspec.servers.guardian import MARK
-from rlhfspec.service.connections import Connections
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.loop import workers_of
+from rlhfspec.messages.servers.guardian import MARK
 
 UID = "c0e43711"
 PATIENCE_SECONDS = 150.0

@@ -15,26 +15,26 @@ from typing import Any, Self
 import aiohttp
 from aiohttp.test_utils import TestServer
 
-from rlhfspec import loop
 from rlhfspec.dashboard.access import Access, LaptopAccess
 from rlhfspec.dashboard.server import Dashboard
 from rlhfspec.dashboard.source import JobSource
-from rlhfspec.records import Heartbeat, Load, Moved, Record, Score, StepReport
-from rlhfspec.servers.certificates import ServerTls, client_tls, create_credentials
-from rlhfspec.servers.nats import NatsServer, User
-from rlhfspec.servers.redis import RedisServer
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.connections import Connections
-from rlhfspec.service.live import LiveState, Window, WorkerSnapshot
-from rlhfspec.service.rights import BUS_ROLES, CONTROL, inbox_of, rights_of
-from rlhfspec.service.tasks import ended
-from rlhfspec.service.vitals import WorkerState
-from rlhfspec.telemetry.metrics import example_step
-from rlhfspec.telemetry.run_folder import RunFolder, example_job
-from rlhfspec.telemetry.sample_lines import example_sample
-from rlhfspec.tracing.spans import Span
-from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_proof import NatsProof
+from rlhfspec.messages import loop
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of, rights_of
+from rlhfspec.messages.records import Heartbeat, Load, Moved, Record, Score, StepReport
+from rlhfspec.messages.records.metrics import example_step
+from rlhfspec.messages.servers.certificates import ServerTls, client_tls, create_credentials
+from rlhfspec.messages.servers.nats import NatsServer, User
+from rlhfspec.messages.servers.redis import RedisServer
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.messages.transport.nats_proof import NatsProof
+from rlhfspec.runs.folder.run_folder import RunFolder, example_job
+from rlhfspec.runs.folder.sample_lines import example_sample
+from rlhfspec.runs.live.live import LiveState, Window, WorkerSnapshot
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.tasks import ended
+from rlhfspec.stage.vitals import WorkerState
+from rlhfspec.telemetry.spans import Span
 
 TOKEN = "a-token-of-the-tests"
 UID = "3f2a"
@@ -159,10 +159,7 @@ def moved(number: int, *, source: int = 0, destination: int = 1, job: str = "sum
 
 
 def report(step: int, *, job: str = "sums") -> StepReport:
-    line = example_step(step=step, reward=0.75).to_line()
-    return StepReport(
-        id=f"{job}/{step}/report", job=job, step=step, weights_version=step, weights_digest="d", metrics_json=line
-    )
+    return StepReport(id=f"{job}/{step}/report", job=job, metrics=example_step(step=step, reward=0.75))
 
 
 def beat(worker: int = 0, *, job: str = "sums") -> Heartbeat:

@@ -17,8 +17,8 @@ from typing import Self
 
 from shared_servers import free_port
 
-from rlhfspec.servers import find
-from rlhfspec.servers.certificates import ServerTls
+from rlhfspec.messages.servers import find
+from rlhfspec.messages.servers.certificates import ServerTls
 
 NOTHING: Mapping[bytes, bytes] = {}
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhfspec.job_file.schema import json_schema, structural_schema
-from rlhfspec.job_file.yaml_text import parts_of
+from rlhfspec.job.file.schema import json_schema, structural_schema
+from rlhfspec.job.file.yaml_text import parts_of
 
 REMOVED = object()
 FUNCTION = {"type": "function", "function": "rewards:exact"}

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from rlhfspec import job
-from rlhfspec.learning.learner import Learner
-from rlhfspec.learning.rollouts import Rollouts
-from rlhfspec.modeling import lora
-from rlhfspec.modeling.critic import Critic
-from rlhfspec.modeling.loading import prepared
-from rlhfspec.modeling.log_probs import TorchForward
-from rlhfspec.modeling.packed import pack_sequences
-from rlhfspec.tiny import random_model
+from rlhfspec.models.tiny import random_model
+from rlhfspec.training.learning.learner import Learner
+from rlhfspec.training.learning.rollouts import Rollouts
+from rlhfspec.training.modeling import lora
+from rlhfspec.training.modeling.critic import Critic
+from rlhfspec.training.modeling.loading import prepared
+from rlhfspec.training.modeling.log_probs import TorchForward
+from rlhfspec.training.modeling.packed import pack_sequences
 
 ALGORITHMS = ("ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo")
 

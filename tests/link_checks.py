@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from rlhfspec.migration.links import nixl
-from rlhfspec.migration.links.opening import WaysIn, make_landing, open_sending
+from rlhfspec.moves.migration.links import nixl
+from rlhfspec.moves.migration.links.opening import WaysIn, make_landing, open_sending
 
 NO_NIXL = pytest.mark.skipif(not nixl.is_installed(), reason="the package nixl is not installed")
 NIXL = [pytest.param(name, marks=NO_NIXL) for name in ("nixl by read", "nixl by write")]
 
 SOURCE = """
 import sys
-from rlhfspec.migration.links.opening import open_sending
+from rlhfspec.moves.migration.links.opening import open_sending
 sending = open_sending(sys.stdin.readline().strip(), seconds=10)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -38,7 +38,7 @@ sending.close()
 
 DESTINATION = """
 import sys
-from rlhfspec.migration.links.opening import make_landing
+from rlhfspec.moves.migration.links.opening import make_landing
 kind, _, by = sys.argv[1].partition(" by ")
 landing = make_landing(kind, **({"nixl_by": by} if by else {}))
 print(landing.offer, flush=True)
@@ -48,12 +48,6 @@ for line in sys.stdin:
     landing.done(key)
 landing.close()
 """
-
-
-def pattern(num_bytes: int, seed: int = 0) -> bytes:
-    """No two neighbouring seeds look alike."""
-    piece = bytes((7 * i + seed) % 251 for i in range(251))
-    return (piece * (num_bytes // 251 + 1))[:num_bytes]
 
 
 def landing_of(kind: str, **settings: Any) -> WaysIn:

@@ -7,8 +7,8 @@ from typing import Any
 
 from stages import JOB
 
+from rlhfspec.messages.records import Load, Move, Moved
 from rlhfspec.rebalancer.knowledge import FleetKnowledge
-from rlhfspec.records import Load, Move, Moved
 
 MAX_TOKENS = 1000
 

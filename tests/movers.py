@@ -14,14 +14,14 @@ from moving import Bits, bits, drain, make, request
 
 from rlhfspec.engine import Completion, Engine
 from rlhfspec.errors import MalformedRecord
-from rlhfspec.migration.base import Peer
-from rlhfspec.migration.control import DirectControl
-from rlhfspec.migration.engine_calls import EngineCalls
-from rlhfspec.migration.links.opening import make_landing, open_sending
-from rlhfspec.migration.mover import Mover
-from rlhfspec.migration.sendings import Links
-from rlhfspec.records import Move, Moved
-from rlhfspec.tracing.base import SampleProgress
+from rlhfspec.messages.records import Move, Moved
+from rlhfspec.moves.migration.base import Peer
+from rlhfspec.moves.migration.control import DirectControl
+from rlhfspec.moves.migration.engine_calls import EngineCalls
+from rlhfspec.moves.migration.links.opening import make_landing, open_sending
+from rlhfspec.moves.migration.mover import Mover
+from rlhfspec.moves.migration.sendings import Links
+from rlhfspec.telemetry.base import SampleProgress
 
 _ids = itertools.count()
 LONG = {"max_context": 448, "speculation": "off"}  # long enough for whatever happens meanwhile

@@ -1,7 +1,7 @@
 """Three processes whose sequences move, on a network that loses, repeats, delays and reorders; and who runs what.
 
-The machines are those of `rlhfspec.migration`; engines and the broker are sets. What is right is judged by the sets
-alone.
+The machines are those of `rlhfspec.moves.migration`; engines and the broker are sets. What is right is judged by the
+sets alone.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from rlhfspec.migration import destination as theirs
-from rlhfspec.migration import messages
-from rlhfspec.migration import source as ours
-from rlhfspec.migration.destination import Destination
-from rlhfspec.migration.source import MoveSource
+from rlhfspec.moves.migration import destination as theirs
+from rlhfspec.moves.migration import messages
+from rlhfspec.moves.migration import source as ours
+from rlhfspec.moves.migration.destination import Destination
+from rlhfspec.moves.migration.source import MoveSource
 
 MESSAGE_SECONDS = 25.0  # no message comes later than that
 REDELIVERY_SECONDS = 30.0  # after the last one who kept it in progress

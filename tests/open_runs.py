@@ -10,20 +10,20 @@ from typing import Any
 
 from shared_servers import SharedServers
 
-from rlhfspec import loop
+from rlhfspec.messages import loop
+from rlhfspec.messages.access.rights import inbox_of
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.messages.transport.nats_proof import NatsProof
+from rlhfspec.messages.transport.nats_streams import Keeping
 from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.credentials import operator_creds
 from rlhfspec.operator.leftovers import Runs
 from rlhfspec.operator.observed import JobView
 from rlhfspec.operator.redis_users import RedisUsers
 from rlhfspec.operator.release import servers_of
 from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.operator.streams import Streams
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.credentials import operator_creds
-from rlhfspec.service.rights import inbox_of
-from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_proof import NatsProof
-from rlhfspec.transport.nats_streams import Keeping
+from rlhfspec.stage.bus import Bus
 
 JOB = "sums"
 

@@ -18,8 +18,8 @@ from shared_servers import SharedServers
 
 from rlhfspec.cluster import names
 from rlhfspec.job import RLHFJob
-from rlhfspec.loop import workers_of
-from rlhfspec.service.connections import Connections
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.loop import workers_of
 
 PATIENCE_SECONDS = 150.0
 JOB_UID = "6f1c-42"

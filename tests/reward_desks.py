@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.job_rewards import Rewards
-from rlhfspec.records import Sample, Score
-from rlhfspec.scoring.rewards import RewardSources
+from rlhfspec.job.rewards import Rewards
+from rlhfspec.messages.records import Sample, Score
+from rlhfspec.training.scoring.rewards import RewardSources
 
 
 def sample(

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Sample, Score
-from rlhfspec.telemetry.metrics import example_step
-from rlhfspec.telemetry.run_folder import Opening, RunFolder, example_job
-from rlhfspec.telemetry.sample_lines import example_sample
+from rlhfspec.messages.records import Sample, Score
+from rlhfspec.messages.records.metrics import example_step
+from rlhfspec.runs.folder.run_folder import Opening, RunFolder, example_job
+from rlhfspec.runs.folder.sample_lines import example_sample
 
 
 def reward_of(sample: Sample, value: float = 1.0, error: str = "") -> Score:

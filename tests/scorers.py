@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhfspec.scoring.log_probs import LogProbScorer
-from rlhfspec.tiny import random_model
+from rlhfspec.models.tiny import random_model
+from rlhfspec.training.scoring.log_probs import LogProbScorer
 
 CONTEXT = 128
 

@@ -12,11 +12,11 @@ from urllib.error import URLError
 from prometheus_client.parser import text_string_to_metric_families
 from promql import Labels
 
-from rlhfspec.loop import workers_of
-from rlhfspec.records import WorkerInfo
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.connecting import connect
-from rlhfspec.service.connections import Connections
+from rlhfspec.messages.access.connecting import connect
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.loop import workers_of
+from rlhfspec.messages.records import WorkerInfo
+from rlhfspec.stage.bus import Bus
 
 TARGET = {"namespace": "team", "rlhfjob": "letters"}  # what a PodMonitor adds to all of a job
 Scrape = dict[Labels, float]

@@ -18,13 +18,13 @@ from typing import Self
 import redis
 from nats_servers import BINARY
 
-from rlhfspec import loop
+from rlhfspec.messages import loop
+from rlhfspec.messages.access.rights import inbox_of
 from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.credentials import Keys, credentials_of, install_secrets, new_keys, operator_creds
 from rlhfspec.operator.leftovers import OpenRun, Runs
 from rlhfspec.operator.streams import Streams
-from rlhfspec.service import redis_users
-from rlhfspec.service.credentials import Keys, credentials_of, install_secrets, new_keys, operator_creds
-from rlhfspec.service.rights import inbox_of
+from rlhfspec.runs.live import redis_users
 
 CREATED = datetime(2026, 7, 1, 12, 0, tzinfo=UTC)
 REDIS = shutil.which("redis-server")  # of the system: the package's Valkey has no TLS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from rlhfspec.transport.base import Consumer, Message, Subscription
-from rlhfspec.transport.memory import MemoryTransport
+from rlhfspec.messages.transport.base import Consumer, Message, Subscription
+from rlhfspec.messages.transport.memory import MemoryTransport
 
 
 class ShuffledTransport(MemoryTransport):

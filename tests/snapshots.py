@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rlhfspec.records import Load
-from rlhfspec.service.live import WorkerSnapshot
-from rlhfspec.service.vitals import WorkerState
+from rlhfspec.messages.records import Load
+from rlhfspec.runs.live.live import WorkerSnapshot
+from rlhfspec.stage.vitals import WorkerState
 
 LOAD = Load(
     id="1", job="sums", generator="generator-0", step=3, num_running=2, num_waiting=1, num_finished=7, num_tokens=99,

@@ -11,8 +11,8 @@ import runpy
 import sys
 from importlib import import_module
 
-from rlhfspec.service.launcher import STAGES_NEED
-from rlhfspec.service.process import STARTED
+from rlhfspec.supervisor.launcher import STAGES_NEED
+from rlhfspec.worker.process import STARTED
 
 
 def main() -> None:

@@ -14,27 +14,29 @@ from typing import Any, Literal
 
 import torch
 
-from rlhfspec.data import Prompts
-from rlhfspec.data.rows import Rows
 from rlhfspec.engine.base import Completion, EngineStats, EngineStep, Request, SequenceStats, SequenceView
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
-from rlhfspec.learning.learner import LearnReport
-from rlhfspec.learning.rollouts import Rollouts
+from rlhfspec.messages.records import DatasetInfo, Prompt, Record, Sample, Score, Weights
+from rlhfspec.messages.records.evaluations import Evaluation, example_evaluation
+from rlhfspec.messages.records.metrics import StepMetrics, example_step
+from rlhfspec.messages.transport.clock import Clock, FakeClock
+from rlhfspec.messages.transport.memory import MemoryTransport
+from rlhfspec.messages.transport.memory_subjects import WorkSubject
+from rlhfspec.models.tiny.tokenizer import encode
 from rlhfspec.prompts.service import PromptsService
-from rlhfspec.records import DatasetInfo, Prompt, Record, Sample, Score, Weights
 from rlhfspec.reward.service import RewardService
-from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.tiny.tokenizer import encode
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.vitals import Vitals
 from rlhfspec.trainer.collector import Collector
 from rlhfspec.trainer.service import Trained, TrainerService
-from rlhfspec.transport.clock import Clock, FakeClock
-from rlhfspec.transport.memory import MemoryTransport
-from rlhfspec.transport.memory_subjects import WorkSubject
-from rlhfspec.weights import MemoryWeightStore
-from rlhfspec.weights.base import weights_record
+from rlhfspec.training.data import Prompts
+from rlhfspec.training.data.rows import Rows
+from rlhfspec.training.learning.learner import LearnReport
+from rlhfspec.training.learning.rollouts import Rollouts
+from rlhfspec.training.weights import MemoryWeightStore
+from rlhfspec.training.weights.base import weights_record
 
 JOB = "sums"
 THREAD_SECONDS = 10.0  # so long a test waits for a thread before it fails
@@ -194,16 +196,16 @@ class FakeRecorder:
     def restore(self) -> dict[str, Any] | None:
         return {"version": self.checkpoints[-1]} if self.checkpoints else None
 
-    def evaluate(self, collected: Collector, seconds: float) -> str:
+    def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
         self.evaluations[collected.shape.step] = collected.collected().all_samples
-        return "{}"
+        return example_evaluation(step=collected.shape.step)
 
     def is_evaluated(self, step: int) -> bool:
         return step in self.evaluations
 
-    def record(self, trained: Trained) -> str:
+    def record(self, trained: Trained) -> StepMetrics:
         self.trained.append(trained)
-        return "{}"
+        return example_step(step=trained.step)
 
     def finish(self, policy_state: dict[str, Any]) -> None:
         self.is_finished = True

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rlhfspec.records import Load, Moved, MoveOutcome, Prompt
-from rlhfspec.tracing.base import Delivered, SampleProgress, WorkerPlace
-from rlhfspec.tracing.read import Life, lives
-from rlhfspec.tracing.spans import Span, parse
-from rlhfspec.tracing.tracer import Tracer, example_sample
+from rlhfspec.messages.records import Load, Moved, MoveOutcome, Prompt
+from rlhfspec.telemetry.base import Delivered, SampleProgress, WorkerPlace
+from rlhfspec.telemetry.read import Life, lives
+from rlhfspec.telemetry.spans import Span, parse
+from rlhfspec.telemetry.tracer import Tracer, example_sample
 
 UID = "3f2a91c0"
 

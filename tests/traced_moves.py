@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from rlhfspec.telemetry.moves import read_moves
-from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.tracing.folder import read_spans
-from rlhfspec.tracing.read import Life, lives
-from rlhfspec.tracing.spans import Span
+from rlhfspec.runs.folder.moves import read_moves
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.telemetry.folder import read_spans
+from rlhfspec.telemetry.read import Life, lives
+from rlhfspec.telemetry.spans import Span
 
 ROUNDED = 2e-6  # seconds: a span's times are written with six digits
 WENT_ON = ("kv", "tokens")

@@ -8,14 +8,14 @@ from dataclasses import replace
 from rich.console import Console
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Load
-from rlhfspec.service.vitals import WorkerState
-from rlhfspec.telemetry.metrics import example_step
-from rlhfspec.telemetry.panel import panel
-from rlhfspec.telemetry.run_folder import example_job
-from rlhfspec.telemetry.same_job import as_content
-from rlhfspec.telemetry.sample_lines import example_sample
-from rlhfspec.telemetry.view import View
+from rlhfspec.messages.records import Load
+from rlhfspec.messages.records.metrics import example_step
+from rlhfspec.runs.folder.run_folder import example_job
+from rlhfspec.runs.folder.same_job import as_content
+from rlhfspec.runs.folder.sample_lines import example_sample
+from rlhfspec.runs.view.panel import panel
+from rlhfspec.runs.view.view import View
+from rlhfspec.stage.vitals import WorkerState
 
 
 class Hand:

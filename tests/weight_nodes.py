@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import torch
 
-from rlhfspec.records import Role, Weights
-from rlhfspec.weights.base import StateDict
-from rlhfspec.weights.grpc import GrpcWeightStore
+from rlhfspec.messages.records import Role, Weights
+from rlhfspec.training.weights.base import StateDict
+from rlhfspec.training.weights.grpc import GrpcWeightStore
 
 LOOPBACK = "127.0.0.1"
 

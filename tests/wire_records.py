@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_type_hints
 
 from hypothesis import strategies as st
 
-from rlhfspec.records import (
+from rlhfspec.messages.records import (
     DatasetInfo,
     Demand,
     EvaluationReport,
@@ -15,6 +16,7 @@ from rlhfspec.records import (
     Move,
     Moved,
     Plan,
+    PlannedMove,
     Prompt,
     Record,
     Sample,
@@ -23,6 +25,9 @@ from rlhfspec.records import (
     Weights,
     WorkerInfo,
 )
+from rlhfspec.messages.records.evaluations import Evaluation
+from rlhfspec.messages.records.metrics import LengthHistogram, LogProbDifference, Seconds, Spread, StepMetrics
+from rlhfspec.messages.records.models import ModelReport
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 counts = st.integers(0, 2**64 - 1)
@@ -54,6 +59,63 @@ said = {
     "seconds": st.floats(),
     "generator": texts,
 }
+
+
+real = st.floats(allow_nan=False, allow_infinity=False)
+some = st.lists(counts, max_size=8).map(tuple)
+by_name = st.dictionaries(texts, real, max_size=3)
+names = st.lists(texts, max_size=3).map(tuple)
+spreads = st.builds(Spread, mean=real, std=real, min=real, max=real)
+lengths = st.builds(
+    LengthHistogram, mean=real, min=counts, p50=counts, p95=counts, max=counts, edges=some, histogram=some
+)
+step_seconds = st.builds(Seconds, **{field.name: real for field in fields(Seconds)})
+metrics = st.builds(
+    StepMetrics,
+    **{name: counts for name, hint in get_type_hints(StepMetrics).items() if hint is int},
+    **{name: real for name, hint in get_type_hints(StepMetrics).items() if hint is float},
+    **{name: st.none() | real for name, hint in get_type_hints(StepMetrics).items() if hint == float | None},
+    weights_digest=texts,
+    equal_reward_groups=st.none() | counts,
+    reward=spreads,
+    reward_components=by_name,
+    advantage=spreads,
+    kl=st.none() | st.dictionaries(texts, real, min_size=1, max_size=3),
+    learning=by_name,
+    response_length=lengths,
+    strategy=st.dictionaries(texts, counts, max_size=3),
+    expert_rows=st.dictionaries(texts, some, max_size=3),
+    log_prob_difference=st.builds(LogProbDifference, max=real, mean=real),
+    seconds=step_seconds,
+)
+evaluations = st.builds(
+    Evaluation,
+    step=counts,
+    weights_version=counts,
+    num_samples=counts,
+    num_failed=counts,
+    reward=spreads,
+    reward_components=by_name,
+    response_length=lengths,
+    truncated_fraction=real,
+    seconds=real,
+)
+planned_moves = st.builds(
+    PlannedMove, id=texts, sample=texts, source=counts, destination=counts, gain_seconds=st.floats(), reason=texts
+)
+models = st.builds(
+    ModelReport,
+    model=texts,
+    path=texts,
+    attentions=names,
+    guarded=names,
+    probes=names,
+    difference=st.floats(),
+    noise=st.floats(),
+    bits=texts,
+    attention_split=st.none() | counts,
+    seconds=st.floats(),
+)
 
 
 def samples_of(num_tokens: int) -> st.SearchStrategy[Sample]:
@@ -90,7 +152,7 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         num_prompts=counts,
         num_held_out=counts,
         last_step=counts,
-        columns_json=texts,
+        columns=st.dictionaries(texts, texts, max_size=3),
     ),
     WorkerInfo: st.builds(
         WorkerInfo,
@@ -102,7 +164,7 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         pid=counts,
         grpc_address=texts,
         http_address=texts,
-        models_json=texts,
+        models=st.dictionaries(texts, models, max_size=3),
         moves_address=texts,
     ),
     Demand: st.builds(Demand, **named, round=counts, num_prompts=counts),
@@ -148,7 +210,21 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         num_recomputed=counts,
         pause_seconds=st.floats(),
     ),
-    Plan: st.builds(Plan, id=texts, job=texts, plan_json=texts),
+    Plan: st.builds(
+        Plan,
+        id=texts,
+        job=texts,
+        num_wanted=counts,
+        why_wanted=texts,
+        ends=st.dictionaries(counts, st.floats(), max_size=3),
+        num_generators=counts,
+        num_samples=counts,
+        latest_end=st.floats(),
+        latest_end_after=st.floats(),
+        moves=st.lists(planned_moves, max_size=3).map(tuple),
+        why_not=st.lists(texts, max_size=3).map(tuple),
+        dry=st.dictionaries(counts, texts, max_size=3),
+    ),
     Heartbeat: st.builds(
         Heartbeat,
         id=texts,
@@ -161,8 +237,8 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
         overdue_seconds=st.floats(),
         busy_seconds=st.floats(),
     ),
-    EvaluationReport: st.builds(EvaluationReport, **named, metrics_json=texts),
-    StepReport: st.builds(StepReport, **named, weights_version=counts, weights_digest=texts, metrics_json=texts),
+    EvaluationReport: st.builds(EvaluationReport, id=texts, job=texts, evaluation=evaluations),
+    StepReport: st.builds(StepReport, id=texts, job=texts, metrics=metrics),
 }
 
 

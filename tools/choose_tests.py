@@ -1,8 +1,8 @@
 """Which tests of tests/unit and tests/torch a change calls for, by the graph of imports; `make test-fast` runs them.
 
     python tools/choose_tests.py                              # what differs from the default branch, committed or not
-    python tools/choose_tests.py libs/rlhfspec/job.py         # as if this file alone had changed
-    python tools/choose_tests.py --run -n 2 -- libs/rlhfspec/job.py
+    python tools/choose_tests.py libs/rlhfspec/errors.py             # as if this file alone had changed
+    python tools/choose_tests.py --run -n 2 -- libs/rlhfspec/errors.py
 
 A test file is chosen when it changed itself, or when something changed that it imports: a module of ours or one of the
 modules beside the tests, directly or through others, at the top of a file or within a function. A file that is no

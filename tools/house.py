@@ -21,6 +21,7 @@ TIERS = ("unit", "torch", "processes", "servers", "runs")
 MOST_LINES = 450
 MOST_LINES_OF_TESTS = 600
 MOST_LINES_OF_A_FUNCTION = 60
+MOST_NAMES_IN_THE_FIRST_HALL = 14
 COMMANDS = {
     "bench", "compare", "dashboard", "explain-moves", "init", "models", "run", "schema", "simulate", "tiny", "top",
     "trace", "validate",
@@ -28,9 +29,9 @@ COMMANDS = {
 # Where a process, or what stands for one, ends: nobody above could do better than to say what was raised.
 MAY_CATCH_ALL = {
     "rlhfspec.bench.rivals.serve",
-    "rlhfspec.scoring.rewards.user_code",
-    "rlhfspec.service.process",
-    "rlhfspec.service.threads",
+    "rlhfspec.training.scoring.rewards.user_code",
+    "rlhfspec.worker.process",
+    "rlhfspec.stage.threads",
     # what the API server took and nobody here foresaw stops no other job
     *(f"rlhfspec.operator.{name}" for name in ("queue", "looks", "views", "watching", "leftovers")),
     # whatever a model raises is a verdict on it
@@ -88,8 +89,8 @@ class House:
 
 def module_name(path: Path) -> str:
     """
-    >>> module_name(Path("libs/rlhfspec/engine/__init__.py")), module_name(Path("libs/rlhfspec/job.py"))
-    ('rlhfspec.engine', 'rlhfspec.job')
+    >>> module_name(Path("libs/rlhfspec/engine/__init__.py")), module_name(Path("libs/rlhfspec/errors.py"))
+    ('rlhfspec.engine', 'rlhfspec.errors')
     """
     parts = path.with_suffix("").parts[1:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -117,6 +118,14 @@ def files_are_small(house: House) -> Iterator[Fault]:
         most = MOST_LINES_OF_TESTS if "tests" in path.parts else MOST_LINES
         if (lines := len(house.text(path).splitlines())) > most:
             yield Fault(path, most, f"has {lines} lines, {most} are allowed: split it")
+
+
+def the_first_hall_is_small(house: House) -> Iterator[Fault]:
+    """A newcomer reads the names of libs/rlhfspec before anything else."""
+    hall = {path.parts[2] for path in house.code if path.parts[0] == "libs"}
+    if len(hall) > MOST_NAMES_IN_THE_FIRST_HALL:
+        most = f"{MOST_NAMES_IN_THE_FIRST_HALL} are allowed"
+        yield Fault(Path("libs/rlhfspec"), 1, f"has {len(hall)} names side by side, {most}: give them a room")
 
 
 def functions_are_short(house: House) -> Iterator[Fault]:
@@ -167,7 +176,7 @@ def the_tree_names_what_exists(house: House) -> Iterator[Fault]:
     path = Path("CONTRIBUTING.md")
     tree = house.text(path).split("```")[1]
     for number, line in enumerate(tree.splitlines(), house.text(path).split("```")[0].count("\n") + 1):
-        name = line.strip().split(" ")[0]
+        name = line.split(" ")[0]  # empty: the title of a floor
         if name and not list(house.root.glob(name.rstrip("/"))):
             yield Fault(path, number, f"shows {name}, which does not exist")
     for package in sorted({path.parts[2] for path in house.code if len(path.parts) > 3}):
@@ -297,6 +306,7 @@ RULES: tuple[Callable[[House], Iterator[Fault]], ...] = (
     roots_are_one_namespace,
     packages_have_init,
     files_are_small,
+    the_first_hall_is_small,
     functions_are_short,
     test_files_have_tests,
     links_lead_somewhere,

@@ -17,7 +17,7 @@ from pathlib import Path
 from faults import processes
 from faults.schedule import SUPERVISOR, Fault
 from rlhfspec.cli.exit_codes import STOPPED
-from rlhfspec.service.connections import Connections
+from rlhfspec.messages.access.connections import Connections
 
 LOOK_SECONDS = 0.02
 GONE_SECONDS = 60.0  # nothing of a run is left after so long; 10 s on a quiet machine, which is printed

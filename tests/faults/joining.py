@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from faults.harness import Disturbed, FaultyRun
 from faults.proxy import Proxy
-from rlhfspec.servers.guardian import MARK
-from rlhfspec.service.connections import Connections
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.servers.guardian import MARK
 
 NUMBER = 2  # the job has two of them
 CUT_SECONDS = 5.0  # longer than it takes to notice, shorter than what it holds is given to others

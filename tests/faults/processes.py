@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rlhfspec.servers.guardian import MARK
-from rlhfspec.service.process import STARTED as WORKER_MARK
+from rlhfspec.messages.servers.guardian import MARK
+from rlhfspec.worker.process import STARTED as WORKER_MARK
 
 
 def of_run(uid: str) -> list[int]:

@@ -2,7 +2,8 @@
 
 Level by level a draft chooses the nodes to expand, runs them through the draft model, keeps candidates under the noise
 and asks whether one more level pays. That is little work in many small steps: from Python each level costs several
-times what the draft model's forward does. The slow twin is `rlhfspec.drafting.model`; tests hold their trees equal.
+times what the draft model's forward does. The slow twin is `rlhfspec.engine.drafting.model`; tests hold their
+trees equal.
 """
 
 from __future__ import annotations

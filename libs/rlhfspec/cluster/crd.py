@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.crd_rules import job_rules, source_rules, template_rules
-from rlhfspec.job_file.schema import MOST_CHARACTERS, pod_templates, structural_schema
+from rlhfspec.job.file.schema import MOST_CHARACTERS, pod_templates, structural_schema
 
 _TEXT = {"type": "string", "maxLength": MOST_CHARACTERS}
 _LONG_TEXT = {"type": "string", "maxLength": 32768}

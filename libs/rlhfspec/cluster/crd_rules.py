@@ -10,12 +10,12 @@ import json
 from typing import Any
 
 from rlhfspec.job import Spec
-from rlhfspec.job_block import Mark, marked
-from rlhfspec.job_cluster import DEFAULT_MANAGER
-from rlhfspec.job_file.checks import OWN_LABELS
-from rlhfspec.job_file.rules.sources import MODULE_MEMBER, NOT_A_MEMBER, PATH, SOURCES_RULES
-from rlhfspec.job_file.rules.table import RULES
-from rlhfspec.job_file.schema import in_cel
+from rlhfspec.job.block import Mark, marked
+from rlhfspec.job.cluster import DEFAULT_MANAGER
+from rlhfspec.job.file.checks import OWN_LABELS
+from rlhfspec.job.file.rules.sources import MODULE_MEMBER, NOT_A_MEMBER, PATH, SOURCES_RULES
+from rlhfspec.job.file.rules.table import RULES
+from rlhfspec.job.file.schema import in_cel
 
 MUTABLE = tuple(marked(Spec, Mark.MUTABLE))
 OF_PODS = tuple(marked(Spec, Mark.MUTABLE_WHILE_SUSPENDED))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import PurePosixPath
 
-from rlhfspec.loop import STAGES
+from rlhfspec.messages.loop import STAGES
 
 GROUP, VERSION, PLURAL, KIND = "rlhfspec.io", "v1alpha1", "rlhfjobs", "RLHFJob"
 PREPARE, CONTROL = "prepare", "control"

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from rlhfspec.arrays import FloatArray, IntArray
+from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.params import SamplingParams, is_int, plain
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rlhfspec.huggingface.check import ModelReport
+    from rlhfspec.messages.records.models import ModelReport
 
 MOST_RANGE_BYTES = 4 << 20  # of one range, to be copied in about a millisecond between two steps
 Bytes = npt.NDArray[np.uint8]

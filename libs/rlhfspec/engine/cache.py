@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rlhfspec.arrays import BoolArray, IntArray
+from rlhfspec.common.arrays import BoolArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)

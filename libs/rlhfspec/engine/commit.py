@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfspec.arrays import IntArray
-from rlhfspec.drafting.base import Forest
-from rlhfspec.drafting.tree import Walk
+from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine import text
 from rlhfspec.engine.base import FinishReason
+from rlhfspec.engine.drafting.base import Forest
+from rlhfspec.engine.drafting.tree import Walk
 from rlhfspec.engine.scheduler import StepRows
 from rlhfspec.engine.sequences import ACCEPTED, DRAFTED, VERIFICATIONS, RowTable
 from rlhfspec.engine.state import EngineState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfspec.drafting.base import DraftPlan
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.kernels.attention_splits import SPLIT, UNIT
 

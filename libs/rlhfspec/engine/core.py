@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from rlhfspec.drafting.base import PLAIN, DraftPlan
-from rlhfspec.drafting.tree import accept, index_in_sequence
 from rlhfspec.engine import commit, text, verify
 from rlhfspec.engine.base import (
     MOST_RANGE_BYTES,
@@ -29,6 +27,8 @@ from rlhfspec.engine.base import (
     SequenceView,
     Watermark,
 )
+from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
+from rlhfspec.engine.drafting.tree import accept, index_in_sequence
 from rlhfspec.engine.models import load_state
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.engine.scheduler import Scheduler, StepRows
@@ -37,7 +37,7 @@ from rlhfspec.engine.speculation import Speculator
 from rlhfspec.engine.state import EngineState
 from rlhfspec.engine.transfer import Moves
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.huggingface.check import ModelReport
+from rlhfspec.messages.records.models import ModelReport
 
 
 class Engine:

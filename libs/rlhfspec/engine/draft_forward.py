@@ -1,4 +1,4 @@
-"""The draft model at work for `rlhfspec.drafting.model`: forwards in its own KV space, and whole trees in one call."""
+"""The draft model at work for `engine.drafting.model`: forwards in its own KV space, and whole trees in one call."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlhfspec.arrays import FloatArray, Floats, IntArray
-from rlhfspec.drafting.base import DraftBatch, DraftPlan, Forest
-from rlhfspec.drafting.levels import LevelTerms
-from rlhfspec.drafting.model import DraftRows, Expanded, GrownTrees, Roots
+from rlhfspec.common.arrays import FloatArray, Floats, IntArray
+from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
+from rlhfspec.engine.drafting.levels import LevelTerms
+from rlhfspec.engine.drafting.model import DraftRows, Expanded, GrownTrees, Roots
 from rlhfspec.engine.sequences import Sequence
 from rlhfspec.engine.state import KVSpace
 from rlhfspec.kernels import draft, gumbel
@@ -18,7 +18,7 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
 class DraftForward:
-    """Implements rlhfspec.drafting.model.DraftEngine."""
+    """Implements rlhfspec.engine.drafting.model.DraftEngine."""
 
     def __init__(self, space: KVSpace, by_row: Mapping[int, Sequence]) -> None:
         self._space = space

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlhfspec.arrays import IntArray
+from rlhfspec.common.arrays import IntArray
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)

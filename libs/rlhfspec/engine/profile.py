@@ -9,11 +9,11 @@ import time
 
 import numpy as np
 
-from rlhfspec.arrays import IntArray
-from rlhfspec.choices.drafters import DRAFTERS
-from rlhfspec.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
+from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
 from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.engine.state import EngineState
+from rlhfspec.job.choices.drafters import DRAFTERS
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
 

@@ -13,7 +13,7 @@ from itertools import count
 
 import numpy as np
 
-from rlhfspec.arrays import BoolArray, IntArray
+from rlhfspec.common.arrays import BoolArray, IntArray
 from rlhfspec.engine.cache import Prefix, check_blocks, check_slots, give_back
 from rlhfspec.engine.prefixes import Found, Prefixes
 from rlhfspec.engine.sequences import PREEMPTIONS, Sequence

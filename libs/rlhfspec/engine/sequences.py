@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from rlhfspec.arrays import FloatArray, IntArray
+from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.base import Completion, FinishReason, Manifest, Request, SequenceStats
 from rlhfspec.engine.cache import Prefix, RestingKV
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.arrays import IntArray
-from rlhfspec.choices.drafters import ADAPTIVE, DRAFTERS, OFF
-from rlhfspec.drafting.acceptance import AcceptanceModel
-from rlhfspec.drafting.base import (
+from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.cache import give_back
+from rlhfspec.engine.draft_forward import DraftForward
+from rlhfspec.engine.drafting.acceptance import AcceptanceModel
+from rlhfspec.engine.drafting.base import (
     PLAIN,
     BatchState,
     DraftBatch,
@@ -25,18 +26,17 @@ from rlhfspec.drafting.base import (
     Selector,
     empty_forest,
 )
-from rlhfspec.drafting.cost import CostModel
-from rlhfspec.drafting.fixed import FixedSelector, static_grid
-from rlhfspec.drafting.outlook import default_plans
-from rlhfspec.drafting.selector import AdaptiveSelector
-from rlhfspec.drafting.tree import Walk, index_in_sequence
-from rlhfspec.engine.cache import give_back
-from rlhfspec.engine.draft_forward import DraftForward
+from rlhfspec.engine.drafting.cost import CostModel
+from rlhfspec.engine.drafting.fixed import FixedSelector, static_grid
+from rlhfspec.engine.drafting.outlook import default_plans
+from rlhfspec.engine.drafting.selector import AdaptiveSelector
+from rlhfspec.engine.drafting.tree import Walk, index_in_sequence
 from rlhfspec.engine.profile import profile, unmeasured
 from rlhfspec.engine.scheduler import Scheduler, StepRows
 from rlhfspec.engine.sequences import Sequence
 from rlhfspec.engine.state import EngineState
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.job.choices.drafters import ADAPTIVE, DRAFTERS, OFF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rlhfspec.arrays import BoolArray, IntArray
+from rlhfspec.common.arrays import BoolArray, IntArray
 from rlhfspec.engine.base import Bytes, Request, check_types
 from rlhfspec.engine.cache import BlockPool, Prefix, RestingKV, SlotTable, check_slots
 from rlhfspec.engine.config import EngineConfig

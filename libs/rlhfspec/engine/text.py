@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
-from rlhfspec.arrays import IntArray
+from rlhfspec.common.arrays import IntArray
 from rlhfspec.errors import InvalidRequest
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec.arrays import BoolArray, FloatArray, IntArray, concatenate_ranges
-from rlhfspec.drafting.base import Forest
-from rlhfspec.drafting.tree import Walk, ancestors
+from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray, concatenate_ranges
+from rlhfspec.engine.drafting.base import Forest
+from rlhfspec.engine.drafting.tree import Walk, ancestors
 from rlhfspec.engine.scheduler import StepRows
 from rlhfspec.engine.sequences import RowTable
 from rlhfspec.engine.state import EngineState

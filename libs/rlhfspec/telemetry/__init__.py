@@ -1,5 +1,1 @@
-"""What a run shows and records: metrics of a step, the run folder, the live view, pictures, trackers, the summary.
-
-Nothing here decides anything: what a stage reports goes in, files and pictures come out. Importing it costs no torch
-and no matplotlib.
-"""
+"""One trace a sample, over all processes: where its time went, written into the run folder and sent out by OTLP."""

@@ -13,8 +13,8 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.operator.release import credentials_by, keys_of, servers_of
 from rlhfspec.operator.running import Operator, ReplicaPlace
 from rlhfspec.operator.settings import OperatorFile
-from rlhfspec.service import logs
-from rlhfspec.service.exits import PERMANENT
+from rlhfspec.stage import logs
+from rlhfspec.worker.exits import PERMANENT
 
 
 def main() -> int:

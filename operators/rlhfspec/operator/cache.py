@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
-from rlhfspec.job_cluster import DEFAULT_MANAGER
+from rlhfspec.job.cluster import DEFAULT_MANAGER
 from rlhfspec.operator.observed import DryRunResult, JobView, Observed, PodView, Refusal, Said
 from rlhfspec.operator.queue import Key
 from rlhfspec.operator.views import job_view, owner_of, pod_view

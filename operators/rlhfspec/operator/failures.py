@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from rlhfspec.job_cluster import Rule
-from rlhfspec.loop import BY_NAME
+from rlhfspec.job.cluster import Rule
+from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.operator.draft import Draft, worker_name
 from rlhfspec.operator.observed import PodView
-from rlhfspec.service.exits import PERMANENT, Failure, failure_of, is_about_full_disk, said
-from rlhfspec.service.restarts import Restarts
+from rlhfspec.supervisor.restarts import Restarts
+from rlhfspec.worker.exits import PERMANENT, Failure, failure_of, is_about_full_disk, said
 
 COMPLETED, _LEFT = "completed:", "left:"  # how the last line of a worker begins
 # Reasons of a whole pod that its node, or the cluster, had for ending it: no fault of the job's.

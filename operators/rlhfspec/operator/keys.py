@@ -22,8 +22,8 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest
-from rlhfspec.service.credentials import Keys, install_secrets, new_keys
-from rlhfspec.service.exits import PERMANENT, TEMPORARY
+from rlhfspec.operator.credentials import Keys, install_secrets, new_keys
+from rlhfspec.worker.exits import PERMANENT, TEMPORARY
 
 
 async def install(api: Api, namespace: str, release: str) -> list[str]:

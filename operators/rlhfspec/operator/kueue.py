@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.loop import workers_of
+from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator import objects, trial
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.memory import Memory
@@ -27,7 +27,7 @@ from rlhfspec.operator.times import text_of
 from rlhfspec.operator.workloads import ASKED, KUEUE_GROUP, PRIORITY, WORKLOAD_KIND, WORKLOAD_VERSION, WorkloadView
 
 DEFAULT_QUEUE = "default"  # as Kueue itself takes where a namespace has a LocalQueue of this name
-_SILENT_SECONDS = 5.0  # Kueue says something sooner, where it runs
+NO_KUEUE_SECONDS = 5.0  # Kueue says something sooner, where it runs
 # Of a pod, what Kueue looks at when it chooses a place.
 _OF_SPEC = (
     "nodeSelector", "affinity", "tolerations", "priorityClassName", "runtimeClassName", "overhead", "resourceClaims",
@@ -87,7 +87,7 @@ def _said_of(draft: Draft, seen: WorkloadView) -> Iterator[str]:
         yield from (f"ResourceFlavor {name}, which Kueue chose, is not there" for name in _unknown_flavors(draft, seen))
     elif reserved:
         yield f"queue {queue}: {reserved.get('message', '')}"
-    elif draft.seconds_since(seen.created) >= _SILENT_SECONDS:
+    elif draft.seconds_since(seen.created) >= NO_KUEUE_SECONDS:
         yield f"queue {queue}: Kueue has said nothing yet; does it run?"
 
 
@@ -172,9 +172,9 @@ def _give_back(draft: Draft, seen: WorkloadView) -> WorkloadWrite | None:
     if seen.is_true("Evicted") and seen.holds_quota:
         return _release(draft, seen)
     if seen.is_admitted and _unknown_flavors(draft, seen):
-        draft.requeue_in(_SILENT_SECONDS)
+        draft.requeue_in(NO_KUEUE_SECONDS)
     if not seen.conditions:
-        draft.requeue_in(_SILENT_SECONDS)
+        draft.requeue_in(NO_KUEUE_SECONDS)
     return None
 
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlhfspec.errors import LeadershipLost
-from rlhfspec.loop import workers_of
+from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator.cache import Cache
-from rlhfspec.service.redis_client import words_of
-from rlhfspec.service.redis_users import ClusterRun
-from rlhfspec.service.tasks import ended, to_the_end
+from rlhfspec.runs.live.redis_client import words_of
+from rlhfspec.runs.live.redis_users import ClusterRun
+from rlhfspec.stage.tasks import ended, to_the_end
 
 _GATHER_SECONDS = 0.2  # what happens meanwhile is one look
 MOST_SEEN = 100_000  # runs that are remembered

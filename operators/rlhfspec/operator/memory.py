@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from rlhfspec.job_block import MOST_WORKERS
+from rlhfspec.job.block import MOST_WORKERS
 from rlhfspec.operator.times import maybe_time_of, text_of
 
 RunState = Literal["open", "closing", "closed"]

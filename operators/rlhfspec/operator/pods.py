@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.job_block import MOST
-from rlhfspec.job_cluster import PodOptions
-from rlhfspec.loop import BY_NAME
+from rlhfspec.job.block import MOST
+from rlhfspec.job.cluster import PodOptions
+from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.operator import gang
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.merge import merged

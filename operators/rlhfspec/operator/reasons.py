@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rlhfspec.cluster import names
 from rlhfspec.job import RLHFJob
-from rlhfspec.loop import workers_of
+from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator import kueue
 from rlhfspec.operator.draft import FRESH_SECONDS, Draft, worker_name
 from rlhfspec.operator.failures import is_about_storage_away
@@ -23,7 +23,7 @@ from rlhfspec.operator.memory import WorkerMemory
 from rlhfspec.operator.observed import PodView, Refusal, Said
 from rlhfspec.operator.wanted import wanted_workers
 from rlhfspec.operator.workloads import WORKLOAD_KIND as WORKLOAD
-from rlhfspec.service.exits import is_about_full_disk
+from rlhfspec.worker.exits import is_about_full_disk
 
 READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # so long a pod may take after the job ran, and before
 _STEADY_SECONDS = 30.0  # so long a worker that failed again and again must be ready to count as back

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from rlhfspec.operator.leftovers import Runs, ServerAway
-from rlhfspec.service import redis_users as users
-from rlhfspec.service.redis_client import client, close, failures, words_of
+from rlhfspec.runs.live import redis_users as users
+from rlhfspec.runs.live.redis_client import client, close, failures, words_of
 
 _LOOK_SECONDS = 3.0
 CALL_SECONDS = 2.0  # for one answer

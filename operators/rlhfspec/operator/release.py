@@ -14,14 +14,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.messages.access.rights import inbox_of
+from rlhfspec.operator.credentials import Keys, credentials_of, operator_creds
 from rlhfspec.operator.leftovers import Server
 from rlhfspec.operator.observed import Credentials
 from rlhfspec.operator.redis_users import RedisUsers
 from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.operator.streams import Streams
-from rlhfspec.service.credentials import Keys, credentials_of, operator_creds
-from rlhfspec.service.redis_users import OPERATOR, install_of, password_of
-from rlhfspec.service.rights import inbox_of
+from rlhfspec.runs.live.redis_users import OPERATOR, install_of, password_of
 
 REDIS_LOGIN = ("redis.username", "redis.password")
 NATS_ACCOUNT, AUTHORITIES = "nats.account.seed", ("nats.ca.pem", "redis.ca.pem")

@@ -40,7 +40,7 @@ from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.operator.spaces import Spaces
 from rlhfspec.operator.watching import Informers
 from rlhfspec.operator.web import health_app, served, tls_of
-from rlhfspec.service.tasks import ended
+from rlhfspec.stage.tasks import ended
 
 WORKERS = 4  # reconciles at a time; with 8, 200 jobs began no sooner, and the p99 of one was 2.5 s instead of 1
 _RETRY_SECONDS = 1.0

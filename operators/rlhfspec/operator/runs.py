@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhfspec.cluster import names
-from rlhfspec.loop import workers_of
+from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator import kueue, trial
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.pods import trainer_seconds

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rlhfspec.errors import InvalidRequest, did_you_mean
-from rlhfspec.job_cluster import Role
+from rlhfspec.job.cluster import Role
 from rlhfspec.operator.observed import ChartSettings, Credentials, Images
 
 

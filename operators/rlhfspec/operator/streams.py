@@ -23,13 +23,13 @@ from typing import Any
 import nats.errors
 from nats.aio.client import Client, RawCredentials
 
-from rlhfspec import loop
+from rlhfspec.messages import loop
+from rlhfspec.messages.access.connecting import KEEP_SECONDS
+from rlhfspec.messages.transport.nats_streams import Declared, Keeping, requests_for, stream_name
 from rlhfspec.operator.leftovers import OpenRun, Runs, ServerAway
-from rlhfspec.service.connecting import KEEP_SECONDS
-from rlhfspec.service.redis_client import words_of
-from rlhfspec.service.redis_users import ClusterRun
-from rlhfspec.service.tasks import to_the_end
-from rlhfspec.transport.nats_streams import Declared, Keeping, requests_for, stream_name
+from rlhfspec.runs.live.redis_client import words_of
+from rlhfspec.runs.live.redis_users import ClusterRun
+from rlhfspec.stage.tasks import to_the_end
 
 _LOOK_SECONDS = 3.0
 CALL_SECONDS = 2.0  # for one answer

@@ -13,8 +13,8 @@ from typing import Any
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import ApiResponse
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_cluster import PodOptions
-from rlhfspec.loop import workers_of
+from rlhfspec.job.cluster import PodOptions
+from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator import objects
 from rlhfspec.operator.draft import Draft
 

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from rlhfspec.cluster import names
 from rlhfspec.errors import Problem
 from rlhfspec.job import API_VERSION, RLHFJob
-from rlhfspec.job_file.checks import check
-from rlhfspec.job_file.problems import explain
+from rlhfspec.job.file.checks import check
+from rlhfspec.job.file.problems import explain
 from rlhfspec.operator.observed import JobView, PodView, Said, Terminated, Worker, worker_of
 from rlhfspec.operator.tidy import tidy
 from rlhfspec.operator.times import maybe_time_of, time_of

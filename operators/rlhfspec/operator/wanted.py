@@ -8,7 +8,7 @@ Example:
 from __future__ import annotations
 
 from rlhfspec.cluster import names
-from rlhfspec.loop import workers_of
+from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.observed import Worker
 

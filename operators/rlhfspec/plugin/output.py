@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from rlhfspec.telemetry.text import visible
+from rlhfspec.runs.view.text import visible
 
 
 def shown(text: str) -> str:

@@ -50,7 +50,7 @@ def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image:
 
 def _fetch(cluster: Cluster, pod: str, uri: str, remote: str) -> None:
     """Into the helper's own folder: it has the credentials, and this machine may have none."""
-    program = ["python", "-m", "rlhfspec.object_store", uri, str(STORAGE), remote]
+    program = ["python", "-m", "rlhfspec.common.object_store", uri, str(STORAGE), remote]
     done = subprocess.run(
         cluster.kubectl("exec", pod, "-c", names.CONTAINER, "--", *program), capture_output=True, text=True
     )

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from rlhfspec.plugin.output import shown
 from rlhfspec.plugin.pods import duration, node_of, worker_of
+from rlhfspec.stage.silence import is_silent
 
 Json = dict[str, Any]
 
@@ -22,9 +23,10 @@ def table_of(seen: Json, pods: list[Json]) -> Table:
     for title in ("for", "tokens/s", "runs", "queue", "accepted", "samples"):
         table.add_column(title, justify="right")
     for worker in sorted(seen["workers"], key=lambda each: (each["load"] is None, each["name"])):
-        state, load = worker["state"], worker["load"]
-        row = [worker["name"], nodes.get(worker["name"], ""), _does(state), ""]
-        row += [duration(state["since_seconds"]), "", "", "", "", ""]
+        state, load, unheard = worker["state"], worker["load"], float(worker.get("silent_seconds") or 0.0)
+        does, since = ("silent", unheard) if is_silent(unheard) else (_does(state), state["since_seconds"])
+        row = [worker["name"], nodes.get(worker["name"], ""), does, ""]
+        row += [duration(since), "", "", "", "", ""]
         if load is not None:
             accepted = load.get("accepted_per_verification")
             row[3] = load["strategy"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlhfspec.messages.records import Load, Move, Moved, Sample
+from rlhfspec.moves.rebalancing.settings import STANDARD
 from rlhfspec.rebalancer.knowledge import FleetKnowledge
-from rlhfspec.rebalancing.settings import STANDARD
-from rlhfspec.records import Load, Move, Moved, Sample
 
 
 class RunsRebalancer:

@@ -14,8 +14,8 @@ from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rlhfspec.telemetry.evaluations import Evaluation
-    from rlhfspec.telemetry.metrics import StepMetrics
+    from rlhfspec.messages.records.evaluations import Evaluation
+    from rlhfspec.messages.records.metrics import StepMetrics
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also plot the curves to this PNG.")]
@@ -23,8 +23,8 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also 
 
 def compare(runs: Runs, plot: Plot = None) -> None:
     """Compare runs: reward from first to last, on held-out prompts where all were evaluated, KL, length, speed."""
-    from rlhfspec.telemetry import plots
-    from rlhfspec.telemetry.run_folder import RunFolder
+    from rlhfspec.runs.folder.run_folder import RunFolder
+    from rlhfspec.runs.view import plots
 
     steps: dict[str, list[StepMetrics]] = {}
     evaluations: dict[str, list[Evaluation]] = {}
@@ -47,7 +47,7 @@ def _name(path: Path, taken: Container[str]) -> str:
 
 
 def _steps(path: Path) -> list[StepMetrics]:
-    from rlhfspec.telemetry.run_folder import RunFolder
+    from rlhfspec.runs.folder.run_folder import RunFolder
 
     folder = RunFolder(path)
     if not folder.steps_file.exists():
@@ -56,9 +56,9 @@ def _steps(path: Path) -> list[StepMetrics]:
 
 
 def _table(runs: dict[str, list[StepMetrics]], evaluations: dict[str, list[Evaluation]]) -> Table:
-    from rlhfspec.telemetry.evaluations import best
-    from rlhfspec.telemetry.plots import ends
-    from rlhfspec.telemetry.text import number
+    from rlhfspec.messages.records.evaluations import best
+    from rlhfspec.runs.view.plots import ends
+    from rlhfspec.runs.view.text import number
 
     table = Table()
     table.add_column("run")

@@ -16,8 +16,8 @@ from rich.console import Console
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.telemetry.text import one_line
-from rlhfspec.telemetry.view import print_line
+from rlhfspec.runs.view.text import one_line
+from rlhfspec.runs.view.view import print_line
 
 FOLLOW_SECONDS = 0.5
 _HOW = {
@@ -50,7 +50,7 @@ def explain_moves(run: Run, as_json: AsJson = False, follow: Follow = False) -> 
 
 
 def _lines(run: Path, follow: bool) -> Iterator[dict[str, Any]]:
-    from rlhfspec.telemetry.moves import MOVES_FILE
+    from rlhfspec.runs.folder.moves import MOVES_FILE
 
     if not run.is_dir():
         raise InvalidRequest("RUN", str(run), "is no folder of a run")
@@ -61,7 +61,7 @@ def _lines(run: Path, follow: bool) -> Iterator[dict[str, Any]]:
 
 
 def _read(run: Path, follow: bool) -> Iterator[dict[str, Any]]:
-    from rlhfspec.telemetry.moves import read_moves
+    from rlhfspec.runs.folder.moves import read_moves
 
     offset = 0
     while True:

@@ -25,8 +25,8 @@ from urllib.parse import unquote
 import typer
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.job_file.secrets import filled_in, shown_url
-from rlhfspec.servers.given import CA, CERTIFICATE, NATS, REDIS, GivenServer
+from rlhfspec.job.file.secrets import filled_in, shown_url
+from rlhfspec.messages.servers.given import CA, CERTIFICATE, NATS, REDIS, GivenServer
 
 PANEL = "Servers of your own, with --processes"
 NATS_OPTION, REDIS_OPTION, KEY_OPTION = "--nats", "--redis", "--servers-key"

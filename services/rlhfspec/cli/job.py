@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.cli.problems import exit_on_problems, refuse
 from rlhfspec.cluster.crd import custom_resource_definition
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file import read_job
-from rlhfspec.job_file.remarks import remarks
-from rlhfspec.job_file.schema import json_schema
-from rlhfspec.job_file.template import DEFAULT_DATA, DEFAULT_MODEL, REWARD_MODULE, Choices, job_text
+from rlhfspec.job.choices.algorithms import ALGORITHMS
+from rlhfspec.job.file import read_job
+from rlhfspec.job.file.remarks import remarks
+from rlhfspec.job.file.schema import json_schema
+from rlhfspec.job.file.template import DEFAULT_DATA, DEFAULT_MODEL, REWARD_MODULE, Choices, job_text
 from rlhfspec.prepare.checks import check_as_run_does, check_made_here, checked_rows
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML or JSON.", show_default=False)]
@@ -103,8 +103,8 @@ def _summary(job: RLHFJob) -> list[str]:
 
 def _data_lines(job: RLHFJob, with_tokenizer: bool) -> tuple[list[str], dict[str, str] | None]:
     """Lines on the data when it is on this machine, and its columns; prompts are tokenized only when asked for."""
-    from rlhfspec.data import Order, Prompts, load_tokenizer
-    from rlhfspec.data.columns import columns_of_rows
+    from rlhfspec.training.data import Order, Prompts, load_tokenizer
+    from rlhfspec.training.data.columns import columns_of_rows
 
     dataset, spec = job.spec.dataset, job.spec
     rows = checked_rows(job)

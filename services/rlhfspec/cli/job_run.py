@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.servers.scratch import end_run_in
-from rlhfspec.telemetry.ending import finish_folder
-from rlhfspec.telemetry.manifest import RunOutcome
-from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.telemetry.view import View
+from rlhfspec.messages.servers.scratch import end_run_in
+from rlhfspec.runs.folder.manifest import RunOutcome
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.view.ending import finish_folder
+from rlhfspec.runs.view.view import View
 
 Say = Callable[[str], None]
 Models = dict[str, dict[str, Any]]  # by role: how each was found right when it was loaded

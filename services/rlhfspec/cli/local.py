@@ -13,33 +13,33 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from rlhfspec.awake_clock import AwakeClock
-from rlhfspec.choices.weight_stores import WEIGHT_STORES
 from rlhfspec.cli.job_run import JobRun, Say
+from rlhfspec.common.awake_clock import AwakeClock
+from rlhfspec.common.ranks import rank_told
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.loop import MOST_PENDING, workers_of
-from rlhfspec.migration.control import DirectControl
+from rlhfspec.job.choices.weight_stores import WEIGHT_STORES
+from rlhfspec.messages.loop import MOST_PENDING, workers_of
+from rlhfspec.messages.records import WorkerInfo
+from rlhfspec.messages.transport.memory import MemoryTransport
+from rlhfspec.moves.migration.control import DirectControl
 from rlhfspec.prompts.service import PromptsService
-from rlhfspec.ranks import rank_told
-from rlhfspec.records import WorkerInfo
 from rlhfspec.reward.service import RewardService
-from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.context import Context, Run, kept_versions
-from rlhfspec.service.dead_letters import DeadLetterWatch
-from rlhfspec.service.ends import MoveEndpoint
-from rlhfspec.service.heartbeats import Heartbeats
-from rlhfspec.service.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.service.worker import incarnation_of
-from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.telemetry.view import View
-from rlhfspec.telemetry.watch import WatchService
-from rlhfspec.tracing.opening import watching
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.view.view import View
+from rlhfspec.runs.view.watch import WatchService
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.context import Context, Run, kept_versions
+from rlhfspec.stage.dead_letters import DeadLetterWatch
+from rlhfspec.stage.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.telemetry.opening import watching
 from rlhfspec.trainer.service import TrainerService
-from rlhfspec.transport.memory import MemoryTransport
-from rlhfspec.weights.base import StorePlace, WeightStore
+from rlhfspec.training.weights.base import StorePlace, WeightStore
+from rlhfspec.worker.ends import MoveEndpoint
+from rlhfspec.worker.heartbeats import Heartbeats
+from rlhfspec.worker.worker import incarnation_of
 
 
 class LocalRun(JobRun):
@@ -89,7 +89,6 @@ class LocalRun(JobRun):
             pid=os.getpid(),
             grpc_address="",
             http_address="",
-            models_json="{}",
         )
         self._infos.append(info)
         return MoveEndpoint.direct(info.id, self._control)

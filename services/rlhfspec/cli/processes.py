@@ -7,56 +7,56 @@ The same job and the same folder as in one process (`local`), and the same curve
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import sys
 from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from rlhfspec import ranks
-from rlhfspec.awake_clock import AwakeClock
 from rlhfspec.cli.given_options import GivenServers
 from rlhfspec.cli.job_run import JobRun, Models, Say
+from rlhfspec.common import ranks
+from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.errors import DataExhausted, StageError
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file.memory import weights_bytes
-from rlhfspec.loop import MOST_PENDING, workers_of
-from rlhfspec.records import DatasetInfo, WorkerInfo
-from rlhfspec.servers.certificates import ServerTls, create_credentials
-from rlhfspec.servers.guardian import MARK, NOBODY_STARTS, UID, Guardians, end_run
-from rlhfspec.servers.nats import NatsServer, User
-from rlhfspec.servers.program import ServerProgram, write_secret
-from rlhfspec.servers.redis import RedisServer
-from rlhfspec.servers.room import SERVERS_BYTES, place_of_weights, refuse_full_disk
-from rlhfspec.servers.scratch import Scratch
-from rlhfspec.service import forgetting
-from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.child import Child, Interpreters, Starter
-from rlhfspec.service.children import Children
-from rlhfspec.service.connecting import connect
-from rlhfspec.service.connections import Connections
-from rlhfspec.service.context import kept_versions
-from rlhfspec.service.dead_letters import DeadLetterWatch
-from rlhfspec.service.given_nats import check_nats, try_out
-from rlhfspec.service.given_redis import check_redis
-from rlhfspec.service.given_watch import GivenNatsWatch
-from rlhfspec.service.launcher import Launcher
-from rlhfspec.service.live import LiveBeats, LiveState
-from rlhfspec.service.rights import BUS_ROLES, CONTROL, rights_of
-from rlhfspec.service.server_watch import ServerWatch
-from rlhfspec.service.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.telemetry.view import View
-from rlhfspec.telemetry.watch import WatchService
-from rlhfspec.tracing.meters import Meters
-from rlhfspec.tracing.prometheus import served
-from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.wire.codec import decode
+from rlhfspec.job.file.memory import weights_bytes
+from rlhfspec.messages.access.connecting import connect
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, rights_of
+from rlhfspec.messages.loop import MOST_PENDING, workers_of
+from rlhfspec.messages.records import DatasetInfo, WorkerInfo
+from rlhfspec.messages.servers.certificates import ServerTls, create_credentials
+from rlhfspec.messages.servers.guardian import MARK, NOBODY_STARTS, UID, Guardians, end_run
+from rlhfspec.messages.servers.nats import NatsServer, User
+from rlhfspec.messages.servers.program import ServerProgram, write_secret
+from rlhfspec.messages.servers.redis import RedisServer
+from rlhfspec.messages.servers.room import SERVERS_BYTES, place_of_weights, refuse_full_disk
+from rlhfspec.messages.servers.scratch import Scratch
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.messages.wire.codec import decode
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.live.live import LiveBeats, LiveState
+from rlhfspec.runs.view.view import View
+from rlhfspec.runs.view.watch import WatchService
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.context import kept_versions
+from rlhfspec.stage.dead_letters import DeadLetterWatch
+from rlhfspec.stage.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.supervisor import forgetting
+from rlhfspec.supervisor.child import Child, Interpreters, Starter
+from rlhfspec.supervisor.children import Children
+from rlhfspec.supervisor.given_nats import check_nats, try_out
+from rlhfspec.supervisor.given_redis import check_redis
+from rlhfspec.supervisor.given_watch import GivenNatsWatch
+from rlhfspec.supervisor.launcher import Launcher
+from rlhfspec.supervisor.server_watch import ServerWatch
+from rlhfspec.telemetry.meters import Meters
+from rlhfspec.telemetry.prometheus import served
 
 DATASET_SECONDS = 5.0  # for what the server has to arrive
 
@@ -295,7 +295,7 @@ class ProcessRun(JobRun):
     def begin(self) -> None:
         models: Models = {}
         for info in self._processes.roster.infos():
-            models |= json.loads(info.models_json)
+            models |= {role: asdict(report) for role, report in info.models.items()}
         self.folder.loaded(models)
         self._processes.say = self.say
 

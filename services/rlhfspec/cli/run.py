@@ -29,19 +29,19 @@ from rlhfspec.cli.given_options import (
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.cli.signals import leave_at_once, on_signals
+from rlhfspec.common.ranks import rank_told
 from rlhfspec.errors import DataExhausted, InvalidRequest, RLHFSpecError, StorageError
-from rlhfspec.job_file import read_job
-from rlhfspec.job_file.remarks import left_aside
-from rlhfspec.job_file.secrets import shown_override
+from rlhfspec.job.file import read_job
+from rlhfspec.job.file.remarks import left_aside
+from rlhfspec.job.file.secrets import shown_override
 from rlhfspec.prepare.checks import check_made_here
-from rlhfspec.ranks import rank_told
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from rlhfspec.cli.job_run import JobRun
     from rlhfspec.job import RLHFJob
-    from rlhfspec.telemetry.manifest import RunOutcome
+    from rlhfspec.runs.folder.manifest import RunOutcome
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (rlhfspec init writes one).", show_default=False)]
 Set = Annotated[
@@ -155,10 +155,10 @@ def _run(job: RLHFJob, command: _Command, servers: GivenServers, console: Consol
 def _prepared(job: RLHFJob, command: _Command, servers: GivenServers, console: Console, status: StatusLine) -> JobRun:
     """With --processes nothing heavy is imported here: the stages' own processes do."""
     kind = _process_run(servers) if command.processes else _local_run(status)
+    from rlhfspec.messages.servers.scratch import end_dead_runs
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
-    from rlhfspec.servers.scratch import end_dead_runs
-    from rlhfspec.telemetry.run_folder import RunFolder
-    from rlhfspec.telemetry.view import View
+    from rlhfspec.runs.folder.run_folder import RunFolder
+    from rlhfspec.runs.view.view import View
 
     for uid in end_dead_runs(lambda memory: _forget(memory, status)):
         status(f"what was left of run {uid} is removed: its supervisor had died")
@@ -180,7 +180,7 @@ def _local_run(status: StatusLine) -> type[JobRun]:
 
 def _forget(memory: Path, status: StatusLine) -> None:
     """What a dead run has on servers of its user's."""
-    from rlhfspec.service.forgetting import CREDENTIALS_FOLDER, forget_dead
+    from rlhfspec.supervisor.forgetting import CREDENTIALS_FOLDER, forget_dead
 
     if left := forget_dead(memory / CREDENTIALS_FOLDER):
         status(left)
@@ -215,7 +215,7 @@ def _outcome_of(run: JobRun) -> tuple[RunOutcome, str]:
     except DataExhausted as ended:
         return "completed", str(ended)
     except (RLHFSpecError, OSError) as error:
-        from rlhfspec.telemetry.ending import kept_traceback
+        from rlhfspec.runs.view.ending import kept_traceback
 
         return "failed", f"{error}; {kept_traceback(run.folder, error)}"
     return ("stopped", "Ctrl-C") if run.is_unfinished else ("completed", "")

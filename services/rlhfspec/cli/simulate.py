@@ -20,10 +20,10 @@ from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rlhfspec.job import RLHFJob
-    from rlhfspec.rebalancing.calibrate import Calibration, Ran
-    from rlhfspec.rebalancing.lengths import Workload
-    from rlhfspec.rebalancing.scenario import Kill, Scenario, StageOutcome
-    from rlhfspec.rebalancing.trials import PolicyTrial
+    from rlhfspec.simulator.calibrate import Calibration, Ran
+    from rlhfspec.simulator.lengths import Workload
+    from rlhfspec.simulator.scenario import Kill, Scenario, StageOutcome
+    from rlhfspec.simulator.trials import PolicyTrial
 
 Generators = Annotated[
     int | None, typer.Option(min=1, max=100_000, help="Number of generators.  [default: the job's, at least 2]")
@@ -119,8 +119,8 @@ def simulate(
             return
         if job is None:
             raise InvalidRequest("JOB", None, "must be given: a stage of a job is simulated (or give --fuse)")
-        from rlhfspec.job_file import read_job
-        from rlhfspec.rebalancing.step_curves import curve_named
+        from rlhfspec.job.file import read_job
+        from rlhfspec.simulator.step_curves import curve_named
 
         read = read_job(job, overrides or [])
         plan = _planned(read, generators, per_generator, seeds, policy or _ALL)
@@ -155,7 +155,7 @@ class _Plan:
 def _planned(
     job: RLHFJob, generators: int | None, per_generator: int | None, seeds: int, policies: Sequence[str]
 ) -> _Plan:
-    from rlhfspec.rebalancing.policies import policy_known
+    from rlhfspec.simulator.policies import policy_known
 
     for name in policies:
         policy_known(name.removeprefix("pull+"))
@@ -170,7 +170,7 @@ def _planned(
 
 
 def _scenario(job: RLHFJob, count: int, curve: Any, prefill_ms: float, rows: int | None) -> Scenario:
-    from rlhfspec.rebalancing.scenario import Scenario
+    from rlhfspec.simulator.scenario import Scenario
 
     generator = job.spec.roles.generator.model_copy(update={"workers": count})
     spec = job.spec.model_copy(update={"roles": job.spec.roles.model_copy(update={"generator": generator})})
@@ -186,7 +186,7 @@ def _scenario(job: RLHFJob, count: int, curve: Any, prefill_ms: float, rows: int
 
 
 def _lengths_of(job: RLHFJob, plan: _Plan, kind: str, median: float, sigma: float) -> Callable[[int], Workload]:
-    from rlhfspec.rebalancing.lengths import LengthShape, workload
+    from rlhfspec.simulator.lengths import LengthShape, workload
 
     shape = LengthShape(
         median=median,
@@ -200,13 +200,13 @@ def _lengths_of(job: RLHFJob, plan: _Plan, kind: str, median: float, sigma: floa
 
 
 def _lengths_of_run(samples: list[Ran], plan: _Plan) -> Callable[[int], Workload]:
-    from rlhfspec.rebalancing.calibrate import workload_of
+    from rlhfspec.simulator.calibrate import workload_of
 
     return lambda seed: workload_of(samples, num_generators=plan.num_generators, seed=seed)
 
 
 def _calibration(samples: list[Ran]) -> Calibration:
-    from rlhfspec.rebalancing.calibrate import calibrate
+    from rlhfspec.simulator.calibrate import calibrate
 
     return calibrate(samples)
 
@@ -215,10 +215,10 @@ def _samples(run: Path) -> list[Ran]:
     """Generated samples of a run's training steps, each for every generator that made a part of it: when from its
     traces, of which prompt from its samples. Nothing in a run's folder tells how many tokens a prompt has, so that its
     words count; a generator that continues a sample need not run its prompt."""
-    from rlhfspec.rebalancing.calibrate import Ran
-    from rlhfspec.telemetry.run_folder import RunFolder
-    from rlhfspec.tracing.folder import read_spans
-    from rlhfspec.tracing.read import lives
+    from rlhfspec.runs.folder.run_folder import RunFolder
+    from rlhfspec.simulator.calibrate import Ran
+    from rlhfspec.telemetry.folder import read_spans
+    from rlhfspec.telemetry.read import lives
 
     if not (run / "samples.jsonl").is_file():
         raise InvalidRequest("--calibrate", str(run), "is no run's folder: it has no samples.jsonl")
@@ -245,7 +245,7 @@ def _kill(text: str, count: int) -> Kill:
     >>> _kill("3@2.5+10", 8)
     Kill(generator=3, at_seconds=2.5, back_after_seconds=10.0)
     """
-    from rlhfspec.rebalancing.scenario import Kill
+    from rlhfspec.simulator.scenario import Kill
 
     matched = re.fullmatch(r"(\d+)@(\d+\.?\d*)(?:\+(\d+\.?\d*))?", text)
     if matched is None or int(matched[1]) >= count:
@@ -266,7 +266,7 @@ def _slow(text: str, count: int) -> tuple[int, float]:
 
 
 def _trials(scenario: Scenario, makes: Callable[[int], Workload], plan: _Plan, out: Path | None) -> list[PolicyTrial]:
-    from rlhfspec.rebalancing.trials import trials
+    from rlhfspec.simulator.trials import trials
 
     outcomes: dict[str, StageOutcome] = {}
 
@@ -278,7 +278,7 @@ def _trials(scenario: Scenario, makes: Callable[[int], Workload], plan: _Plan, o
         scenario, makes, policies=plan.policies, seeds=plan.seeds, on_outcome=keep if out is not None else None
     )
     if out is not None:
-        from rlhfspec.rebalancing.simulated_plot import draw
+        from rlhfspec.simulator.simulated_plot import draw
 
         title = f"simulated: {scenario.num_generators} generators, curve {scenario.curve.name}, seed {plan.seeds[0]}"
         draw(outcomes, makes(plan.seeds[0]), scenario.num_generators, out / "simulated.png", title=title)

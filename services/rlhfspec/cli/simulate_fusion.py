@@ -15,20 +15,20 @@ from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rlhfspec.pipelines.schedule import PipelineCase, PipelineSchedule
+    from rlhfspec.simulator.pipelines.schedule import PipelineCase, PipelineSchedule
 
 _CASE = re.compile(r"(\d{1,3})x(\d{1,3})(?:x(\d+\.?\d*))?")
 
 
 def simulate_fusion(text: str, *, as_json: bool, out: Path | None) -> None:
-    from rlhfspec.pipelines.schedule import search, serial
+    from rlhfspec.simulator.pipelines.schedule import search, serial
 
     case = case_of(text)
     began = time.process_time()
     schedules = {"serial": serial(case), "interleaved": search(case)}
     seconds = time.process_time() - began
     if out is not None:
-        from rlhfspec.pipelines.plot import draw
+        from rlhfspec.simulator.pipelines.plot import draw
 
         draw(schedules, out / "fused.png", title=f"simulated: {_named(case)}")
     _print(case, schedules, seconds, as_json)
@@ -41,7 +41,7 @@ def case_of(text: str) -> PipelineCase:
     >>> case_of("4x8x0.5")
     PipelineCase(num_stages=4, num_micro_batches=8, forward_seconds=(1.0, 0.5))
     """
-    from rlhfspec.pipelines.schedule import PipelineCase
+    from rlhfspec.simulator.pipelines.schedule import PipelineCase
 
     matched = _CASE.fullmatch(text)
     if matched is None:

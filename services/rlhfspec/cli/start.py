@@ -9,7 +9,7 @@ import threading
 from typing import NoReturn
 
 from rlhfspec.cli.exit_codes import STOPPED
-from rlhfspec.interpreter import refuse_or_begin_anew
+from rlhfspec.common.interpreter import refuse_or_begin_anew
 from rlhfspec.kernels.malloc import tune_malloc
 
 

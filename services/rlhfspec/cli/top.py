@@ -18,11 +18,10 @@ from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rlhfspec.service.connections import Connections
-    from rlhfspec.service.live import LiveView, WorkerSnapshot
+    from rlhfspec.messages.access.connections import Connections
+    from rlhfspec.runs.live.live import LiveView, WorkerSnapshot
 
 _EVERY_SECONDS = 1.0
-_SILENT_SECONDS = 5.0  # some heartbeats of a worker that only waits: from then on its silence is shown
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with --processes.", show_default=False)]
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
@@ -45,7 +44,7 @@ def top(run: Run, watch: Watch = False) -> None:
 def _connections(run: Path) -> Connections:
     from pydantic import ValidationError
 
-    from rlhfspec.service.connections import Connections
+    from rlhfspec.messages.access.connections import Connections
 
     path = run / "processes" / "connections.json"
     try:
@@ -60,7 +59,7 @@ def _connections(run: Path) -> Connections:
 
 
 def _look(connections: Connections) -> LiveView:
-    from rlhfspec.service.live import read_live
+    from rlhfspec.runs.live.live import read_live
 
     assert connections.redis_url is not None
     url, uid, credentials = connections.redis_url, connections.uid, connections.credentials
@@ -68,7 +67,7 @@ def _look(connections: Connections) -> LiveView:
 
 
 def _table(view: LiveView) -> Table:
-    from rlhfspec.loop import STAGES
+    from rlhfspec.messages.loop import STAGES
 
     table = Table(caption=None if view.workers else "nobody has said anything yet")
     for title in ("worker", "process", "does", "what"):
@@ -84,10 +83,11 @@ def _table(view: LiveView) -> Table:
 
 
 def _row(snapshot: WorkerSnapshot, silent_seconds: float) -> tuple[str, ...]:
-    from rlhfspec.telemetry.text import one_line
+    from rlhfspec.runs.view.text import one_line
+    from rlhfspec.stage.silence import is_silent
 
     state, load = snapshot.state, snapshot.load
-    silent = silent_seconds > _SILENT_SECONDS
+    silent = is_silent(silent_seconds)
     running = ("", "", "") if load is None else (
         str(load.num_running), str(load.num_waiting), f"{load.tokens_per_second:.0f}"
     )  # fmt: skip

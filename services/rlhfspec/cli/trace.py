@@ -14,7 +14,7 @@ from rlhfspec.cli.progress import wide_console
 from rlhfspec.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rlhfspec.tracing.read import Life
+    from rlhfspec.telemetry.read import Life
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
 Sample = Annotated[
@@ -40,7 +40,7 @@ def trace(run: Run, sample: Sample = None, slowest: Slowest = None, step: Step =
     if as_json:
         typer.echo(json.dumps([_content(life) for life in lives], indent=2))
         return
-    from rlhfspec.telemetry.waterfall import bar_width, slowest_table, waterfall
+    from rlhfspec.runs.view.waterfall import bar_width, slowest_table, waterfall
 
     console = wide_console()
     picture = waterfall(lives[0], width=bar_width(console.width)) if slowest is None else slowest_table(lives)
@@ -48,7 +48,7 @@ def trace(run: Run, sample: Sample = None, slowest: Slowest = None, step: Step =
 
 
 def _found(run: Path, sample: str | None, slowest: int | None, step: int | None) -> list[Life]:
-    from rlhfspec.tracing import read
+    from rlhfspec.telemetry import read
 
     if (sample is None) == (slowest is None):
         raise InvalidRequest("SAMPLE", sample, "give a sample's id, or --slowest N")

@@ -23,13 +23,13 @@ def main() -> int:
         "--token", type=Path, default=Path(TOKEN_FILE), metavar="FILE", help=f"for reports [default: {TOKEN_FILE}]"
     )
     arguments = parser.parse_args()
-    from rlhfspec.service.connections import Connections
-    from rlhfspec.service.last_words import Ending
-    from rlhfspec.service.logs import configure
+    from rlhfspec.messages.access.connections import Connections
+    from rlhfspec.stage.logs import configure
+    from rlhfspec.worker.last_words import Ending
 
     with configure(job="", run="", stage="control", worker=0), Ending() as ending:
         from rlhfspec.control.run import Control
-        from rlhfspec.service.mirror import mirrored
+        from rlhfspec.worker.mirror import mirrored
 
         connections = Connections.read(arguments.connections)
         mirror = mirrored(connections, "control", 0)

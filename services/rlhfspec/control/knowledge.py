@@ -13,11 +13,12 @@ from rlhfspec.cluster.report import Report, Trouble
 from rlhfspec.control.report import RECENT_STEPS, Facts, report_of
 from rlhfspec.control.troubles import Failing, broker_unavailable, reward_failing, stalled, undeliverable
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
-from rlhfspec.service.roster import SILENT_SECONDS, Roster
-from rlhfspec.service.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
-from rlhfspec.telemetry.metrics import StepMetrics
-from rlhfspec.transport.clock import Clock
+from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.runs.view.roster import Roster
+from rlhfspec.stage.silence import is_silent
+from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
 
 AWAY_SECONDS = 3.5  # the broker is asked every second
 GONE_SECONDS = 60.0  # a silent worker whose stage has others is not waited for any longer
@@ -104,7 +105,7 @@ class RunKnowledge:
         self._total_steps = min(info.last_step, steps) if info.last_step else steps
 
     def stepped(self, report: StepReport) -> None:
-        self.found([StepMetrics.from_line(report.metrics_json)])
+        self.found([report.metrics])
         self._stepped_at = self._clock.now()
 
     def found(self, steps: Sequence[StepMetrics]) -> None:
@@ -157,7 +158,7 @@ class RunKnowledge:
             since = self._answered_today.strftime("%H:%M:%SZ")
             return [broker_unavailable(self._broker, since), *troubles]
         troubles += reward_failing(self._failing, self._clock.now())
-        if self._heard_for() > SILENT_SECONDS:
+        if is_silent(self._heard_for()):  # before, a worker that is not heard may be well
             states, workers = self.roster.worker_states(), self.roster.states()
             quiet = min(self.roster.quiet_seconds(), self._heard_for())
             troubles += stalled(workers, states, quiet_seconds=quiet, stall_seconds=self._stall_seconds)
@@ -184,7 +185,7 @@ class RunKnowledge:
             return
         for stage, worker in list(self._there):
             others = [key for key in self._there if key[0] == stage and key[1] != worker]
-            others_speak = any(self.roster.silent_seconds(*key) <= SILENT_SECONDS for key in others)
+            others_speak = not all(is_silent(self.roster.silent_seconds(*key)) for key in others)
             if others_speak and self.roster.silent_seconds(stage, worker) > GONE_SECONDS:
                 self._left((stage, worker), "it fell silent")
 

@@ -12,17 +12,17 @@ from rich.console import Console
 from rlhfspec.control.knowledge import RunKnowledge
 from rlhfspec.errors import InvalidRequest, MalformedRecord, StorageError
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
-from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.dead_letters import undeliverable
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.metrics import StepMetrics
-from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.telemetry.view import View
-from rlhfspec.transport.base import Subscription
-from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.wire.codec import decode
+from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.messages.transport.base import Subscription
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.messages.wire.codec import decode
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.view.view import View
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.dead_letters import undeliverable
+from rlhfspec.stage.vitals import Vitals
 
 _LOOK_SECONDS = 0.1
 FOLDER_SECONDS, STORE_SECONDS = (
@@ -32,7 +32,7 @@ FOLDER_SECONDS, STORE_SECONDS = (
 FOLDER_DEADLINE_SECONDS = 600.0  # a storage that hangs is no reason to end
 ASK_SECONDS, _ANSWER_SECONDS = 1.0, 2.0
 _STEP = re.compile(r"step-(\d+)")
-log = logging.getLogger("rlhfspec.service")
+log = logging.getLogger("rlhfspec.stage")
 
 
 class Looking(Service):

@@ -1,7 +1,7 @@
 """What the operator is told, from what was heard: pure.
 
 Example:
-    >>> from rlhfspec.telemetry.metrics import example_step
+    >>> from rlhfspec.messages.records.metrics import example_step
     >>> facts = Facts(run="3f2a", total_steps=10, seconds_since_step=1.0, steps=(example_step(step=1),))
     >>> report = report_of(facts)
     >>> report.step, report.total_steps, report.reward, round(report.eta_seconds or 0.0, 1)
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlhfspec.cluster.report import GeneratorSays, Report, Trouble, WorkerSays
-from rlhfspec.records import Load
-from rlhfspec.service.roster import ProcessState
-from rlhfspec.telemetry.metrics import StepMetrics
-from rlhfspec.telemetry.text import one_line
+from rlhfspec.messages.records import Load
+from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.runs.view.roster import ProcessState
+from rlhfspec.runs.view.text import one_line
 
 RECENT_STEPS = 16  # that the time left is estimated from
 MOST_TOLD = 1000  # workers

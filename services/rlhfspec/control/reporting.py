@@ -9,15 +9,15 @@ from collections.abc import Callable
 from rlhfspec.cluster.report import AT_LEAST_SECONDS, Report
 from rlhfspec.control.endpoint import NotTaken
 from rlhfspec.control.report import news
-from rlhfspec.service.base import Service
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.transport.clock import Clock
+from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.vitals import Vitals
 
 _LOOK_SECONDS = 0.25
 AT_MOST_EVERY_SECONDS = 1.0
 LONGEST_REPORT_WAIT_SECONDS = 10.0  # before a report that was not taken is tried again
 _DEADLINE_SECONDS = 60.0
-log = logging.getLogger("rlhfspec.service")
+log = logging.getLogger("rlhfspec.stage")
 
 
 class Turn:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlhfspec.awake_clock import AwakeClock
+from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.control.endpoint import Endpoint
 from rlhfspec.control.knowledge import RunKnowledge, lines_of
 from rlhfspec.control.looking import (
@@ -27,31 +27,31 @@ from rlhfspec.control.looking import (
 from rlhfspec.control.reporting import Reporter
 from rlhfspec.errors import TransportUnavailable
 from rlhfspec.job import RLHFJob
-from rlhfspec.loop import MOST_PENDING, workers_of
-from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.connecting import connect
-from rlhfspec.service.connections import Connections
-from rlhfspec.service.health import BEAT_SECONDS, LOOPBACK, Health
-from rlhfspec.service.last_words import IN_A_POD
-from rlhfspec.service.live import MOST_STEPS, LiveBeats, LiveState, RecentLines
-from rlhfspec.service.logs import without_secrets
-from rlhfspec.service.mirror import Mirror
-from rlhfspec.service.rights import CONTROL
-from rlhfspec.service.supervisor import Supervisor
-from rlhfspec.service.tasks import together
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.telemetry.watch import WatchService
-from rlhfspec.tracing.meters import Meters
-from rlhfspec.tracing.prometheus import text_of
-from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.messages.access.connecting import connect
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.access.rights import CONTROL
+from rlhfspec.messages.loop import MOST_PENDING, workers_of
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.live.live import MOST_STEPS, LiveBeats, LiveState, RecentLines
+from rlhfspec.runs.view.watch import WatchService
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.logs import without_secrets
+from rlhfspec.stage.supervisor import Supervisor
+from rlhfspec.stage.tasks import together
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.telemetry.meters import Meters
+from rlhfspec.telemetry.prometheus import text_of
+from rlhfspec.worker.health import BEAT_SECONDS, LOOPBACK, Health
+from rlhfspec.worker.last_words import IN_A_POD
+from rlhfspec.worker.mirror import Mirror
 
 _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 0.2  # between two looks at whether the run is open
 OPENED_SECONDS = 15.0  # after which an operator that has not opened it is worth a word
 _GRACE_SECONDS = 5.0
-log = logging.getLogger("rlhfspec.service")
+log = logging.getLogger("rlhfspec.stage")
 
 
 class Control:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from rlhfspec.cluster.names import CONNECTIONS_FILE
 
 if TYPE_CHECKING:
-    from rlhfspec.service.connections import Connections
-    from rlhfspec.service.live import LiveView
+    from rlhfspec.messages.access.connections import Connections
+    from rlhfspec.runs.live.live import LiveView
 
 SHOW_SECONDS = 0.5
 _READ_SECONDS = 60.0  # a terminal that takes nothing for so long is gone
@@ -41,10 +41,10 @@ def main() -> int:
     how.add_argument("--sample", metavar="ID", help="trace of this sample, as log lines")
     arguments = parser.parse_args()
     from rlhfspec.errors import RLHFSpecError
-    from rlhfspec.service import exits
-    from rlhfspec.service.connections import Connections
-    from rlhfspec.service.mirror import mirrored
-    from rlhfspec.service.rights import CONTROL
+    from rlhfspec.messages.access.connections import Connections
+    from rlhfspec.messages.access.rights import CONTROL
+    from rlhfspec.worker import exits
+    from rlhfspec.worker.mirror import mirrored
 
     try:
         connections = Connections.read(arguments.connections)
@@ -67,7 +67,7 @@ def main() -> int:
 def document_of(view: LiveView) -> dict[str, Any]:
     """`workers`: by name, with how long ago each spoke; `steps`: lines of steps.jsonl.
 
-    >>> from rlhfspec.service.live import LiveView, Window
+    >>> from rlhfspec.runs.live.live import LiveView, Window
     >>> document_of(LiveView(workers={}, silent_seconds={}, window=Window(steps=('{"step": 1}',))))
     {'workers': [], 'steps': [{'step': 1}], 'samples': []}
     """
@@ -85,8 +85,8 @@ def document_of(view: LiveView) -> dict[str, Any]:
 
 def trace_lines(folder: Path, sample: str) -> list[dict[str, str]]:
     """Raises InvalidRequest where there is no trace of it."""
-    from rlhfspec.telemetry.waterfall import notes, seconds
-    from rlhfspec.tracing.read import life_of
+    from rlhfspec.runs.view.waterfall import notes, seconds
+    from rlhfspec.telemetry.read import life_of
 
     life = life_of(folder, sample)
     return [
@@ -103,8 +103,8 @@ def trace_lines(folder: Path, sample: str) -> list[dict[str, str]]:
 
 async def _look(connections: Connections) -> LiveView:
     from rlhfspec.errors import InvalidRequest
-    from rlhfspec.service.live import read_live
-    from rlhfspec.service.rights import CONTROL
+    from rlhfspec.messages.access.rights import CONTROL
+    from rlhfspec.runs.live.live import read_live
 
     if connections.redis_url is None:
         raise InvalidRequest("redis_url", None, "this run has no Redis, which tells of its processes")
@@ -115,18 +115,18 @@ async def _view(connections: Connections) -> None:
     """Another pair of eyes on the bus, beside control's own."""
     from rich.console import Console
 
-    from rlhfspec.awake_clock import AwakeClock
+    from rlhfspec.common.awake_clock import AwakeClock
     from rlhfspec.control.knowledge import RunKnowledge
     from rlhfspec.control.looking import Looking, last_checkpoint, steps_of, view_of
-    from rlhfspec.loop import workers_of
-    from rlhfspec.service.bus import Bus
-    from rlhfspec.service.connecting import connect
-    from rlhfspec.service.rights import CONTROL
-    from rlhfspec.service.supervisor import Supervisor
-    from rlhfspec.service.tasks import together
-    from rlhfspec.service.vitals import Vitals
-    from rlhfspec.telemetry.run_folder import RunFolder
-    from rlhfspec.telemetry.watch import WatchService
+    from rlhfspec.messages.access.connecting import connect
+    from rlhfspec.messages.access.rights import CONTROL
+    from rlhfspec.messages.loop import workers_of
+    from rlhfspec.runs.folder.run_folder import RunFolder
+    from rlhfspec.runs.view.watch import WatchService
+    from rlhfspec.stage.bus import Bus
+    from rlhfspec.stage.supervisor import Supervisor
+    from rlhfspec.stage.tasks import together
+    from rlhfspec.stage.vitals import Vitals
 
     job, folder, vitals = connections.job(), RunFolder(connections.folder), Vitals(AwakeClock())
     view, stop = view_of(job, Console(), shown=True), asyncio.Event()
@@ -160,7 +160,7 @@ async def _view(connections: Connections) -> None:
 async def _end_when_nobody_reads(stop: asyncio.Event) -> None:
     """A client that vanishes does not end what it began in a pod: its terminal is only read no more. Whoever writes to
     it then is stuck for good, so nothing but the end of the process ends it."""
-    from rlhfspec.service import exits
+    from rlhfspec.worker import exits
 
     read_at = time.monotonic()
     while not stop.is_set():

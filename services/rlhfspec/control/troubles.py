@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhfspec.cluster.report import Trouble
-from rlhfspec.loop import BY_NAME
-from rlhfspec.service.logs import without_secrets
-from rlhfspec.service.roster import SILENT_SECONDS, ProcessState
-from rlhfspec.service.supervisor import is_overdue
-from rlhfspec.service.vitals import WorkerState
+from rlhfspec.messages.loop import BY_NAME
+from rlhfspec.runs.view.roster import ProcessState
+from rlhfspec.stage.logs import without_secrets
+from rlhfspec.stage.silence import SILENT_SECONDS
+from rlhfspec.stage.supervisor import is_overdue
+from rlhfspec.stage.vitals import WorkerState
 
 LASTING_SECONDS = 2.0  # a call that fails once and then is answered is no trouble
 _MOST_CHARACTERS = 1000

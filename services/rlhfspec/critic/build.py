@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.service.context import Context
+from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
     from rlhfspec.critic.service import CriticService
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def build(job: RLHFJob, context: Context) -> CriticService:
     """A copy of the trainer's critic; its weights come with the first version that is handed out."""
     from rlhfspec.critic.service import CriticService
-    from rlhfspec.huggingface.devices import device_of
-    from rlhfspec.huggingface.positions import max_context
-    from rlhfspec.modeling.critic import load_critic
-    from rlhfspec.scoring.values import ValueScorer
+    from rlhfspec.models.huggingface.devices import device_of
+    from rlhfspec.models.huggingface.positions import max_context
+    from rlhfspec.training.modeling.critic import load_critic
+    from rlhfspec.training.scoring.values import ValueScorer
 
     context.say("loading the critic")
     most = max_context(job)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Sample, Weights
-from rlhfspec.scoring.values import ValueScorer
-from rlhfspec.service.base import PULL_SECONDS
-from rlhfspec.service.bus import Inbox, StageBus
-from rlhfspec.service.new_weights import NewWeights
-from rlhfspec.service.scoring import TokenScoringService
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.weights import WeightStore
+from rlhfspec.messages.records import Sample, Weights
+from rlhfspec.stage.base import PULL_SECONDS
+from rlhfspec.stage.bus import Inbox, StageBus
+from rlhfspec.stage.new_weights import NewWeights
+from rlhfspec.stage.scoring import TokenScoringService
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.training.scoring.values import ValueScorer
+from rlhfspec.training.weights import WeightStore
 
 
 class CriticService(TokenScoringService):

@@ -17,7 +17,7 @@ from rlhfspec.dashboard.review import ClusterAccess
 from rlhfspec.dashboard.server import Dashboard
 from rlhfspec.dashboard.serving import serve
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
-from rlhfspec.service import exits
+from rlhfspec.worker import exits
 
 log = logging.getLogger("rlhfspec.dashboard")
 

@@ -14,7 +14,7 @@ from rlhfspec.dashboard.folder import shown
 from rlhfspec.dashboard.kept import Kept
 from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, Pod, RunFolderInfo, RunPlace
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.service.redis_users import DASHBOARD
+from rlhfspec.runs.live.redis_users import DASHBOARD
 
 _LIST_SECONDS = 2.0
 _MOST_CHARACTERS = 500  # of a message

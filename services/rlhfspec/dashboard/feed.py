@@ -24,11 +24,11 @@ from rlhfspec.dashboard.live_state import Live
 from rlhfspec.dashboard.readers import EventStream, Reader
 from rlhfspec.dashboard.source import Address, JobDetail, JobKey, JobSource, RunPlace
 from rlhfspec.errors import InvalidRequest, ServerFailed, StorageError
-from rlhfspec.records import Moved, Record, StepReport
-from rlhfspec.service.live import LiveView, read_live
-from rlhfspec.service.tasks import ended
-from rlhfspec.service.threads import ComputeThread
-from rlhfspec.transport.clock import Clock, SystemClock
+from rlhfspec.messages.records import Moved, Record, StepReport
+from rlhfspec.messages.transport.clock import Clock, SystemClock
+from rlhfspec.runs.live.live import LiveView, read_live
+from rlhfspec.stage.tasks import ended
+from rlhfspec.stage.threads import ComputeThread
 
 _TELL_SECONDS = 0.5
 TELL_MANY_SECONDS = 1.0  # where an event is large: of many generators
@@ -174,7 +174,7 @@ class Feed:
 
     def _heard(self, record: Record) -> None:
         if isinstance(record, StepReport):
-            self._row(row_of(record.metrics_json))
+            self._row(row_of(record.metrics.to_line()))
         elif isinstance(record, Moved):
             self._move(move_content(record, time.time()))
         else:

@@ -1,7 +1,7 @@
 """Reads a run's folder while the run goes on: the curves, moves, samples and traces. Nothing is locked or written.
 
 Example:
-    >>> from rlhfspec.telemetry.metrics import example_step
+    >>> from rlhfspec.messages.records.metrics import example_step
     >>> row_of(example_step(step=3).to_line())[:4]
     [3, 1700000015.8, 0.5, 0.176777]
 """
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlhfspec.errors import InvalidRequest, StorageError
-from rlhfspec.telemetry.moves import read_moves
-from rlhfspec.telemetry.text import visible
-from rlhfspec.telemetry.waterfall import by_whom, notes, pieces
-from rlhfspec.tracing.read import Life, life_of
+from rlhfspec.runs.folder.moves import read_moves
+from rlhfspec.runs.view.text import visible
+from rlhfspec.runs.view.waterfall import by_whom, notes, pieces
+from rlhfspec.telemetry.read import Life, life_of
 
 _MOST_CHARACTERS = 20_000  # of a text that is shown whole
 HEAD_CHARACTERS = 240  # of one in a list

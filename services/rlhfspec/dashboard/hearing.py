@@ -14,17 +14,17 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rlhfspec import loop
 from rlhfspec.dashboard.source import Address
 from rlhfspec.errors import InvalidRequest, MalformedRecord
-from rlhfspec.records import Heartbeat, Load, Moved, Plan, Record, StepReport
-from rlhfspec.service.connecting import access_of
-from rlhfspec.service.redis_client import words_of
-from rlhfspec.service.tasks import to_the_end
-from rlhfspec.transport.nats_connection import quiet_about_tls
-from rlhfspec.wire.codec import decode
+from rlhfspec.messages import loop
+from rlhfspec.messages.access.connecting import access_of
+from rlhfspec.messages.records import Heartbeat, Load, Moved, Record, StepReport
+from rlhfspec.messages.transport.nats_connection import quiet_about_tls
+from rlhfspec.messages.wire.codec import decode
+from rlhfspec.runs.live.redis_client import words_of
+from rlhfspec.stage.tasks import to_the_end
 
-HEARD: tuple[type[Record], ...] = (Load, Moved, Plan, StepReport, Heartbeat)
+HEARD: tuple[type[Record], ...] = (Load, Moved, StepReport, Heartbeat)
 _AGAIN_SECONDS = 2.0
 
 

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
-from rlhfspec.transport.clock import Clock, SystemClock
+from rlhfspec.messages.transport.clock import Clock, SystemClock
 
 V = TypeVar("V")
 

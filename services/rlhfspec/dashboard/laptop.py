@@ -18,8 +18,8 @@ import yaml
 from rlhfspec.dashboard.folder import PLACE_OF, NewLines, Row, row_of
 from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, JobKey, RunFolderInfo, RunPlace
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.service.connections import Connections
-from rlhfspec.service.threads import ComputeThread
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.stage.threads import ComputeThread
 
 NAMESPACE = "laptop"
 _ROLE = "view"

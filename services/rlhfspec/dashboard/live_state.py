@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfspec import loop
-from rlhfspec.records import Heartbeat, Load, Plan, Record
-from rlhfspec.service.live import LiveView, WorkerSnapshot
-from rlhfspec.service.vitals import WorkerState
+from rlhfspec.messages import loop
+from rlhfspec.messages.records import Heartbeat, Load, Record
+from rlhfspec.runs.live.live import LiveView, WorkerSnapshot
+from rlhfspec.stage.silence import is_silent
+from rlhfspec.stage.vitals import WorkerState
 
-_SILENT_SECONDS = 5.0  # many beats: it is told
 _GONE_SECONDS = 30.0
 _ORDER = {stage.name: place for place, stage in enumerate(loop.STAGES)}
 
@@ -30,7 +30,6 @@ class Live:
     def __init__(self) -> None:
         self.loads: dict[int, tuple[float, Load]] = {}
         self._workers: dict[tuple[str, int], _LastHeard] = {}
-        self._plan = ""
         self._owners: dict[str, str] = {}
 
     def heard(self, record: Record, now: float) -> None:
@@ -40,8 +39,6 @@ class Live:
             before = self._workers.get((record.stage, record.worker))
             host, pid = (before.host, before.pid) if before else ("", 0)
             self._workers[record.stage, record.worker] = _LastHeard(now, record, host, pid)
-        elif isinstance(record, Plan):
-            self._plan = record.plan_json
 
     def seen(self, view: LiveView, now: float) -> None:
         for name, snapshot in view.workers.items():
@@ -90,7 +87,7 @@ def _generator(load: Load, at: float, said: _LastHeard | None, now: float) -> di
         "strategy": load.strategy[:60],
         "version": load.weights_version,
         "leaving": load.is_leaving,
-        "silent": now - at > _SILENT_SECONDS,
+        "silent": is_silent(now - at),
     }
 
 
@@ -99,9 +96,9 @@ def _worker(said: _LastHeard, now: float) -> dict[str, Any]:
     return {
         "stage": said.what.stage,
         "worker": said.what.worker,
-        "doing": "silent" if silent > _SILENT_SECONDS else said.what.doing,
+        "doing": "silent" if is_silent(silent) else said.what.doing,
         "what": said.what.what[:200],
-        "seconds": round(silent if silent > _SILENT_SECONDS else said.what.since_seconds, 1),
+        "seconds": round(silent if is_silent(silent) else said.what.since_seconds, 1),
         "busy": round(said.what.busy_seconds, 1),
         "host": said.host,
         "pid": said.pid,

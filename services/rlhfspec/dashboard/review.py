@@ -10,7 +10,7 @@ from rlhfspec.cluster import names
 from rlhfspec.dashboard.access import Visitor, What
 from rlhfspec.dashboard.api_server import ApiServer
 from rlhfspec.dashboard.kept import Kept
-from rlhfspec.transport.clock import Clock
+from rlhfspec.messages.transport.clock import Clock
 
 _COUNTS_SECONDS = (
     10.0  # and an open page is asked about every server.BEAT_SECONDS: together how long a lost right lasts

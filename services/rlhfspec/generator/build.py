@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlhfspec.choices.engines import ENGINES
 from rlhfspec.job import RLHFJob
-from rlhfspec.service.context import Context
+from rlhfspec.job.choices.engines import ENGINES
+from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
     from rlhfspec.engine.base import EngineProtocol
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def build(job: RLHFJob, context: Context) -> GeneratorService:
-    from rlhfspec.data import load_tokenizer
     from rlhfspec.generator.service import GeneratorService
+    from rlhfspec.training.data import load_tokenizer
 
     context.say("making the engine ready, and measuring what a step costs")
     make = ENGINES[job.spec.generation.engine].load()

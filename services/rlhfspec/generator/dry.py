@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
-from rlhfspec.records import Plan
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import StageBus
-from rlhfspec.service.guest import HostedScoring
+from rlhfspec.messages.records import Plan
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import StageBus
+from rlhfspec.stage.guest import HostedScoring
 
 
 class IdleScoring:
-    """Of one generator. The latest plan that speaks of dry generators counts; without one, it waits.
+    """Of one generator. The latest plan counts; without one, it waits.
 
     `hosted_scoring`: the stage that it may score for; None: nowhere in this job, and no plan is read. `news`: of the
     generator, for which it waits; a plan that says something else is news too.
@@ -51,29 +50,10 @@ class IdleScoring:
             waiting.cancel()
 
     def _take(self, plan: Plan) -> None:
-        orders = orders_of(plan)
-        if orders is None:
-            return
-        is_to_score = orders.get(str(self._generator.worker)) == "score"
+        is_to_score = plan.dry.get(self._generator.worker) == "score"
         if is_to_score != self._is_to_score:
             self._is_to_score = is_to_score
             self._news.set()
-
-
-def orders_of(plan: Plan) -> dict[str, str] | None:
-    """What each dry generator is to do; None: the plan does not speak of them. Whatever it holds, it is only advice.
-
-    >>> orders_of(Plan(id="sums/plan", job="sums", plan_json='{"dry": {"1": "score"}}'))
-    {'1': 'score'}
-    >>> print(orders_of(Plan(id="sums/plan", job="sums", plan_json="[")))
-    None
-    """
-    try:
-        content = json.loads(plan.plan_json)
-    except ValueError:
-        return None
-    dry = content.get("dry") if isinstance(content, dict) else None
-    return dry if isinstance(dry, dict) else None
 
 
 async def _set(event: asyncio.Event) -> None:

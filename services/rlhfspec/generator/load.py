@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from itertools import count
 
 from rlhfspec.engine.base import EngineProtocol, EngineStep, SequenceView
-from rlhfspec.rebalancing.curve import LearnedCurve
-from rlhfspec.records import Load
+from rlhfspec.messages.records import Load
+from rlhfspec.moves.rebalancing.curve import LearnedCurve
 
 _EVERY_SECONDS, IDLE_EVERY_SECONDS = 0.25, 1.0
 Experts = tuple[tuple[str, tuple[int, ...]], ...]

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from itertools import count
 
 from rlhfspec.errors import MalformedRecord
-from rlhfspec.migration.base import Peer
-from rlhfspec.migration.mover import Mover
-from rlhfspec.records import Move, Moved, WorkerInfo
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import Inbox, StageBus
-from rlhfspec.service.tasks import together
+from rlhfspec.messages.records import Move, Moved, WorkerInfo
+from rlhfspec.moves.migration.base import Peer
+from rlhfspec.moves.migration.mover import Mover
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import Inbox, StageBus
+from rlhfspec.stage.tasks import together
 
 _LEAVE_SECONDS = 3.5  # for all that runs here to go on elsewhere
 _AGAIN_SECONDS = 0.02  # then who had no place for it is asked again

@@ -15,21 +15,21 @@ from rlhfspec.generator.history import Histories
 from rlhfspec.generator.load import Experts, LoadMeter
 from rlhfspec.generator.moving import MovedPrompt, Moving
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_generation import Generation
-from rlhfspec.migration.engine_calls import EngineCalls
-from rlhfspec.records import Load, Prompt, Sample, Weights
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import Delivery, Inbox, StageBus, give_back
-from rlhfspec.service.ends import MoveEndpoint
-from rlhfspec.service.guest import HostedScoring
-from rlhfspec.service.new_weights import NewWeights
-from rlhfspec.service.tasks import together
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.tracing.base import SampleProgress
-from rlhfspec.weights import WeightStore
-from rlhfspec.wire.codec import encode
+from rlhfspec.job.generation import Generation
+from rlhfspec.messages.records import Load, Prompt, Sample, Weights
+from rlhfspec.messages.wire.codec import encode
+from rlhfspec.moves.migration.engine_calls import EngineCalls
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import Delivery, Inbox, StageBus, give_back
+from rlhfspec.stage.guest import HostedScoring
+from rlhfspec.stage.new_weights import NewWeights
+from rlhfspec.stage.tasks import together
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.telemetry.base import SampleProgress
+from rlhfspec.training.weights import WeightStore
+from rlhfspec.worker.ends import MoveEndpoint
 
-log = logging.getLogger("rlhfspec.service")
+log = logging.getLogger("rlhfspec.stage")
 _IDLE_SECONDS = 0.5
 ON_THE_WAY_SECONDS = 0.05
 BURST_SECONDS = 0.05  # so long the engine steps between two looks at what came; a finished sample ends it sooner

@@ -21,7 +21,7 @@ def main() -> None:
     )
     parser.add_argument("--connections", type=Path, required=True, metavar="FILE", help="connections.json")
     connections_file: Path = parser.parse_args().connections
-    from rlhfspec.service.exits import TEMPORARY
+    from rlhfspec.worker.exits import TEMPORARY
 
     # The first process of a container hears no signal that it does not ask for.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(TEMPORARY))
@@ -32,9 +32,9 @@ def main() -> None:
 
 
 def _prepared(connections_file: Path) -> int:
-    from rlhfspec.service.connections import Connections
-    from rlhfspec.service.last_words import Ending
-    from rlhfspec.service.logs import configure
+    from rlhfspec.messages.access.connections import Connections
+    from rlhfspec.stage.logs import configure
+    from rlhfspec.worker.last_words import Ending
 
     with configure(job="", run="", stage="prepare", worker=0), Ending() as ending:
         from rlhfspec.prepare.folder import log, prepare

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from rlhfspec.errors import InvalidRequest, JobError, Problem
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file.files import MODEL_FIELDS
-from rlhfspec.job_file.paths import MADE_HERE
+from rlhfspec.job.file.files import MODEL_FIELDS
+from rlhfspec.job.file.paths import MADE_HERE
 
 if TYPE_CHECKING:
-    from rlhfspec.data.rows import Rows
+    from rlhfspec.training.data.rows import Rows
 
 
 def check_made_here(job: RLHFJob, source: Path) -> None:
@@ -26,7 +26,7 @@ def check_made_here(job: RLHFJob, source: Path) -> None:
     problems = []
     for field, path in fields.items():
         if path is not None and path.startswith(MADE_HERE):
-            from rlhfspec.tiny import check
+            from rlhfspec.models.tiny import check
 
             try:
                 check(path)
@@ -38,9 +38,9 @@ def check_made_here(job: RLHFJob, source: Path) -> None:
 
 def checked_rows(job: RLHFJob) -> Rows | None:
     """Those to train on; None: they are not on this machine yet."""
-    from rlhfspec.data import load_rows
-    from rlhfspec.data.held_out import held_out_of
-    from rlhfspec.data.shape import check_rows
+    from rlhfspec.training.data import load_rows
+    from rlhfspec.training.data.held_out import held_out_of
+    from rlhfspec.training.data.shape import check_rows
 
     dataset = job.spec.dataset
     if not Path(dataset.path).is_absolute():
@@ -55,8 +55,8 @@ def checked_rows(job: RLHFJob) -> Rows | None:
 
 def check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | None) -> None:
     """What `run` would refuse once it loads; torch is imported only for an optimizer or a schedule of the job's own."""
-    from rlhfspec.scoring.rewards.sources import check_functions
-    from rlhfspec.telemetry.trackers import check_packages
+    from rlhfspec.runs.folder.trackers import check_packages
+    from rlhfspec.training.scoring.rewards.sources import check_functions
 
     check_functions(job.spec.rewards, base, columns)
     check_packages(job)
@@ -66,6 +66,6 @@ def check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | Non
         s for s in (training.optimizer, training.critic_optimizer, training.schedule) if {s.name} - usual or s.arguments
     ]
     if own and find_spec("torch") is not None:
-        from rlhfspec.learning.optim import check_settings
+        from rlhfspec.training.learning.optim import check_settings
 
         check_settings(training)

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhfspec.cluster.names import PREPARE
-from rlhfspec.data.columns import columns_of_rows
+from rlhfspec.common.folder_lock import take_lock
+from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.errors import InvalidRequest, StorageError
-from rlhfspec.folder_lock import take_lock
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file import read_job
-from rlhfspec.loop import workers_of
-from rlhfspec.object_store import ObjectStore
+from rlhfspec.job.file import read_job
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.loop import workers_of
+from rlhfspec.messages.servers.program import write_secret
 from rlhfspec.prepare.checks import check_as_run_does, check_made_here, checked_rows
 from rlhfspec.prepare.hub import with_hub_models
 from rlhfspec.prepare.tiny_paths import fetch_made, with_tiny_paths
-from rlhfspec.servers.program import write_secret
-from rlhfspec.service.connections import Connections
-from rlhfspec.service.mirror import mirrored
-from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.training.data.columns import columns_of_rows
+from rlhfspec.worker.mirror import mirrored
 
 _ROOM_BYTES = 1 << 20  # with less no run can begin
-log = logging.getLogger("rlhfspec.service")
+log = logging.getLogger("rlhfspec.stage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

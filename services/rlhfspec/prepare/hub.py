@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file.files import MODEL_FIELDS
-from rlhfspec.job_file.paths import MADE_HERE
-from rlhfspec.job_rewards import ModelSource
+from rlhfspec.job.file.files import MODEL_FIELDS
+from rlhfspec.job.file.paths import MADE_HERE
+from rlhfspec.job.rewards import ModelSource
 
 # Weights in formats that are not read, and what is no part of the model.
 NOT_READ = ["*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.tflite", "original/*"]

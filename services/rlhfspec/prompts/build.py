@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.service.context import Context
+from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
     from rlhfspec.prompts.service import PromptsService
 
 
 def build(job: RLHFJob, context: Context) -> PromptsService:
-    from rlhfspec.data import Prompts, load_rows, load_tokenizer
-    from rlhfspec.data.held_out import held_out_of
     from rlhfspec.prompts.service import PromptsService
+    from rlhfspec.training.data import Prompts, load_rows, load_tokenizer
+    from rlhfspec.training.data.held_out import held_out_of
 
     spec = job.spec
     context.say("reading the data")
@@ -31,7 +31,7 @@ def build(job: RLHFJob, context: Context) -> PromptsService:
 
 def _check_room(job: RLHFJob, longest: int) -> None:
     """The model has positions for the longest prompt and the longest response together."""
-    from rlhfspec.huggingface.positions import num_positions
+    from rlhfspec.models.huggingface.positions import num_positions
 
     limit, wanted = num_positions(job.spec.model.path), job.spec.generation.max_tokens
     if limit is None or longest + wanted <= limit:

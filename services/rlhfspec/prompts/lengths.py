@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from rlhfspec.records import Prompt, Sample
+from rlhfspec.messages.records import Prompt, Sample
 
 _MOST_PROMPTS = 1 << 16
 _NEWEST = 0.25  # weight of an answer against those before it: the policy's habits change

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
-from rlhfspec.data import PromptRow, Prompts
 from rlhfspec.job import HeldOut, RLHFJob
+from rlhfspec.messages.records import (
+    DatasetInfo,
+    Demand,
+    Prompt,
+    Sample,
+    Weights,
+    evaluation_id,
+    sample_id,
+    sample_seed,
+)
 from rlhfspec.prompts.lengths import PromptLengths
-from rlhfspec.records import DatasetInfo, Demand, Prompt, Sample, Weights, evaluation_id, sample_id, sample_seed
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import Inbox, StageBus
-from rlhfspec.service.tasks import together
-from rlhfspec.service.vitals import Vitals
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import Inbox, StageBus
+from rlhfspec.stage.tasks import together
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.training.data import PromptRow, Prompts
 
 
 class PromptsService(Service):
@@ -51,7 +59,7 @@ class PromptsService(Service):
             num_prompts=len(self.prompts),
             num_held_out=min(len(self.held_out), self._evaluation.num_prompts) if self.held_out else 0,
             last_step=self.prompts.order.last_step or 0,
-            columns_json=json.dumps(self.prompts.columns),
+            columns=self.prompts.columns,
         )
         async with await self._bus.subscribe(Weights) as weights, await self._bus.subscribe(Demand) as demands:
             await self._bus.publish(info)

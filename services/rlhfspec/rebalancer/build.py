@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.service.context import Context
+from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
     from rlhfspec.rebalancer.service import RebalancerService
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def build(job: RLHFJob, context: Context) -> RebalancerService:
     from rlhfspec.rebalancer.service import RebalancerService
-    from rlhfspec.telemetry.moves import MovesFile
+    from rlhfspec.runs.folder.moves import MovesFile
 
     moves = MovesFile(context.run.folder)
     return RebalancerService(context.worker, context.vitals, context.bus, job=job, moves=moves)

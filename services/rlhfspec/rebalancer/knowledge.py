@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlhfspec.arrays import Floats
+from rlhfspec.common.arrays import Floats
+from rlhfspec.messages.records import Load, Move, Moved, Sample
+from rlhfspec.moves.rebalancing.curve import LearnedCurve
+from rlhfspec.moves.rebalancing.elastic import Elastic, Wanted
+from rlhfspec.moves.rebalancing.factors import Factors
+from rlhfspec.moves.rebalancing.fleet import Fleet
+from rlhfspec.moves.rebalancing.plan import plan
+from rlhfspec.moves.rebalancing.planned import PlannedMoves
+from rlhfspec.moves.rebalancing.residual import Residual
+from rlhfspec.moves.rebalancing.settings import STANDARD
 from rlhfspec.rebalancer.stage_work import StageWork
-from rlhfspec.rebalancing.curve import LearnedCurve
-from rlhfspec.rebalancing.elastic import Elastic, Wanted
-from rlhfspec.rebalancing.factors import Factors
-from rlhfspec.rebalancing.fleet import Fleet
-from rlhfspec.rebalancing.plan import plan
-from rlhfspec.rebalancing.planned import PlannedMoves
-from rlhfspec.rebalancing.residual import Residual
-from rlhfspec.rebalancing.settings import STANDARD
-from rlhfspec.records import Load, Move, Moved, Sample
 
 QUIET_SECONDS = 2.0  # who says nothing for longer is left out
 MOVE_SECONDS = 5.0  # a move that is not told of by then is over for all we know

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from typing import Any
+from collections.abc import Mapping
 
 from rlhfspec.job import RLHFJob, Spec
+from rlhfspec.messages.records import Load, Moved, Plan, PlannedMove, Sample
+from rlhfspec.moves.rebalancing.elastic import Elastic, Wanted
 from rlhfspec.rebalancer.knowledge import Advice, FleetKnowledge
 from rlhfspec.rebalancer.stage_work import StageWork
-from rlhfspec.rebalancing.elastic import Elastic, Wanted
-from rlhfspec.records import Load, Moved, Plan, Sample
-from rlhfspec.service.base import Service
-from rlhfspec.service.bus import Inbox, StageBus
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.moves import MovesFile
+from rlhfspec.runs.folder.moves import MovesFile
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.bus import Inbox, StageBus
+from rlhfspec.stage.vitals import Vitals
 
 _AT_ONCE = 4096  # records
 TOLD_SECONDS = 10.0  # between two lines of plans that move nothing and say what the one before said
@@ -45,7 +44,7 @@ class RebalancerService(Service):
         )
         self._num_plans = 0
         self._planned_at = self._told_at = -float("inf")
-        self._told_dry: dict[str, str] = {}
+        self._told_dry: Mapping[int, str] = {}
         self._told_wanted: Wanted | None = None
 
     async def run(self) -> None:
@@ -86,19 +85,14 @@ class RebalancerService(Service):
             return
         for move in advice.moves:
             await self._bus.publish(move)
-        content = content_of(advice)
-        news = content["dry"] != self._told_dry or self.knowledge.wanted != self._told_wanted
+        id = f"{self._job}/plan/{self._incarnation}/{self._num_plans + 1}"
+        plan = plan_of(advice, self.knowledge.wanted, id=id, job=self._job)
+        news = plan.dry != self._told_dry or self.knowledge.wanted != self._told_wanted
         if advice.moves or news or now - self._told_at >= TOLD_SECONDS:
-            self._told_at, self._told_dry, self._told_wanted = now, content["dry"], self.knowledge.wanted
-            await self._tell(content)
-
-    async def _tell(self, content: dict[str, Any]) -> None:
-        self._num_plans += 1
-        id = f"{self._job}/plan/{self._incarnation}/{self._num_plans}"
-        number, because = (wanted.number, wanted.because) if (wanted := self.knowledge.wanted) else (0, "")
-        plan = Plan(id=id, job=self._job, plan_json=json.dumps(content), num_wanted=number, why_wanted=because)
-        await self._bus.publish(plan)
-        await self.in_thread(self._moves.plan, id, content)
+            self._told_at, self._told_dry, self._told_wanted = now, plan.dry, self.knowledge.wanted
+            self._num_plans += 1
+            await self._bus.publish(plan)
+            await self.in_thread(self._moves.plan, plan)
 
     def _move_id(self, number: int) -> str:
         return f"{self._job}/move/{self._incarnation}/{number}"
@@ -116,28 +110,31 @@ def work_of(spec: Spec) -> StageWork:
     return StageWork(samples_per_step=samples, max_tokens=generation.max_tokens, rows=rows)
 
 
-def content_of(advice: Advice) -> dict[str, Any]:
-    """Pure: what a plan says. `dry`: what generators with nothing to do should do, by their numbers."""
+def plan_of(advice: Advice, wanted: Wanted | None, *, id: str, job: str) -> Plan:
+    """Return the record that tells of an advice. Pure."""
     planned, seen = advice.planned, advice.seen
-    return {
-        "ends": {str(worker): round(float(end), 3) for worker, end in zip(seen.workers, planned.before, strict=True)}
-        if len(seen.workers) <= _MOST_NAMED
-        else {},
-        "num_generators": len(seen.workers),
-        "num_samples": seen.fleet.num_sequences,
-        "latest_end": round(float(planned.before.max()), 3),
-        "latest_end_after": round(float(planned.after.max()), 3),
-        "moves": [
-            {
-                "id": move.id,
-                "sample": move.sample_id,
-                "source": move.source,
-                "destination": move.destination,
-                "gain_seconds": round(move.gain_seconds, 3),
-                "reason": move.reason,
-            }
+    ends = zip(seen.workers, planned.before, strict=True) if len(seen.workers) <= _MOST_NAMED else ()
+    return Plan(
+        id=id,
+        job=job,
+        num_wanted=wanted.number if wanted else 0,
+        why_wanted=wanted.because if wanted else "",
+        ends={worker: round(float(end), 3) for worker, end in ends},
+        num_generators=len(seen.workers),
+        num_samples=seen.fleet.num_sequences,
+        latest_end=round(float(planned.before.max()), 3),
+        latest_end_after=round(float(planned.after.max()), 3),
+        moves=tuple(
+            PlannedMove(
+                id=move.id,
+                sample=move.sample_id,
+                source=move.source,
+                destination=move.destination,
+                gain_seconds=round(move.gain_seconds, 3),
+                reason=move.reason,
+            )
             for move in advice.moves
-        ],
-        "why_not": planned.why_not(name=seen.name),
-        "dry": {str(seen.workers[index]): told for index, told in zip(planned.dry, planned.advice, strict=True)},
-    }
+        ),
+        why_not=tuple(planned.why_not(name=seen.name)),
+        dry={seen.workers[index]: told for index, told in zip(planned.dry, planned.advice, strict=True)},
+    )

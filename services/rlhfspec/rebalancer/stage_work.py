@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rlhfspec.rebalancing.elastic import StageOutlook
-from rlhfspec.rebalancing.fleet import Fleet
-from rlhfspec.records import Load, Sample
+from rlhfspec.messages.records import Load, Sample
+from rlhfspec.moves.rebalancing.elastic import StageOutlook
+from rlhfspec.moves.rebalancing.fleet import Fleet
 
 
 class StageWork:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.service.context import Context
+from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
     from rlhfspec.reference.service import ReferenceService
 
 
 def build(job: RLHFJob, context: Context) -> ReferenceService:
-    from rlhfspec.huggingface.devices import device_of
-    from rlhfspec.huggingface.positions import max_context
-    from rlhfspec.modeling.loading import load_reference
+    from rlhfspec.models.huggingface.devices import device_of
+    from rlhfspec.models.huggingface.positions import max_context
     from rlhfspec.reference.service import ReferenceService
-    from rlhfspec.scoring.log_probs import LogProbScorer
+    from rlhfspec.training.modeling.loading import load_reference
+    from rlhfspec.training.scoring.log_probs import LogProbScorer
 
     context.say("loading the reference")
     most = max_context(job)

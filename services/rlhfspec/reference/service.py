@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Sample
-from rlhfspec.scoring.log_probs import LogProbScorer
-from rlhfspec.service.bus import StageBus
-from rlhfspec.service.scoring import TokenScoringService
-from rlhfspec.service.vitals import Vitals
+from rlhfspec.messages.records import Sample
+from rlhfspec.stage.bus import StageBus
+from rlhfspec.stage.scoring import TokenScoringService
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.training.scoring.log_probs import LogProbScorer
 
 
 class ReferenceService(TokenScoringService):

@@ -1,4 +1,4 @@
-from rlhfspec.service.process import main
+from rlhfspec.worker.process import main
 
 if __name__ == "__main__":
     main("reward")

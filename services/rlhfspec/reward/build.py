@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.service.context import Context
+from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
     from rlhfspec.reward.service import RewardService
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def build(job: RLHFJob, context: Context) -> RewardService:
     from rlhfspec.reward.service import RewardService
-    from rlhfspec.scoring.rewards.sources import RewardSources
+    from rlhfspec.training.scoring.rewards.sources import RewardSources
 
     shared = job.spec.algorithm.shares_prompts
     sources = RewardSources(job.spec.rewards, context.run.base_folder, keep_prompts=shared)

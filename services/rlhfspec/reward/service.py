@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import DatasetInfo, Purpose, Sample
-from rlhfspec.scoring.rewards.sources import RewardSources
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import Delivery, StageBus, give_back
-from rlhfspec.service.vitals import Vitals
+from rlhfspec.messages.records import DatasetInfo, Purpose, Sample
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import Delivery, StageBus, give_back
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.training.scoring.rewards.sources import RewardSources
 
 
 class RewardService(Service):
@@ -67,7 +66,7 @@ class RewardService(Service):
                 with self.vitals.waiting("what the data's columns are"):
                     arrived = await self.unless_stopped(inbox.pull(max_records=1, timeout_seconds=PULL_SECONDS))
                 for delivery in arrived:
-                    return self.sources.check_columns(json.loads(delivery.record.columns_json))
+                    return self.sources.check_columns(delivery.record.columns)
 
     def _collect(self, delivery: Delivery[Sample]) -> None:
         sample = delivery.record

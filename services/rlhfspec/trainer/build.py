@@ -8,19 +8,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.service.context import Context
+from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
-    from rlhfspec.telemetry.run_folder import RunFolder
+    from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.trainer.keeping import KeptFolder
     from rlhfspec.trainer.service import Learns, TrainerService
 
 
 def build(job: RLHFJob, context: Context) -> TrainerService:
-    from rlhfspec.huggingface.devices import device_of
-    from rlhfspec.learning.distributed import Leader, joined
-    from rlhfspec.learning.learner import Learner
-    from rlhfspec.telemetry.trackers import check_packages
+    from rlhfspec.models.huggingface.devices import device_of
+    from rlhfspec.runs.folder.trackers import check_packages
+    from rlhfspec.training.learning.distributed import Leader, joined
+    from rlhfspec.training.learning.learner import Learner
 
     check_packages(job)
     context.say("loading the policy")
@@ -35,12 +35,12 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
 
 
 def _service(job: RLHFJob, context: Context, learner: Learns, policy: Any) -> TrainerService:
-    from rlhfspec.checkpoint import export_hf
-    from rlhfspec.data import load_tokenizer
-    from rlhfspec.huggingface.check import report_of
-    from rlhfspec.telemetry.run_folder import RunFolder
+    from rlhfspec.models.huggingface.check import report_of
+    from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.trainer.recorder import RunRecorder
     from rlhfspec.trainer.service import TrainerService
+    from rlhfspec.training.checkpoint import export_hf
+    from rlhfspec.training.data import load_tokenizer
 
     folder = RunFolder(context.run.folder)
     kept = _kept(job, context, folder)
@@ -79,8 +79,8 @@ def _kept(job: RLHFJob, context: Context, folder: RunFolder) -> KeptFolder | Non
 
 def follow(job: RLHFJob) -> None:
     """A rank other than 0: trains along until rank 0 says stop."""
-    from rlhfspec.learning import distributed
-    from rlhfspec.learning.learner import Learner
+    from rlhfspec.training.learning import distributed
+    from rlhfspec.training.learning.learner import Learner
 
     with distributed.joined(**patience(job)) as ranks:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfspec.errors import NumericalError, RolloutError
-from rlhfspec.records import Demand, Purpose, Sample, Score, ScoringStage, sample_id
+from rlhfspec.messages.records import Demand, Purpose, Sample, Score, ScoringStage, sample_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

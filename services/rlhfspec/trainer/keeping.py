@@ -3,27 +3,27 @@ when they were loaded, and leaves it as `rlhfspec run` does."""
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import suppress
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
 from rlhfspec.errors import StageFailed, StorageError
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import WorkerInfo
-from rlhfspec.service import exits
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import StageBus
-from rlhfspec.service.last_words import one_line
-from rlhfspec.service.mirror import Mirror
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.ending import finish_folder, kept_traceback
-from rlhfspec.telemetry.manifest import RunOutcome
-from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.messages.records import WorkerInfo
+from rlhfspec.runs.folder.manifest import RunOutcome
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.view.ending import finish_folder, kept_traceback
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import StageBus
+from rlhfspec.stage.vitals import Vitals
 from rlhfspec.trainer.service import TrainerService
+from rlhfspec.worker import exits
+from rlhfspec.worker.last_words import one_line
+from rlhfspec.worker.mirror import Mirror
 
-log = logging.getLogger("rlhfspec.service")
+log = logging.getLogger("rlhfspec.stage")
 
 
 class LoadedModels(Service):
@@ -42,7 +42,7 @@ class LoadedModels(Service):
                 pulling = infos.pull(max_records=64, timeout_seconds=PULL_SECONDS)
                 before = dict(models)
                 for delivery in await self.unless_stopped(pulling):
-                    models |= json.loads(delivery.record.models_json)
+                    models |= {role: asdict(report) for role, report in delivery.record.models.items()}
                 if models != before:
                     await self.in_thread(self._folder.loaded, dict(models))
 

@@ -6,17 +6,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rlhfspec.checkpoint import CheckpointStore
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import Sample, Score
-from rlhfspec.service.mirror import Mirror
-from rlhfspec.telemetry.equal_rewards import equal_reward_groups
-from rlhfspec.telemetry.evaluations import Evaluation, best
-from rlhfspec.telemetry.metrics import LengthHistogram, Seconds, Spread, StepMetrics, learner_fields
-from rlhfspec.telemetry.run_folder import RunFolder
-from rlhfspec.telemetry.trackers import Trackers
+from rlhfspec.messages.records import Sample, Score
+from rlhfspec.messages.records.evaluations import Evaluation, best
+from rlhfspec.messages.records.metrics import LengthHistogram, Seconds, Spread, StepMetrics, learner_fields
+from rlhfspec.runs.folder.evaluating import evaluation_of
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.folder.trackers import Trackers
+from rlhfspec.runs.view.equal_rewards import equal_reward_groups
 from rlhfspec.trainer.collector import Collector
 from rlhfspec.trainer.service import StepTime, Trained
+from rlhfspec.training.checkpoint import CheckpointStore
+from rlhfspec.worker.mirror import Mirror
 
 Export = Callable[[dict[str, Any]], object]
 
@@ -56,18 +57,18 @@ class RunRecorder:
         self._checkpoints.discard_after(step)
         return state
 
-    def record(self, trained: Trained) -> str:
+    def record(self, trained: Trained) -> StepMetrics:
         assert self._trackers is not None, "restore comes first"
         self._folder.append_samples(trained.chosen.all_samples, trained.chosen.rewards)
         metrics = step_metrics(self._job, trained)
         self._folder.append_step(metrics)
         self._trackers.step(metrics)
-        return metrics.to_line()
+        return metrics
 
-    def evaluate(self, collected: Collector, seconds: float) -> str:
+    def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
         assert self._trackers is not None, "restore comes first"
         chosen, step = collected.collected(), collected.shape.step
-        evaluation = Evaluation.of(
+        evaluation = evaluation_of(
             step,
             step,
             chosen.all_samples,
@@ -79,7 +80,7 @@ class RunRecorder:
         self._trackers.evaluation(evaluation)
         self._evaluations.append(evaluation)
         self._send()
-        return evaluation.to_line()
+        return evaluation
 
     def is_evaluated(self, step: int) -> bool:
         return any(evaluation.step == step for evaluation in self._evaluations)

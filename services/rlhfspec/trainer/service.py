@@ -16,23 +16,25 @@ from typing import Any, Protocol
 
 from rlhfspec.errors import DataExhausted
 from rlhfspec.job import RLHFJob
-from rlhfspec.learning.learner import LearnReport
-from rlhfspec.learning.rollouts import Rollouts
-from rlhfspec.loop import scoring_stages
-from rlhfspec.records import DatasetInfo, EvaluationReport, Purpose, Sample, Score, StepReport, Weights
-from rlhfspec.service.base import PULL_SECONDS, Service
-from rlhfspec.service.bus import Delivery, Held, Inbox, StageBus, ack_all
-from rlhfspec.service.pace import Pace
-from rlhfspec.service.vitals import Vitals, WorkerVitals
+from rlhfspec.messages.loop import scoring_stages
+from rlhfspec.messages.records import DatasetInfo, EvaluationReport, Purpose, Sample, Score, StepReport, Weights
+from rlhfspec.messages.records.evaluations import Evaluation
+from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import Delivery, Held, Inbox, StageBus, ack_all
+from rlhfspec.stage.pace import Pace
+from rlhfspec.stage.vitals import Vitals, WorkerVitals
 from rlhfspec.trainer.collector import Chosen, Collector, StepShape
-from rlhfspec.transport.clock import Clock
-from rlhfspec.weights import WeightStore
+from rlhfspec.training.learning.learner import LearnReport
+from rlhfspec.training.learning.rollouts import Rollouts
+from rlhfspec.training.weights import WeightStore
 
 _LATE_SECONDS = 0.5  # a sample may come after its last score
 
 
 class Learns(Protocol):
-    """What the trainer needs of `rlhfspec.learning.learner.Learner` (or of a leader of several ranks)."""
+    """What the trainer needs of `rlhfspec.training.learning.learner.Learner` (or of a leader of several ranks)."""
 
     @property
     def version(self) -> int: ...
@@ -73,12 +75,12 @@ class Recorder(Protocol):
         """The state of the last checkpoint, if there is one; what was written down of later steps goes."""
         ...
 
-    def record(self, trained: Trained) -> str:
-        """Writes the step's lines; returns that of `steps.jsonl`."""
+    def record(self, trained: Trained) -> StepMetrics:
+        """Write the step's lines, and return that of `steps.jsonl`."""
         ...
 
-    def evaluate(self, collected: Collector, seconds: float) -> str:
-        """Writes the line of an evaluation down, and returns it."""
+    def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
+        """Write the line of an evaluation down, and return it."""
         ...
 
     def is_evaluated(self, step: int) -> bool:
@@ -206,9 +208,9 @@ class TrainerService(Service):
         if not await self._complete(collector):
             return False
         seconds = self._bus.clock.now() - began
-        line = await self._work(f"writing down {collector.shape}", self._recorder.evaluate, collector, seconds)
+        evaluation = await self._work(f"writing down {collector.shape}", self._recorder.evaluate, collector, seconds)
         name = self._job.metadata.name
-        report = EvaluationReport(id=f"{name}/{step}/evaluation", job=name, step=step, metrics_json=line)
+        report = EvaluationReport(id=f"{name}/{step}/evaluation", job=name, evaluation=evaluation)
         await self._bus.publish(report)
         del self._collectors["evaluation", step]
         await self._acknowledge_what_is_saved()
@@ -288,9 +290,9 @@ class TrainerService(Service):
             time=self._lap.end(),
         )
         await self._publish_weights(weights)  # generators go on while the step is written down
-        line = await self._work(f"writing down step {step}", self._recorder.record, trained)
+        metrics = await self._work(f"writing down step {step}", self._recorder.record, trained)
         del self._collectors["training", step]
-        await self._publish_report(trained, line)
+        await self._publish_report(metrics)
         if self._is_checkpoint_due(step):
             await self._save()
 
@@ -317,18 +319,9 @@ class TrainerService(Service):
         for record in records:
             await self._bus.publish(replace(record, id=f"{record.id}/{self._start}"))
 
-    async def _publish_report(self, trained: Trained, line: str) -> None:
+    async def _publish_report(self, metrics: StepMetrics) -> None:
         name = self._job.metadata.name
-        await self._bus.publish(
-            StepReport(
-                id=f"{name}/{trained.step}/report",
-                job=name,
-                step=trained.step,
-                weights_version=trained.report.version,
-                weights_digest=trained.weights_digest,
-                metrics_json=line,
-            )
-        )
+        await self._bus.publish(StepReport(id=f"{name}/{metrics.step}/report", job=name, metrics=metrics))
 
     async def _save(self) -> None:
         """What the checkpoint covers is done with."""

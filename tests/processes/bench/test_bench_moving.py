@@ -19,9 +19,9 @@ from rlhfspec.bench.moving.rebalance import RebalanceBenchmark, RebalanceSetting
 from rlhfspec.bench.moving.workloads import stages
 from rlhfspec.bench.worker import WorkerFailed
 from rlhfspec.cli.moving import generator_command, rebalancer_of_a_run
-from rlhfspec.records import Move
-from rlhfspec.tiny import random_model
-from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
+from rlhfspec.messages.records import Move
+from rlhfspec.models.tiny import random_model
+from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec.checkpoint import CheckpointStore
+from rlhfspec.training.checkpoint import CheckpointStore
 
 
 def state(step: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     """A file may grow to 8 KiB only, as the kernel enforces it: the tensors' file cannot be written to its end."""
     code = """
 import pathlib, resource, sys, torch
-from rlhfspec.checkpoint import CheckpointStore
+from rlhfspec.training.checkpoint import CheckpointStore
 from rlhfspec.errors import StorageError
 with CheckpointStore(pathlib.Path(sys.argv[1]), keep=2) as store:
     store.save(1, {"policy": {"weight": torch.ones(4)}})

@@ -11,20 +11,21 @@ from pydantic import ValidationError
 from stages import a_job
 
 from rlhfspec import job as job_module
-from rlhfspec import job_generation, job_roles
-from rlhfspec.choices.algorithms import ALGORITHMS
-from rlhfspec.choices.drafters import DRAFTERS, SPECULATION_MODES, may_run_draft_model
-from rlhfspec.choices.engines import ENGINES, EngineEntry
-from rlhfspec.choices.links import LINKS, LINKS_OF_A_JOB
-from rlhfspec.choices.of_a_job import CHOICES
-from rlhfspec.choices.registry import Entry, Registry, docs_table
-from rlhfspec.choices.weight_stores import BETWEEN_PROCESSES, WEIGHT_STORES
 from rlhfspec.engine.base import Movable
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import Algorithm, Roles
-from rlhfspec.job_file.schema import json_schema
-from rlhfspec.loop import scoring_stages
-from rlhfspec.service.connections import Connections, WeightStoreName
+from rlhfspec.job import generation as job_generation
+from rlhfspec.job import roles as job_roles
+from rlhfspec.job.choices.algorithms import ALGORITHMS
+from rlhfspec.job.choices.drafters import DRAFTERS, SPECULATION_MODES, may_run_draft_model
+from rlhfspec.job.choices.engines import ENGINES, EngineEntry
+from rlhfspec.job.choices.links import LINKS, LINKS_OF_A_JOB
+from rlhfspec.job.choices.of_a_job import CHOICES
+from rlhfspec.job.choices.registry import Entry, Registry, docs_table
+from rlhfspec.job.choices.weight_stores import BETWEEN_PROCESSES, WEIGHT_STORES
+from rlhfspec.job.file.schema import json_schema
+from rlhfspec.messages.access.connections import Connections, WeightStoreName
+from rlhfspec.messages.loop import scoring_stages
 
 ENTRIES = [entry for registry in (*CHOICES, WEIGHT_STORES) for entry in registry.values()]
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from rlhfspec.awake_clock import AwakeClock
+from rlhfspec.common.awake_clock import AwakeClock
 
 
 def test_an_awake_clock_passes_over_what_nobody_worked_in() -> None:
@@ -27,10 +27,10 @@ def test_an_awake_clock_passes_over_what_nobody_worked_in() -> None:
 
 STOPPED_RUN = """
 import asyncio, time
-from rlhfspec.awake_clock import AwakeClock
-from rlhfspec.service.base import Service
-from rlhfspec.service.supervisor import Supervisor
-from rlhfspec.service.vitals import Vitals
+from rlhfspec.common.awake_clock import AwakeClock
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.supervisor import Supervisor
+from rlhfspec.stage.vitals import Vitals
 
 class Slow(Service):
     async def run(self):

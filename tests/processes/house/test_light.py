@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhfspec.loop import STAGES
+from rlhfspec.messages.loop import STAGES
 
 BUILDERS = [f"rlhfspec.{stage.name}.build" for stage in STAGES]
 
 
 def test_importing_a_builder_imports_no_torch() -> None:
     """Nor does the context, the map, or what the command line needs to show its help."""
-    names = [*BUILDERS, "rlhfspec.service.context", "rlhfspec.loop", "rlhfspec.cli.main"]
+    names = [*BUILDERS, "rlhfspec.stage.context", "rlhfspec.messages.loop", "rlhfspec.cli.main"]
     code = f"import sys, {', '.join(names)}\nprint([name for name in ('torch', 'transformers') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
@@ -26,7 +26,8 @@ def test_the_command_line_starts_without_torch() -> None:
 
 
 def test_the_wire_needs_no_torch() -> None:
-    modules = "rlhfspec.wire.codec, rlhfspec.transport.memory, rlhfspec.service.supervisor, rlhfspec.service.bus"
+    messages = "rlhfspec.messages.wire.codec, rlhfspec.messages.transport.memory"
+    modules = f"{messages}, rlhfspec.stage.supervisor, rlhfspec.stage.bus"
     subprocess.run([sys.executable, "-c", f"import {modules}, sys; sys.exit('torch' in sys.modules)"], check=True)
 
 
@@ -37,7 +38,7 @@ def test_it_starts_without_torch_and_helps_without_kubernetes() -> None:
 
 def test_telemetry_needs_neither_torch_nor_matplotlib() -> None:
     code = (
-        "import rlhfspec.telemetry.view, rlhfspec.telemetry.summary, rlhfspec.telemetry.trackers, sys\n"
+        "import rlhfspec.runs.view.view, rlhfspec.runs.view.summary, rlhfspec.runs.folder.trackers, sys\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'tensorboard')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

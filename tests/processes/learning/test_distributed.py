@@ -13,11 +13,11 @@ import torch
 from learners import critic, policy, rollouts, spec
 from places import TESTS
 
-from rlhfspec.learning.distributed import Leader, Ranks, joined
-from rlhfspec.learning.learner import Learner
-from rlhfspec.modeling.digest import digest
-from rlhfspec.modeling.loading import prepared
-from rlhfspec.tiny.classes import tiny_config, tiny_model
+from rlhfspec.models.tiny.classes import tiny_config, tiny_model
+from rlhfspec.training.learning.distributed import Leader, Ranks, joined
+from rlhfspec.training.learning.learner import Learner
+from rlhfspec.training.modeling.digest import digest
+from rlhfspec.training.modeling.loading import prepared
 
 
 @pytest.fixture(scope="module")

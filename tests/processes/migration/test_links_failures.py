@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_checks import DESTINATION, NIXL, SOURCE, landing_of, nothing_left, other, pattern, shared_names, warm
+from link_checks import DESTINATION, NIXL, SOURCE, landing_of, nothing_left, other, shared_names, warm
 
 from rlhfspec.errors import LinkError
-from rlhfspec.migration.links import door, frames
-from rlhfspec.migration.links.opening import WaysIn, open_sending
-from rlhfspec.migration.links.torch_link import TorchSending
-from rlhfspec.servers.certificates import client_tls, create_credentials, server_tls
+from rlhfspec.messages.servers.certificates import client_tls, create_credentials, server_tls
+from rlhfspec.moves.migration.links import door, frames
+from rlhfspec.moves.migration.links.opening import WaysIn, open_sending
+from rlhfspec.moves.migration.links.torch_link import TorchSending
+from rlhfspec.testing.link import pattern
 
 BETWEEN_PROCESSES = ["shm", "tcp", "torch", *NIXL]
 BY_SOCKET = ["shm", "tcp"]  # the others have their headers read as tcp has
@@ -136,8 +137,8 @@ def test_a_process_may_end_while_gloo_waits() -> None:
     """Else the interpreter's end under a thread that is within gloo aborts the process."""
     code = """
 import sys
-from rlhfspec.migration.links.torch_link import TorchSending
-from rlhfspec.migration.links.opening import make_landing
+from rlhfspec.moves.migration.links.torch_link import TorchSending
+from rlhfspec.moves.migration.links.opening import make_landing
 landing = make_landing("torch", seconds=1)
 print(landing.offer, flush=True)
 sys.stdin.readline()

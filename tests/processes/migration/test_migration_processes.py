@@ -13,9 +13,9 @@ from movers import LONG, TOKENS, Generator, alone, assert_clean
 from moving import make
 from places import TESTS
 
-from rlhfspec.migration import messages
-from rlhfspec.migration.base import Peer
-from rlhfspec.records import Moved
+from rlhfspec.messages.records import Moved
+from rlhfspec.moves.migration import messages
+from rlhfspec.moves.migration.base import Peer
 
 ASK = messages.Ask(move="m", sample="x", number=1, source="s", destination="d")
 

@@ -20,9 +20,9 @@ def test_a_hanging_function_keeps_no_process_alive(desk: Desk) -> None:
     code = f"""
 import asyncio, pathlib
 from rlhfspec.errors import RewardError
-from rlhfspec.job_rewards import Rewards
-from rlhfspec.scoring.rewards import RewardSources
-from rlhfspec.records import Sample
+from rlhfspec.job.rewards import Rewards
+from rlhfspec.training.scoring.rewards import RewardSources
+from rlhfspec.messages.records import Sample
 source = {{"type": "function", "function": "rewards:reward", "timeoutSeconds": 0.05, "retries": 0}}
 sources = RewardSources(Rewards.model_validate({{"sources": [source]}}), pathlib.Path({str(desk.folder)!r}))
 try:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from rlhfspec.common.folder_lock import take_lock
 from rlhfspec.errors import StorageError
-from rlhfspec.folder_lock import take_lock
-from rlhfspec.servers import room, scratch
-from rlhfspec.servers.guardian import MARK, UID, guardians_of
-from rlhfspec.servers.room import place_of_weights, refuse_full_disk
-from rlhfspec.servers.scratch import Scratch, end_dead_runs, end_run_in
+from rlhfspec.messages.servers import room, scratch
+from rlhfspec.messages.servers.guardian import MARK, UID, guardians_of
+from rlhfspec.messages.servers.room import place_of_weights, refuse_full_disk
+from rlhfspec.messages.servers.scratch import Scratch, end_dead_runs, end_run_in
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def place(tmp_path: Path) -> Path:
 DIES = """
 import os, sys
 from pathlib import Path
-from rlhfspec.servers import scratch
-from rlhfspec.servers.guardian import Guardians
+from rlhfspec.messages.servers import scratch
+from rlhfspec.messages.servers.guardian import Guardians
 memory, uid, place, guarded = sys.argv[1:]
 scratch.SHARED_MEMORY = Path(memory)
 made = scratch.Scratch(uid, Path(place))

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
 from rlhfspec.errors import StorageError, TransportUnavailable
-from rlhfspec.servers.guardian import Guardians
-from rlhfspec.service.worker import host_told
-from rlhfspec.tiny.recipe import cache_folder
+from rlhfspec.messages.servers.guardian import Guardians
+from rlhfspec.models.tiny.recipe import cache_folder
+from rlhfspec.worker.worker import host_told
 
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # what a locale that is not UTF-8 does
 
@@ -160,7 +160,7 @@ def test_an_error_that_names_nothing_is_no_line_but_a_traceback_for_a_report(
 def test_a_model_is_not_blamed_for_a_limit_on_threads(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
-    from rlhfspec.huggingface.loading import load_model
+    from rlhfspec.models.huggingface.loading import load_model
 
     def refuse(*arguments: Any, **named: Any) -> NoReturn:
         raise RuntimeError("can't start new thread")
@@ -175,6 +175,6 @@ def test_ports_that_are_used_up_are_no_wrong_address(monkeypatch: pytest.MonkeyP
     def refuse(self: socket.socket, address: object) -> NoReturn:
         raise OSError(errno.EADDRINUSE, "Address already in use")
 
-    monkeypatch.setattr("rlhfspec.service.worker.socket.socket.bind", refuse)
+    monkeypatch.setattr("rlhfspec.worker.worker.socket.socket.bind", refuse)
     with pytest.raises(TransportUnavailable, match=r"127\.0\.0\.1: no port is free"):
         host_told({})

@@ -13,12 +13,12 @@ from runs import curve_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.cli.main import app
 from rlhfspec.engine.text import cut_at_stop
-from rlhfspec.job_file import read_job
-from rlhfspec.job_rewards import FunctionSource
-from rlhfspec.scoring.rewards.imports import load_function
+from rlhfspec.job.choices.algorithms import ALGORITHMS
+from rlhfspec.job.file import read_job
+from rlhfspec.job.rewards import FunctionSource
+from rlhfspec.training.scoring.rewards.imports import load_function
 
 EXAMPLES = ROOT / "examples"
 JOBS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))

@@ -215,7 +215,7 @@ def test_a_full_disk_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The third checkpoint finds no room; the second stands, and with room again the curve is the same."""
-    from rlhfspec.checkpoint import folders
+    from rlhfspec.training.checkpoint import folders
 
     write = folders.write_checkpoint
 
@@ -224,7 +224,7 @@ def test_a_full_disk_loses_nothing(
             raise OSError(28, "No space left on device")
         write(folder, step, state)
 
-    monkeypatch.setattr("rlhfspec.checkpoint.store.write_checkpoint", full)
+    monkeypatch.setattr("rlhfspec.training.checkpoint.store.write_checkpoint", full)
     result = invoke(job_file, "full", OFF, STEPS)
     assert result.exit_code == 1
     assert "No space left on device" in result.output

@@ -194,7 +194,7 @@ def test_a_run_tells_no_secret(job_file: Path) -> None:
 def test_what_cannot_run_is_refused_before_anything_is_written(
     job_file: Path, overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhfspec.telemetry.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("rlhfspec.runs.folder.trackers.find_spec", lambda name: None)
     result = invoke(job_file, "never", OFF, *overrides)
     assert result.exit_code == 2
     assert said in result.output

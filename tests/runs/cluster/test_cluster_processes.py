@@ -18,11 +18,11 @@ from shared_servers import SharedServers
 from started import HOLD
 
 from rlhfspec.cluster import names
+from rlhfspec.common.folder_lock import take_lock
 from rlhfspec.errors import StageFailed, StorageError
-from rlhfspec.folder_lock import take_lock
-from rlhfspec.service.exits import code_of
-from rlhfspec.service.last_words import one_line
-from rlhfspec.telemetry.run_folder import RunFolder, _append
+from rlhfspec.runs.folder.run_folder import RunFolder, _append
+from rlhfspec.worker.exits import code_of
+from rlhfspec.worker.last_words import one_line
 
 STEPS = 8
 pytestmark = [

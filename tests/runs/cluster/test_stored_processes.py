@@ -22,8 +22,8 @@ from shared_servers import SharedServers
 from started import HOLD
 
 from rlhfspec.cluster import names
-from rlhfspec.object_store import ObjectStore
-from rlhfspec.service.connections import Connections
+from rlhfspec.common.object_store import ObjectStore
+from rlhfspec.messages.access.connections import Connections
 
 STEPS = 6
 RUN = "runs/letters"

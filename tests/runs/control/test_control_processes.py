@@ -17,7 +17,7 @@ from runs import curve_of, train
 from scraping import samples_of
 from shared_servers import SharedServers
 
-from rlhfspec.service import exits
+from rlhfspec.worker import exits
 
 STAGES = ("prompts", "generator", "reward", "trainer")
 

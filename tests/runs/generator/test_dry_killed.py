@@ -16,15 +16,15 @@ from faults.processes import send
 from runs import train
 from started import Started, eventually
 
-from rlhfspec.loop import subject
-from rlhfspec.records import Plan, Sample
-from rlhfspec.servers.certificates import client_tls
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.rights import CONTROL, inbox_of
-from rlhfspec.tracing.folder import read_spans
-from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_proof import NatsProof
-from rlhfspec.transport.nats_streams import stream_name
+from rlhfspec.messages.access.rights import CONTROL, inbox_of
+from rlhfspec.messages.loop import subject
+from rlhfspec.messages.records import Plan, Sample
+from rlhfspec.messages.servers.certificates import client_tls
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.messages.transport.nats_proof import NatsProof
+from rlhfspec.messages.transport.nats_streams import stream_name
+from rlhfspec.stage.bus import Bus
+from rlhfspec.telemetry.folder import read_spans
 
 PPO = ("generation.speculation.mode=off", "roles.generator.workers=2")
 
@@ -78,9 +78,9 @@ class Control:
             proof=NatsProof(nkey_seed=self._credentials / f"{role}.seed"), tls=client_tls(self._credentials, role),
         )  # fmt: skip
 
-    def plan(self, text: str) -> None:
+    def plan(self, dry: dict[int, str]) -> None:
         bus = Bus(self._rebalancer, "letters", uid=self._uid, workers={"rebalancer": 1})
-        self._do(bus.of("rebalancer").publish(Plan(id="letters/plan", job="letters", plan_json=text)))
+        self._do(bus.of("rebalancer").publish(Plan(id="letters/plan", job="letters", dry=dry)))
 
     def reference(self) -> dict[str, Any]:
         """How the server has the reference's consumer."""
@@ -115,7 +115,7 @@ def test_a_dry_generator_is_killed_in_the_middle_of_scoring_and_the_curve_is_tha
             others = control.reference()["num_ack_pending"]
 
         def is_at_a_sample() -> bool:
-            control.plan('{"dry": {"1": "score"}}')
+            control.plan({1: "score"})
             os.kill(generators[1], signal.SIGSTOP)
             if control.reference()["num_ack_pending"] > others:
                 return True
@@ -127,7 +127,7 @@ def test_a_dry_generator_is_killed_in_the_middle_of_scoring_and_the_curve_is_tha
         assert "started again" in run.until("generator 1: killed by SIGKILL")
 
         def has_scored() -> bool:
-            control.plan('{"dry": {"1": "score"}}')
+            control.plan({1: "score"})
             return len(scored_by_guests(run.folder)) > 16
 
         eventually(has_scored, "it scores again, and what it had was delivered again")

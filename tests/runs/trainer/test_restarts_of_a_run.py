@@ -14,8 +14,8 @@ from runs import curve_of, train
 from stages import killed
 
 from rlhfspec.cli import local
-from rlhfspec.service.base import Service
-from rlhfspec.telemetry.run_folder import RunFolder
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.stage.base import Service
 from rlhfspec.trainer.build import build
 
 

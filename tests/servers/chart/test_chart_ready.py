@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from helm import CHART
 
-from rlhfspec.servers import find
-from rlhfspec.service.credentials import install_secrets, new_keys
+from rlhfspec.messages.servers import find
+from rlhfspec.operator.credentials import install_secrets, new_keys
 
 NATS_CONFIG = {"nats.conf", "tls.crt", "tls.key", "ca.pem"}
 

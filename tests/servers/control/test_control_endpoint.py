@@ -17,7 +17,7 @@ from rlhfspec.cluster.report import Report
 from rlhfspec.control.endpoint import Endpoint, NotTaken
 from rlhfspec.control.reporting import Reporter
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.service.vitals import Vitals
+from rlhfspec.stage.vitals import Vitals
 
 
 @pytest.fixture

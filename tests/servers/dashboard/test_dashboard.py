@@ -47,16 +47,16 @@ from rlhfspec.dashboard.readers import MOST_UNREAD, EventStream
 from rlhfspec.dashboard.server import STATIC
 from rlhfspec.dashboard.source import Address, JobKey
 from rlhfspec.errors import InvalidRequest, StorageError
-from rlhfspec.records import Record
-from rlhfspec.servers.certificates import servers_tls
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.live import SampleHead, Window
-from rlhfspec.service.rights import inbox_of
-from rlhfspec.telemetry.metrics import example_step
-from rlhfspec.telemetry.moves import MovesFile
-from rlhfspec.telemetry.waterfall import LEGEND
-from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_proof import NatsProof
+from rlhfspec.messages.access.rights import inbox_of
+from rlhfspec.messages.records import Record
+from rlhfspec.messages.records.metrics import example_step
+from rlhfspec.messages.servers.certificates import servers_tls
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.messages.transport.nats_proof import NatsProof
+from rlhfspec.runs.folder.moves import MovesFile
+from rlhfspec.runs.live.live import SampleHead, Window
+from rlhfspec.runs.view.waterfall import LEGEND
+from rlhfspec.stage.bus import Bus
 
 JOB = "/api/jobs/laptop/run"
 

@@ -12,7 +12,7 @@ from browser import CHROMIUM, Page, browser
 from dashboards import HOSTILE, TOKEN, LiveRun, load, many_snapshots, moved, report, served, snapshot, write_run
 
 from rlhfspec.dashboard.laptop import LaptopSource
-from rlhfspec.service.live import RecentLines
+from rlhfspec.runs.live.live import RecentLines
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium in the PATH (apt-get install chromium)")
 Check = Callable[[Page, str, LiveRun], Awaitable[None]]

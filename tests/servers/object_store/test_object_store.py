@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.errors import InvalidRequest, StorageError, StorageUnavailable
-from rlhfspec.object_store import ObjectStore
-from rlhfspec.service.exits import PERMANENT, TEMPORARY, code_of
-from rlhfspec.service.last_words import one_line
+from rlhfspec.worker.exits import PERMANENT, TEMPORARY, code_of
+from rlhfspec.worker.last_words import one_line
 
 NAMES = st.text("abc-_ é%", min_size=1, max_size=6).map(str.strip).filter(bool)
 TREES = st.dictionaries(st.lists(NAMES, min_size=2, max_size=3).map(lambda parts: f"{len(parts)}/{'/'.join(parts)}"),
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_is_not_the_stores_fault(tmp_path: Path) -> None:
 def test_from_a_shell(tmp_path: Path) -> None:
     store_at(tmp_path, "shell").push(written(tmp_path, {"runs/mine/steps.jsonl": b"{}\n"}))
     there = tmp_path / "there"
-    command = [sys.executable, "-m", "rlhfspec.object_store", "s3://bucket/shell", str(there)]
+    command = [sys.executable, "-m", "rlhfspec.common.object_store", "s3://bucket/shell", str(there)]
     done = subprocess.run([*command, str(there / "runs/mine")], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "1 files, 3 bytes\n"), done.stderr
     assert contents(there) == {"runs/mine/steps.jsonl": b"{}\n"}

@@ -18,20 +18,20 @@ from operator_objects import job, pod
 from places import ROOT
 from shared_servers import NO_REDIS, REDIS, SharedServers, free_port
 
-from rlhfspec import loop
 from rlhfspec.errors import LeadershipLost
+from rlhfspec.messages import loop
+from rlhfspec.messages.access.rights import CONTROL, inbox_of
+from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.operator import streams
 from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.credentials import new_keys
 from rlhfspec.operator.leftovers import Runs, ServerAway, Tending
 from rlhfspec.operator.redis_users import RedisUsers
 from rlhfspec.operator.release import redis_login
 from rlhfspec.operator.streams import Streams, metadata_of
-from rlhfspec.service import redis_users as users
-from rlhfspec.service.credentials import new_keys
-from rlhfspec.service.redis_client import client_of
-from rlhfspec.service.redis_users import ClusterRun, install_of
-from rlhfspec.service.rights import CONTROL, inbox_of
-from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.runs.live import redis_users as users
+from rlhfspec.runs.live.redis_client import client_of
+from rlhfspec.runs.live.redis_users import ClusterRun, install_of
 
 needs_redis = pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
 

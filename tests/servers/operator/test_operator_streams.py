@@ -11,15 +11,15 @@ from open_runs import PATIENCE_SECONDS, asked_by_the_operator, ended, is_there, 
 from operator_world import job_body
 from shared_servers import SharedServers
 
-from rlhfspec import loop
 from rlhfspec.errors import LeadershipLost
+from rlhfspec.messages import loop
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.messages.transport.nats_streams import stream_name
 from rlhfspec.operator import streams
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.leftovers import OpenRun, Runs, ServerAway, Tending
 from rlhfspec.operator.streams import metadata_of
-from rlhfspec.service.redis_users import install_of
-from rlhfspec.transport.nats import NatsTransport
-from rlhfspec.transport.nats_streams import stream_name
+from rlhfspec.runs.live.redis_users import install_of
 
 
 def cache_of(*job_uids: str) -> Cache:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from rlhfspec.errors import InvalidRequest, RewardError
-from rlhfspec.job_rewards import Rewards
-from rlhfspec.records import Sample, Score
-from rlhfspec.scoring.rewards import RewardSources
-from rlhfspec.scoring.rewards.attempts import delay_seconds
+from rlhfspec.job.rewards import Rewards
+from rlhfspec.messages.records import Sample, Score
+from rlhfspec.training.scoring.rewards import RewardSources
+from rlhfspec.training.scoring.rewards.attempts import delay_seconds
 
 Behaviour = Callable[["Handler"], None]
 

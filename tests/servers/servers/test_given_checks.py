@@ -16,8 +16,8 @@ from shared_servers import free_port
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
-from rlhfspec.servers.certificates import ServerTls, create_credentials
-from rlhfspec.servers.keys import new_nkey
+from rlhfspec.messages.servers.certificates import ServerTls, create_credentials
+from rlhfspec.messages.servers.keys import new_nkey
 
 SECRET, WRONG = "correct-horse", "battery-staple"
 ENVIRONMENT = {"GOOD": SECRET, "BAD": WRONG}

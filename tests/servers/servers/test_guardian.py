@@ -17,8 +17,8 @@ from uuid import uuid4
 
 import pytest
 
-from rlhfspec.servers import guardian
-from rlhfspec.servers.guardian import MARK, NUM_GUARDIANS, Guardians
+from rlhfspec.messages.servers import guardian
+from rlhfspec.messages.servers.guardian import MARK, NUM_GUARDIANS, Guardians
 
 LIMIT_SECONDS = 60.0  # for a machine that is busy with other things
 
@@ -26,9 +26,9 @@ LIMIT_SECONDS = 60.0  # for a machine that is busy with other things
 SUPERVISOR = """
 import asyncio, json, os, subprocess, sys
 from pathlib import Path
-from rlhfspec.servers.guardian import MARK, NUM_GUARDIANS, Guardians
-from rlhfspec.servers.nats import NatsServer
-from rlhfspec.servers.redis import RedisServer
+from rlhfspec.messages.servers.guardian import MARK, NUM_GUARDIANS, Guardians
+from rlhfspec.messages.servers.nats import NatsServer
+from rlhfspec.messages.servers.redis import RedisServer
 
 uid, folder, shared = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 marked = {**os.environ, MARK: uid}

@@ -18,11 +18,11 @@ import pytest
 import redis.asyncio
 
 from rlhfspec.errors import InvalidRequest, ServerFailed
-from rlhfspec.servers import find
-from rlhfspec.servers.guardian import MARK
-from rlhfspec.servers.nats import MAX_PAYLOAD_BYTES, NatsServer
-from rlhfspec.servers.program import ServerProgram
-from rlhfspec.servers.redis import RedisServer
+from rlhfspec.messages.servers import find
+from rlhfspec.messages.servers.guardian import MARK
+from rlhfspec.messages.servers.nats import MAX_PAYLOAD_BYTES, NatsServer
+from rlhfspec.messages.servers.program import ServerProgram
+from rlhfspec.messages.servers.redis import RedisServer
 
 MADE: dict[str, Callable[[Path], ServerProgram]] = {
     "nats": lambda folder: NatsServer(folder, run="r1"),

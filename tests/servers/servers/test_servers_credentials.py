@@ -17,9 +17,9 @@ import pytest
 from cryptography import x509
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.servers.certificates import ServerTls, client_tls, create_credentials, server_tls
-from rlhfspec.servers.nats import NatsServer, User
-from rlhfspec.servers.program import write_secret
+from rlhfspec.messages.servers.certificates import ServerTls, client_tls, create_credentials, server_tls
+from rlhfspec.messages.servers.nats import NatsServer, User
+from rlhfspec.messages.servers.program import write_secret
 
 ROLES = ("control", "reward", "trainer")
 RIGHTS = {

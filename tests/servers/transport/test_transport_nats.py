@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 from nats_servers import NatsServer, Proxy
-from transport_contract import Harness, TransportContract
 
-from rlhfspec.transport.base import Consumer
-from rlhfspec.transport.nats import NatsTransport
+from rlhfspec.messages.transport.base import Consumer
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.testing.transport import TransportContract
+from rlhfspec.testing.transport_harness import TransportHarness
 
 
 @pytest.fixture(scope="session")
@@ -34,12 +35,12 @@ class TestNatsTransport(TransportContract):
         self._url = server.url
 
     @asynccontextmanager
-    async def open(self, *, max_pending: int, publish_timeout_seconds: float) -> AsyncIterator[Harness]:
+    async def open(self, *, max_pending: int, publish_timeout_seconds: float) -> AsyncIterator[TransportHarness]:
         transport = await NatsTransport.connect(
             self._url, name="test", max_pending=max_pending, publish_timeout_seconds=publish_timeout_seconds
         )
         try:
-            yield Harness(transport)
+            yield TransportHarness(transport)
         finally:
             await transport.close()
 

@@ -18,11 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.checkpoint import CheckpointStore, export_hf
-from rlhfspec.checkpoint.states import pack, unpack
 from rlhfspec.errors import InvalidRequest, StorageError
-from rlhfspec.modeling.tensor_files import read_tensors, sync, write_tensors
-from rlhfspec.tiny import random_model
+from rlhfspec.models.tiny import random_model
+from rlhfspec.training.checkpoint import CheckpointStore, export_hf
+from rlhfspec.training.checkpoint.states import pack, unpack
+from rlhfspec.training.modeling.tensor_files import read_tensors, sync, write_tensors
 
 NUM_WRITES = 400
 
@@ -330,7 +330,7 @@ def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: boo
                     (shutil, "rmtree"),
                 ):
                     patch.setattr(owner, name, full.of(getattr(owner, name)))
-                for module in ("checkpoint.folders.write_tensors", "checkpoint.store.sync"):
+                for module in ("training.checkpoint.folders.write_tensors", "training.checkpoint.store.sync"):
                     real = {"write_tensors": write_tensors, "sync": sync}[module.rpartition(".")[2]]
                     patch.setattr(f"rlhfspec.{module}", full.of(real))
                 with suppress(StorageError):  # any other error ends the test
@@ -352,7 +352,7 @@ def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: boo
 def test_an_export_is_the_policy(tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+    from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
 
     model = random_model(kind, seed=0, vocab_size=260)
     tokens = torch.randint(260, (1, 9))

@@ -12,12 +12,11 @@ from views import a_full_view, picture, terminal
 
 from rlhfspec.cli.main import app
 from rlhfspec.rebalancer.knowledge import Advice
-from rlhfspec.rebalancer.service import content_of
-from rlhfspec.records import Plan
-from rlhfspec.telemetry.moves import MovesFile
-from rlhfspec.tracing.base import WorkerPlace
-from rlhfspec.tracing.meters import Meters
-from rlhfspec.tracing.prometheus import text_of
+from rlhfspec.rebalancer.service import plan_of
+from rlhfspec.runs.folder.moves import MovesFile
+from rlhfspec.telemetry.base import WorkerPlace
+from rlhfspec.telemetry.meters import Meters
+from rlhfspec.telemetry.prometheus import text_of
 
 
 def explain(*arguments: str) -> Result:
@@ -35,10 +34,10 @@ def an_advice(**changed: Any) -> Advice:
 def a_run(folder: Path) -> None:
     file = MovesFile(folder, now=lambda: 0.0)
     advice = an_advice()
-    file.plan("sums/plan/a/1", content_of(advice))
+    file.plan(plan_of(advice, None, id="sums/plan/a/1", job="sums"))
     file.moved([moved(advice.moves[0], num_bytes=4_700_000, num_rounds=2, pause_seconds=0.0123)])
     file.moved([moved(advice.moves[1], "kept", reason="no free row")])
-    file.plan("sums/plan/a/2", content_of(an_advice(num_free_rows=0)))
+    file.plan(plan_of(an_advice(num_free_rows=0), None, id="sums/plan/a/2", job="sums"))
 
 
 def test_it_says_what_moved_why_and_what_came_of_it(tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def test_the_view_has_a_row_of_moves() -> None:
     console = terminal()
     view = a_full_view(console)
     advice = an_advice()
-    view.plan(Plan(id="plan", job="sums", plan_json=json.dumps(content_of(advice))))
+    view.plan(plan_of(advice, None, id="plan", job="sums"))
     view.moved(moved(advice.moves[0]))
     view.moved(moved(advice.moves[1], "kept"))
     [row] = [line for line in picture(view, console) if "moves " in line]
@@ -104,7 +103,7 @@ def test_moves_are_counted() -> None:
 
 def test_loads_of_rebalancing_are_loads(tmp_path: Path) -> None:
     """What tests here plan with is what the wire carries."""
-    from rlhfspec.wire.codec import decode, encode
+    from rlhfspec.messages.wire.codec import decode, encode
 
     load = a_load(1, range(3), is_leaving=True)
     assert decode(encode(load)) == load

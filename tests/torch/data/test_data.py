@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.data import Order, Prompts, Rows, load_rows, load_tokenizer
-from rlhfspec.data.order import num_steps
 from rlhfspec.errors import DataExhausted, InvalidRequest, JobError
 from rlhfspec.job import Dataset, Model
-from rlhfspec.tiny.classes import tiny_config
-from rlhfspec.tiny.tokenizer import BOS, VOCAB_SIZE, encode, hugging_face_tokenizer
+from rlhfspec.models.tiny.classes import tiny_config
+from rlhfspec.models.tiny.tokenizer import BOS, VOCAB_SIZE, encode, hugging_face_tokenizer
+from rlhfspec.training.data import Order, Prompts, Rows, load_rows, load_tokenizer
+from rlhfspec.training.data.order import num_steps
 
 RECORDS = [{"prompt": f"{n}+1=", "answer": n + 1, "tags": ["sum", {"digits": 1}]} for n in range(7)]
 TEMPLATE = (

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.models.tiny import perturbed, random_model
 
 VOCAB = 61
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3)

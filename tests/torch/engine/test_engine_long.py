@@ -10,11 +10,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.models.tiny import perturbed, random_model
 
 VOCAB = 31
 OPERATIONS = 10_000

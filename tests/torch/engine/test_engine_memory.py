@@ -28,18 +28,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.base import SequenceState
 from rlhfspec.engine.cache import Prefix
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.kv_pack import pack_slots
 from rlhfspec.kernels.tree_attention import AttentionMeta
-from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.models.tiny import perturbed, random_model
 
 VOCAB, BLOCK = 61, 8
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3, max_nodes=6)

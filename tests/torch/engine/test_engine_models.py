@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.tiny import KINDS, perturbed, random_model
+from rlhfspec.models.tiny import KINDS, perturbed, random_model
 
 VOCAB = 61
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)

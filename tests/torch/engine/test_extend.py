@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from moving import PROMPT, SUFFIX, TREE, at_once, bits, drain, in_rounds, make, model, request
 
-from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.tiny import perturbed
+from rlhfspec.models.tiny import perturbed
 
 PARAMS = SamplingParams(max_tokens=13, ignore_eos=True)
 

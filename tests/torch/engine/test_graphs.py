@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.graphs import EXTRA_BUCKETS, ROW_BUCKETS, Forward, GraphedForward, call_again
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.kernels.tree_attention import AttentionMeta
-from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.models.tiny import perturbed, random_model
 
 
 def planned_anew(runner: ModelRunner) -> Forward:

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, check, drain, in_rounds, make, model, request, reserved
 
-from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import Completion, Engine
 from rlhfspec.engine.base import KVRange, Watermark
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError
-from rlhfspec.tiny import perturbed
+from rlhfspec.models.tiny import perturbed
 
 # ---- the same bits --------------------------------------------------------------------------------------------------
 

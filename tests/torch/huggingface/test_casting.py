@@ -13,25 +13,25 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rlhfspec import job
-from rlhfspec.checkpoint.export import export_hf
 from rlhfspec.engine import SamplingParams, runner
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface.anatomy import examine
-from rlhfspec.huggingface.casting import Precision, cast, precision_of
-from rlhfspec.huggingface.check import report_of
-from rlhfspec.huggingface.fuse import fuse
 from rlhfspec.kernels.linear import PackedLinear
-from rlhfspec.modeling import loading
-from rlhfspec.modeling.critic import Critic, load_critic
-from rlhfspec.modeling.exact import ExactForward
-from rlhfspec.modeling.loading import load_policy, load_reference, prepared
-from rlhfspec.modeling.packed import pack_sequences
-from rlhfspec.scoring.log_probs import LogProbScorer
-from rlhfspec.scoring.values import ValueScorer
-from rlhfspec.tiny.classes import model_types, tiny_config, tiny_model
-from rlhfspec.weights import FileWeightStore
+from rlhfspec.models.huggingface.anatomy import examine
+from rlhfspec.models.huggingface.casting import Precision, cast, precision_of
+from rlhfspec.models.huggingface.check import report_of
+from rlhfspec.models.huggingface.fuse import fuse
+from rlhfspec.models.tiny.classes import model_types, tiny_config, tiny_model
+from rlhfspec.training.checkpoint.export import export_hf
+from rlhfspec.training.modeling import loading
+from rlhfspec.training.modeling.critic import Critic, load_critic
+from rlhfspec.training.modeling.exact import ExactForward
+from rlhfspec.training.modeling.loading import load_policy, load_reference, prepared
+from rlhfspec.training.modeling.packed import pack_sequences
+from rlhfspec.training.scoring.log_probs import LogProbScorer
+from rlhfspec.training.scoring.values import ValueScorer
+from rlhfspec.training.weights import FileWeightStore
 
 BF16 = torch.bfloat16
 LONG = 4096

@@ -17,12 +17,12 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.crd import custom_resource_definition
 from rlhfspec.cluster.crd_rules import MUTABLE
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_cluster import Role
-from rlhfspec.job_file import read_job
-from rlhfspec.job_file.checks import check
-from rlhfspec.job_file.problems import explain
-from rlhfspec.job_file.remarks import left_aside
-from rlhfspec.job_file.yaml_text import dotted
+from rlhfspec.job.cluster import Role
+from rlhfspec.job.file import read_job
+from rlhfspec.job.file.checks import check
+from rlhfspec.job.file.problems import explain
+from rlhfspec.job.file.remarks import left_aside
+from rlhfspec.job.file.yaml_text import dotted
 
 CLUSTER = {
     "roles.generator": {
@@ -79,7 +79,7 @@ def test_a_laptop_says_what_it_leaves_aside(tmp_path: Path) -> None:
     file = tmp_path / "job.json"
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     manifest = edited(CLUSTER | {"model.path": "tiny:sums", "dataset.path": "train.jsonl"})
-    manifest["spec"]["rewards"]["sources"] = [{"type": "function", "function": "rlhfspec.tiny.sums:correct"}]
+    manifest["spec"]["rewards"]["sources"] = [{"type": "function", "function": "rlhfspec.models.tiny.sums:correct"}]
     file.write_text(json.dumps(manifest))
     line = left_aside(read_job(file))
     assert line == (

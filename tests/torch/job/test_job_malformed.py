@@ -22,12 +22,12 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
-from rlhfspec.data import load_rows
 from rlhfspec.errors import JobError
 from rlhfspec.job import Dataset, RLHFJob
-from rlhfspec.job_file import read_job
-from rlhfspec.job_file.yaml_text import parts_of
-from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+from rlhfspec.job.file import read_job
+from rlhfspec.job.file.yaml_text import parts_of
+from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
+from rlhfspec.training.data import load_rows
 
 REMOVED = object()
 JOB: dict[str, Any] = {
@@ -369,7 +369,7 @@ def test_a_pipe_is_refused_as_job_and_as_data(folder: Path) -> None:
 def test_an_import_that_hangs_is_named_by_its_source(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rlhfspec.scoring.rewards.imports.IMPORT_SECONDS", 0.05)
+    monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.IMPORT_SECONDS", 0.05)
     path = list(sys.path)
     file = folder / "hanging.yaml"
     file.write_text(yaml.safe_dump(edited({f"{SOURCE}.function": "hanging:f"})))
@@ -379,7 +379,7 @@ def test_an_import_that_hangs_is_named_by_its_source(
 
 
 def test_a_package_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhfspec.telemetry.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("rlhfspec.runs.folder.trackers.find_spec", lambda name: None)
     file = folder / "wandb.yaml"
     file.write_text(yaml.safe_dump(edited({"observability.wandb": {"project": "p"}})))
     assert_refused(file, "spec.observability.wandb", "needs a package: pip install wandb")

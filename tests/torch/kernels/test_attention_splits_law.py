@@ -13,24 +13,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.drafting.base import DraftPlan
 from rlhfspec.engine import oracle
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, SequenceStateError
-from rlhfspec.huggingface.check import report_of
 from rlhfspec.kernels.cpu import build
-from rlhfspec.modeling.exact import ExactForward
-from rlhfspec.modeling.loading import prepared
-from rlhfspec.modeling.packed import PackedRow, pack_sequences
-from rlhfspec.scoring import log_probs as scoring
-from rlhfspec.scoring.log_probs import LogProbScorer
+from rlhfspec.models.huggingface.check import report_of
+from rlhfspec.models.tiny import KINDS, perturbed, random_model
+from rlhfspec.models.tiny.classes import tiny_config, tiny_model
 from rlhfspec.sweep.ways import Samples, check_same, moving, one_by_one, preempt, together
-from rlhfspec.tiny import KINDS, perturbed, random_model
-from rlhfspec.tiny.classes import tiny_config, tiny_model
+from rlhfspec.training.modeling.exact import ExactForward
+from rlhfspec.training.modeling.loading import prepared
+from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
+from rlhfspec.training.scoring import log_probs as scoring
+from rlhfspec.training.scoring.log_probs import LogProbScorer
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
 SPLIT = 64

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from places import DATA
 from torch import Tensor
 
-from rlhfspec.learning.advantages import (
+from rlhfspec.training.learning.advantages import (
     discounted_sums,
     gae,
     group_advantages,
@@ -22,8 +22,8 @@ from rlhfspec.learning.advantages import (
     token_rewards,
     whiten,
 )
-from rlhfspec.learning.aggregation import sample_sums
-from rlhfspec.learning.kl import kl_estimate
+from rlhfspec.training.learning.aggregation import sample_sums
+from rlhfspec.training.learning.kl import kl_estimate
 
 NUMBERS = json.loads((DATA / "learning_numbers.json").read_text())
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-7}

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from rlhfspec.errors import RolloutError
 from rlhfspec.job import Algorithm
-from rlhfspec.learning.algorithms import (
+from rlhfspec.messages.loop import scoring_stages
+from rlhfspec.messages.records import Sample, Score, ScoringStage
+from rlhfspec.training.learning.algorithms import (
     Targets,
     TokenTerms,
     metrics_before_updates,
@@ -27,9 +29,7 @@ from rlhfspec.learning.algorithms import (
     prepare,
     value_terms,
 )
-from rlhfspec.learning.rollouts import Rollouts
-from rlhfspec.loop import scoring_stages
-from rlhfspec.records import Sample, Score, ScoringStage
+from rlhfspec.training.learning.rollouts import Rollouts
 
 NUMBERS = json.loads((DATA / "learning_numbers.json").read_text())
 MAX_TOKENS = NUMBERS["max_tokens"]

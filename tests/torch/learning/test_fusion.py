@@ -12,11 +12,11 @@ import torch
 from learners import critic, policy, rollouts, spec
 
 from rlhfspec.errors import NumericalError
-from rlhfspec.learning.distributed import Ranks
-from rlhfspec.learning.fusion import Chain, InThreads, InTurn, Meet, Meeting, OnRanks, chains_of
-from rlhfspec.learning.learner import Learner
-from rlhfspec.modeling import lora
-from rlhfspec.modeling.digest import digest
+from rlhfspec.training.learning.distributed import Ranks
+from rlhfspec.training.learning.fusion import Chain, InThreads, InTurn, Meet, Meeting, OnRanks, chains_of
+from rlhfspec.training.learning.learner import Learner
+from rlhfspec.training.modeling import lora
+from rlhfspec.training.modeling.digest import digest
 
 CPU = torch.device("cpu")
 PATIENCE = 60.0  # seconds for an event that is sure to come

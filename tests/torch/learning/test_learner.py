@@ -12,14 +12,14 @@ from learners import ALGORITHMS, learner, policy, rollouts, same_weights, spec
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
-from rlhfspec.learning.learner import Learner
-from rlhfspec.learning.network import Network
-from rlhfspec.learning.optim import make_optimizer, make_schedule
-from rlhfspec.modeling.digest import digest
-from rlhfspec.modeling.loading import prepared
-from rlhfspec.modeling.log_probs import TorchForward
-from rlhfspec.modeling.packed import pack_sequences
-from rlhfspec.tiny import random_model
+from rlhfspec.models.tiny import random_model
+from rlhfspec.training.learning.learner import Learner
+from rlhfspec.training.learning.network import Network
+from rlhfspec.training.learning.optim import make_optimizer, make_schedule
+from rlhfspec.training.modeling.digest import digest
+from rlhfspec.training.modeling.loading import prepared
+from rlhfspec.training.modeling.log_probs import TorchForward
+from rlhfspec.training.modeling.packed import pack_sequences
 
 # -- exactness ------------------------------------------------------------------------------------------------------
 

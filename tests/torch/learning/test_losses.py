@@ -11,12 +11,12 @@ from places import DATA
 from torch import Tensor
 
 from rlhfspec.job import Algorithm
-from rlhfspec.learning.aggregation import per_token, sample_sums, token_weights
-from rlhfspec.learning.algorithms import Targets, TokenTerms, policy_terms, value_terms
-from rlhfspec.learning.importance import sequence_ratio, token_ratio, truncated_importance_weights
-from rlhfspec.learning.kl import kl_estimate
-from rlhfspec.learning.losses import clipped_policy_loss
-from rlhfspec.modeling.log_probs import entropy_of
+from rlhfspec.training.learning.aggregation import per_token, sample_sums, token_weights
+from rlhfspec.training.learning.algorithms import Targets, TokenTerms, policy_terms, value_terms
+from rlhfspec.training.learning.importance import sequence_ratio, token_ratio, truncated_importance_weights
+from rlhfspec.training.learning.kl import kl_estimate
+from rlhfspec.training.learning.losses import clipped_policy_loss
+from rlhfspec.training.modeling.log_probs import entropy_of
 
 NUMBERS = json.loads((DATA / "learning_numbers.json").read_text())
 MAX_TOKENS = NUMBERS["max_tokens"]

@@ -7,10 +7,10 @@ from typing import get_args
 import pytest
 from stages import a_job
 
-from rlhfspec import loop
-from rlhfspec.job_roles import Roles
-from rlhfspec.records import Record, Sample
-from rlhfspec.transport.dead_letters import dead_letter_subject
+from rlhfspec.job.roles import Roles
+from rlhfspec.messages import loop
+from rlhfspec.messages.records import Record, Sample
+from rlhfspec.messages.transport.dead_letters import dead_letter_subject
 
 PRODUCED = {record for stage in loop.STAGES for record in stage.produces}
 

@@ -9,9 +9,10 @@ import pytest
 from askers import asking, served
 
 from rlhfspec.errors import MalformedRecord
-from rlhfspec.migration import messages
-from rlhfspec.migration.base import NoReply, Peer
-from rlhfspec.migration.control import (
+from rlhfspec.messages.servers.certificates import client_tls, create_credentials, server_tls
+from rlhfspec.moves.migration import messages
+from rlhfspec.moves.migration.base import NoReply, Peer
+from rlhfspec.moves.migration.control import (
     HEADER,
     MOST_FRAME_BYTES,
     QUESTION,
@@ -20,7 +21,6 @@ from rlhfspec.migration.control import (
     StreamControl,
     StreamControlServer,
 )
-from rlhfspec.servers.certificates import client_tls, create_credentials, server_tls
 
 ASK = messages.Ask(move="m", sample="x", number=1, source="s", destination="d")
 QUESTIONED = messages.to_bytes(ASK)

@@ -11,13 +11,13 @@ from movers import LONG, TOKENS, Generator, all_bits, alone, generators
 from moving import model
 
 from rlhfspec.errors import LinkError
-from rlhfspec.migration import messages
-from rlhfspec.migration.base import NoReply, Peer
-from rlhfspec.migration.control import DirectControl
-from rlhfspec.migration.links.opening import make_landing, open_sending
-from rlhfspec.migration.sendings import Links
-from rlhfspec.records import Moved
-from rlhfspec.tiny import perturbed
+from rlhfspec.messages.records import Moved
+from rlhfspec.models.tiny import perturbed
+from rlhfspec.moves.migration import messages
+from rlhfspec.moves.migration.base import NoReply, Peer
+from rlhfspec.moves.migration.control import DirectControl
+from rlhfspec.moves.migration.links.opening import make_landing, open_sending
+from rlhfspec.moves.migration.sendings import Links
 
 
 class Struck(DirectControl):

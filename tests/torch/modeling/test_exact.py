@@ -22,17 +22,17 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.cpu import build
-from rlhfspec.learning.learner import Learner
-from rlhfspec.learning.rollouts import Rollouts
-from rlhfspec.modeling import log_probs, packed
-from rlhfspec.modeling.exact import ExactForward, _Scratch, check_exact
-from rlhfspec.modeling.exact_functions import exact_gated_mlp, exact_linear, stored
-from rlhfspec.modeling.loading import prepared
-from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward
-from rlhfspec.modeling.lora import add_lora, merged_state
-from rlhfspec.modeling.packed import PackedRow, RowPart, pack_sequences
-from rlhfspec.tiny import KINDS, random_model
-from rlhfspec.tiny.classes import tiny_config, tiny_model
+from rlhfspec.models.tiny import KINDS, random_model
+from rlhfspec.models.tiny.classes import tiny_config, tiny_model
+from rlhfspec.training.learning.learner import Learner
+from rlhfspec.training.learning.rollouts import Rollouts
+from rlhfspec.training.modeling import log_probs, packed
+from rlhfspec.training.modeling.exact import ExactForward, _Scratch, check_exact
+from rlhfspec.training.modeling.exact_functions import exact_gated_mlp, exact_linear, stored
+from rlhfspec.training.modeling.loading import prepared
+from rlhfspec.training.modeling.log_probs import TokenLogProbs, TorchForward
+from rlhfspec.training.modeling.lora import add_lora, merged_state
+from rlhfspec.training.modeling.packed import PackedRow, RowPart, pack_sequences
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from rlhfspec.engine import runner
-from rlhfspec.modeling.loading import prepared
-from rlhfspec.modeling.log_probs import TorchForward
-from rlhfspec.modeling.packed import pack_sequences
-from rlhfspec.scoring.log_probs import LogProbScorer
-from rlhfspec.tiny.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
+from rlhfspec.models.tiny.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
+from rlhfspec.training.modeling.loading import prepared
+from rlhfspec.training.modeling.log_probs import TorchForward
+from rlhfspec.training.modeling.packed import pack_sequences
+from rlhfspec.training.scoring.log_probs import LogProbScorer
 
 NUM_TOKENS = 4000
 BANDS = (0, 500, 1000, 2000, 3000, NUM_TOKENS)

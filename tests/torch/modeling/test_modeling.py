@@ -17,15 +17,15 @@ from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.huggingface.attention import AttentionSpec, visible
-from rlhfspec.modeling import log_probs as log_probs_module
-from rlhfspec.modeling import lora
-from rlhfspec.modeling.critic import Critic, load_critic
-from rlhfspec.modeling.digest import digest
-from rlhfspec.modeling.loading import load_policy, load_reference, prepared
-from rlhfspec.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
-from rlhfspec.modeling.packed import PackedRow, _sdpa, attend, explicit_attention, pack_sequences
-from rlhfspec.tiny import KINDS, random_model
+from rlhfspec.models.huggingface.attention import AttentionSpec, visible
+from rlhfspec.models.tiny import KINDS, random_model
+from rlhfspec.training.modeling import log_probs as log_probs_module
+from rlhfspec.training.modeling import lora
+from rlhfspec.training.modeling.critic import Critic, load_critic
+from rlhfspec.training.modeling.digest import digest
+from rlhfspec.training.modeling.loading import load_policy, load_reference, prepared
+from rlhfspec.training.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
+from rlhfspec.training.modeling.packed import PackedRow, _sdpa, attend, explicit_attention, pack_sequences
 
 PROMPTS = [(5,), (6, 7, 8), (9, 10, 11, 12, 13), (2, 3)]
 RESPONSES = [

@@ -16,16 +16,16 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.huggingface.attention import AttentionSpec
 from rlhfspec.kernels.cpu import build
-from rlhfspec.modeling.critic import Critic
-from rlhfspec.modeling.exact import ExactForward
-from rlhfspec.modeling.loading import prepared
-from rlhfspec.modeling.log_probs import TorchForward
-from rlhfspec.modeling.packed import PackedRow, RowPart, explicit_attention, pack_sequences, row_attention
+from rlhfspec.models.huggingface.attention import AttentionSpec
+from rlhfspec.models.tiny import KINDS, random_model
+from rlhfspec.models.tiny.classes import tiny_config, tiny_model
 from rlhfspec.sweep import verdict
-from rlhfspec.tiny import KINDS, random_model
-from rlhfspec.tiny.classes import tiny_config, tiny_model
+from rlhfspec.training.modeling.critic import Critic
+from rlhfspec.training.modeling.exact import ExactForward
+from rlhfspec.training.modeling.loading import prepared
+from rlhfspec.training.modeling.log_probs import TorchForward
+from rlhfspec.training.modeling.packed import PackedRow, RowPart, explicit_attention, pack_sequences, row_attention
 
 CONTEXT = 96
 NEEDS_KERNELS = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
@@ -216,7 +216,7 @@ def test_the_learner_runs_each_prompt_once() -> None:
 
 def test_a_low_rank_update_shares_prompts_unless_it_has_dropout(caplog: pytest.LogCaptureFixture) -> None:
     own = int((rollouts().lengths - 1).sum())
-    with caplog.at_level(logging.INFO, logger="rlhfspec.learning"):
+    with caplog.at_level(logging.INFO, logger="rlhfspec.training.learning"):
         assert num_tokens_run(learner(spec(model={"lora": {"rank": 2}}))) == own + 3 + 2
         assert not caplog.messages
         with_dropout = learner(spec(model={"lora": {"rank": 2, "dropout": 0.1}}))

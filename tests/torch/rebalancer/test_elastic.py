@@ -15,11 +15,8 @@ from loads import a_load, sample_of
 from stages import JOB
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.loop import workers_of
-from rlhfspec.rebalancer.knowledge import FleetKnowledge
-from rlhfspec.rebalancer.service import elastic_of, work_of
-from rlhfspec.rebalancer.stage_work import StageWork
-from rlhfspec.rebalancing.elastic import (
+from rlhfspec.messages.loop import workers_of
+from rlhfspec.moves.rebalancing.elastic import (
     COOLDOWN_SECONDS,
     FEWER_SHARE,
     LONG_STAGE_SECONDS,
@@ -29,9 +26,12 @@ from rlhfspec.rebalancing.elastic import (
     Wanted,
     worth,
 )
-from rlhfspec.rebalancing.fleet import Fleet
-from rlhfspec.rebalancing.simulator import PRESETS, Scenario, simulate, workload
-from rlhfspec.telemetry.run_folder import example_job
+from rlhfspec.moves.rebalancing.fleet import Fleet
+from rlhfspec.rebalancer.knowledge import FleetKnowledge
+from rlhfspec.rebalancer.service import elastic_of, work_of
+from rlhfspec.rebalancer.stage_work import StageWork
+from rlhfspec.runs.folder.run_folder import example_job
+from rlhfspec.simulator.simulator import PRESETS, Scenario, simulate, workload
 from rlhfspec.trainer.collector import example_sample
 
 LEAST, MOST = 1, 16

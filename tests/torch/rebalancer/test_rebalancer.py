@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,15 @@ from loads import MAX_TOKENS, a_load, knowing, moved, sample_of, skewed
 from stages import JOB, FakeEngine, a_job
 
 from rlhfspec.generator.load import LoadMeter
+from rlhfspec.messages.records import Move, Plan
+from rlhfspec.messages.transport.clock import FakeClock
+from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.rebalancer.knowledge import MOVE_SECONDS, QUIET_SECONDS, Advice, FleetKnowledge
 from rlhfspec.rebalancer.service import RebalancerService
-from rlhfspec.records import Move, Plan
-from rlhfspec.service.bus import Bus
-from rlhfspec.service.vitals import Vitals
-from rlhfspec.telemetry.moves import MovesFile, read_moves
+from rlhfspec.runs.folder.moves import MovesFile, read_moves
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.vitals import Vitals
 from rlhfspec.trainer.collector import example_sample
-from rlhfspec.transport.clock import FakeClock
-from rlhfspec.transport.memory import MemoryTransport
 
 
 def advised(knowledge: FleetKnowledge, now: float) -> Advice:
@@ -211,31 +210,27 @@ def test_the_stage_publishes_moves_and_says_why(tmp_path: Path) -> None:
         return told, plan.record
 
     told, plan = asyncio.run(main())
-    content = json.loads(plan.plan_json)
-    assert [move["sample"] for move in content["moves"]] == [move.sample_id for move in told]
-    assert content["latest_end_after"] < content["latest_end"]
+    assert [move.sample for move in plan.moves] == [move.sample_id for move in told]
+    assert plan.latest_end_after < plan.latest_end
     lines = [line for line, _ in read_moves(tmp_path)]
     assert [line["kind"] for line in lines[:2]] == ["plan", "moved"]
     assert lines[1]["reason"] == "no room"
 
 
 def test_damaged_lines_of_moves_are_left_out_and_a_full_disk_stops_nothing(tmp_path: Path) -> None:
-    nothing = {
-        "moves": [], "why_not": [], "dry": {}, "num_samples": 1, "num_generators": 2, "latest_end": 1.0,
-        "latest_end_after": 1.0,
-    }  # fmt: skip
+    nothing = Plan(id="", job="sums", num_samples=1, num_generators=2, latest_end=1.0, latest_end_after=1.0)
     file = MovesFile(tmp_path)
-    file.plan("one", nothing)
+    file.plan(replace(nothing, id="one"))
     with (tmp_path / "moves.jsonl").open("a") as half:
         half.write('{"kind": "pl')
     again = MovesFile(tmp_path)
-    again.plan("two", nothing)
+    again.plan(replace(nothing, id="two"))
     assert [line["id"] for line, _ in read_moves(tmp_path)] == ["one", "two"]
     last = max(offset for _, offset in read_moves(tmp_path))
     assert not list(read_moves(tmp_path, offset=last))
     broken = MovesFile(tmp_path / "missing")
-    broken.plan("three", nothing)
-    broken.plan("four", nothing)
+    broken.plan(replace(nothing, id="three"))
+    broken.plan(replace(nothing, id="four"))
 
 
 def test_a_generator_says_what_a_plan_needs() -> None:

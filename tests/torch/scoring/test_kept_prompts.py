@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scorers import row_sensitive_scorer
 
-from rlhfspec.arrays import IntArray
+from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine import runner
 from rlhfspec.errors import NumericalError
 from rlhfspec.kernels.cpu import build
-from rlhfspec.modeling.critic import Critic
-from rlhfspec.modeling.loading import prepared
-from rlhfspec.scoring.kept_prompts import LEAST_TOKENS, KeptPrompts
-from rlhfspec.scoring.log_probs import LogProbScorer, SequenceRows
-from rlhfspec.scoring.values import ValueScorer
-from rlhfspec.tiny import random_model
+from rlhfspec.models.tiny import random_model
+from rlhfspec.training.modeling.critic import Critic
+from rlhfspec.training.modeling.loading import prepared
+from rlhfspec.training.scoring.kept_prompts import LEAST_TOKENS, KeptPrompts
+from rlhfspec.training.scoring.log_probs import LogProbScorer, SequenceRows
+from rlhfspec.training.scoring.values import ValueScorer
 
 needs_kernels = pytest.mark.skipif(
     build.load() is None, reason=f"bits are promised by the CPU kernels: {build.unavailable_reason()}"

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from reward_desks import HANG, Desk, run, sample
 
 from rlhfspec.errors import InvalidRequest, RewardError
-from rlhfspec.records import Score
-from rlhfspec.scoring.rewards.attempts import delay_seconds
-from rlhfspec.scoring.rewards.base import CallFailed, number, numbers_of
-from rlhfspec.scoring.rewards.combine import combine
-from rlhfspec.scoring.rewards.user_code import in_daemon_thread
+from rlhfspec.messages.records import Score
+from rlhfspec.training.scoring.rewards.attempts import delay_seconds
+from rlhfspec.training.scoring.rewards.base import CallFailed, number, numbers_of
+from rlhfspec.training.scoring.rewards.combine import combine
+from rlhfspec.training.scoring.rewards.user_code import in_daemon_thread
 
 
 @pytest.fixture
@@ -406,7 +406,7 @@ def test_what_cannot_be_loaded_is_said_before_anything_runs(desk: Desk, function
 
 
 def test_an_import_that_hangs_is_given_up(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhfspec.scoring.rewards.imports.IMPORT_SECONDS", 0.05)
+    monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.IMPORT_SECONDS", 0.05)
     path = list(sys.path)
     desk.write("import threading\nthreading.Event().wait()")
     with pytest.raises(InvalidRequest, match=r"importing 'rewards' took longer than 0.05 s"):

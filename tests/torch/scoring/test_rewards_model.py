@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rlhfspec.errors import InvalidRequest, RewardError
-from rlhfspec.job_rewards import Rewards
-from rlhfspec.records import Sample, Score
-from rlhfspec.scoring.rewards import RewardSources
-from rlhfspec.scoring.rewards.classifier import Classifier
+from rlhfspec.job.rewards import Rewards
+from rlhfspec.messages.records import Sample, Score
+from rlhfspec.training.scoring.rewards import RewardSources
+from rlhfspec.training.scoring.rewards.classifier import Classifier
 
 
 def sample(prompt: int = 0, *, text: str = "4") -> Sample:
@@ -56,8 +56,8 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with random classifiers: `one` with a single output, `three` with three; and `none` without a head."""
     from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-    from rlhfspec.tiny.random_models import GROUPED, random_model
-    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+    from rlhfspec.models.tiny.random_models import GROUPED, random_model
+    from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
 
     folder = tmp_path_factory.mktemp("judges")
     tokenizer = hugging_face_tokenizer()

@@ -15,14 +15,14 @@ from scorers import CONTEXT, make_scorer, row_sensitive_scorer
 
 from rlhfspec.errors import InvalidRequest, NumericalError, WeightsVersionError
 from rlhfspec.kernels.cpu import build
-from rlhfspec.modeling.critic import Critic
-from rlhfspec.modeling.exact import ExactForward
-from rlhfspec.modeling.loading import prepared
-from rlhfspec.modeling.log_probs import TorchForward
-from rlhfspec.modeling.packed import pack_sequences
-from rlhfspec.scoring.log_probs import LogProbScorer, log_probs_reference
-from rlhfspec.scoring.values import ValueScorer, values_reference
-from rlhfspec.tiny import KINDS, random_model
+from rlhfspec.models.tiny import KINDS, random_model
+from rlhfspec.training.modeling.critic import Critic
+from rlhfspec.training.modeling.exact import ExactForward
+from rlhfspec.training.modeling.loading import prepared
+from rlhfspec.training.modeling.log_probs import TorchForward
+from rlhfspec.training.modeling.packed import pack_sequences
+from rlhfspec.training.scoring.log_probs import LogProbScorer, log_probs_reference
+from rlhfspec.training.scoring.values import ValueScorer, values_reference
 
 needs_kernels = pytest.mark.skipif(
     build.load() is None, reason=f"bits are promised by the CPU kernels: {build.unavailable_reason()}"
@@ -139,7 +139,7 @@ def test_the_reference_begins_with_nearly_the_plain_trainers_numbers() -> None:
 
 @needs_kernels
 def test_a_large_vocabulary_is_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhfspec.scoring.log_probs._LOGITS_AT_A_TIME", 97 * 7)
+    monkeypatch.setattr("rlhfspec.training.scoring.log_probs._LOGITS_AT_A_TIME", 97 * 7)
     scorer, (_, expected) = make_scorer(), scored_once("llama", "float32")
     assert scorer._rows._chunk_tokens == 7
     assert [scorer.log_probs(*sample) for sample in SAMPLES] == expected

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec.huggingface import reference
-from rlhfspec.huggingface.casting import Precision
-from rlhfspec.modeling import exact_functions, loading
+from rlhfspec.models.huggingface import reference
+from rlhfspec.models.huggingface.casting import Precision
+from rlhfspec.models.tiny.classes import tiny_config, tiny_model, variants
 from rlhfspec.sweep import by_position
 from rlhfspec.sweep import verdict as verdicts
 from rlhfspec.sweep.verdict import judge
-from rlhfspec.tiny.classes import tiny_config, tiny_model, variants
+from rlhfspec.training.modeling import exact_functions, loading
 
 
 def test_a_corner_that_rounding_turns_is_no_wrong_gradient() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from stages import FakeLearner, FakeRecorder, FakeSources, Stages, a_job, killed
 
 from rlhfspec.errors import RolloutError
-from rlhfspec.learning.learner import LearnReport
-from rlhfspec.learning.rollouts import Rollouts
+from rlhfspec.messages.transport.clock import SystemClock
 from rlhfspec.trainer.collector import Collector, StepShape, example_sample
-from rlhfspec.transport.clock import SystemClock
+from rlhfspec.training.learning.learner import LearnReport
+from rlhfspec.training.learning.rollouts import Rollouts
 
 NUM_STEPS = 12
 

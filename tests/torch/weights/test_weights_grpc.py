@@ -18,19 +18,19 @@ from stages import FakeSources, Stages, a_job
 from weight_nodes import LOOPBACK, Cluster, Node, cluster
 
 from rlhfspec.errors import MalformedRecord, StorageError, WeightsVersionError
-from rlhfspec.modeling.digest import digest
-from rlhfspec.records import Weights
-from rlhfspec.servers.certificates import create_credentials
-from rlhfspec.service.base import Service
-from rlhfspec.service.supervisor import Supervisor
-from rlhfspec.transport.clock import SystemClock
-from rlhfspec.weights import newest_kept
-from rlhfspec.weights.base import weights_record
-from rlhfspec.weights.buffers import Buffers
-from rlhfspec.weights.fanout import Fanout
-from rlhfspec.weights.grpc import channel_credentials
-from rlhfspec.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, WeightsAnswer, WeightsRequest, parse
-from rlhfspec.weights.packed import MAX_HEADER_BYTES, MAX_TENSORS, WeightsHeader, pack
+from rlhfspec.messages.records import Weights
+from rlhfspec.messages.servers.certificates import create_credentials
+from rlhfspec.messages.transport.clock import SystemClock
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.supervisor import Supervisor
+from rlhfspec.training.modeling.digest import digest
+from rlhfspec.training.weights import newest_kept
+from rlhfspec.training.weights.base import weights_record
+from rlhfspec.training.weights.buffers import Buffers
+from rlhfspec.training.weights.fanout import Fanout
+from rlhfspec.training.weights.grpc import channel_credentials
+from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, WeightsAnswer, WeightsRequest, parse
+from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, MAX_TENSORS, WeightsHeader, pack
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from wire_records import records
 from rlhfspec.engine.base import KVRange, Manifest, SequenceState
 from rlhfspec.engine.state_bytes import checksum_of, from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError, WeightsVersionError
-from rlhfspec.records import Record
-from rlhfspec.transport import dead_letters
-from rlhfspec.wire.codec import decode, encode
+from rlhfspec.messages.records import Record
+from rlhfspec.messages.transport import dead_letters
+from rlhfspec.messages.wire.codec import decode, encode
 
 CASES = int(os.environ.get("FUZZ_CASES", "12000"))
 SEED = int(os.environ.get("FUZZ_SEED", str(time.time_ns())))

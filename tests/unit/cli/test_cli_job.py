@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.cli.main import app
-from rlhfspec.job_file import read_job
+from rlhfspec.job.choices.algorithms import ALGORITHMS
+from rlhfspec.job.file import read_job
 
 
 def rlhfspec(*arguments: str | Path) -> tuple[int, str]:

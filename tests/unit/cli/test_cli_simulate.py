@@ -11,11 +11,11 @@ from places import ROOT
 from typer.testing import CliRunner, Result
 
 from rlhfspec.cli.main import app
-from rlhfspec.rebalancing.calibrate import Ran, as_spans, workload_of
-from rlhfspec.rebalancing.lengths import workload
-from rlhfspec.rebalancing.scenario import Scenario
-from rlhfspec.rebalancing.step_curves import PRESETS
-from rlhfspec.tracing.spans import Attribute, Span
+from rlhfspec.simulator.calibrate import Ran, as_spans, workload_of
+from rlhfspec.simulator.lengths import workload
+from rlhfspec.simulator.scenario import Scenario
+from rlhfspec.simulator.step_curves import PRESETS
+from rlhfspec.telemetry.spans import Attribute, Span
 
 JOB = str(ROOT / "examples" / "grpo.yaml")
 SMALL = ("--generators", "4", "--per-generator", "8", "--seeds", "2")

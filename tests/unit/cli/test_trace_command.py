@@ -10,11 +10,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from rlhfspec.cli.main import app
-from rlhfspec.telemetry.run_folder import RunFolder, example_job
-from rlhfspec.telemetry.waterfall import bar, slowest_table, waterfall
-from rlhfspec.tracing.folder import SpanFiles
-from rlhfspec.tracing.read import Life, lives
-from rlhfspec.tracing.spans import Span
+from rlhfspec.runs.folder.run_folder import RunFolder, example_job
+from rlhfspec.runs.view.waterfall import bar, slowest_table, waterfall
+from rlhfspec.telemetry.folder import SpanFiles
+from rlhfspec.telemetry.read import Life, lives
+from rlhfspec.telemetry.spans import Span
 
 
 def trace(*arguments: str) -> Result:

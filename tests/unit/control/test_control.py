@@ -20,12 +20,12 @@ from rlhfspec.control.show import trace_lines
 from rlhfspec.control.troubles import LASTING_SECONDS
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
-from rlhfspec.service.roster import SILENT_SECONDS
-from rlhfspec.telemetry.metrics import example_step
-from rlhfspec.telemetry.run_folder import example_job
-from rlhfspec.tracing.spans import Span
-from rlhfspec.transport.clock import FakeClock
+from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.messages.records.metrics import example_step
+from rlhfspec.messages.transport.clock import FakeClock
+from rlhfspec.runs.folder.run_folder import example_job
+from rlhfspec.stage.silence import SILENT_SECONDS
+from rlhfspec.telemetry.spans import Span
 
 NOON = datetime(2026, 7, 1, 12, 0, 7, tzinfo=UTC)
 BEAT = Heartbeat(
@@ -209,10 +209,7 @@ def test_steps_come_from_reports_and_from_the_folder_and_go_back_where_the_run_d
     run = Run()
     run.knowledge.found([example_step(step=step) for step in range(1, 6)])
     assert run.says(0.25).step == 5
-    line = example_step(step=4, reward=0.75).to_line()
-    run.knowledge.stepped(
-        StepReport(id="r", job="sums", step=4, weights_version=4, weights_digest="", metrics_json=line)
-    )
+    run.knowledge.stepped(StepReport(id="r", job="sums", metrics=example_step(step=4, reward=0.75)))
     report = run.says(1.0)
     assert (report.step, report.reward, report.kl) == (4, 0.75, 0.004)
     assert (report.seconds_since_step, report.tokens_per_second) == (1.0, 1234.5)
@@ -229,10 +226,10 @@ def test_advice_is_kept_within_what_the_job_allows() -> None:
     run = Run(RLHFJob.model_validate(content))
     assert run.says(0.25).generators_wanted is None
     for wanted, told in ((0, None), (1, 2), (3, 3), (9, 3)):
-        run.knowledge.planned(Plan(id="p", job="sums", plan_json="{}", num_wanted=wanted, why_wanted="it pays"))
+        run.knowledge.planned(Plan(id="p", job="sums", num_wanted=wanted, why_wanted="it pays"))
         assert run.says(0.25).generators_wanted == told
     fixed = Run()
-    fixed.knowledge.planned(Plan(id="p", job="sums", plan_json="{}", num_wanted=3))
+    fixed.knowledge.planned(Plan(id="p", job="sums", num_wanted=3))
     assert fixed.says(0.25).generators_wanted is None, "its number is not left to us"
 
 

@@ -14,9 +14,9 @@ from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.job import Metadata, Spec
-from rlhfspec.job_block import MOST, MOST_SECONDS, MOST_WORKERS, Block, Mark, marked
+from rlhfspec.job.block import MOST, MOST_SECONDS, MOST_WORKERS, Block, Mark, marked
+from rlhfspec.job.choices.algorithms import ALGORITHMS
 
 BY_ALGORITHM = {f"algorithm.{to_camel(name)}" for entry in ALGORITHMS.values() for name in entry.defaults}
 SAID_ONCE = {MOST, MOST_SECONDS, MOST_WORKERS}

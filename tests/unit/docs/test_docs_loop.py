@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 from places import ROOT
 
-from rlhfspec import loop
-from rlhfspec.records import Record
+from rlhfspec.messages import loop
+from rlhfspec.messages.records import Record
 
 STAGES = {stage.name: stage for stage in loop.STAGES}
 

@@ -17,7 +17,7 @@ PAGES = ("overview", "getting-started", "kubernetes", "job", "training", "engine
 LIBS, CLI = ROOT / "libs" / "rlhfspec", ROOT / "services" / "rlhfspec" / "cli"
 PUBLIC = [
     *(LIBS / "engine" / f"{name}.py" for name in ("__init__", "base", "config", "core", "params")),
-    *sorted(LIBS.glob("job*.py")),
+    *sorted((LIBS / "job").glob("*.py")),
 ]
 NO_VERBS = {
     "a",

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.drafting.acceptance import AcceptanceModel
-from rlhfspec.drafting.watchdog import Watchdog
+from rlhfspec.engine.drafting.acceptance import AcceptanceModel
+from rlhfspec.engine.drafting.watchdog import Watchdog
 
 
 def predicted(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable, draft_kind, from_below, host_kind
+from rlhfspec.engine.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable, draft_kind, from_below, host_kind
 
 seconds_lists = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8)
 

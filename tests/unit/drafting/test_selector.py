@@ -11,15 +11,15 @@ from counting import counting_calls
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.drafting.acceptance import AcceptanceModel
-from rlhfspec.drafting.base import PLAIN, BatchState, DraftOutcome, DraftPlan, Forest, empty_forest
-from rlhfspec.drafting.budget import best_nodes, budgets, worth_by_room
-from rlhfspec.drafting.cost import TARGET, CostModel, CostTable
-from rlhfspec.drafting.fixed import FixedSelector, static_grid
-from rlhfspec.drafting.levels import LevelTerms, PayingLevel
-from rlhfspec.drafting.outlook import DraftOutlook, default_plans
-from rlhfspec.drafting.selector import AdaptiveSelector
-from rlhfspec.drafting.simulation import CHEAP_LEVELS, EVERY_ROW_COSTS, FLAT_TO_16, SimulatedMachine, World
+from rlhfspec.engine.drafting.acceptance import AcceptanceModel
+from rlhfspec.engine.drafting.base import PLAIN, BatchState, DraftOutcome, DraftPlan, Forest, empty_forest
+from rlhfspec.engine.drafting.budget import best_nodes, budgets, worth_by_room
+from rlhfspec.engine.drafting.cost import TARGET, CostModel, CostTable
+from rlhfspec.engine.drafting.fixed import FixedSelector, static_grid
+from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
+from rlhfspec.engine.drafting.outlook import DraftOutlook, default_plans
+from rlhfspec.engine.drafting.selector import AdaptiveSelector
+from rlhfspec.engine.drafting.simulation import CHEAP_LEVELS, EVERY_ROW_COSTS, FLAT_TO_16, SimulatedMachine, World
 
 MACHINES = {"flat-to-16": FLAT_TO_16, "every-row-costs": EVERY_ROW_COSTS}
 
@@ -401,7 +401,7 @@ def calls_a_step(machine: SimulatedMachine, num_sequences: int) -> float:
     world, selector, acceptance = adaptive_in(machine, {"model": 0.0})
     world.run(selector, acceptance, num_sequences=num_sequences, num_steps=80)
     with counting_calls() as calls, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhfspec.drafting.selector.perf_counter", calls)
-        patch.setattr("rlhfspec.drafting.journal.perf_counter", calls)
+        patch.setattr("rlhfspec.engine.drafting.selector.perf_counter", calls)
+        patch.setattr("rlhfspec.engine.drafting.journal.perf_counter", calls)
         world.run(selector, acceptance, num_sequences=num_sequences, num_steps=120)
     return statistics.median(decision.selector_seconds for decision in list(selector.explain().decisions)[-120:])

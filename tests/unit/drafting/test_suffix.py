@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.arrays import FloatArray, IntArray
-from rlhfspec.drafting.acceptance import AcceptanceModel
-from rlhfspec.drafting.base import DraftBatch, DraftPlan, Forest
-from rlhfspec.drafting.contexts import ORDERS, ContextIndex
-from rlhfspec.drafting.fixed import Always
-from rlhfspec.drafting.noise import gumbel, gumbels, philox
-from rlhfspec.drafting.suffix import SuffixDrafter
+from rlhfspec.common.arrays import FloatArray, IntArray
+from rlhfspec.engine.drafting.acceptance import AcceptanceModel
+from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
+from rlhfspec.engine.drafting.contexts import ORDERS, ContextIndex
+from rlhfspec.engine.drafting.fixed import Always
+from rlhfspec.engine.drafting.noise import gumbel, gumbels, philox
+from rlhfspec.engine.drafting.suffix import SuffixDrafter
 
 CHAIN = DraftPlan(drafter="suffix", depth=8)
 TREE = DraftPlan(drafter="suffix", depth=6, width=2, branch=3)

@@ -13,14 +13,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.choices.algorithms import ALGORITHMS
 from rlhfspec.errors import InvalidRequest, JobError
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file import read_job, resolve
-from rlhfspec.job_file.memory import check_memory, free_bytes
-from rlhfspec.job_file.remarks import remarks
-from rlhfspec.job_file.schema import json_schema, structural_schema
-from rlhfspec.job_file.yaml_text import parse
+from rlhfspec.job.choices.algorithms import ALGORITHMS
+from rlhfspec.job.file import read_job, resolve
+from rlhfspec.job.file.memory import check_memory, free_bytes
+from rlhfspec.job.file.remarks import remarks
+from rlhfspec.job.file.schema import json_schema, structural_schema
+from rlhfspec.job.file.yaml_text import parse
 
 JOB = """apiVersion: rlhfspec.io/v1alpha1
 kind: RLHFJob

@@ -7,8 +7,8 @@ from typing import Annotated
 import pytest
 
 from rlhfspec.job import RLHFJob, Spec
-from rlhfspec.job_block import Block, Mark, marked
-from rlhfspec.job_file.remarks import CLUSTER_ONLY
+from rlhfspec.job.block import Block, Mark, marked
+from rlhfspec.job.file.remarks import CLUSTER_ONLY
 
 ROLES = ("prompts", "generator", "reward", "reference", "critic", "trainer", "rebalancer", "prepare", "control")
 OF_PODS = {f"roles.{role}.{name}" for role in ROLES for name in ("resources", "image", "podTemplate")}

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from rlhfspec.cluster.crd import custom_resource_definition
 from rlhfspec.job import RLHFJob
-from rlhfspec.job_file.rules.sources import SOURCES_RULES
-from rlhfspec.job_file.rules.table import RULES, JobRule
-from rlhfspec.job_file.rules.terms import Term, field, info_of, is_set
-from rlhfspec.job_file.rules.terms import given as given_field
+from rlhfspec.job.file.rules.sources import SOURCES_RULES
+from rlhfspec.job.file.rules.table import RULES, JobRule
+from rlhfspec.job.file.rules.terms import Term, field, info_of, is_set
+from rlhfspec.job.file.rules.terms import given as given_field
 
 NAMES = ("a", "b", "c")
 

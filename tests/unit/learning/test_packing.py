@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.learning.packing import pack, pack_groups, split_evenly
+from rlhfspec.training.learning.packing import pack, pack_groups, split_evenly
 
 lengths_lists = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from places import ROOT
 
-from rlhfspec.loop import STAGES
+from rlhfspec.messages.loop import STAGES
 
 
 def test_stages_are_the_folders_of_services() -> None:
     folders = {path.name for path in (ROOT / "services" / "rlhfspec").iterdir() if (path / "__init__.py").exists()}
-    assert folders - {"cli", "control", "dashboard", "prepare"} == {stage.name for stage in STAGES}
+    assert folders - {"cli", "control", "dashboard", "prepare", "supervisor", "simulator", "bench", "sweep"} == {
+        stage.name for stage in STAGES
+    }

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rlhfspec.errors import LinkError
-from rlhfspec.migration.engine_calls import EngineCalls, EngineStopped
+from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
 
 
 def test_one_at_least_and_no_more_than_the_budget() -> None:

@@ -18,12 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from moving_world import NODES, World, any_of
 
 from rlhfspec.errors import MalformedRecord
-from rlhfspec.migration import destination as theirs
-from rlhfspec.migration import messages
-from rlhfspec.migration import source as ours
-from rlhfspec.migration.destination import DOUBT_SECONDS, LEASE_SECONDS, Destination
-from rlhfspec.migration.messages import from_bytes, to_bytes
-from rlhfspec.migration.source import MoveSource
+from rlhfspec.moves.migration import destination as theirs
+from rlhfspec.moves.migration import messages
+from rlhfspec.moves.migration import source as ours
+from rlhfspec.moves.migration.destination import DOUBT_SECONDS, LEASE_SECONDS, Destination
+from rlhfspec.moves.migration.messages import from_bytes, to_bytes
+from rlhfspec.moves.migration.source import MoveSource
 
 HEAD: dict[str, Any] = {"move": "m", "sample": "x", "number": 1, "source": "s", "destination": "d"}
 RESERVE = messages.Reserve(**HEAD, manifest=b"manifest", weights_version=3, has_kv=True)

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
-from rlhfspec.pipelines import schedule as schedules
-from rlhfspec.pipelines.schedule import BACKWARD_TIMES, PipelineCase, PipelineSchedule, PlacedTask, Task, search, serial
+from rlhfspec.simulator.pipelines import schedule as schedules
+from rlhfspec.simulator.pipelines.schedule import (
+    BACKWARD_TIMES,
+    PipelineCase,
+    PipelineSchedule,
+    PlacedTask,
+    Task,
+    search,
+    serial,
+)
 
 
 def check(case: PipelineCase, found: PipelineSchedule) -> None:

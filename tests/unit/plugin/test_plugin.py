@@ -5,12 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 
 from rlhfspec.control.show import document_of
+from rlhfspec.messages.records import Load
 from rlhfspec.plugin.logs import parsed
 from rlhfspec.plugin.pods import state_of
 from rlhfspec.plugin.top import table_of
-from rlhfspec.records import Load
-from rlhfspec.service.live import LiveView, Window, WorkerSnapshot
-from rlhfspec.service.vitals import WorkerState
+from rlhfspec.runs.live.live import LiveView, Window, WorkerSnapshot
+from rlhfspec.stage.vitals import WorkerState
 
 
 def test_what_control_shows_becomes_a_table() -> None:

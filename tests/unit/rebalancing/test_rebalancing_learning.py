@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.rebalancing.curve import LearnedCurve
-from rlhfspec.rebalancing.residual import Residual, mean_residual_life
+from rlhfspec.moves.rebalancing.curve import LearnedCurve
+from rlhfspec.moves.rebalancing.residual import Residual, mean_residual_life
 
 STEP, SEQUENCE = 8.8e-3, 0.37e-3
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.rebalancing.calibrate import as_spans, calibrate
-from rlhfspec.rebalancing.lengths import LengthShape, Workload, workload
-from rlhfspec.rebalancing.policies import POLICY_NAMES, policy_named
-from rlhfspec.rebalancing.scenario import Kill, Policy, Scenario, StageOutcome
-from rlhfspec.rebalancing.simulator import simulate
-from rlhfspec.rebalancing.simulator_oracle import simulate_slowly
-from rlhfspec.rebalancing.step_curves import PRESETS
-from rlhfspec.rebalancing.trials import trials
+from rlhfspec.simulator.calibrate import as_spans, calibrate
+from rlhfspec.simulator.lengths import LengthShape, Workload, workload
+from rlhfspec.simulator.policies import POLICY_NAMES, policy_named
+from rlhfspec.simulator.scenario import Kill, Policy, Scenario, StageOutcome
+from rlhfspec.simulator.simulator import simulate
+from rlhfspec.simulator.simulator_oracle import simulate_slowly
+from rlhfspec.simulator.step_curves import PRESETS
+from rlhfspec.simulator.trials import trials
 
 SMALL = LengthShape(median=20, limit=60, samples_per_prompt=4, shortest_prompt=1, longest_prompt=9)
 

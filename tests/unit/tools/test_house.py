@@ -78,6 +78,16 @@ def test_a_planted_fault_is_told_with_its_place(tmp_path: Path, plant: str) -> N
     assert words in fault.words
 
 
+def test_the_first_hall_has_no_more_names_than_a_newcomer_reads(tmp_path: Path) -> None:
+    names = [f"room_{number}" for number in range(house.MOST_NAMES_IN_THE_FIRST_HALL - 1)]
+    rooms = {f"libs/rlhfspec/{name}/__init__.py": "" for name in names}
+    tree = "```\n" + "".join(f"libs/rlhfspec/{name}/\n" for name in ("engine", *names, "cli")) + "```\n"
+    planted = of(tmp_path, {**rooms, "CONTRIBUTING.md": tree})
+    assert not list(house.the_first_hall_is_small(planted))
+    [fault] = house.the_first_hall_is_small(of(tmp_path, {**rooms, "libs/rlhfspec/one_more.py": ""}))
+    assert fault.words == "has 15 names side by side, 14 are allowed: give them a room"
+
+
 @pytest.mark.parametrize(
     ("path", "text", "line", "words"),
     [

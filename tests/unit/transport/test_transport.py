@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from transport_contract import DEAD, SUBJECT, Harness, TransportContract, ids
-
-from rlhfspec.transport import dead_letters
-from rlhfspec.transport.base import Consumer
-from rlhfspec.transport.clock import FakeClock, SystemClock, first_of
-from rlhfspec.transport.memory import MemoryTransport
-from rlhfspec.transport.memory_subjects import WorkSubject
+from rlhfspec.messages.transport import dead_letters
+from rlhfspec.messages.transport.base import Consumer
+from rlhfspec.messages.transport.clock import FakeClock, SystemClock, first_of
+from rlhfspec.messages.transport.memory import MemoryTransport
+from rlhfspec.messages.transport.memory_subjects import WorkSubject
+from rlhfspec.testing.transport import TransportContract
+from rlhfspec.testing.transport_harness import DEAD, SUBJECT, TransportHarness, ids
 
 
 class TestMemoryTransport(TransportContract):
     @asynccontextmanager
-    async def open(self, *, max_pending: int, publish_timeout_seconds: float) -> AsyncIterator[Harness]:
+    async def open(self, *, max_pending: int, publish_timeout_seconds: float) -> AsyncIterator[TransportHarness]:
         clock = FakeClock()
         options = {"max_pending": max_pending, "publish_timeout_seconds": publish_timeout_seconds}
-        yield Harness(MemoryTransport(clock=clock, **options), clock)
+        yield TransportHarness(MemoryTransport(clock=clock, **options), clock)
 
 
 def test_memory_is_bounded() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.transport import dead_letters
-from rlhfspec.transport.base import Consumer, Message, Subscription
-from rlhfspec.transport.clock import FakeClock
-from rlhfspec.transport.memory import MemoryTransport
-from rlhfspec.transport.memory_subjects import WorkSubject
+from rlhfspec.messages.transport import dead_letters
+from rlhfspec.messages.transport.base import Consumer, Message, Subscription
+from rlhfspec.messages.transport.clock import FakeClock
+from rlhfspec.messages.transport.memory import MemoryTransport
+from rlhfspec.messages.transport.memory_subjects import WorkSubject
 
 SUBJECT = "rlhf.sums.sample"
 DEAD = "rlhf.sums.dead"

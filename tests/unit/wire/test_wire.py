@@ -6,7 +6,8 @@ import dataclasses
 import math
 import random
 import struct
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -14,12 +15,11 @@ from hypothesis import strategies as st
 from wire_records import SAMPLE, SCORE, STRATEGIES, records
 
 from rlhfspec.errors import InvalidRequest, MalformedRecord
-from rlhfspec.records import (
-    Demand,
-    Record,
-)
-from rlhfspec.wire.codec import ENVELOPE_FIELDS, decode, encode
-from rlhfspec.wire.records_pb2 import Envelope
+from rlhfspec.messages.records import Demand, EvaluationReport, Plan, Record, StepReport
+from rlhfspec.messages.records.evaluations import example_evaluation
+from rlhfspec.messages.records.metrics import example_step
+from rlhfspec.messages.wire.codec import ENVELOPE_FIELDS, decode, encode
+from rlhfspec.messages.wire.records_pb2 import Envelope
 
 
 def bits(value: Any) -> Any:
@@ -28,6 +28,8 @@ def bits(value: Any) -> Any:
         return type(value), tuple(bits(getattr(value, f.name)) for f in dataclasses.fields(value))
     if isinstance(value, tuple):
         return tuple(map(bits, value))
+    if isinstance(value, dict):  # in its order
+        return tuple((bits(key), bits(each)) for key, each in value.items())
     return struct.pack("<d", value) if isinstance(value, float) else (type(value), value)
 
 
@@ -38,7 +40,58 @@ def test_every_record_has_a_strategy_and_a_place_in_the_envelope() -> None:
 @pytest.mark.parametrize("record_type", STRATEGIES, ids=lambda kind: kind.__name__)
 def test_message_has_the_record_s_fields(record_type: type[Record]) -> None:
     field = Envelope.DESCRIPTOR.fields_by_name[ENVELOPE_FIELDS[record_type]]
-    assert [f.name for f in field.message_type.fields] == [f.name for f in dataclasses.fields(record_type)]
+    assert not unlike(field.message_type, record_type)
+
+
+def unlike(message: Any, kind: Any) -> list[str]:
+    """The fields of a message, and of the messages in it, that are not those of the dataclass."""
+    hints = get_type_hints(kind)
+    told, names = ([f.name for f in each] for each in (message.fields, dataclasses.fields(kind)))
+    found = [] if told == names else [f"{kind.__name__}: {told} are not {names}"]
+    for field in message.fields:
+        for inner in (hints[field.name], *get_args(hints[field.name])):
+            if dataclasses.is_dataclass(inner):
+                types = (field.message_type, *(f.message_type for f in field.message_type.fields if f.message_type))
+                found += unlike(next(each for each in types if each.name == inner.__name__), inner)
+    return found
+
+
+def test_nothing_on_the_wire_is_json_but_the_rows_of_the_user_s_data() -> None:
+    messages = [field.message_type for field in Envelope.DESCRIPTOR.fields]
+    told = {f"{message.name}.{f.name}" for message in messages for f in message.fields if f.name.endswith("_json")}
+    assert told == {"Prompt.columns_json", "Sample.columns_json"}
+
+
+def test_lines_made_of_what_arrives_have_the_same_bytes() -> None:
+    step = replace(example_step(step=3), kl={"k3": 0.125, "k1": -0.25}, learning={"z": 1.5, "a": 1e-300})
+    told = decode(encode(StepReport(id="sums/3/report", job="sums", metrics=step)))
+    assert isinstance(told, StepReport)
+    assert told.metrics.to_line() == step.to_line()
+    evaluation = replace(example_evaluation(step=3), reward_components={"format": 0.5, "exact": 0.1})
+    done = decode(encode(EvaluationReport(id="sums/3/evaluation", job="sums", evaluation=evaluation)))
+    assert isinstance(done, EvaluationReport)
+    assert done.evaluation.to_line() == evaluation.to_line()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_report_whose_numbers_are_not_finite_is_refused_on_both_sides(number: float) -> None:
+    spread = replace(example_step().reward, mean=number)
+    report = StepReport(id="sums/3/report", job="sums", metrics=replace(example_step(), reward=spread))
+    with pytest.raises(InvalidRequest, match=r"StepReport\.metrics\.reward\.mean: "):
+        encode(report)
+    whole = encode(replace(report, metrics=replace(example_step(), entropy=0.123)))
+    with pytest.raises(MalformedRecord, match=r"StepReport\.metrics\.entropy: must be finite"):
+        decode(whole.replace(struct.pack("<d", 0.123), struct.pack("<d", number)))
+
+
+def test_a_report_without_its_metrics_is_malformed() -> None:
+    envelope = Envelope()
+    envelope.step_report.id = "sums/3/report"
+    with pytest.raises(MalformedRecord, match="StepReport: metrics is missing"):
+        decode(envelope.SerializeToString())
+    envelope.step_report.metrics.step = 3
+    with pytest.raises(MalformedRecord, match="StepReport: reward is missing"):
+        decode(envelope.SerializeToString())
 
 
 @pytest.mark.parametrize("record_type", STRATEGIES, ids=lambda kind: kind.__name__)
@@ -121,6 +174,9 @@ def test_malformed_bytes_say_what_is_wrong(data: bytes, problem: str) -> None:
 @pytest.mark.parametrize(
     ("record", "field"),
     [
+        (StepReport(id="", job="", metrics=replace(example_step(), kl={})), "StepReport.metrics.kl"),
+        (StepReport(id="", job="", metrics=example_step(step=-1)), "StepReport.metrics.step"),
+        (Plan(id="", job="", dry={-1: "score"}), "Plan.dry"),
         (dataclasses.replace(SCORE, values=(0.0, math.nan)), "Score.values"),
         (dataclasses.replace(SCORE, values=(-math.inf,)), "Score.values"),
         (dataclasses.replace(SCORE, components=(("exact", math.inf),)), "Score.values"),

@@ -1,5 +1,5 @@
 // What a draft decides by: how likely a node is accepted, and whether one more level pays. The same numbers, in the same
-// order of operations, as in rlhfspec/drafting/acceptance.py and levels.py.
+// order of operations, as in rlhfspec/engine/drafting/acceptance.py and levels.py.
 #pragma once
 
 #include <math.h>

@@ -1,6 +1,0 @@
-"""What a run can be continued from, and the policy for others to load (docs/checkpoints.md)."""
-
-from rlhfspec.checkpoint.export import export_hf
-from rlhfspec.checkpoint.store import CheckpointStore
-
-__all__ = ["CheckpointStore", "export_hf"]

@@ -1,0 +1,52 @@
+"""Time without the hours for which the process was stopped (Ctrl-Z, SIGSTOP, a machine that slept): they are nobody's
+work, and no deadline runs in them.
+
+Example:
+    >>> clock, hour = AwakeClock(), 3600.0
+    >>> began = clock.now()
+    >>> clock.now() - began < hour
+    True
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+STOPPED_SECONDS = 5.0
+
+
+class AwakeClock:
+    """Implements rlhfspec.messages.transport.clock.Clock; to be asked every second or so, as a supervisor does.
+
+    When nobody has asked for `stopped_seconds`, the process was stopped, unless it has computed meanwhile: then
+    something kept everybody from asking, and that is work.
+    """
+
+    def __init__(
+        self,
+        *,
+        stopped_seconds: float = STOPPED_SECONDS,
+        passed: Callable[[], float] = time.monotonic,
+        computed: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._stopped_seconds = stopped_seconds
+        self._passed = passed
+        self._computed = computed
+        self._lock = threading.Lock()
+        self._last_passed, self._last_computed = passed(), computed()
+        self._lost = 0.0
+
+    def now(self) -> float:
+        with self._lock:
+            passed, computed = self._passed(), self._computed()
+            gap = passed - self._last_passed
+            if gap > self._stopped_seconds and computed - self._last_computed < 0.1 * gap:
+                self._lost += gap
+            self._last_passed, self._last_computed = passed, computed
+            return passed - self._lost
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

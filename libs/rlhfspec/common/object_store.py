@@ -1,0 +1,213 @@
+"""A prefix of an object store and a folder of this machine, files copied from one to the other.
+
+S3 and what speaks its language, Google Cloud Storage and Azure, through obstore; credentials as its variables name
+them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...) or of the machine's identity.
+
+Example:
+    >>> store = ObjectStore("s3://bucket/team", Path("/storage"))
+    >>> store.uri
+    's3://bucket/team'
+    >>> store.fetch(store.sizes("data/sums.jsonl"))                     # doctest: +SKIP
+    >>> store.push([Path("/storage/runs/sums/steps.jsonl")])            # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from rlhfspec.errors import InvalidRequest, RLHFSpecError, StorageError, StorageUnavailable
+
+_FIELD = "spec.storage.uri"
+MOST_PARTS = 9_000  # a store takes 10,000 of one object
+PART_BYTES = 8 << 20  # sent at once
+NUM_CONNECTIONS = 8
+_PATIENCE_SECONDS = 60.0  # with a request that fails
+REQUEST_SECONDS = 3600.0  # of an object, on a slow line
+STALLED_READ_SECONDS = 60.0  # of one
+_OF_THE_JOB = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError", "UnknownConfigurationKeyError")
+
+
+class ObjectStore:
+    """Paths are relative, to the prefix and to the folder alike. Calls block; threads may share it.
+
+    Raises StorageUnavailable where the store does not answer, InvalidRequest where it refuses us: another try would be
+    in vain."""
+
+    def __init__(self, uri: str, base: Path, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+        from obstore.store import from_url
+
+        self.uri = uri.rstrip("/")
+        self.base = base
+        with self._errors():
+            self._store: Any = from_url(
+                self.uri,
+                client_options={
+                    "timeout": timedelta(seconds=REQUEST_SECONDS),
+                    "read_timeout": timedelta(seconds=STALLED_READ_SECONDS),
+                    "allow_http": True,  # as the endpoint says
+                },
+                retry_config={"max_retries": 100, "retry_timeout": timedelta(seconds=patience_seconds)},
+            )
+
+    def sizes(self, *prefixes: str) -> dict[str, int]:
+        """The objects of these names, and those below them; nothing where there are none."""
+        import obstore
+
+        found: dict[str, int] = {}
+        for prefix in dict.fromkeys(prefix.strip("/") for prefix in prefixes):
+            with self._errors():
+                try:
+                    found[prefix] = obstore.head(self._store, prefix)["size"]
+                except FileNotFoundError:
+                    for page in obstore.list(self._store, prefix=prefix):
+                        found |= {each["path"]: each["size"] for each in page}
+        folders = {str(folder) for path in found for folder in PurePosixPath(path).parents}
+        return {path: size for path, size in found.items() if path not in folders}  # some tools make objects for them
+
+    def at_the_top(self) -> dict[str, int]:
+        """Objects that lie in no folder."""
+        import obstore
+
+        with self._errors():
+            return {each["path"]: each["size"] for each in obstore.list_with_delimiter(self._store)["objects"]}
+
+    def fetch(self, sizes: Mapping[str, int]) -> int:
+        """Copies of these objects, each whole or not there. How many bytes came; what is there already does not."""
+        missing = {path: size for path, size in sizes.items() if not self._is_there(path, size)}
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            for path, size in missing.items():
+                _make_room(self._half(path), size)
+            for done in [pool.submit(self._fetch, path, size) for path, size in missing.items()]:
+                done.result()
+        return sum(missing.values())
+
+    def push(self, files: Iterable[Path]) -> int:
+        """In this order. How many bytes went; a file that is gone meanwhile does not."""
+        import obstore
+
+        total = 0
+        for file in files:
+            try:
+                size = file.stat().st_size
+                with self._errors():
+                    chunk = max(PART_BYTES, -(-size // MOST_PARTS))
+                    obstore.put(self._store, self.path_of(file), file, chunk_size=chunk)
+            except FileNotFoundError:
+                continue
+            total += size
+        return total
+
+    def remove(self, paths: Iterable[str]) -> None:
+        import obstore
+
+        with self._errors():
+            for path in paths:  # one by one: of many at once some stores say nothing of those that failed
+                try:
+                    obstore.delete(self._store, path)
+                except FileNotFoundError:
+                    continue
+
+    def path_of(self, file: Path) -> str:
+        return file.relative_to(self.base).as_posix()
+
+    def _fetch(self, path: str, size: int) -> None:
+        with _writing(self._half(path)), self._half(path).open("rb+") as file:
+            for data in self._bytes_of(path):
+                file.write(data)
+            if file.tell() != size:
+                raise StorageUnavailable(self.uri, f"{path} changed while it was read")
+        self._half(path).replace(self.base / path)
+
+    def _bytes_of(self, path: str) -> Iterator[bytes]:
+        import obstore
+
+        with self._errors():
+            try:
+                yield from obstore.get(self._store, path).stream()
+            except FileNotFoundError:
+                raise StorageUnavailable(self.uri, f"{path} was removed while it was read") from None
+
+    def _half(self, path: str) -> Path:
+        file = self.base / path
+        return file.with_name(f".fetching-{file.name}")
+
+    def _is_there(self, path: str, size: int) -> bool:
+        file = self.base / path
+        return file.is_file() and file.stat().st_size == size
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError, ValueError) as error:
+            self._raise(error)
+
+    def _raise(self, error: Exception) -> NoReturn:
+        text = _first_line(error)
+        if "NoSuchBucket" in str(error):
+            raise InvalidRequest(_FIELD, self.uri, "there is no such bucket") from None
+        if isinstance(error, FileNotFoundError):  # of one object: its caller knows what that means
+            raise error
+        is_of_the_job = isinstance(error, ValueError) or type(error).__name__ in _OF_THE_JOB
+        if is_of_the_job or re.match(r"Generic (Config error|\w+ error: Missing )", text):
+            raise InvalidRequest(_FIELD, self.uri, f"the store refuses: {text}") from None
+        raise StorageUnavailable(self.uri, text) from None
+
+
+def main() -> int:
+    """`python -m rlhfspec.common.object_store URI FOLDER PATH`: for who has a shell and no tool of the store's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhfspec.common.object_store", description="Fetches what a store has."
+    )
+    parser.add_argument("uri", metavar="URI", help="such as s3://bucket/team")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="local copy")
+    parser.add_argument("path", metavar="PATH", type=Path, help="file or folder within FOLDER to fetch")
+    arguments = parser.parse_args()
+    try:
+        store = ObjectStore(arguments.uri, arguments.folder)
+        sizes = store.sizes(store.path_of(arguments.path))
+        if not sizes:
+            raise StorageError(arguments.uri, f"there is nothing at {arguments.path}")
+        print(f"{len(sizes)} files, {store.fetch(sizes)} bytes")
+    except RLHFSpecError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _make_room(file: Path, size: int) -> None:
+    """All of it at once: that a disk is too small is known before hours of fetching."""
+    with _writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("wb") as empty:
+            if size:
+                os.posix_fallocate(empty.fileno(), 0, size)
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(file, f"cannot be written: {error.strerror}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """What comes after is how the library came to it."""
+    text = str(error).partition("\n\nDebug source")[0]
+    return " ".join(text.split())[:500]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,211 @@
+"""What drafters, the selector and the engine say to each other. Numpy only; drafting never imports the engine.
+
+One step:  plan (selector) -> propose (drafter) -> budget (selector) -> verify (engine) -> observe (both).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """What to try this step. `drafter=None` means plain decoding.
+
+    depth: levels of the tree. width: nodes expanded per sequence and level (on average over the batch).
+    branch: children kept of each expanded node. max_nodes: nodes verified per sequence on average, None = no cap.
+    """
+
+    drafter: str | None
+    depth: int = 0
+    width: int = 1
+    branch: int = 1
+    max_nodes: int | None = None
+
+    @property
+    def name(self) -> str:
+        """
+        >>> DraftPlan(drafter="model", depth=4, width=2, branch=3).name
+        'model-d4-w2-b3'
+        """
+        if self.drafter is None:
+            return "plain"
+        cap = "" if self.max_nodes is None else f"-n{self.max_nodes}"
+        return f"{self.drafter}-d{self.depth}-w{self.width}-b{self.branch}{cap}"
+
+
+PLAIN = DraftPlan(drafter=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBatch:
+    """The sequences to draft for, B of them; table rows are stable for a sequence's life in the engine.
+
+    `tokens[row, :length]` is everything so far (prompt and response). The next token has response position
+    `length - prompt_length`; noise is drawn for (seed, response position, token id).
+    """
+
+    rows: IntArray  # [B] row in the engine's tables
+    lengths: IntArray  # [B] tokens so far
+    prompt_lengths: IntArray  # [B]
+    room: IntArray  # [B] tokens that may still be generated; a tree is never deeper
+    seeds: npt.NDArray[np.uint64]  # [B]
+    temperatures: FloatArray  # [B]
+    tokens: IntArray  # [R, L] the engine's token table, read only
+    weights_version: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forest:
+    """Trees of all sequences as flat arrays of M nodes; a parent always comes before its children.
+
+    `path_acceptance` never increases from parent to child, so every prefix of nodes sorted by it
+    (stable) is itself a valid forest.
+    """
+
+    sequence: IntArray  # [M] index into the DraftBatch
+    parent: IntArray  # [M] index of the parent node, -1 = the sequence's last token
+    depth: IntArray  # [M] 1 = directly below the root
+    token: IntArray  # [M]
+    rank: IntArray  # [M] 0 = the parent's best candidate under the noise
+    gap: FloatArray  # [M] perturbed-score gap: for rank 0, best minus second best; for rank r, best minus its own
+    path_acceptance: FloatArray  # [M] predicted probability that the whole path is accepted
+
+    @property
+    def size(self) -> int:
+        return len(self.token)
+
+    def take(self, keep: IntArray) -> Forest:
+        """The sub-forest of the node indices `keep` (ascending, closed under parents)."""
+        new_index = np.full(self.size + 1, -1, dtype=np.int32)  # the extra last entry maps -1 to -1
+        new_index[keep] = np.arange(len(keep), dtype=np.int32)
+        return Forest(
+            sequence=self.sequence[keep],
+            parent=new_index[self.parent[keep]],
+            depth=self.depth[keep],
+            token=self.token[keep],
+            rank=self.rank[keep],
+            gap=self.gap[keep],
+            path_acceptance=self.path_acceptance[keep],
+        )
+
+
+def empty_forest() -> Forest:
+    none_int, none_float = np.empty(0, np.int32), np.empty(0, np.float32)
+    return Forest(
+        sequence=none_int,
+        parent=none_int,
+        depth=none_int,
+        token=none_int,
+        rank=none_int,
+        gap=none_float,
+        path_acceptance=none_float,
+    )
+
+
+class Acceptance(Protocol):
+    """Predicts whether a drafted child is the target's choice, given that its parent was accepted."""
+
+    def predict(self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray) -> FloatArray:
+        """Conditional acceptance probability of each node, in (0, 1). All arguments [M]; rows = table rows."""
+        ...
+
+
+class LevelRule(Protocol):
+    """Asked between levels of a draft: is one level more worth its time?"""
+
+    def go_on(self, *, frontier_acceptance: FloatArray, num_rows: int, level: int) -> bool:
+        """`frontier_acceptance`: path acceptance of the nodes that would be expanded; `level`: the next level, >= 2."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes trees. Adding one = one file that implements this.
+
+    Whatever it proposes, the tokens stay the same (the law); it can only change how fast they come.
+    """
+
+    name: str
+
+    def propose(self, batch: DraftBatch, plan: DraftPlan, acceptance: Acceptance, rule: LevelRule) -> Forest:
+        """Trees for the batch, at most `plan.depth` deep and never deeper than a sequence's `room`."""
+        ...
+
+    def observe(self, batch: DraftBatch, new_lengths: IntArray) -> None:
+        """After commit: sequence i of the batch now has `new_lengths[i]` tokens in `batch.tokens[rows[i]]`."""
+        ...
+
+    def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
+        """A sequence took table row `row`; `tokens` is what it has, `group` names its prompt group,
+        `history` holds earlier rollouts of the same prompt."""
+        ...
+
+    def forget(self, row: int) -> None:
+        """The sequence left its row (finished, preempted, cancelled, exported)."""
+        ...
+
+    def reset(self) -> None:
+        """Weights changed: drop what depends on them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchState:
+    """What the selector knows before drafting."""
+
+    rows: IntArray  # [B] table rows of decoding sequences
+    room: IntArray  # [B]
+    num_prefill_rows: int  # rows of prompt chunks that ride along in the same forward
+    kv_tokens: int  # context tokens that attention will read, of each sequence once: its tree nodes share what it loads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftChoice:
+    """After drafting: which nodes to verify, and what was expected of it."""
+
+    keep: IntArray  # [N] ascending node indices
+    predicted_accepted: float  # expected accepted nodes in total
+    predicted_verify_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOutcome:
+    """What really happened, one per step."""
+
+    plan: DraftPlan
+    state: BatchState
+    forest: Forest  # the verified nodes
+    reached: BoolArray  # [N] the node's parent was accepted, so its own acceptance was really tested
+    accepted: BoolArray  # [N]
+    num_committed: int  # tokens appended to all decoding sequences
+    num_proposed: int  # nodes drafted, before the budget
+    draft_seconds: float
+    verify_seconds: float
+    step_seconds: float
+    choice: DraftChoice | None = field(default=None)
+
+
+class Selector(Protocol):
+    """Chooses the strategy anew at every step."""
+
+    def plan(self, state: BatchState) -> DraftPlan: ...
+
+    def rule(self, plan: DraftPlan, state: BatchState) -> LevelRule: ...
+
+    def budget(self, plan: DraftPlan, state: BatchState, forest: Forest, draft_seconds: float) -> DraftChoice: ...
+
+    def observe(self, outcome: DraftOutcome) -> None: ...
+
+    def reset(self) -> None:
+        """Weights changed: what was learnt about acceptance counts little now."""
+        ...

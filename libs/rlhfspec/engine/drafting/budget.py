@@ -1,0 +1,70 @@
+"""After drafting: which nodes are worth a row of the verification. One sort, no search.
+
+A child is never likelier than its parent, so every prefix of the nodes in descending order of path acceptance is a
+valid forest, and prefix sums give the expected accepted tokens of every budget at once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhfspec.common.arrays import FloatArray, IntArray
+from rlhfspec.engine.drafting.base import Forest
+
+_EVERY_BUDGET_UP_TO = 48
+_NUM_BUDGETS = 40  # looked at beyond that; the curve between them is smooth
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.25, 4.0  # of a sequence that has much less or more room than the others
+
+
+def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray | None = None) -> IntArray:
+    """Ascending indices of the best `num_nodes`; of equals the first, so that parents come before their children.
+
+    `ranked`: the same values in descending order, if somebody has sorted them already.
+
+    >>> best_nodes(np.array([0.9, 0.5, 0.5, 0.8], np.float32), 3).tolist()
+    [0, 1, 3]
+    """
+    if num_nodes >= len(path_acceptance):
+        return np.arange(len(path_acceptance), dtype=np.int32)
+    if num_nodes == 0:
+        return np.empty(0, np.int32)
+    ranked = descending(path_acceptance) if ranked is None else ranked
+    keep = np.asarray(path_acceptance >= ranked[num_nodes - 1]).nonzero()[0]
+    if len(keep) > num_nodes:  # ties at the threshold
+        keep = np.sort(np.argsort(-path_acceptance, kind="stable")[:num_nodes])
+    return np.asarray(keep, np.int32)
+
+
+def worth_by_room(forest: Forest, room: IntArray) -> FloatArray:
+    """What each node's acceptance is worth: more where much is still to be generated.
+
+    The surest sequences would otherwise run ahead and leave the others to small batches, whose steps cost about as much
+    as those of large ones. One weight a sequence, so a child is still never worth more than its parent.
+    """
+    mean = room.mean() if len(room) else 0.0
+    if mean <= 0.0 or (room == room[0]).all():
+        return forest.path_acceptance
+    weight = (room / mean).clip(_LEAST_WEIGHT, _MOST_WEIGHT).astype(np.float32)
+    return forest.path_acceptance * weight[forest.sequence]
+
+
+def descending(values: FloatArray) -> FloatArray:
+    """A sorted copy."""
+    ranked = np.negative(values)
+    ranked.sort()
+    return np.negative(ranked, out=ranked)
+
+
+@lru_cache(maxsize=4096)
+def budgets(limit: int) -> npt.NDArray[np.int64]:
+    """Numbers of nodes to look at: every one, or an even grid where there are many.
+
+    >>> budgets(5).tolist(), len(budgets(900))
+    ([0, 1, 2, 3, 4, 5], 49)
+    """
+    if limit <= _EVERY_BUDGET_UP_TO:
+        return np.arange(limit + 1)
+    return np.concatenate((np.arange(9), np.linspace(9, limit, _NUM_BUDGETS).round().astype(np.int64)))

@@ -1,0 +1,153 @@
+"""How every plan looks at a batch: what its last forests promised, over what the tables say it costs.
+
+Of each plan one curve is remembered: the expected accepted tokens of its best n nodes a sequence, as it was read off
+the forests that the plan really proposed. One factor a drafter says how much of what was promised came true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from rlhfspec.common.arrays import Floats
+from rlhfspec.engine.drafting.base import PLAIN, BatchState, DraftPlan, Forest
+from rlhfspec.engine.drafting.budget import descending
+from rlhfspec.engine.drafting.cost import TARGET, CostModel, draft_kind
+from rlhfspec.job.choices.drafters import DRAFTERS
+
+_NODES = np.array([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0])  # a sequence
+_DEPTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
+_CURVE_MEMORY = 8.0  # sequences' trees that a curve remembers
+_TRUTH_MEMORY = 200.0  # tokens that what came true is remembered for
+_TRUTH_KEPT = 0.98  # of it by every step
+_TRIAL_SHARE = 0.002  # of the time may go into trials of one plan that is not in use
+_MUCH_SMALLER = 0.7
+_EARLY_USES, _LEARN_EVERY = 8, 4  # of a plan
+_BUSHES_UP_TO = 2  # sequences: rows of the verification must be next to free
+_SHORTEST_WAIT = 8  # steps between such trials
+
+
+def default_plans(drafters: Iterable[str]) -> tuple[DraftPlan, ...]:
+    """Few and deep: the level rule stops where a level does not pay, and the budget prunes what is not worth a row.
+
+    Candidates of an expanded node come for nothing, so even a chain drafts two a node."""
+    return PLAIN, *(DraftPlan(drafter=name, **shape._asdict()) for name in drafters for shape in DRAFTERS[name].shapes)
+
+
+class _Prospect:
+    """One plan. A plan that has not been seen since the weights changed is worth a trial at once."""
+
+    def __init__(self, plan: DraftPlan) -> None:
+        self.plan = plan
+        # [depths, nodes] accepted tokens a sequence, were the draft no deeper: at first those of a middling drafter
+        self.gain: Floats = 3.0 * (1.0 - 0.75 ** np.minimum(_NODES, _DEPTHS[:, None]))
+        self.success = 0.75  # accepted children of an expanded node
+        depths = [*(int(depth) for depth in _DEPTHS if depth < plan.depth), plan.depth]
+        self.notches = [replace(plan, depth=depth) for depth in depths]
+        self.promised = self.came_true = 1.0  # tokens, decayed sums
+        self.promise = 0.0  # tokens per second at the last look, before what came true of earlier promises
+        self.batch = 0.0  # sequences, at which the curves were learnt
+        self.num_learnt = self.num_used = self.last_used = 0
+        self.pause = 1  # steps between the last two uses
+
+    def learn(self, forest: Forest, num_sequences: int) -> None:
+        self.num_learnt += 1
+        rate = max(num_sequences / (num_sequences + _CURVE_MEMORY), 1.0 / self.num_learnt)
+        self.batch += rate * (num_sequences - self.batch)
+        path = forest.path_acceptance
+        above = num_sequences + float(path[forest.parent[forest.depth > 1]].sum()) / self.plan.branch
+        self.success += rate * (float(path.sum()) / above - self.success)
+        deepest = int(forest.depth.max(initial=0))
+        gain = np.zeros(len(_NODES))
+        for i, depth in enumerate(_DEPTHS.tolist()):
+            if i == 0 or _DEPTHS[i - 1] < deepest:  # else there is nothing deeper
+                sums = np.append(0.0, descending(path[forest.depth <= depth]).cumsum())
+                gain = np.interp(_NODES * num_sequences, np.arange(len(sums)), sums) / num_sequences
+            self.gain[i] += rate * (gain - self.gain[i])
+
+
+class DraftOutlook:
+    """Tokens per second of all plans at one batch."""
+
+    def __init__(self, costs: CostModel, plans: Iterable[DraftPlan]) -> None:
+        self._costs = costs
+        self._prospects = [_Prospect(plan) for plan in plans if plan.drafter is not None]
+        self._of = {plan: prospect for prospect in self._prospects for plan in prospect.notches}
+        self.drafters = tuple(dict.fromkeys(str(prospect.plan.drafter) for prospect in self._prospects))
+        self.forget()
+        self.rates: dict[DraftPlan, float] = {}
+        self.best, self.best_rate = PLAIN, 0.0
+
+    def forget(self) -> None:
+        """Weights changed."""
+        for prospect in self._prospects:
+            prospect.num_learnt = prospect.num_used = 0
+            prospect.promised = prospect.came_true = _TRUTH_MEMORY / 4
+
+    def look(self, state: BatchState, allowed: set[str]) -> None:
+        """Rate all plans of the allowed drafters at this batch."""
+        costs, num_sequences = self._costs, len(state.rows)
+        rows = num_sequences + state.num_prefill_rows
+        verify = costs.table(TARGET).seconds_array(rows + _NODES * num_sequences, state.kv_tokens)
+        verify -= costs.owed_seconds(state.num_prefill_rows)
+        plain = costs.plain_seconds(num_sequences, state.num_prefill_rows, state.kv_tokens)
+        self.rates = {PLAIN: num_sequences / plain}
+        for prospect in self._prospects:
+            plan, name = prospect.plan, str(prospect.plan.drafter)
+            if name not in allowed or (plan.width > 1 and num_sequences > _BUSHES_UP_TO):
+                continue
+            seconds = costs.table(draft_kind(name, first=True)).seconds(num_sequences)
+            seconds += costs.host_seconds(name, num_sequences)
+            table = costs.tables.get(draft_kind(name))  # None: it works in one go
+            level = table.seconds(plan.width * num_sequences) if table is not None else 0.0
+            draft = seconds + (_DEPTHS[:, None] - 1) * level
+            rates = num_sequences * ((1.0 + prospect.gain) / (verify + draft)).max(axis=1)  # by depth
+            # one notch deeper than the best: the level rule stops where that does not pay; as deep as can be where the
+            # curves are those of a larger batch, which was not worth drafting for as deeply
+            deepest = int(rates.argmax()) + 1 if num_sequences > _MUCH_SMALLER * prospect.batch else len(_DEPTHS)
+            now = prospect.notches[min(deepest, len(prospect.notches) - 1)]
+            prospect.promise = float(rates.max())
+            self.rates[now] = prospect.promise * prospect.came_true / prospect.promised
+        self.best = max(self.rates, key=self.rates.__getitem__)
+        self.best_rate = self.rates[self.best]
+
+    def trial(self, step: int) -> DraftPlan | None:
+        """A plan not in use whose last forests have grown old. The more a trial loses, the rarer it is."""
+        for plan, rate in self.rates.items():
+            if plan in (PLAIN, self.best):
+                continue
+            prospect = self._of[plan]
+            wait = max((1.0 - rate / self.best_rate) / _TRIAL_SHARE, _SHORTEST_WAIT)
+            if step - prospect.last_used >= min(wait, _SHORTEST_WAIT * prospect.num_used):
+                return plan
+        return None
+
+    def use(self, plan: DraftPlan, step: int) -> None:
+        if plan.drafter is not None:
+            prospect = self._of[plan]
+            prospect.pause, prospect.last_used = step - prospect.last_used, step
+            prospect.num_used += 1
+
+    def success(self, plan: DraftPlan) -> float:
+        """Expected accepted children of a node that the plan expands."""
+        return self._of[plan].success
+
+    def learn_forest(self, plan: DraftPlan, forest: Forest, num_sequences: int) -> None:
+        """From a forest as proposed; of a plan that is well known from one in four, since sorting takes time."""
+        prospect = self._of.get(plan)
+        if prospect is not None and (prospect.num_used <= _EARLY_USES or prospect.num_used % _LEARN_EVERY == 0):
+            prospect.learn(forest, num_sequences)
+
+    def learn_truth(self, plan: DraftPlan, num_tokens: int, seconds: float) -> None:
+        """From a step of the plan: what it gave in its (predicted) time, against what had been promised for that."""
+        if plan in self._of:
+            prospect, promised = self._of[plan], seconds * self._of[plan].promise
+            kept = max(_TRUTH_MEMORY / (_TRUTH_MEMORY + promised), 0.95) * _TRUTH_KEPT**prospect.pause
+            prospect.promised = kept * prospect.promised + promised
+            prospect.came_true = kept * prospect.came_true + num_tokens
+
+    def ranked(self) -> dict[str, float]:
+        """Tokens per second of the plans as they looked last, best first."""
+        return {plan.name: rate for plan, rate in sorted(self.rates.items(), key=lambda item: -item[1])}

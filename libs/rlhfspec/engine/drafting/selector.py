@@ -1,0 +1,175 @@
+"""Choosing the strategy anew at every step: before drafting, between levels, after drafting.
+
+Everything is one question: expected tokens over expected seconds. Tokens come from calibrated acceptance, seconds
+from measured tables; both are corrected by every step. Not drafting is a legal choice. docs/selector.md tells the
+whole story.
+
+Example:
+    >>> from rlhfspec.engine.drafting.outlook import default_plans
+    >>> costs = CostModel.profile(lambda kind, rows, kv: 0.01 if kind == "target" else 0.001, drafters=("model",))
+    >>> selector = AdaptiveSelector(costs, AcceptanceModel(num_rows=4), default_plans(("model",)))
+    >>> state = BatchState(rows=np.arange(4), room=np.full(4, 99), num_prefill_rows=0, kv_tokens=400)
+    >>> selector.plan(state).drafter  # verifying more rows costs nothing here
+    'model'
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from time import perf_counter
+
+import numpy as np
+
+from rlhfspec.engine.drafting.acceptance import AcceptanceModel
+from rlhfspec.engine.drafting.base import PLAIN, BatchState, DraftChoice, DraftOutcome, DraftPlan, Forest, LevelRule
+from rlhfspec.engine.drafting.budget import best_nodes, budgets, descending, worth_by_room
+from rlhfspec.engine.drafting.cost import TARGET, CostModel, draft_kind, host_kind
+from rlhfspec.engine.drafting.journal import Explanation, Journal
+from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
+from rlhfspec.engine.drafting.outcomes import OutcomeBuffer
+from rlhfspec.engine.drafting.outlook import DraftOutlook
+from rlhfspec.engine.drafting.watchdog import Watchdog, WatchdogEvent
+
+_LOOK_EVERY = 4  # steps between two looks at all plans; a new batch size is looked at at once
+_LEAST_TRIED = 4  # nodes that a trial verifies, whatever they promise: without tests nothing would be learnt
+_SURPRISE_TOKENS, _SURPRISE_TIMES = 2, 3  # accepted in one step: that many times what was believed, and so many more
+_ENDING = 8  # tokens of room
+_SLOWEST = 3.0  # a step slower than this many times its prediction was somebody else's noise, not the drafter's fault
+
+
+class AdaptiveSelector:
+    """Implements rlhfspec.engine.drafting.base.Selector. `observe` also teaches `acceptance` and `costs`."""
+
+    def __init__(self, costs: CostModel, acceptance: AcceptanceModel, plans: Iterable[DraftPlan]) -> None:
+        self._costs = costs
+        self._acceptance = acceptance
+        self._outlook = DraftOutlook(costs, plans)
+        self._watchdog = Watchdog()
+        self._outcomes = OutcomeBuffer(acceptance)
+        self._journal = Journal(costs)
+        self._events: deque[WatchdogEvent] = deque(maxlen=64)
+        self._step = 0
+        self._looked_at: tuple[int, bool] | None = None  # the batch at the last look: sequences, and are there prompts
+        self._is_trial = False
+        self._rule: PayingLevel | None = None
+
+    def plan(self, state: BatchState) -> DraftPlan:
+        started = perf_counter()
+        chosen = self._choose(state) if len(state.rows) else PLAIN
+        self._journal.spend(started)
+        return chosen
+
+    def rule(self, plan: DraftPlan, state: BatchState) -> LevelRule:
+        assert plan.drafter is not None, "nothing is drafted"
+        started = perf_counter()
+        terms = LevelTerms(
+            self._costs.table(TARGET),
+            self._costs.table(draft_kind(plan.drafter), keep=False),
+            tokens_per_second=self._outlook.best_rate,
+            success=self._outlook.success(plan),
+            verified_rows=2 * len(state.rows) + state.num_prefill_rows,
+        )
+        self._rule = PayingLevel(terms)
+        self._journal.spend(started)
+        return self._rule
+
+    def budget(self, plan: DraftPlan, state: BatchState, forest: Forest, draft_seconds: float) -> DraftChoice:
+        """N* = argmax_N (B + S(N)) / (draft + host + target(B + prefill + N) - target(prefill))."""
+        started = perf_counter()
+        num_sequences = len(state.rows)
+        rows = num_sequences + state.num_prefill_rows
+        looked_at = budgets(forest.size if plan.max_nodes is None else min(forest.size, plan.max_nodes * num_sequences))
+        worth = worth_by_room(forest, state.room)
+        ranked = descending(worth)
+        expected = np.append(0.0, ranked.cumsum())[looked_at]  # S(N)
+        verify_seconds = self._costs.table(TARGET).seconds_array(looked_at + rows, state.kv_tokens)
+        fixed = draft_seconds + self._costs.host_seconds(plan.drafter, num_sequences)
+        fixed -= self._costs.owed_seconds(state.num_prefill_rows)
+        best = int(((num_sequences + expected) / (fixed + verify_seconds)).argmax())
+        num_nodes = int(looked_at[best])
+        if self._is_trial:
+            num_nodes = max(num_nodes, min(forest.size, max(num_sequences // 8, _LEAST_TRIED)))
+        if _is_telling(state):
+            self._outlook.learn_forest(plan, forest, num_sequences)
+        keep = best_nodes(worth, num_nodes, ranked)
+        choice = DraftChoice(
+            keep=keep,
+            predicted_accepted=float(forest.path_acceptance[keep].sum()),
+            predicted_verify_seconds=float(verify_seconds[best]),
+        )
+        self._journal.spend(started)
+        return choice
+
+    def observe(self, outcome: DraftOutcome) -> None:
+        started = perf_counter()
+        predicted_seconds = self._learn(outcome) if len(outcome.state.rows) else 0.0
+        self._rule = None
+        self._journal.close(outcome, is_trial=self._is_trial, predicted_seconds=predicted_seconds, started=started)
+
+    def reset(self) -> None:
+        """Weights changed: old acceptance counts little, and every drafter gets a new chance."""
+        self._acceptance.reset()
+        self._outcomes.start_over()
+        self._outlook.forget()
+        self._watchdog.reset()
+        self._looked_at = None
+
+    def start_totals(self) -> None:
+        """What `explain` says of shares counts from here on."""
+        self._journal.start_totals()
+
+    def explain(self) -> Explanation:
+        return self._journal.explain(self._outlook.ranked(), tuple(self._events))
+
+    def _choose(self, state: BatchState) -> DraftPlan:
+        self._step += 1
+        batch = len(state.rows), state.num_prefill_rows > 0
+        if batch != self._looked_at or self._step % _LOOK_EVERY == 0:
+            allows, drafters = self._watchdog.allows, self._outlook.drafters
+            self._outlook.look(state, {name for name in drafters if allows(name, self._step, len(state.rows))})
+            self._looked_at = batch
+        trial = self._outlook.trial(self._step)
+        self._is_trial = trial is not None
+        chosen = trial or self._outlook.best
+        self._outlook.use(chosen, self._step)
+        return chosen
+
+    def _learn(self, outcome: DraftOutcome) -> float:
+        """Teach tables, acceptance, outlook and watchdog; returns what the step was predicted to take."""
+        costs, state, drafter = self._costs, outcome.state, outcome.plan.drafter
+        num_sequences = len(state.rows)
+        rows = num_sequences + state.num_prefill_rows + outcome.forest.size
+        rest = max(outcome.step_seconds - outcome.draft_seconds - outcome.verify_seconds, 1e-6)
+        predicted = costs.observe(TARGET, rows, outcome.verify_seconds, state.kv_tokens)
+        predicted += costs.observe(host_kind(drafter), num_sequences, rest)
+        self._outcomes.add(outcome)
+        if drafter is None:
+            return predicted
+        level_rows = self._rule.level_rows if self._rule is not None else []
+        predicted += costs.observe_draft(drafter, num_sequences, level_rows, outcome.draft_seconds)
+        if _is_telling(state) and not state.num_prefill_rows:
+            self._outlook.learn_truth(outcome.plan, outcome.num_committed, predicted)
+        if outcome.choice is not None:
+            believed = _SURPRISE_TOKENS + _SURPRISE_TIMES * outcome.choice.predicted_accepted
+            if np.count_nonzero(outcome.accepted) > believed:  # what was learnt is out of date
+                self.reset()
+        if state.num_prefill_rows:  # what prompts cost is not the drafter's fault
+            return predicted
+        event = self._watchdog.observe(
+            drafter,
+            self._step,
+            num_sequences,
+            num_tokens=outcome.num_committed,
+            seconds=min(outcome.step_seconds, _SLOWEST * predicted),
+            plain_seconds=costs.plain_seconds(num_sequences, state.num_prefill_rows, state.kv_tokens),
+        )
+        if event is not None:
+            self._events.append(event)
+            self._looked_at = None
+        return predicted
+
+
+def _is_telling(state: BatchState) -> bool:
+    """Not where most sequences are about to end: their trees are cut short."""
+    return bool(2 * np.count_nonzero(state.room > _ENDING) > len(state.rows))

@@ -1,0 +1,98 @@
+"""Walking trees: which drafted nodes did the target choose?
+
+Everything here is arrays over all sequences at once, one numpy pass per level. `accept_slow` is the twin that
+reads like the definition; a test holds them equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfspec.common.arrays import BoolArray, IntArray
+from rlhfspec.engine.drafting.base import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """The accepted path of every sequence."""
+
+    reached: BoolArray  # [M] the node's parent was accepted
+    accepted: BoolArray  # [M]
+    path: IntArray  # [B, D+1] node index by depth; column 0 is the root (-1), -1 also where the path has ended
+    num_accepted: IntArray  # [B]
+
+
+def accept(forest: Forest, num_sequences: int, root_choice: IntArray, node_choice: IntArray) -> Walk:
+    """Follow the target's choices down the trees.
+
+    `root_choice[b]` is the target's token after sequence b's last token, `node_choice[m]` after node m.
+    """
+    accepted = np.zeros(forest.size, np.bool_)
+    reached = np.zeros(forest.size, np.bool_)
+    depth = int(forest.depth.max()) if forest.size else 0
+    path = np.full((num_sequences, depth + 1), -1, np.int32)
+    num_accepted = np.zeros(num_sequences, np.int32)
+    for level in range(1, depth + 1):
+        nodes = np.flatnonzero(forest.depth == level)
+        parents = forest.parent[nodes]
+        alive = (parents < 0) | accepted[parents]
+        nodes, parents = nodes[alive], parents[alive]
+        if not len(nodes):
+            break
+        reached[nodes] = True
+        sequences = forest.sequence[nodes]
+        wanted = root_choice[sequences] if level == 1 else node_choice[parents]
+        chosen = nodes[forest.token[nodes] == wanted]
+        accepted[chosen] = True
+        path[forest.sequence[chosen], level] = chosen
+        num_accepted[forest.sequence[chosen]] = level
+    return Walk(reached=reached, accepted=accepted, path=path, num_accepted=num_accepted)
+
+
+def accept_slow(forest: Forest, num_sequences: int, root_choice: IntArray, node_choice: IntArray) -> list[list[int]]:
+    """The accepted node indices of every sequence, as one would say it aloud."""
+    paths: list[list[int]] = []
+    for sequence in range(num_sequences):
+        path: list[int] = []
+        choice, parent = int(root_choice[sequence]), -1
+        while True:
+            children = [
+                node
+                for node in range(forest.size)
+                if forest.sequence[node] == sequence and forest.parent[node] == parent and forest.token[node] == choice
+            ]
+            if not children:
+                break
+            path.append(children[0])
+            choice, parent = int(node_choice[children[0]]), children[0]
+        paths.append(path)
+    return paths
+
+
+def ancestors(forest: Forest) -> IntArray:
+    """[M, D]: the node indices on each node's path, itself last, -1 after the end.
+
+    >>> from rlhfspec.engine.drafting.base import empty_forest
+    >>> ancestors(empty_forest()).shape
+    (0, 0)
+    """
+    depth = int(forest.depth.max()) if forest.size else 0
+    table = np.full((forest.size, depth), -1, np.int32)
+    for level in range(1, depth + 1):
+        nodes = np.flatnonzero(forest.depth == level)
+        if level > 1:
+            table[nodes, : level - 1] = table[forest.parent[nodes], : level - 1]
+        table[nodes, level - 1] = nodes
+    return table
+
+
+def index_in_sequence(forest: Forest, num_sequences: int) -> IntArray:
+    """[M]: 0, 1, 2, ... among the nodes of the same sequence, in forest order."""
+    order = np.argsort(forest.sequence, kind="stable")
+    counts = np.bincount(forest.sequence, minlength=num_sequences)
+    starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    index = np.empty(forest.size, np.int32)
+    index[order] = np.arange(forest.size) - starts[forest.sequence[order]]
+    return index

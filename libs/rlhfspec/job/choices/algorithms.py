@@ -1,0 +1,98 @@
+"""The algorithms (docs/algorithms): `algorithm.name` picks one.
+
+`make` is a function of `rlhfspec.training.learning.estimators`: from rewards at tokens to advantages.
+
+Example:
+    >>> ALGORITHMS["dapo"].defaults["clip_high"], ALGORITHMS["ppo"].has_critic
+    (0.28, True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhfspec.job.choices.registry import Entry, Registry
+
+_ESTIMATORS = "rlhfspec.training.learning.estimators"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmEntry(Entry):
+    """`about` says what the advantage is."""
+
+    paper: str = ""  # its number at arxiv.org
+    compares_responses: bool = False  # to one prompt, so that there must be two of them
+    has_critic: bool = False  # whose values the advantage is taken against: it is trained too
+    # What the paper prescribes where it differs from the defaults of the job's fields (which are GRPO's).
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+ALGORITHMS = Registry(
+    "algorithm.name",
+    AlgorithmEntry(
+        name="ppo",
+        about="GAE against a critic, whitened",
+        make=f"{_ESTIMATORS}:against_values",
+        paper="1707.06347",
+        has_critic=True,
+        defaults={
+            "samples_per_prompt": 1, "whiten_advantages": True, "kl_coefficient": 0.05, "kl_placement": "reward",
+            "kl_estimator": "k1", "loss_aggregation": "token-mean",
+        },
+    ),
+    AlgorithmEntry(
+        name="grpo",
+        about="(r - mean) / std of the prompt's group",
+        make=f"{_ESTIMATORS}:against_group",
+        paper="2402.03300",
+        compares_responses=True,
+        defaults={"kl_coefficient": 0.04},
+    ),
+    AlgorithmEntry(
+        name="dr-grpo",
+        about="r - mean of the prompt's group",
+        make=f"{_ESTIMATORS}:against_group",
+        paper="2503.20783",
+        compares_responses=True,
+        defaults={"normalize_by_std": False, "loss_aggregation": "sequence-sum-constant"},
+    ),
+    AlgorithmEntry(
+        name="rloo",
+        about="r - mean of the group's other samples",
+        make=f"{_ESTIMATORS}:against_others",
+        paper="2402.14740",
+        compares_responses=True,
+        defaults={
+            "normalize_by_std": False, "kl_coefficient": 0.05, "kl_placement": "reward", "kl_estimator": "k1",
+            "loss_aggregation": "sequence-sum-constant",
+        },
+    ),
+    AlgorithmEntry(
+        name="reinforce++",
+        about="reward to go, whitened over the whole step",
+        make=f"{_ESTIMATORS}:reward_to_go",
+        paper="2501.03262",
+        defaults={
+            "samples_per_prompt": 1, "whiten_advantages": True, "kl_coefficient": 0.01, "kl_placement": "reward",
+            "kl_estimator": "k1", "loss_aggregation": "token-mean",
+        },
+    ),
+    AlgorithmEntry(
+        name="dapo",
+        about="(r - mean) / std of the prompt's group",
+        make=f"{_ESTIMATORS}:against_group",
+        paper="2503.14476",
+        compares_responses=True,
+        defaults={"clip_high": 0.28, "loss_aggregation": "token-mean", "dynamic_sampling": True},
+    ),
+    AlgorithmEntry(
+        name="gspo",
+        about="(r - mean) / std of the prompt's group",
+        make=f"{_ESTIMATORS}:against_group",
+        paper="2507.18071",
+        compares_responses=True,
+        defaults={"clip_low": 3e-4, "clip_high": 4e-4, "ratio_level": "sequence"},
+    ),
+)  # fmt: skip

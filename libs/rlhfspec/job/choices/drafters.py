@@ -1,0 +1,70 @@
+"""What drafts: `generation.speculation.mode` names one, or leaves it to the selector (adaptive), or is off.
+
+`make` is a class that implements `rlhfspec.engine.drafting.base.Drafter`; one that needs `model.drafter` is given its
+forward (`rlhfspec.engine.drafting.model.DraftEngine`), any other is given nothing.
+
+Example:
+    >>> may_run_draft_model("adaptive"), may_run_draft_model("suffix")
+    (True, False)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlhfspec.job.choices.registry import Entry, Registry
+
+OFF, ADAPTIVE = "off", "adaptive"
+_DRAFT_MODEL = "model.drafter"
+
+
+class DraftShape(NamedTuple):
+    """The fields of `rlhfspec.engine.drafting.base.DraftPlan`, without its drafter."""
+
+    depth: int
+    width: int = 1
+    branch: int = 1
+    max_nodes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterEntry(Entry):
+    shapes: tuple[DraftShape, ...]  # the adaptive selector chooses of them: few and deep, for it cuts what does not pay
+    fixed: tuple[DraftShape, ...] = ()  # the static strategies that benchmarks compare it with
+
+    @property
+    def runs_draft_model(self) -> bool:
+        """Then each level costs a forward, which is measured; else a draft is made in one go."""
+        return _DRAFT_MODEL in self.needs
+
+
+DRAFTERS = Registry(
+    "generation.speculation.mode",
+    DrafterEntry(
+        name="suffix",
+        about="what followed the same tokens before, in the text so far and in earlier answers to the prompt",
+        make="rlhfspec.engine.drafting.suffix:SuffixDrafter",
+        shapes=(DraftShape(12, 1, 2),),
+        fixed=(DraftShape(4), DraftShape(8)),
+    ),
+    DrafterEntry(
+        name="model",
+        about="a smaller model of the same vocabulary, level by level, under the target's own noise",
+        make="rlhfspec.engine.drafting.model:ModelDrafter",
+        needs=(_DRAFT_MODEL,),
+        shapes=(DraftShape(24, 1, 2), DraftShape(8, 4, 3)),  # a chain, and a bush for drafts that are often wrong
+        fixed=(
+            *map(DraftShape, (1, 2, 3, 4, 6, 8)),
+            DraftShape(2, 1, 2), DraftShape(4, 1, 2), DraftShape(4, 2, 2), DraftShape(6, 2, 3), DraftShape(8, 4, 3),
+            DraftShape(6, 1, 2, 4), DraftShape(8, 1, 2, 8),
+        ),
+    ),
+    beside=(ADAPTIVE,),
+)  # fmt: skip
+SPECULATION_MODES = (OFF, *DRAFTERS.names, ADAPTIVE)
+
+
+def may_run_draft_model(mode: str) -> bool:
+    """Whether a generator in this mode loads `model.drafter`, where the job names one."""
+    return mode == ADAPTIVE or (mode != OFF and DRAFTERS[mode].runs_draft_model)

@@ -1,0 +1,83 @@
+"""How KV goes to another generator (docs/links.md): `roles.generator.link` names one, or leaves it to both ends (auto).
+
+Example:
+    >>> [entry.name for entry in LINKS.values() if entry.in_auto]
+    ['memory', 'shm', 'tcp']
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfspec.job.choices.registry import Entry, Registry, imported
+
+AUTO = "auto"
+_LINKS = "rlhfspec.moves.migration.links"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkEntry(Entry):
+    """`make` is a function `listen(inbox, token, at)` for the destination; `connect` one for the source,
+    `connect(way, token, tls=..., seconds=...)`, which gives None where the way does not lead from here."""
+
+    connect: str  # module:name
+    between: str  # one line, for the docs
+    in_auto: bool = False  # offered when nobody chose; the source takes the first of them that leads from where it is
+    in_a_job: bool = True  # a job may name it
+    platform: str = ""  # as sys.platform names the only one that has it
+
+    @property
+    def is_possible(self) -> bool:
+        return self.platform in ("", sys.platform)
+
+    def load_connect(self) -> Any:
+        return imported(self.connect)
+
+
+LINKS = Registry(
+    "roles.generator.link",
+    LinkEntry(
+        name="memory",
+        about="the range is handed over where it was packed",
+        between="engines of one process",
+        make=f"{_LINKS}.memory:listen",
+        connect=f"{_LINKS}.memory:connect",
+        in_auto=True,
+        in_a_job=False,
+    ),
+    LinkEntry(
+        name="shm",
+        about="memory files without a name, handed over a local socket, mapped by both",
+        between="processes of one host (Linux)",
+        make=f"{_LINKS}.shm:listen",
+        connect=f"{_LINKS}.shm:connect",
+        in_auto=True,
+        platform="linux",
+    ),
+    LinkEntry(
+        name="tcp",
+        about="`sendmsg` from the room, `recv_into` memory that is used again",
+        between="hosts",
+        make=f"{_LINKS}.tcp:listen",
+        connect=f"{_LINKS}.tcp:connect",
+        in_auto=True,
+    ),
+    LinkEntry(
+        name="nixl",
+        about='one-sided: the destination reads the room (`nixl_by="read"`), or the source writes (`"write"`)',
+        between="hosts with RDMA; also shared memory and TCP, by UCX",
+        make=f"{_LINKS}.nixl:listen",
+        connect=f"{_LINKS}.nixl:connect",
+    ),
+    LinkEntry(
+        name="torch",
+        about="gloo, a group of two for each pair",
+        between="what torch.distributed reaches",
+        make=f"{_LINKS}.torch_link:listen",
+        connect=f"{_LINKS}.torch_link:connect",
+    ),
+    beside=(AUTO,),
+)
+LINKS_OF_A_JOB = (AUTO, *LINKS.where(lambda entry: entry.in_a_job))

@@ -1,0 +1,52 @@
+"""How new weights get from the trainer to generators (docs/weights.md). No job names one: whoever starts a run does.
+
+`make` is a function of a `rlhfspec.training.weights.base.StorePlace`.
+
+Example:
+    >>> BETWEEN_PROCESSES
+    ('file', 'grpc')
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfspec.job.choices.registry import Entry, Registry
+
+_WEIGHTS = "rlhfspec.training.weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightStoreEntry(Entry):
+    """`about`: what carries a version. `needs` are fields of `rlhfspec.messages.access.connections.Connections`."""
+
+    between: str  # one line, for the docs
+    is_between_processes: bool = True
+    is_served: bool = False  # each process that holds versions serves them to others, from its gRPC server
+
+
+WEIGHT_STORES = Registry(
+    "weights",
+    WeightStoreEntry(
+        name="memory",
+        about="one copy",
+        between="all stages in one process",
+        make=f"{_WEIGHTS}.memory:make_store",
+        is_between_processes=False,
+    ),
+    WeightStoreEntry(
+        name="file",
+        about="one file, renamed into place, mapped by readers",
+        between="processes of one machine, in `/dev/shm`; any shared folder",
+        make=f"{_WEIGHTS}.file:make_store",
+        needs=("weights_folder",),
+    ),
+    WeightStoreEntry(
+        name="grpc",
+        about="a stream from the trainer, passed on by whoever receives it",
+        between="processes of several machines",
+        make=f"{_WEIGHTS}.grpc:make_store",
+        is_served=True,
+    ),
+)
+BETWEEN_PROCESSES = WEIGHT_STORES.where(lambda entry: entry.is_between_processes)

@@ -1,0 +1,200 @@
+"""Pydantic's errors in the words of the job file: the field's path, its line, what it must be, the nearest name.
+
+Example:
+    >>> known_keys(("spec", "checkpoint"), {})
+    ['everySteps', 'keep', 'export']
+    >>> unknown_key(("spec", "stepps"), {"spec": {}})
+    'unknown key; did you mean training.steps?'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from rlhfspec.errors import Problem, did_you_mean, nearest
+from rlhfspec.job import RLHFJob
+from rlhfspec.job.block import Block
+from rlhfspec.job.file.secrets import shown_value
+from rlhfspec.job.file.yaml_text import Path_, dotted
+
+_KINDS = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "string": "text (in quotes when it looks "
+    "like something else)", "list": "a list", "dict": "a block of names and values", "model": "a block of fields",
+}  # fmt: skip
+_BOUNDS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}
+_PATTERNS: dict[Path_, str] = {
+    ("metadata", "name"): "must be at most 52 small letters, digits and dashes, not at the ends, such as my-run-1",
+}
+_SOURCES: Path_ = ("spec", "rewards", "sources")
+
+
+def explain(error: ValidationError, value: Any, places: Mapping[Path_, str]) -> tuple[list[Problem], list[Path_]]:
+    """Every problem, and the paths that are wrong."""
+    by_path: dict[Path_, Problem] = {}
+    for details in error.errors(include_url=False):
+        path = _path_in_file(details, value)
+        if path not in by_path:  # the branches of a union each complain; the first says enough
+            by_path[path] = _problem(details, path, value, places)
+    return list(by_path.values()), list(by_path)
+
+
+def place_of(path: Path_, places: Mapping[Path_, str]) -> str:
+    """Where the value stands, or the innermost block around it that is written down."""
+    while path and path not in places:
+        path = path[:-1]
+    return places.get(path, "") if path else ""
+
+
+def known_keys(path: Path_, value: Any) -> list[str]:
+    """The fields of the block at a path."""
+    return [_alias(name) for block in _blocks_at(path, value)[:1] for name in block.model_fields]
+
+
+def unknown_key(path: Path_, value: Any) -> str:
+    """Names the nearest key here; else where in the job a key of that name belongs."""
+    known = known_keys(path[:-1], value)
+    near = nearest(str(path[-1]), known)
+    if near is None:
+        elsewhere = dict(_all_fields(RLHFJob))
+        name = nearest(str(path[-1]), list(elsewhere))
+        near = elsewhere[name] if name else None
+    return f"unknown key; did you mean {near}?" if near else f"unknown key; known here: {', '.join(known)}"
+
+
+def _problem(details: ErrorDetails, path: Path_, value: Any, places: Mapping[Path_, str]) -> Problem:
+    missing = details["type"] in ("missing", "extra_forbidden", "union_tag_not_found")
+    got = None if missing or isinstance(details["input"], (dict, list)) else shown_value(path, details["input"])
+    text = _text(details, path, value)
+    if not missing and details["input"] is None:
+        text += ", and is empty here"
+    return Problem(field=dotted(path), value=got, problem=text, where=place_of(path, places))
+
+
+def _text(details: ErrorDetails, path: Path_, value: Any) -> str:
+    kind, context = details["type"], details.get("ctx", {})
+    field = _field_at(path, value)
+    if kind == "missing":
+        return f"is required. {field.description}" if field and field.description else "is required"
+    if kind == "extra_forbidden":
+        return unknown_key(path, value)
+    if kind == "literal_error":
+        return _one_of(details["input"], [str(option) for option in _literals(field)] or [context["expected"]])
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return "type must be one of function, model, http"
+    if kind in _BOUNDS or kind == "finite_number":
+        return f"must be a finite number{_bounds(field)}" if kind == "finite_number" else f"must be{_bounds(field)}"
+    if kind == "string_pattern_mismatch":
+        return _PATTERNS.get(path, "must start with http:// or https://")
+    if kind in ("string_too_short", "too_short"):
+        return "must not be empty"
+    for name, words in _KINDS.items():
+        if kind in (f"{name}_type", f"{name}_from_float"):
+            return f"must be {words}{_bounds(field)}"
+    return details["msg"][:1].lower() + details["msg"][1:]
+
+
+def _one_of(given: Any, options: list[str]) -> str:
+    if len(options) == 1:
+        return f"must be {options[0]}"
+    hint = did_you_mean(given, options) if isinstance(given, str) else ""
+    return f"must be one of {', '.join(options)}{hint}"
+
+
+def _bounds(field: FieldInfo | None) -> str:
+    """ " >= 1 and < 10"; empty when the field has no bounds."""
+    texts = []
+    for bound in _metadata(field) if field else ():
+        if isinstance(bound, Ge):
+            texts.append(f">= {bound.ge}")
+        elif isinstance(bound, Gt):
+            texts.append(f"> {bound.gt}")
+        elif isinstance(bound, Le):
+            texts.append(f"<= {bound.le}")
+        elif isinstance(bound, Lt):
+            texts.append(f"< {bound.lt}")
+    return f" {' and '.join(texts)}" if texts else ""
+
+
+def _metadata(field: FieldInfo) -> Iterator[Any]:
+    yield from field.metadata
+    pending = [field.annotation]
+    while pending:
+        annotation = pending.pop()
+        for inner in getattr(annotation, "__metadata__", ()):
+            yield from inner.metadata if isinstance(inner, FieldInfo) else (inner,)
+        pending += get_args(annotation)
+
+
+def _literals(field: FieldInfo | None) -> list[Any]:
+    return [option for option in get_args(field.annotation) if isinstance(option, str)] if field else []
+
+
+def _path_in_file(details: ErrorDetails, value: Any) -> Path_:
+    """Pydantic's location without the names it gives to the branches of unions."""
+    location: Path_ = details["loc"]
+    if location[:3] == _SOURCES and len(location) > 4:
+        location = (*location[:4], *location[5:])
+    path: Path_ = ()
+    for index, part in enumerate(location):
+        is_there = isinstance(value, dict) and part in value
+        is_item = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_there or is_item:
+            value = value[part]
+        elif not (details["type"] == "missing" and index == len(location) - 1):
+            continue
+        path = (*path, part)
+    return path
+
+
+def _field_at(path: Path_, value: Any) -> FieldInfo | None:
+    for block in _blocks_at(path[:-1], value) if path else ():
+        for name, field in block.model_fields.items():
+            if _alias(name) == path[-1]:
+                return field
+    return None
+
+
+def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
+    """The blocks that may stand at a path; of several kinds, the one that the value's `type` names comes first."""
+    blocks: list[type[Block]] = [RLHFJob]
+    for part in path:
+        value = value[part] if _has(value, part) else None
+        if isinstance(part, str):
+            fields = [
+                block.model_fields[name] for block in blocks for name in block.model_fields if _alias(name) == part
+            ]
+            blocks = [block for field in fields for block in _blocks_in(field.annotation)]
+    kind = value.get("type") if isinstance(value, dict) else None
+    return sorted(
+        blocks, key=lambda block: "type" in block.model_fields and kind not in _literals(block.model_fields["type"])
+    )
+
+
+def _has(value: Any, part: str | int) -> bool:
+    return part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+
+
+def _blocks_in(annotation: Any) -> list[type[Block]]:
+    if isinstance(annotation, type) and issubclass(annotation, Block):
+        return [annotation]
+    return [block for inner in get_args(annotation) for block in _blocks_in(inner)]
+
+
+def _all_fields(block: type[Block], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every field's name and its path inside spec; outer blocks win over inner ones."""
+    for name, field in reversed(block.model_fields.items()):
+        path = f"{prefix}{_alias(name)}"
+        for inner in _blocks_in(field.annotation):
+            yield from _all_fields(inner, "" if path == "spec" else f"{path}.")
+        yield _alias(name), path
+
+
+def _alias(name: str) -> str:
+    return to_camel(name)

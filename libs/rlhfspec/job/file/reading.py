@@ -1,0 +1,156 @@
+"""A job file into an RLHFJob: every problem found at once, each with its place, its field and what to do.
+
+Example:
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "job.yaml"
+    >>> _ = file.write_text("apiVersion: rlhfspec.io/v1alpha1\\nkind: RLHFJob\\nspec:\\n  trainig: {steps: 3}\\n")
+    >>> try:
+    ...     read_job(file)
+    ... except JobError as error:
+    ...     print(error.problems[-1])
+    line 4: spec.trainig: unknown key; did you mean training?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhfspec.errors import JobError, Problem
+from rlhfspec.job import API_VERSION, RLHFJob
+from rlhfspec.job.file.checks import check
+from rlhfspec.job.file.files import check_files
+from rlhfspec.job.file.memory import check_memory
+from rlhfspec.job.file.paths import with_resolved_paths
+from rlhfspec.job.file.problems import explain
+from rlhfspec.job.file.secrets import shown_override
+from rlhfspec.job.file.yaml_text import Path_, dotted, parse, parse_value, parts_of, read_text
+
+
+def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = None, runs_here: bool = True) -> RLHFJob:
+    """The job in a YAML or JSON file, checked, its local paths absolute.
+
+    overrides: `training.steps=3`, a path inside `spec` and a value as YAML; later ones win. base: where relative paths
+    begin; None: at the file's folder. runs_here: with the memory and the environment of this machine.
+    """
+    base = path.parent if base is None else base
+    document = parse(read_text(path), source=str(path))
+    places: dict[Path_, str] = {where: f"line {line}" for where, line in document.lines.items()}
+    if not isinstance(document.value, dict):
+        kind = "a list" if isinstance(document.value, list) else "one value"
+        raise JobError(str(path), [Problem(field="file", problem=f"must be a mapping with apiVersion ..., not {kind}")])
+    problems = list(document.problems)
+    for override in overrides:
+        problems += _override(document.value, places, override)
+    job, found = _validate(document.value, places, base, runs_here)
+    problems += found
+    if problems or job is None:
+        raise JobError(str(path), _in_order(problems))
+    return with_resolved_paths(job, base)
+
+
+def _validate(
+    value: dict[str, Any], places: dict[Path_, str], base: Path, runs_here: bool
+) -> tuple[RLHFJob | None, list[Problem]]:
+    """Field by field, then across fields: what is wrong is set aside, so that the rest is checked in the same run."""
+    job, problems, wrong = None, list[Problem](), set[str]()
+    try:
+        job = RLHFJob.model_validate(value)
+    except ValidationError as error:
+        problems, wrong_paths = explain(error, value, places)
+        wrong = set(map(dotted, wrong_paths))
+        job = _without(value, wrong_paths)
+    if job is not None:
+        memory = check_memory(job, base) if runs_here else ()
+        for finding in [*check(job), *check_files(job, base, with_environment=runs_here), *memory]:
+            if not finding.rests_on(wrong):
+                problems.append(finding.as_problem(places))
+    return (None if problems else job), problems
+
+
+def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
+    """The job with its wrong fields left out; None when it cannot do without them."""
+    pruned = _copy(value)
+    for path in sorted(wrong_paths, key=len, reverse=True):
+        holder = pruned
+        for part in path[:-1]:
+            holder = _child(holder, part)
+        if isinstance(holder, dict) and path:
+            holder.pop(path[-1], None)
+    pruned = {"apiVersion": API_VERSION, "kind": "RLHFJob", **pruned}
+    pruned["metadata"] = {"name": "unnamed"} | (pruned.get("metadata") or {})
+    try:
+        return RLHFJob.model_validate(pruned)
+    except ValidationError:
+        return None
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(child) for key, child in value.items()}
+    return [_copy(child) for child in value] if isinstance(value, list) else value
+
+
+def _override(job: dict[str, Any], places: dict[Path_, str], override: str) -> list[Problem]:
+    """Puts one `path=value` into the job; the schema says later whether the path exists."""
+    name, equals, text = override.partition("=")
+    where = f"--set {shown_override(override)}"
+    keys = parts_of(name.strip().removeprefix("spec."))
+    field = dotted(("spec", *keys))
+    if not equals or "" in keys:
+        return [Problem(field="--set", value=shown_override(override), problem="must look like training.steps=3")]
+    try:
+        value = parse_value(text)
+    except JobError as error:
+        return [Problem(field=field, problem=error.problem, where=where)]
+    path: Path_ = ("spec",)
+    holder: Any = _step_into(job, "spec")
+    for key in keys[:-1]:
+        holder, path = _step_into(holder, key), (*path, _key(holder, key))
+        places.setdefault(path, where)
+    if not _put(holder, keys[-1], value):
+        at = f"is a list of {len(holder)}" if isinstance(holder, list) else "is no block that has fields"
+        return [Problem(field=field, problem=f"{dotted(path)} {at}", where=where)]
+    full = (*path, _key(holder, keys[-1]))
+    for old in [place for place in places if place[: len(full)] == full]:
+        del places[old]
+    places[full] = where
+    return []
+
+
+def _key(holder: Any, key: str | int) -> str | int:
+    return key if isinstance(holder, list) else str(key)
+
+
+def _step_into(holder: Any, key: str | int) -> Any:
+    """The block under a key; an absent one is made."""
+    if isinstance(holder, dict) and holder.get(str(key)) is None:
+        holder[str(key)] = {}
+    return _child(holder, key)
+
+
+def _child(holder: Any, key: str | int) -> Any:
+    if isinstance(holder, dict):
+        return holder.get(str(key))
+    return holder[key] if isinstance(holder, list) and isinstance(key, int) and key < len(holder) else None
+
+
+def _put(holder: Any, key: str | int, value: Any) -> bool:
+    if isinstance(holder, list) and not (isinstance(key, int) and key < len(holder)):
+        return False
+    if isinstance(holder, dict | list):
+        holder[_key(holder, key)] = value  # type: ignore[index]
+        return True
+    return False
+
+
+def _in_order(problems: Sequence[Problem]) -> list[Problem]:
+    """As the file reads; what has no line stands first."""
+
+    def line(problem: Problem) -> int:
+        return int(problem.where.removeprefix("line ")) if problem.where.startswith("line ") else 0
+
+    return sorted(problems, key=line)

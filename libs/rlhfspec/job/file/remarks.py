@@ -1,0 +1,77 @@
+"""What is allowed but probably a mistake. `validate` prints it; it is never an error.
+
+Example:
+    >>> from rlhfspec.job import RLHFJob
+    >>> job = RLHFJob.model_validate({
+    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
+    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "generation": {"topK": 5},
+    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]}},
+    ... })
+    >>> list(remarks(job))
+    ['generation.topK: a mask is part of sampling and not of the trained log-probs; importanceCap corrects for it']
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from rlhfspec.job import RLHFJob, Spec
+from rlhfspec.job.block import Mark, marked
+
+# The deeper, the later: those of roles are named last.
+CLUSTER_ONLY = sorted(marked(Spec, Mark.CLUSTER_ONLY), key=lambda path: path.count("."))
+
+
+def remarks(job: RLHFJob) -> Iterator[str]:
+    algorithm, generation, training = job.spec.algorithm, job.spec.generation, job.spec.training
+    no_correction = algorithm.importance_cap is None
+    masked = generation.top_k > 0 or generation.top_p < 1
+    num_updates = training.steps * training.epochs * training.mini_batches
+    said = {
+        f"generation.{'topK' if generation.top_k else 'topP'}: a mask is part of sampling and not of the trained "
+        "log-probs; importanceCap corrects for it": masked and no_correction,
+        "training.maxStaleness: nothing corrects for stale samples; set algorithm.importanceCap, such as 2": (
+            training.max_staleness > 0 and no_correction
+        ),
+        "algorithm.klEstimator: k1 in the loss has a gradient of mean 0; take k2 or k3, or klPlacement: reward": (
+            algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1"
+        ),
+        "model.reference: not used while algorithm.klCoefficient is 0": (
+            job.spec.model.reference is not None and algorithm.kl_coefficient == 0
+        ),
+        f"training.schedule.warmupSteps: the rate is never reached in {num_updates} optimizer steps": (
+            training.schedule.warmup_steps >= num_updates
+        ),
+        f"roles.generator.workers: more than the {os.cpu_count()} cores here; they cost memory and share the cores": (
+            job.spec.roles.generator.workers > (os.cpu_count() or 1)
+        ),
+    }
+    yield from (text for text, holds in said.items() if holds)
+    aside = left_aside(job)
+    if aside is not None:
+        yield aside
+
+
+def left_aside(job: RLHFJob) -> str | None:
+    """One line that names the fields which say something to a cluster alone; None: there are none.
+
+    >>> left_aside(RLHFJob.model_validate({
+    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
+    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "storage": {"claim": "c"},
+    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
+    ...              "roles": {"generator": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}},
+    ... }))
+    'left aside outside a cluster: storage, roles.generator.resources'
+    """
+    written = job.model_dump(by_alias=True, exclude_defaults=True)["spec"]
+    named = [path for path in CLUSTER_ONLY if _is_in(written, path)]
+    return f"left aside outside a cluster: {', '.join(named)}" if named else None
+
+
+def _is_in(block: dict[str, Any], path: str) -> bool:
+    *outer, last = path.split(".")
+    for name in outer:
+        block = block.get(name, {})
+    return last in block

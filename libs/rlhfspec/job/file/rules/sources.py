@@ -1,0 +1,123 @@
+"""What contradicts itself among a job's reward sources: each rule for a job here, and in the API server's language.
+
+A list's items have no place of their own in a rule of the whole job: the API server names the list, and in the message
+the item's field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.job.file.rules.finding import Finding
+from rlhfspec.job.file.rules.terms import field
+from rlhfspec.job.file.schema import in_cel
+from rlhfspec.job.file.secrets import shown_url
+from rlhfspec.job.rewards import FunctionSource, RewardSource
+
+MODULE_MEMBER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+NOT_A_MEMBER = "must be module:function, such as rewards:exact for the function exact in rewards.py"
+PATH = "spec.rewards.sources"
+_SOURCES = f"self.{PATH}"
+_ALWAYS_0 = "the reward would always be 0: give a weight other than 0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourcesRule:
+    findings: Callable[[RLHFJob], Iterator[Finding]]
+    cel: str
+    message: str
+
+
+def _each(job: RLHFJob) -> Iterator[tuple[str, RewardSource]]:
+    for index, source in enumerate(job.spec.rewards.sources):
+        yield f"{PATH}[{index}]", source
+
+
+def functions(job: RLHFJob) -> Iterator[Finding]:
+    """The rule of one source alone: an API server has it at every item."""
+    for path, source in _each(job):
+        if isinstance(source, FunctionSource) and not MODULE_MEMBER.match(source.function):
+            yield Finding(field=f"{path}.function", value=source.function, problem=NOT_A_MEMBER)
+
+
+def _batches(job: RLHFJob) -> Iterator[Finding]:
+    for path, source in _each(job):
+        if isinstance(source, FunctionSource) and source.batched and job.spec.roles.reward.workers > 1:
+            yield Finding(
+                field=f"{path}.batched", value=True, depends_on=("spec.roles.reward.workers",),
+                problem="a whole group must meet in one place: must be false, or roles.reward.workers 1",
+            )  # fmt: skip
+
+
+def _deadlines(job: RLHFJob) -> Iterator[Finding]:
+    deadline = job.spec.roles.reward.deadline_seconds
+    for path, source in _each(job):
+        longest = source.timeout_seconds * (source.retries + 1)
+        if longest >= deadline:
+            yield Finding(
+                field=f"{path}.timeoutSeconds", value=source.timeout_seconds,
+                problem=f"with {source.retries} retries a sample may take {longest:g} s, over "
+                f"roles.reward.deadlineSeconds ({deadline:g}): lower it, or raise the deadline",
+                depends_on=(f"{path}.retries", "spec.roles.reward.deadlineSeconds"),
+            )  # fmt: skip
+
+
+def _names(job: RLHFJob) -> Iterator[Finding]:
+    names = [_shown_name(source) for source in job.spec.rewards.sources]
+    counts = Counter(names)
+    for index, name in enumerate(names):
+        if counts[name] > 1 and name not in names[:index]:
+            problem = f"{counts[name]} sources share it; give each its own name"
+            yield Finding(field=f"{PATH}[{index}].name", value=shown_url(name), problem=problem)
+
+
+def _shown_name(source: RewardSource) -> str:
+    if source.name is not None:
+        return source.name
+    return getattr(source, {"function": "function", "model": "path", "http": "url"}[source.type])  # type: ignore[no-any-return]
+
+
+def _weights(job: RLHFJob) -> Iterator[Finding]:
+    sources = job.spec.rewards.sources
+    zero = [index for index, source in enumerate(sources) if source.weight == 0]
+    if len(zero) == len(sources) or (zero and job.spec.rewards.combine == "product"):
+        path = f"{PATH}[{zero[0]}].weight"
+        yield Finding(field=path, value=0.0, problem=_ALWAYS_0, depends_on=("spec.rewards.combine",))
+
+
+def _same_name() -> str:
+    owns = (in_cel("function"), "path", "url")
+    derived = " || ".join(f"(has(a.{own}) && has(b.{own}) && a.{own} == b.{own})" for own in owns)
+    return f"has(a.name) ? has(b.name) && a.name == b.name : !has(b.name) && ({derived})"
+
+
+SOURCES_RULES: tuple[SourcesRule, ...] = (
+    SourcesRule(
+        findings=_batches,
+        cel=f"{field('roles.reward.workers').equals(1).cel} || !{_SOURCES}.exists(s, s.?batched.orValue(false))",
+        message="batched: a whole group must meet in one place: must be false, or roles.reward.workers 1",
+    ),
+    SourcesRule(
+        findings=_deadlines,
+        cel=f"{_SOURCES}.all(s, double(s.?retries.orValue(2) + 1) * s.?timeoutSeconds.orValue(60.0) < "
+        f"{field('roles.reward.deadlineSeconds').cel})",
+        message="timeoutSeconds: with its retries a sample may take longer than roles.reward.deadlineSeconds: "
+        "lower it, or raise the deadline",
+    ),
+    SourcesRule(
+        findings=_names,
+        cel=f"{_SOURCES}.all(a, {_SOURCES}.exists_one(b, {_same_name()}))",
+        message="name: several sources share it; give each its own name",
+    ),
+    SourcesRule(
+        findings=_weights,
+        cel=f"{_SOURCES}.exists(s, s.?weight.orValue(1.0) != 0.0) && "
+        f"({field('rewards.combine').differs_from('product').cel} || "
+        f"{_SOURCES}.all(s, s.?weight.orValue(1.0) != 0.0))",
+        message=f"weight: {_ALWAYS_0}",
+    ),
+)

@@ -1,0 +1,116 @@
+"""What a job sends along to reward endpoints may be secret: it is printed nowhere, and best taken from the environment.
+
+Header values, and user, password, query and fragment of URLs are hidden wherever a job's fields are shown.
+`${NAME}` in a URL or a header's value is the environment variable NAME; `filled_in` puts it in, where it is sent.
+
+Example:
+    >>> shown_url("https://me:pw@judge.example/v1?key=abc")
+    'https://...@judge.example/v1?...'
+    >>> shown_override("rewards.sources[0].headers.key=abc"), shown_override("training.steps=3")
+    ('rewards.sources[0].headers.key=...', 'training.steps=3')
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.job.file.yaml_text import Path_, parts_of
+from rlhfspec.job.rewards import HttpSource
+
+HIDDEN = "..."
+_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+
+def shown_url(url: str) -> str:
+    """Everything before the last `@` is taken for user and password: rather too much than too little."""
+    url = re.sub(r"^(\w+://)?.*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
+    return re.sub(r"([?#]).*$", rf"\1{HIDDEN}", url, flags=re.DOTALL)
+
+
+def shown_value(path: Path_, value: Any) -> Any:
+    """The value of a field as it may be printed.
+
+    >>> shown_value(("spec", "rewards", "sources", 0, "headers", "key"), "abc")
+    '...'
+    """
+    if isinstance(value, dict):
+        return {name: shown_value((*path, name), child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [shown_value(path, child) for child in value]
+    if "headers" in path:
+        return HIDDEN
+    return shown_url(value) if isinstance(value, str) and (path[-1:] == ("url",) or "://" in value) else value
+
+
+def shown_override(override: str) -> str:
+    """`--set` as it may be printed; a block that holds an endpoint is hidden as a whole."""
+    name, equals, text = override.partition("=")
+    if not equals:
+        return HIDDEN if "header" in name or "://" in name else name
+    path = parts_of(name.strip())
+    if path[-1:] not in (("url",), ("path",)) and re.search("header|url|://", text):
+        return f"{name}={HIDDEN}"
+    return f"{name}={shown_value(path, text)}"
+
+
+def holds_secrets(job: RLHFJob) -> bool:
+    """Whether something stands in the job itself that should not be read by others."""
+    sources = [source for source in job.spec.rewards.sources if isinstance(source, HttpSource)]
+    sent = [value for source in sources for value in source.headers.values()]
+    return any(not _VARIABLE.search(value) for value in sent) or any(_is_secret(source.url) for source in sources)
+
+
+def _is_secret(url: str) -> bool:
+    """Whether a password, a user that stands for one, or a query is written out in it."""
+    parts = urlsplit(_VARIABLE.sub("", url))
+    token = parts.username if parts.password is None else parts.password
+    return bool(token or parts.fragment or any(pair.partition("=")[2] for pair in parts.query.split("&")))
+
+
+def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
+    """URL and headers as they are sent. InvalidRequest for a variable that is not set, and for what cannot be sent."""
+    url = filled_in(source.url, f"{field}.url")
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # no port, no address: its message may hold the password
+        fits = False
+    if not fits or not url.isprintable() or " " in url:
+        raise InvalidRequest(f"{field}.url", shown_url(url), "must be a URL such as https://host:8000/score")
+    headers = {}
+    for name, text in source.headers.items():
+        value = filled_in(text, f"{field}.headers.{name}")
+        if not _HEADER_NAME.fullmatch(name):
+            raise InvalidRequest(f"{field}.headers", name, "is no header name")
+        if not (value.isascii() and value.isprintable() and value == value.strip()):
+            raise InvalidRequest(f"{field}.headers.{name}", HIDDEN, "must be printable ASCII, without blanks around it")
+        headers[name.lower()] = value
+    return url, headers
+
+
+def secrets_of(url: str, headers: Sequence[str]) -> list[str]:
+    """Texts that no message may repeat; very short ones would stand in any text."""
+    parts = urlsplit(url)
+    values = [pair.partition("=")[2] for pair in parts.query.split("&")]
+    words = [word for value in headers for word in (value, *value.split())]
+    found = {parts.username or "", parts.password or "", parts.query, parts.fragment, *values, *words}
+    return sorted((text for text in found if len(text) >= 4), key=len, reverse=True)
+
+
+def filled_in(text: str, field: str) -> str:
+    """InvalidRequest for a variable that is not set."""
+
+    def value_of(match: re.Match[str]) -> str:
+        value = os.environ.get(match[1])
+        if not value:
+            raise InvalidRequest(field, match[0], f"the environment variable {match[1]} is not set")
+        return value
+
+    return _VARIABLE.sub(value_of, text)

@@ -1,0 +1,130 @@
+"""A job to start from: every field with its description; those that few change are commented out at their defaults.
+
+Example:
+    >>> print(job_text(Choices(name="sums", algorithm="ppo"))[:86])
+    # A job for rlhfspec. Check it with `rlhfspec validate`, start it with `rlhfspec run`.
+    >>> "    #gamma: 1.0" in job_text(Choices(name="sums"))
+    True
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic.alias_generators import to_camel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from rlhfspec.job import API_VERSION, HeldOut, Lora, Spec, Wandb
+from rlhfspec.job.block import Block
+from rlhfspec.job.choices.algorithms import ALGORITHMS
+
+DEFAULT_MODEL, DEFAULT_DATA = "tiny:sums", "tiny:sums.jsonl"  # made on this machine: the job runs as it is
+REWARD_MODULE = '''\
+"""Rewards of the job beside this file. A function gets what it names: prompt, completion, columns of the data."""
+
+
+def exact(completion: str, answer: str) -> float:
+    """1 for a completion that ends with the row's answer, else 0."""
+    return float(completion.strip().endswith(str(answer)))
+'''
+_SOURCES = """    # Sources of rewards: function (module:function, also beside this file), model (path) or http.
+    sources:
+      - type: function
+        function: rewards:exact
+        # Weight of this reward in the combination.
+        weight: 1.0"""
+_PLAIN = re.compile(r"^[A-Za-z./~][\w./~+-]*(:[\w./+-]+)?$")
+_ACTIVE = {
+    "model.path", "dataset.path", "dataset.promptColumn", "algorithm.name", "algorithm.samplesPerPrompt",
+    "generation.maxTokens", "generation.temperature", "generation.speculation.mode", "training.steps",
+    "training.seed", "training.promptsPerStep", "training.optimizer.learningRate", "checkpoint.everySteps",
+    "rewards.sources",
+}  # fmt: skip
+_WHEN_SET: dict[str, type[Block]] = {"evaluation": HeldOut, "model.lora": Lora, "observability.wandb": Wandb}
+_EXAMPLES = {"observability.wandb.project": "my-project"}  # required in a block that is itself optional
+_HEAD = f"""# A job for rlhfspec. Check it with `rlhfspec validate`, start it with `rlhfspec run`.
+# `#field: value` stands at its default; remove the # to change it. Relative paths start at this file's folder.
+apiVersion: {API_VERSION}
+kind: RLHFJob
+metadata:
+  # Lower case letters, digits and dashes.
+  name: {{name}}
+spec:"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    name: str
+    model: str = DEFAULT_MODEL
+    data: str = DEFAULT_DATA
+    algorithm: str = "grpo"
+
+
+def job_text(choices: Choices) -> str:
+    """The file `rlhfspec init` writes."""
+    values: dict[str, Any] = {
+        "model.path": choices.model,
+        "dataset.path": choices.data,
+        "algorithm.name": choices.algorithm,
+    }
+    for name, value in ALGORITHMS[choices.algorithm].defaults.items():
+        values[f"algorithm.{to_camel(name)}"] = value
+    lines = [_HEAD.format(name=choices.name)]
+    writer = _Writer(values)
+    for name, field in Spec.model_fields.items():
+        lines += writer.described(name, field, "", 2)
+    return "\n".join(lines) + "\n"
+
+
+class _Writer:
+    """Writes blocks; a field is described where it first appears."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+        self._described: set[tuple[str, str]] = set()
+
+    def described(self, name: str, field: FieldInfo, prefix: str, indent: int, default: Any = None) -> Iterator[str]:
+        words = field.description or ""
+        if (name, words) not in self._described and f"{prefix}{name}" != "rewards.sources":
+            self._described.add((name, words))
+            yield from (f"{' ' * indent}# {line}" for line in textwrap.wrap(words, width=112 - indent))
+        yield from self.field(name, field, prefix, indent, default)
+
+    def field(self, name: str, field: FieldInfo, prefix: str, indent: int, default: Any = None) -> Iterator[str]:
+        """One field, or the block it holds. `default`: the block's default around it, which may have its own."""
+        path = f"{prefix}{to_camel(name)}"
+        if path == "rewards.sources":
+            yield _SOURCES
+            return
+        block = _WHEN_SET.get(path) or field.annotation
+        if isinstance(block, type) and issubclass(block, Block):
+            yield from self._block(path, block, indent, field.default)
+            return
+        value = getattr(default, name, field.default)
+        value = _EXAMPLES.get(path) if value is PydanticUndefined else value
+        yield f"{' ' * indent}{'' if path in _ACTIVE else '#'}{to_camel(name)}: {_yaml(self._values.get(path, value))}"
+
+    def _block(self, path: str, block: type[Block], indent: int, default: Any) -> Iterator[str]:
+        """A block without an active field is commented out with its header."""
+        active = any(known.startswith(f"{path}.") for known in _ACTIVE)
+        yield f"{' ' * indent}{'' if active else '#'}{path.rpartition('.')[2]}:"
+        for name, field in block.model_fields.items():
+            yield from self.described(name, field, f"{path}.", indent + 2, default)
+
+
+def _yaml(value: Any) -> str:
+    """JSON is YAML; plain words need no quotes, and `off` gets them for readers that take it for false.
+
+    >>> _yaml("./model"), _yaml("off"), _yaml(1e-6), _yaml("a: b")
+    ('./model', '"off"', '1.0e-06', '"a: b"')
+    """
+    if isinstance(value, str) and _PLAIN.match(value) and value not in ("off", "on", "yes", "no", "true", "false"):
+        return value
+    text = json.dumps(value)
+    return text.replace("e-", ".0e-") if isinstance(value, float) and "." not in text else text

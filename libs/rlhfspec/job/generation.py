@@ -1,0 +1,64 @@
+"""How a job generates: sampling parameters, engine and speculation.
+
+Example:
+    >>> Generation.model_validate({"maxTokens": 8, "speculation": {"mode": "off"}}).max_tokens
+    8
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from rlhfspec.job.block import Block, Mark, Natural, Positive
+from rlhfspec.job.choices.drafters import SPECULATION_MODES
+from rlhfspec.job.choices.engines import ENGINES
+
+if TYPE_CHECKING:  # names are of tables that a type checker does not run
+    SpeculationMode = str
+    EngineName = str
+else:
+    SpeculationMode = Literal[SPECULATION_MODES]
+    EngineName = Literal[ENGINES.names]
+
+
+class Speculation(Block):
+    """Speculative decoding."""
+
+    mode: SpeculationMode = Field(
+        "adaptive",
+        description="How tokens are drafted; adaptive chooses at every step. Every mode gives the same tokens.",
+    )
+
+
+class Generation(Block):
+    """Sampling parameters, and the engine that generates."""
+
+    engine: EngineName = Field("own", description="Generation engine; own is the engine of this project.")
+    max_tokens: Positive = Field(256, description="Maximum number of tokens to generate per response.")
+    temperature: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = Field(
+        1.0, description="Sampling temperature; the log-probs that are trained on are computed with it too."
+    )
+    top_k: Natural = Field(
+        0, description="Sample among the k most likely tokens only; 0: all. The trainer's log-probs ignore this mask."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Sample among the most likely tokens that sum to this probability only; 1: all tokens."
+    )
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="Stop strings, besides the EOS token: a response ends at the first, which is cut from its text."
+    )
+    speculation: Annotated[Speculation, Mark.RESUMABLE] = Field(Speculation(), description="Speculative decoding.")
+    ignore_eos: bool = Field(
+        False, description="Continue after the EOS token up to maxTokens, for benchmarks with fixed lengths."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Data type of the weights in the generation engine."
+    )
+    max_sequences: Annotated[Positive, Mark.RESUMABLE] = Field(
+        64, description="Maximum number of sequences that one generator runs at a time."
+    )
+    kv_cache_tokens: Annotated[Positive | None, Mark.RESUMABLE] = Field(
+        None, description="Size of the KV cache in tokens; null: enough for maxSequences full sequences."
+    )

@@ -1,0 +1,115 @@
+"""The roles of a run: their workers, what happens when one fails, and samples that move between generators.
+
+Example:
+    >>> GeneratorWorkers.model_validate({"workers": 2, "link": "tcp"}).workers
+    2
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from rlhfspec.job.block import Block, Count, Mark, Natural, Seconds
+from rlhfspec.job.choices.links import LINKS_OF_A_JOB
+from rlhfspec.job.cluster import PodOptions, Replicas, Rule
+
+if TYPE_CHECKING:  # names are of a table that a type checker does not run
+    LinkName = str
+else:
+    LinkName = Literal[LINKS_OF_A_JOB]
+
+
+class Work(Block):
+    """The workers of a stage, and how long their work may take."""
+
+    workers: Count = Field(1, description="Number of workers of this role.")
+    deadline_seconds: Seconds = Field(
+        600.0, description="Time limit of one piece of work, in seconds; the run fails when it is exceeded."
+    )
+
+
+class Workers(PodOptions, Work):
+    """A role that runs a stage of the loop."""
+
+
+class Trainer(Workers):
+    """The role that trains."""
+
+    ranks: Annotated[int, Field(ge=1, le=64)] = Field(
+        1, description="Number of processes on one machine that share the training with FSDP2."
+    )
+
+
+class GeneratorWorkers(Workers):
+    """The role that generates."""
+
+    workers: Annotated[Count, Mark.MUTABLE] = Field(1, description="Number of workers of this role.")
+    replicas: Annotated[Replicas | None, Mark.MUTABLE, Mark.CLUSTER_ONLY] = Field(
+        None,
+        description="Autoscaling in a cluster: bounds between which the rebalancer chooses the number of generators, "
+        "starting at `workers`; null: always `workers`.",
+    )
+    prefetch: Natural | None = Field(
+        None,
+        description="Samples that a generator fetches beyond those its engine can run, so that the engine never "
+        "waits; null: 4, or at least samplesPerPrompt if samples move between generators.",
+    )
+    link: LinkName = Field(
+        "auto", description="How the KV cache of a moved sample is transferred; auto: shm within a host, else tcp."
+    )
+
+
+class Roles(Block):
+    """The roles of a run. prepare and control have pods in a cluster only."""
+
+    prompts: Workers = Field(Workers(), description="Reads the dataset and publishes the prompts of each step.")
+    generator: GeneratorWorkers = Field(GeneratorWorkers(), description="Generates the responses.")
+    reward: Workers = Field(Workers(), description="Scores responses with the rewards.")
+    reference: Workers = Field(
+        Workers(), description="Computes log-probs under the reference model; runs if algorithm.klCoefficient > 0."
+    )
+    critic: Workers = Field(Workers(), description="Computes values; runs with ppo.")
+    trainer: Trainer = Field(Trainer(), description="Trains the policy and publishes its weights.")
+    rebalancer: Workers = Field(
+        Workers(),
+        description="Decides which samples move to another generator; runs with several, unless rebalance.mode is off.",
+    )
+    prepare: PodOptions = Field(
+        PodOptions(), description="Checks the job and creates the run folder before the other pods start."
+    )
+    control: PodOptions = Field(PodOptions(), description="Watches the run and reports its status to the operator.")
+
+
+class FailurePolicy(Block):
+    """Restarts of workers that fail. In a run of one process the first failure ends the run."""
+
+    max_restarts: Natural = Field(
+        5, description="Counted failures that a worker may have since the last trained step; one more fails the run."
+    )
+    counted: list[Literal["error", "temporary", "killed"]] = Field(
+        ["error", "temporary"],
+        description="Failures that count. error: an exception, a crash or a timeout; temporary: a server was "
+        "unreachable; killed: by a signal, as when memory runs out. "
+        "Permanent errors, such as a bad job, always fail the run.",
+    )
+    backoff_seconds: Seconds = Field(
+        0.5, description="Delay before the first restart, in seconds; doubled for each further restart."
+    )
+    max_backoff_seconds: Seconds = Field(30.0, description="Longest delay before a restart, in seconds.")
+    rules: Annotated[list[Rule], Mark.CLUSTER_ONLY] = Field(
+        [], max_length=32, description="Rules by exit code, in a cluster; the first that matches decides."
+    )
+
+
+class Rebalance(Block):
+    """Moving unfinished samples between generators; it needs more than one generator."""
+
+    mode: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: move unfinished samples to another generator when that saves time; tokens stay the same.",
+    )
+    interval_seconds: Seconds = Field(
+        0.25, description="Shortest time between two plans of the rebalancer, in seconds."
+    )

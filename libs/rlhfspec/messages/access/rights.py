@@ -1,0 +1,133 @@
+"""What each role may do on the bus, as subjects of NATS: the least it needs for its part of the map (`messages.loop`).
+
+A role is a stage, `view` or `control`, who looks on at everything. All others publish what they produce, pull and end
+what they consume, and hear their own answers only.
+
+On a laptop `control` is the supervisor: it opens the run (`declares`), and gives back what a dead worker held. In a
+cluster, where runs of many share one account, nobody of a run makes streams or consumers: such a right is by the name
+of the stream, and says nothing of what the stream takes in. The operator makes them (`rlhfspec.operator.streams`).
+
+Example:
+    >>> reward = rights_of("reward", "sums", "3f2a")
+    >>> [subject for subject in reward.publish if subject.startswith("rlhf.")]
+    ['rlhf.sums.3f2a.score', 'rlhf.sums.3f2a.heartbeat', 'rlhf.sums.3f2a.workerinfo.*', 'rlhf.sums.3f2a.dead.*']
+    >>> reward.subscribe
+    ('_INBOX_reward_3f2a.>', 'latest.rlhf.sums.3f2a.datasetinfo.*', 'latest.rlhf.sums.3f2a.workerinfo.*')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.messages import loop
+from rlhfspec.messages.transport.nats_streams import latest_of, stream_name
+
+CONTROL = "control"
+BUS_ROLES = (*loop.BY_NAME, CONTROL)
+# Whose process may take in a worker of one of these stages when it has nothing to do, and then acts as that.
+GUESTS: dict[str, tuple[str, ...]] = {"generator": ("reference", "critic")}
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRights:
+    """Of NATS: all that is not here is denied."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def inbox_of(role: str, uid: str) -> str:
+    """The prefix of its inboxes (`NatsTransport.connect(inbox_prefix=)`): nobody else hears its answers, not even the
+    same role of another run."""
+    return f"_INBOX_{role}_{uid}"
+
+
+def rights_of(role: str, job: str, uid: str, *, declares: bool = False) -> RoleRights:
+    """In one run of a job. `declares`: `control` makes the run's streams and consumers; only where it has a NATS of its
+    own."""
+    if role not in BUS_ROLES:
+        raise InvalidRequest("role", role, f"must be one of {', '.join(BUS_ROLES)}")
+    granted = _Granted(role, job, uid)
+    if role == CONTROL:
+        if declares:
+            granted.to_open_the_run()
+        granted.to_look_on_at_all()
+    elif loop.BY_NAME[role] in loop.OBSERVERS:
+        granted.to_look_on(loop.BY_NAME[role].consumes)
+    else:
+        granted.to_work(loop.BY_NAME[role])
+    return RoleRights(tuple(dict.fromkeys(granted.publish)), tuple(dict.fromkeys(granted.subscribe)))
+
+
+class _Granted:
+    def __init__(self, role: str, job: str, uid: str) -> None:
+        self._role = role
+        self._job = job
+        self._uid = uid
+        self._dead = loop.dead_letters(job, uid)
+        self.publish: list[str] = []
+        self.subscribe = [f"{inbox_of(role, uid)}.>"]
+
+    def to_work(self, stage: loop.Stage) -> None:
+        for record in (*stage.produces, *loop.OF_A_PROCESS):
+            self._to_publish(record)
+        for record in stage.consumes:
+            if loop.KINDS[record] == "work":
+                self._to_pull(self._subject(record), stage.name)
+        self.to_look_on(record for record in stage.consumes if loop.KINDS[record] != "work")
+        self.to_look_on((*stage.watches, *loop.SEEN_BY_ALL))
+
+    def to_look_on(self, records: Iterable[type]) -> None:
+        for record in records:
+            self._to_watch(self._subject(record), of_state=loop.KINDS[record] == "state")
+
+    def to_open_the_run(self) -> None:
+        for record in loop.KINDS:
+            stream = self._stream(self._subject(record))
+            self.publish.append(f"$JS.API.STREAM.CREATE.{stream}")
+            if loop.KINDS[record] == "work":
+                for stage in loop.consumers_of(record):
+                    self.publish.append(f"$JS.API.CONSUMER.CREATE.{stream}.{stage.name}")
+                    self._to_release(stream, stage.name)
+        self.publish.append(f"$JS.API.STREAM.CREATE.{stream_name(self._dead)}")
+
+    def to_look_on_at_all(self) -> None:
+        self.to_look_on(loop.KINDS)
+        self._to_watch(self._dead, of_state=True)
+
+    def _to_publish(self, record: type) -> None:
+        subject, kind = self._subject(record), loop.KINDS[record]
+        stream = self._stream(subject)
+        self.publish.append(f"{subject}.*" if kind == "state" else subject)
+        if kind == "work":
+            self.publish.append(f"$JS.API.CONSUMER.LIST.{stream}")  # to name who is behind
+
+    def _to_pull(self, subject: str, name: str) -> None:
+        stream = self._stream(subject)
+        self.publish += [
+            f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}",
+            f"$JS.API.STREAM.MSG.GET.{stream}",  # whose token it took over, to write its dead letter
+            f"{self._dead}.*",
+        ]
+        self._stream(self._dead)
+        self._to_release(stream, name)
+
+    def _to_release(self, stream: str, name: str) -> None:
+        self.publish += [f"$JS.API.CONSUMER.INFO.{stream}.{name}", f"$JS.ACK.{stream}.{name}.>"]
+
+    def _to_watch(self, subject: str, *, of_state: bool) -> None:
+        stream = self._stream(subject)
+        self.subscribe.append(latest_of(subject) if of_state else subject)
+        if of_state:
+            self.publish.append(f"$JS.API.STREAM.MSG.GET.{stream}")
+
+    def _stream(self, subject: str) -> str:
+        """Everybody who uses a subject may ask what it was declared as."""
+        stream = stream_name(subject)
+        self.publish.append(f"$JS.API.STREAM.INFO.{stream}")
+        return stream
+
+    def _subject(self, record: type) -> str:
+        return loop.subject(self._job, self._uid, record)

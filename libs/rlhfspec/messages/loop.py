@@ -1,0 +1,243 @@
+"""THE MAP: every stage, what it consumes and produces, what it waits for, and who unblocks it.
+
+Subjects, consumers, service folders, chart keys and the supervisor's messages derive from this table.
+Adding a stage is one line here; the tests then say what is missing.
+
+Example:
+    >>> subject("sums", "3f2a", Sample)
+    'rlhf.sums.3f2a.sample'
+    >>> [stage.name for stage in consumers_of(Sample)]
+    ['reward', 'reference', 'critic', 'trainer']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlhfspec.job import Algorithm, RLHFJob
+from rlhfspec.messages.records import (
+    DatasetInfo,
+    Demand,
+    EvaluationReport,
+    Heartbeat,
+    Load,
+    Move,
+    Moved,
+    Plan,
+    Prompt,
+    Record,
+    Sample,
+    Score,
+    ScoringStage,
+    StepReport,
+    Weights,
+    WorkerInfo,
+)
+from rlhfspec.messages.transport.base import Consumer, Kind
+
+# A dead worker's records are delivered to another after so long; a living one says earlier that it is still at it.
+ACK_WAIT_SECONDS = 12.0
+# Work is kept until every stage that consumes it has acknowledged it. Of state the latest stays, and whoever starts
+# sees it first. A signal may be lost, and nobody waits for who reads it.
+KINDS: dict[type, Kind] = {
+    Prompt: "work", Sample: "work", Score: "work", Demand: "work",
+    Weights: "state", DatasetInfo: "state", WorkerInfo: "state",
+    Load: "signal", StepReport: "signal", EvaluationReport: "signal", Heartbeat: "signal",
+    Move: "signal", Moved: "signal", Plan: "signal",
+}  # fmt: skip
+MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job
+# What every process says of itself, whatever its stage; of these, what every process may also read.
+OF_A_PROCESS: tuple[type[Record], ...] = (Heartbeat, WorkerInfo)
+SEEN_BY_ALL: tuple[type[Record], ...] = (WorkerInfo,)
+LAST_DECLARED = WorkerInfo  # of all records: once it is, all are; everybody may ask for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """`max_held`: records of one type that its workers together hold unacknowledged. `max_deliveries`: of one record
+    before it is a dead letter; None: as often as it takes. `watches`: work of others that it looks on at, as observers
+    do: nobody keeps it for this stage, and nothing that decides a token or a curve reads it."""
+
+    name: str
+    consumes: tuple[type[Record], ...]
+    produces: tuple[type[Record], ...]
+    waits_for: str
+    unblocked_by: tuple[str, ...]
+    max_held: int = 1024
+    max_deliveries: int | None = 20  # a worker that dies or leaves has used one up for all it held
+    watches: tuple[type[Record], ...] = ()
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        name="prompts",
+        consumes=(Weights, Demand),
+        produces=(Prompt, DatasetInfo),
+        waits_for="a weights version not older than the step allows",
+        unblocked_by=("trainer",),
+        watches=(Sample,),  # how long the answers to a prompt were: what takes long goes first
+    ),
+    Stage(
+        name="generator",
+        consumes=(Prompt, Weights),
+        produces=(Sample, Load, Moved),
+        waits_for="prompts, and room in the KV cache",
+        unblocked_by=("prompts", "trainer"),
+        watches=(Move, Plan),
+        max_held=1 << 16,  # the engine queues what it has no room for
+    ),
+    Stage(
+        name="reward",
+        consumes=(Sample, DatasetInfo),
+        produces=(Score,),
+        waits_for="finished samples",
+        unblocked_by=("prompts", "generator"),
+        max_held=1 << 16,  # groups that are not complete yet
+    ),
+    Stage(
+        name="reference",
+        consumes=(Sample,),
+        produces=(Score,),
+        waits_for="finished samples",
+        unblocked_by=("generator",),
+        max_held=64,
+    ),
+    Stage(
+        name="critic",
+        consumes=(Sample, Weights),
+        produces=(Score,),
+        waits_for="finished samples, and the critic's weights",
+        unblocked_by=("generator", "trainer"),
+        max_held=64,
+    ),
+    Stage(
+        name="trainer",
+        consumes=(Sample, Score, DatasetInfo),
+        produces=(Weights, Demand, StepReport, EvaluationReport),
+        waits_for="every sample of the step and every score of a sample",
+        unblocked_by=("prompts", "generator", "reward", "reference", "critic"),
+        max_held=1 << 20,  # until a checkpoint covers their step
+        max_deliveries=None,  # each crash of a trainer counts as a delivery of all it holds
+    ),
+    Stage(
+        name="rebalancer",
+        consumes=(),
+        produces=(Move, Plan),
+        waits_for="generators to say what they have",
+        unblocked_by=(),  # nothing waits for it, and it needs nothing
+        watches=(Load, Moved, Sample),  # of a sample, how long it became
+    ),
+)
+# Who looks on: it watches, produces nothing, and nobody waits for it.
+OBSERVERS: tuple[Stage, ...] = (
+    Stage(
+        name="view",
+        consumes=(Sample, Load, Moved, Plan, StepReport, EvaluationReport, Heartbeat, WorkerInfo),
+        produces=(),
+        waits_for="something to show",
+        unblocked_by=("generator", "trainer"),
+    ),
+)
+BY_NAME = {stage.name: stage for stage in (*STAGES, *OBSERVERS)}
+
+
+def subject(job: str, uid: str, record: type) -> str:
+    """Where records of this type travel in one run of the job; another run of the same name has another uid."""
+    return f"rlhf.{job}.{uid}.{record.__name__.lower()}"
+
+
+def dead_letters(job: str, uid: str) -> str:
+    """Where records go that nobody could handle: state, so that whoever looks sees all of them."""
+    return f"rlhf.{job}.{uid}.dead"
+
+
+def trial(job: str, uid: str, kind: Kind) -> str:
+    """Where a server shows that it does for one message what it is to do for all of them, before the run begins."""
+    return f"rlhf.{job}.{uid}.trial-{kind}"
+
+
+def subjects(job: str, uid: str) -> list[str]:
+    """All that a run may have declared."""
+    of_records = [subject(job, uid, record) for record in KINDS]
+    return [*of_records, dead_letters(job, uid), trial(job, uid, "work"), trial(job, uid, "state")]
+
+
+def state_key(record: Record) -> str:
+    """What a record of state is the latest of."""
+    if isinstance(record, WorkerInfo):
+        return f"{record.stage}-{record.worker}"
+    return record.role if isinstance(record, Weights) else ""
+
+
+def consumers_of(record: type[Record]) -> list[Stage]:
+    return [stage for stage in STAGES if record in stage.consumes]
+
+
+def work_consumer(stage: Stage) -> Consumer:
+    """As what its workers pull: they compete under the stage's name."""
+    return Consumer(
+        name=stage.name,
+        ack_wait_seconds=ACK_WAIT_SECONDS,
+        max_deliveries=stage.max_deliveries,
+        max_unacknowledged=stage.max_held,
+    )
+
+
+def work_consumers(record: type[Record], running: Collection[str]) -> list[Consumer]:
+    """Of the stages that run in a job, those that this work is kept for.
+
+    >>> [consumer.name for consumer in work_consumers(Sample, {"reward", "trainer"})]
+    ['reward', 'trainer']
+    """
+    return [work_consumer(stage) for stage in consumers_of(record) if stage.name in running]
+
+
+class Declaration(NamedTuple):
+    """What `Transport.declare` is told."""
+
+    subject: str
+    kind: Kind
+    consumers: tuple[Consumer, ...] = ()
+
+
+def declarations(job: str, uid: str, running: Collection[str]) -> list[Declaration]:
+    """All that opens a run, in this order. Work is kept for the stages that run alone: a job without a critic has no
+    consumer `critic`.
+
+    >>> [each.subject for each in declarations("sums", "3f2a", {"reward", "trainer"})][-2:]
+    ['rlhf.sums.3f2a.dead', 'rlhf.sums.3f2a.workerinfo']
+    """
+    made = [_declaration(job, uid, record, running) for record in KINDS if record is not LAST_DECLARED]
+    return [
+        *made,
+        Declaration(dead_letters(job, uid), "state"),
+        _declaration(job, uid, LAST_DECLARED, running),
+    ]
+
+
+def _declaration(job: str, uid: str, record: type, running: Collection[str]) -> Declaration:
+    kind = KINDS[record]
+    consumers = work_consumers(record, running) if kind == "work" else ()
+    return Declaration(subject(job, uid, record), kind, tuple(consumers))
+
+
+def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:
+    """Whose scores a sample needs before it can be trained on."""
+    stages: list[ScoringStage] = ["reward"]
+    if algorithm.kl_coefficient > 0:
+        stages.append("reference")
+    if algorithm.entry.has_critic:
+        stages.append("critic")
+    return tuple(stages)
+
+
+def workers_of(job: RLHFJob) -> dict[str, int]:
+    """The stages that run in this job, and how many workers each has."""
+    roles = job.spec.roles
+    running = {"prompts", "generator", "trainer", *scoring_stages(job.spec.algorithm)}
+    if job.spec.moves_samples:
+        running.add("rebalancer")
+    counts = {stage.name: getattr(roles, stage.name).workers for stage in STAGES if stage.name in running}
+    return counts | {name: 1 for name in ("prompts", "trainer", "rebalancer") if name in counts}

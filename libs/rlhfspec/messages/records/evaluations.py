@@ -1,0 +1,60 @@
+"""How the policy does on a held-out split: a line of `evaluations.jsonl` for every evaluation, and which was the best.
+
+Example:
+    >>> runs = [example_evaluation(step=step, reward=reward) for step, reward in ((0, 0.25), (10, 0.75), (20, 0.5))]
+    >>> Evaluation.from_line(runs[1].to_line()) == runs[1]
+    True
+    >>> best(runs).step
+    10
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import ConfigDict
+
+from rlhfspec.messages.records.metrics import LengthHistogram, Spread, json_line, parse_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    step: int  # after which it was made; 0 is before training
+    weights_version: int
+    num_samples: int  # that were scored
+    num_failed: int  # that were not, and count nowhere else
+    reward: Spread
+    reward_components: Mapping[str, float]  # mean of each source, unweighted
+    response_length: LengthHistogram
+    truncated_fraction: float  # of responses that reached maxTokens
+    seconds: float  # that the trainer waited for it
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def to_line(self) -> str:
+        return json_line(self, f"evaluation after step {self.step}")
+
+    @classmethod
+    def from_line(cls, line: str) -> Evaluation:
+        return parse_line(cls, line, "evaluations.jsonl")
+
+
+def best(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """The one with the highest mean reward; of equals the earliest."""
+    return max(evaluations, key=lambda evaluation: (evaluation.reward.mean, -evaluation.step))
+
+
+def example_evaluation(*, step: int = 1, reward: float = 0.5) -> Evaluation:
+    """For examples and tests."""
+    return Evaluation(
+        step=step,
+        weights_version=step,
+        num_samples=4,
+        num_failed=0,
+        reward=Spread.of([reward - 0.25, reward, reward, reward + 0.25]),
+        reward_components={"exact": reward},
+        response_length=LengthHistogram.of([10, 20, 20, 60], max_tokens=64),
+        truncated_fraction=0.0,
+        seconds=1.5,
+    )

@@ -1,0 +1,302 @@
+"""What one trained step reports: a line of `steps.jsonl`.
+
+Every field belongs to one of two kinds. The *curve* is what a job computes: two runs of one job agree in it bit for
+bit, whatever the speculation, the number of workers, the arrival order or the interruptions. *Measurements* describe
+this run on this machine. A number that does not apply to a job (the KL without a reference) is null, not zero.
+
+Example:
+    >>> line = example_step(step=3).to_line()
+    >>> StepMetrics.from_line(line) == example_step(step=3)
+    True
+    >>> curve(line)["weights_version"], "seconds" in curve(line)
+    (3, False)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rlhfspec.errors import InvalidRequest, NumericalError
+
+NUM_LENGTH_BINS = 16
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Of a step's samples; `std` divides by the number of them."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Summed exactly, so that the order of the values does not matter.
+
+        >>> Spread.of([0.0, 1.0, 1.0, 0.0])
+        Spread(mean=0.5, std=0.5, min=0.0, max=1.0)
+        """
+        mean = math.fsum(values) / len(values)
+        variance = math.fsum((value - mean) ** 2 for value in values) / len(values)
+        return cls(mean=mean, std=math.sqrt(variance), min=float(min(values)), max=float(max(values)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthHistogram:
+    """Of a step's responses, in tokens. Bin i of the histogram counts lengths in (edges[i], edges[i + 1]]."""
+
+    mean: float
+    min: int
+    p50: int
+    p95: int
+    max: int
+    edges: tuple[int, ...]
+    histogram: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], *, max_tokens: int) -> LengthHistogram:
+        """A response has at least one token. The edges depend on `max_tokens` alone, so that steps can be compared.
+
+        >>> LengthHistogram.of([1, 2, 2, 8], max_tokens=8)  # doctest: +NORMALIZE_WHITESPACE
+        LengthHistogram(mean=3.25, min=1, p50=2, p95=8, max=8, edges=(0, 1, 2, 3, 4, 5, 6, 7, 8),
+                histogram=(1, 2, 0, 0, 0, 0, 0, 1))
+        """
+        ordered = sorted(lengths)
+        edges = length_edges(max_tokens)
+        return cls(
+            mean=math.fsum(ordered) / len(ordered),
+            min=ordered[0],
+            p50=_percentile(ordered, 50),
+            p95=_percentile(ordered, 95),
+            max=ordered[-1],
+            edges=edges,
+            histogram=tuple(bisect_right(ordered, high) - bisect_right(ordered, low) for low, high in pairwise(edges)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogProbDifference:
+    """|generator's log-prob - trainer's log-prob| over a step's response tokens, before the step's first update."""
+
+    max: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Where a step's time went. Stages overlap, so they may add up to more than `step`, the time that passed.
+
+    `waiting` is the trainer's time without work. A stage that does not run in this job has 0.
+    """
+
+    generation: float
+    reward: float
+    reference: float
+    critic: float
+    training: float
+    checkpoint: float
+    waiting: float
+    step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    step: int
+    weights_version: int  # after the step
+    weights_digest: str
+    num_samples: int  # trained on
+    num_dropped: int  # left out: failed, or replaced by dynamic sampling
+    num_prompts: int
+    equal_reward_groups: int | None = None  # prompts whose samples all got one reward; null where a prompt has one
+    reward: Spread
+    reward_components: Mapping[str, float]  # mean of each source, unweighted
+    advantage: Spread
+    kl: Mapping[str, float] | None  # to the reference by the job's estimator and by k3, before the first update
+    policy_loss: float
+    value_loss: float | None
+    kl_loss: float | None
+    entropy: float  # nats a token, before the first update
+    clip_fraction: float  # of tokens whose ratio was clipped
+    explained_variance: float | None  # of the returns, by the critic
+    grad_norm: float  # before clipping
+    learning_rate: float
+    learning: Mapping[str, float]  # what else the learner says, by its names
+    response_length: LengthHistogram
+    truncated_fraction: float  # of responses that reached maxTokens
+    num_response_tokens: int
+    tokens_per_second: float | None  # generated, while generating; null where that was not measured
+    accepted_per_verification: float | None  # drafted tokens; null where nothing was drafted
+    strategy: Mapping[str, int]  # how often each way of drafting was chosen
+    expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # that each expert of a layer ran
+    log_prob_difference: LogProbDifference
+    staleness_max: int  # versions between a token's weights and the ones it trained
+    seconds: Seconds
+    started_unix_seconds: float
+    finished_unix_seconds: float
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    @property
+    def kl_k3(self) -> float | None:
+        """The estimate that can be compared between jobs: it is never negative."""
+        return None if self.kl is None else self.kl["k3"]
+
+    def to_line(self) -> str:
+        """One line of JSON, keys in the order above, every float to its last bit."""
+        return json_line(self, f"metrics of step {self.step}")
+
+    @classmethod
+    def from_line(cls, line: str) -> StepMetrics:
+        return parse_line(cls, line, "steps.jsonl")
+
+
+MEASUREMENTS = frozenset(
+    {
+        "tokens_per_second",
+        "accepted_per_verification",
+        "strategy",
+        "expert_rows",
+        "log_prob_difference",
+        "staleness_max",
+        "seconds",
+        "started_unix_seconds",
+        "finished_unix_seconds",
+    }
+)
+CURVE = tuple(field.name for field in fields(StepMetrics) if field.name not in MEASUREMENTS)
+_ALWAYS_SAID = ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate", "truncated_fraction")
+_SAID_WHERE_IT_APPLIES = ("value_loss", "kl_loss", "explained_variance")
+_ESTIMATORS = ("k1", "k2", "k3")
+
+
+def curve(line: str) -> dict[str, Any]:
+    """The fields of a line that two runs of one job share bit for bit."""
+    content = json.loads(line)
+    return {name: content[name] for name in CURVE}
+
+
+def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of a StepMetrics that come from the learner; what has no field of its own goes to `learning`.
+
+    Rewards and lengths are left out: `Spread.of` and `LengthHistogram.of` tell more about them.
+
+    >>> said = {name: 0.5 for name in ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate")}
+    >>> said |= {"truncated_fraction": 0.0, "log_prob_difference_max": 3e-7, "log_prob_difference_mean": 4e-8}
+    >>> fields = learner_fields(said | {"staleness_max": 1.0, "approximate_kl": 0.25, "reward_mean": 0.5})
+    >>> fields["kl"], fields["staleness_max"], fields["learning"]
+    (None, 1, {'approximate_kl': 0.25})
+    >>> learner_fields(said | {"staleness_max": 0.0, "kl_k1": -0.25, "kl_k3": 0.125})["kl"]
+    {'k1': -0.25, 'k3': 0.125}
+    """
+    rest = {name: value for name, value in said.items() if not name.startswith(("reward_", "response_"))}
+    found: dict[str, Any] = {name: rest.pop(name) for name in _ALWAYS_SAID}
+    found |= {name: rest.pop(name, None) for name in _SAID_WHERE_IT_APPLIES}
+    found["kl"] = {name: rest.pop(f"kl_{name}") for name in _ESTIMATORS if f"kl_{name}" in rest} or None
+    found["staleness_max"] = int(rest.pop("staleness_max"))
+    found["log_prob_difference"] = LogProbDifference(
+        max=rest.pop("log_prob_difference_max"), mean=rest.pop("log_prob_difference_mean")
+    )
+    return found | {"learning": dict(sorted(rest.items()))}
+
+
+def length_edges(max_tokens: int) -> tuple[int, ...]:
+    """
+    >>> length_edges(256)[:3], length_edges(256)[-1]
+    ((0, 16, 32), 256)
+    """
+    num_bins = min(NUM_LENGTH_BINS, max_tokens)
+    return tuple(round(place * max_tokens / num_bins) for place in range(num_bins + 1))
+
+
+def _percentile(ordered: Sequence[int], percent: int) -> int:
+    """The smallest value that at least so many percent of the values do not exceed."""
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def json_line(metrics: Any, name: str) -> str:
+    """A dataclass of numbers as JSON; NumericalError where one of them is not finite."""
+    content = asdict(metrics)
+    if (found := not_finite(content)) is not None:
+        raise NumericalError(f"{name}: {found[0]} is {found[1]}")
+    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def not_finite(metrics: Any) -> tuple[str, float] | None:
+    """Return the first number of a dataclass, or of its fields as a dict, that is not finite, after its path."""
+    content = metrics if isinstance(metrics, dict) else asdict(metrics)
+    return next(((path, value) for path, value in _floats(content) if not math.isfinite(value)), None)
+
+
+def parse_line(kind: type[T], line: str, file: str) -> T:
+    """A line of `file` as the dataclass that it was made of."""
+    try:
+        return _adapter(kind).validate_python(json.loads(line))  # type: ignore[arg-type, no-any-return]
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(file, line[:40], f"is no JSON: {error.msg}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(f"{file}: {field}", first["input"], first["msg"]) from None
+
+
+def _floats(content: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(content, float):
+        yield path, content
+    elif isinstance(content, dict):
+        for name, value in content.items():
+            yield from _floats(value, f"{path}.{name}" if path else str(name))
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def example_step(*, step: int = 1, reward: float = 0.5) -> StepMetrics:
+    """A plausible line, for examples and tests."""
+    return StepMetrics(
+        step=step,
+        weights_version=step,
+        weights_digest=f"{step:064x}",
+        num_samples=4,
+        num_dropped=0,
+        num_prompts=2,
+        reward=Spread.of([reward - 0.25, reward, reward, reward + 0.25]),
+        reward_components={"exact": reward},
+        advantage=Spread.of([-1.0, 0.0, 0.0, 1.0]),
+        kl={"k3": 0.001 * step},
+        policy_loss=-0.01,
+        value_loss=None,
+        kl_loss=0.002,
+        entropy=1.5,
+        clip_fraction=0.02,
+        explained_variance=None,
+        grad_norm=0.8,
+        learning_rate=3e-5,
+        learning={"approximate_kl": 0.0001},
+        response_length=LengthHistogram.of([10, 20, 20, 60], max_tokens=64),
+        truncated_fraction=0.0,
+        num_response_tokens=110,
+        tokens_per_second=1234.5,
+        accepted_per_verification=1.75,
+        strategy={"plain": 3, "suffix 1x4": 9},
+        expert_rows={"model.layers.0.mlp.experts": (60, 40, 20)},
+        log_prob_difference=LogProbDifference(max=3.1e-07, mean=4.0e-08),
+        staleness_max=0,
+        seconds=Seconds(
+            generation=2.0, reward=0.1, reference=0.4, critic=0.0, training=1.5, checkpoint=0.2, waiting=2.1, step=3.8
+        ),
+        started_unix_seconds=1_700_000_000.0 + 4 * step,
+        finished_unix_seconds=1_700_000_003.8 + 4 * step,
+    )

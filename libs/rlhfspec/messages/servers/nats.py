@@ -1,0 +1,124 @@
+"""nats-server with JetStream: one account, one user a role.
+
+Example:
+    >>> reward = User(public_key="UABC", publish=("rlhf.sums.3f2a.score",), subscribe=("_INBOX_r.>",))
+    >>> print(nats_config({"reward": reward}, None))
+    max_payload: 8388608
+    jetstream {}
+    accounts {
+      JOB {
+        jetstream: enabled
+        users: [
+          {nkey: "UABC", permissions: {publish: {allow: ["rlhf.sums.3f2a.score"]}, subscribe: {allow: ["_INBOX_r.>"]}}}
+        ]
+      }
+    }
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+from rlhfspec.messages.servers import find
+from rlhfspec.messages.servers.certificates import ServerTls
+from rlhfspec.messages.servers.program import ServerProgram, write_secret
+
+MAX_PAYLOAD_BYTES = 8 << 20  # a sample takes some 25 bytes a token, its dead letter a third more
+_ACCOUNT = "JOB"
+
+
+class NatsRights(Protocol):
+    """What a role may do, as `service` derives it from the map."""
+
+    @property
+    def publish(self) -> Sequence[str]: ...
+    @property
+    def subscribe(self) -> Sequence[str]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class User:
+    """A role: the public part of its NKEY, and the subjects it may use; all others are denied."""
+
+    public_key: str
+    publish: Sequence[str]
+    subscribe: Sequence[str]
+
+    @classmethod
+    def of(cls, public_key: str, rights: NatsRights) -> Self:
+        return cls(public_key=public_key, publish=tuple(rights.publish), subscribe=tuple(rights.subscribe))
+
+
+def nats_config(users: Mapping[str, User], tls: ServerTls | None) -> str:
+    """The server's configuration. Without users everybody may do everything: for tests alone."""
+    lines = [f"max_payload: {MAX_PAYLOAD_BYTES}", "jetstream {}"]  # where it stores is said by argument
+    if tls is not None:
+        lines += [
+            "tls {",
+            f"  cert_file: {_quoted(tls.certificate)}",
+            f"  key_file: {_quoted(tls.key)}",
+            f"  ca_file: {_quoted(tls.authority)}",
+            "  verify: true",  # of every client a certificate of the run
+            '  min_version: "1.2"',
+            "}",
+        ]
+    if users:
+        lines += ["accounts {", f"  {_ACCOUNT} {{", "    jetstream: enabled", "    users: ["]
+        lines += [f"      {_user(user)}" for user in users.values()]
+        lines += ["    ]", "  }", "}"]
+    return "\n".join(lines)
+
+
+def _user(user: User) -> str:
+    publish, subscribe = _allowed(user.publish), _allowed(user.subscribe)
+    return f"{{nkey: {_quoted(user.public_key)}, permissions: {{publish: {publish}, subscribe: {subscribe}}}}}"
+
+
+def _allowed(subjects: Iterable[str]) -> str:
+    """An empty list would allow everything."""
+    names = ", ".join(map(_quoted, subjects))
+    return f"{{allow: [{names}]}}" if names else '{deny: [">"]}'
+
+
+def _quoted(text: object) -> str:
+    return json.dumps(str(text), ensure_ascii=False)
+
+
+class NatsServer(ServerProgram):
+    """On this machine alone, on a port that it chooses itself and keeps over restarts; streams in files."""
+
+    name = "nats-server"
+
+    def __init__(
+        self, folder: Path, *, run: str, users: Mapping[str, User] | None = None, tls: ServerTls | None = None
+    ) -> None:
+        super().__init__(folder, run=run)
+        self._users = users or {}
+        self._tls = tls
+        self._port = -1  # it chooses
+
+    def _command(self) -> list[str]:
+        config = self.folder / "nats.conf"
+        write_secret(config, nats_config(self._users, self._tls).encode())
+        for stale in self.folder.glob("*.ports"):  # a killed server leaves its own
+            stale.unlink()
+        return [
+            str(find.nats_server()), "-c", str(config), "-a", "127.0.0.1", "-p", str(self._port),
+            "-sd", str(self.folder / "store"), "--ports_file_dir", str(self.folder), "-l", str(self.log),
+        ]  # fmt: skip
+
+    async def _ready(self) -> bool:
+        """It writes the file once it listens."""
+        for path in self.folder.glob("*.ports"):
+            try:
+                url = str(json.loads(path.read_bytes())["nats"][0])
+            except ValueError:
+                return False  # half written
+            self._port = int(url.rpartition(":")[2])
+            self.url = f"{'tls' if self._tls else 'nats'}://127.0.0.1:{self._port}"
+            return True
+        return False

@@ -1,0 +1,119 @@
+"""A server that runs beside the supervisor: started, awaited, stopped, restarted, gone with it, and without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from pathlib import Path
+
+from rlhfspec.errors import ServerFailed
+from rlhfspec.messages.servers.attached import attached
+from rlhfspec.messages.servers.guardian import MARK
+
+_START_SECONDS = 20.0
+_STOP_SECONDS = 5.0
+_LOOK_SECONDS = 0.01
+
+
+class ServerProgram(ABC):
+    """`folder`: its own, for its configuration and its data. Not for several tasks at once."""
+
+    name: str
+
+    def __init__(self, folder: Path, *, run: str) -> None:
+        self.folder = folder.absolute()
+        self.log = self.folder.with_name(f"{self.folder.name}.log")  # stays when the data go
+        self.url = ""  # once started
+        self._run = run
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running server."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self, deadline_seconds: float = _START_SECONDS) -> str:
+        """Its URL once it answers. Again after it ended: the same URL, over the same data."""
+        assert self.pid is None, f"{self.name} runs already"
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ready = False
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                # A port may be held for a moment by what the last server left: another try, not an end.
+                while not (ready := await self._started()):
+                    await asyncio.sleep(10 * _LOOK_SECONDS)
+        except TimeoutError:
+            raise ServerFailed(self.name, f"not ready within {deadline_seconds:g} s: {self._last_words()}") from None
+        finally:
+            if not ready:
+                await self._kill()
+        return self.url
+
+    async def _started(self) -> bool:
+        """True once it is ready; False when it ended for want of its port, and may be tried again."""
+        log_size = self.log.stat().st_size if self.log.exists() else 0
+        command = self._command()
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *attached(command), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder,
+                env={**os.environ, MARK: self._run}, start_new_session=True,
+            )  # fmt: skip
+        while self._process.returncode is None:
+            if await self._ready():
+                return True
+            await asyncio.sleep(_LOOK_SECONDS)
+        with self.log.open("rb") as log:
+            log.seek(log_size)
+            if b"address already in use" in log.read().lower():
+                return False
+        raise ServerFailed(self.name, f"ended with exit code {self._process.returncode}: {self._last_words()}")
+
+    async def wait(self) -> int:
+        """Until it ends, by whatever hand: its exit code, negative for a signal."""
+        assert self._process is not None, f"{self.name} was not started"
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """Asked first, then killed. The data stay; nothing happens when it does not run."""
+        if self.pid is not None:
+            self._signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self.wait()
+            except TimeoutError:
+                await self._kill()
+
+    async def _kill(self) -> None:
+        if self.pid is not None:
+            self._signal(signal.SIGKILL)
+            await self.wait()
+
+    def _signal(self, which: signal.Signals) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):  # it ended meanwhile, and `wait` will say so
+            os.kill(self._process.pid, which)  # not `send_signal`, which may take its exit code from who waits
+
+    def _last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
+        return lines[-1].strip() if lines else f"it said nothing in {self.log}"
+
+    @abstractmethod
+    def _command(self) -> list[str]:
+        """Program and arguments, without secrets; writes the configuration first."""
+
+    @abstractmethod
+    async def _ready(self) -> bool:
+        """Whether it answers by now; sets `url`."""
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Whole or not at all, and never for a moment readable by others."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+    temporary.replace(path)

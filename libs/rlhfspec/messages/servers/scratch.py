@@ -1,0 +1,143 @@
+"""A run's folder in memory, and what dead runs left behind in such folders.
+
+`/dev/shm/rlhfspec-UID` (in the folder for temporary files where there is no shared memory, or none is left) holds the
+weights of a run and what else must have a short name; `RUN/processes` its keys, its servers' data and how its processes
+find each other. Both go when the run ends, and its guardians see to that when it dies. What outlived all of them is
+found by the next run of this user, of any job: a scratch folder whose lock nobody holds is a dead run's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from rlhfspec.common.folder_lock import take_lock
+from rlhfspec.errors import StorageError
+from rlhfspec.messages.servers.guardian import UID, end_run, guardians_of
+
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "rlhfspec-"
+PROCESSES = "processes"  # in a run's folder
+GUARDIANS_SECONDS = 90.0  # for those of a dead run to be done
+_PLACE, _LOCK = "place", ".lock"
+_LOOK_SECONDS = 0.02
+
+
+class Scratch:
+    """`place`: RUN/processes of this run; `beginning`: so it is called at first. `path`: where the folder in memory was
+    made; `paths`: where it may be."""
+
+    def __init__(self, uid: str, place: Path) -> None:
+        self._uid = uid
+        self._path: Path | None = None  # until it is made there is nothing that may be removed
+        self.paths = [parent / f"{_PREFIX}{uid}" for parent in _parents()]
+        self._place = place.absolute()
+        self.beginning = self._place.with_name(f".{PROCESSES}-{uid}")
+        self._lock: int | None = None
+
+    @property
+    def path(self) -> Path:
+        assert self._path is not None, "it was made"
+        return self._path
+
+    def make(self) -> None:
+        """Both. The one is never there without its uid: a guardian of a run that was killed as it began would remove
+        it."""
+        self.beginning.mkdir(mode=0o700)
+        (self.beginning / UID).write_text(self._uid)
+        self.beginning.rename(self._place)
+        problems = []
+        for path in self.paths:
+            try:
+                path.mkdir(mode=0o700)
+                self._path = path
+                self._lock = take_lock(path / _LOCK)
+                (path / _PLACE).write_text(str(self._place))  # last: who reads it finds the lock held
+            except OSError as error:
+                problems.append(f"{path} cannot be made: {error.strerror}")
+                self.remove()
+            else:
+                return
+        nowhere = f"neither {SHARED_MEMORY} nor a folder for temporary files can be written"
+        raise StorageError("the run's memory", "; ".join(problems) or nowhere)
+
+    def remove(self) -> None:
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def end_dead_runs(forget: Callable[[Path], object] = lambda path: None) -> list[str]:
+    """Whose supervisor and guardians died together: their processes, keys and memory go. Their uids. `forget`: what a
+    run has elsewhere, by its folder in memory; all that is here goes whatever comes of that."""
+    return [path.name.removeprefix(_PREFIX) for path in _scratch_folders() if _end_if_dead(path, forget)]
+
+
+def end_run_in(place: Path) -> None:
+    """What a dead run left in its RUN/processes, for who holds the run folder's lock now: no other run is there. Its
+    guardians, if they are at it, are waited for: they would remove what comes next."""
+    with suppress(OSError):
+        uid = (place / UID).read_text()
+        end_run(uid, [])
+        _wait_for_guardians(uid)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def _wait_for_guardians(uid: str) -> None:
+    end = time.monotonic() + GUARDIANS_SECONDS
+    while guardians_of(uid) and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+
+
+def _parents() -> list[Path]:
+    """The second has no name where it is full, or read-only."""
+    found = [SHARED_MEMORY] if os.access(SHARED_MEMORY, os.W_OK) else []
+    with suppress(OSError):
+        found.append(Path(tempfile.gettempdir()))
+    return found
+
+
+def _scratch_folders() -> Iterator[Path]:
+    """Of this user, and open to nobody else: what others wrote is not believed."""
+    for path in [path for parent in _parents() for path in parent.glob(f"{_PREFIX}*")]:
+        with suppress(OSError):
+            found = path.lstat()
+            is_mine = found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700
+            if is_mine and stat.S_ISDIR(found.st_mode) and (path / _PLACE).is_file():
+                yield path
+
+
+def _end_if_dead(path: Path, forget: Callable[[Path], object]) -> bool:
+    try:
+        lock = take_lock(path / _LOCK)
+    except OSError:  # it lives
+        return False
+    try:
+        uid = path.name.removeprefix(_PREFIX)
+        _wait_for_guardians(uid)
+        place = Path((path / _PLACE).read_text())
+        end_run(uid, [path], first=lambda: (forget(path), True)[1])
+        if place.name == PROCESSES:
+            _remove_place(place)
+    except OSError:  # its guardian was faster
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _remove_place(place: Path) -> None:
+    """Unless another run goes on in that folder by now."""
+    if place.is_dir():
+        with suppress(OSError):
+            lock = take_lock(place.parent / _LOCK)
+            shutil.rmtree(place, ignore_errors=True)
+            os.close(lock)

@@ -1,0 +1,91 @@
+"""NATS and Redis that many jobs share, as files for their pods: who may connect is said by keys, not by a list of jobs.
+
+NATS runs in operator mode with one account for all jobs (`servers.jwt`); a client shows the token of its role in its
+run. Redis knows the operator beforehand, which makes the users of runs. Both speak TLS with a certificate of the
+release, and ask clients for none.
+
+Example:
+    >>> rules = redis_rules("s3cret", writes=["rlhfspec:*"], reads=(), commands=("unlink",))
+    >>> print(redis_users({"operator": rules}).decode().splitlines()[1])
+    user operator reset on #1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0 \
+%W~rlhfspec:* -@all +ping +unlink
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+
+from rlhfspec.messages.servers.nats import MAX_PAYLOAD_BYTES
+from rlhfspec.messages.servers.redis import MAX_MEMORY
+
+CERTIFICATE_FILE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.pem"
+NATS_FOLDER, REDIS_FOLDER = PurePosixPath("/etc/nats"), PurePosixPath("/etc/redis")  # where the pods have these files
+NATS_STORE = PurePosixPath("/data")
+NATS_PORT, NATS_HTTP_PORT, REDIS_PORT = 4222, 8222, 6379
+MAX_CONTROL_LINE_BYTES = 1 << 16  # a token with all that a role may do goes in one line; the server's default is 4 KiB
+
+
+def nats_config(operator: str, accounts: Mapping[str, str], system_account: str) -> bytes:
+    """`operator`, `accounts`: their tokens, the latter by public key. HTTP is for probes and metrics: it says nothing
+    of what travels."""
+    preloaded = [f"  {account}: {_quoted(token)}" for account, token in accounts.items()]
+    lines = [
+        f"port: {NATS_PORT}",
+        f"http_port: {NATS_HTTP_PORT}",
+        f"max_payload: {MAX_PAYLOAD_BYTES}",
+        f"max_control_line: {MAX_CONTROL_LINE_BYTES}",
+        f"jetstream {{ store_dir: {_quoted(NATS_STORE)} }}",
+        "tls {",
+        f"  cert_file: {_quoted(NATS_FOLDER / CERTIFICATE_FILE)}",
+        f"  key_file: {_quoted(NATS_FOLDER / KEY)}",
+        '  min_version: "1.2"',
+        "}",
+        f"operator: {_quoted(operator)}",
+        f"system_account: {system_account}",
+        "resolver: MEMORY",
+        "resolver_preload: {",
+        *preloaded,
+        "}",
+        "",
+    ]
+    return "\n".join(lines).encode()
+
+
+def redis_config() -> bytes:
+    lines = [
+        "port 0",
+        f"tls-port {REDIS_PORT}",
+        f"tls-cert-file {REDIS_FOLDER / CERTIFICATE_FILE}",
+        f"tls-key-file {REDIS_FOLDER / KEY}",
+        f"tls-ca-cert-file {REDIS_FOLDER / AUTHORITY}",
+        "tls-auth-clients no",  # users are known by name and password
+        "protected-mode no",  # the default user is off, so it need not hide from other hosts
+        f"aclfile {REDIS_FOLDER / 'users.acl'}",
+        'save ""',  # nothing on the disk: processes tell it all again
+        "appendonly no",
+        f"maxmemory {MAX_MEMORY}",
+        "maxmemory-policy allkeys-lru",
+        "databases 1",
+        "",
+    ]
+    return "\n".join(lines).encode()
+
+
+def redis_users(users: Mapping[str, Sequence[str]]) -> bytes:
+    """A file of users; the rules of each as `ACL SETUSER` takes them."""
+    lines = ["user default off", *(" ".join(["user", name, *rules]) for name, rules in users.items()), ""]
+    return "\n".join(lines).encode()
+
+
+def redis_rules(password: str, *, writes: Sequence[str], reads: Sequence[str], commands: Sequence[str]) -> list[str]:
+    """All that a user may do, whatever it was allowed before. `writes`, `reads`: patterns of keys."""
+    keys = [f"%W~{pattern}" for pattern in writes] + [f"%R~{pattern}" for pattern in reads]
+    proof = f"#{hashlib.sha256(password.encode()).hexdigest()}"
+    return ["reset", "on", proof, *keys, "-@all", "+ping", *(f"+{command}" for command in commands)]
+
+
+def _quoted(text: object) -> str:
+    return json.dumps(str(text), ensure_ascii=False)

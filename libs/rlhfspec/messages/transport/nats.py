@@ -1,0 +1,288 @@
+"""The transport between processes: NATS with JetStream, over nats-py. It needs the extra `rlhfspec[processes]`.
+
+How it decides what `base` leaves open:
+- One stream a subject (`nats_streams`); `declare` makes it and needs the rights to. Everybody else only looks at it.
+- While the server is away, everything waits and goes on; nothing raises for an outage shorter than
+  `publish_timeout_seconds`. The same message sent twice is one message, by its id. Ids are known while their message
+  is kept and for an hour; after a restart of the server only those of messages that are kept.
+- Fencing is ours: the server lets whoever knows a token refuse or prolong a delivery, whoever holds it by then
+  (`nats_deliveries`).
+- Dead letters are written by whoever holds or pulls a message that nobody could handle, with its id: one letter each.
+- A role that may not do something is told the subject that it lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Iterable, Mapping
+
+from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportFull, TransportUnavailable
+from rlhfspec.messages.transport import dead_letters
+from rlhfspec.messages.transport.base import Consumer, Kind, Receipt, Subscription
+from rlhfspec.messages.transport.clock import Clock, SystemClock
+from rlhfspec.messages.transport.nats_connection import ANSWER_SECONDS, Connection, status_of
+from rlhfspec.messages.transport.nats_deliveries import ID, Consuming, NatsReceipt, Token
+from rlhfspec.messages.transport.nats_proof import NO_PROOF, NatsProof
+from rlhfspec.messages.transport.nats_reading import PullReading, WatchReading
+from rlhfspec.messages.transport.nats_streams import (
+    FOR_EVER,
+    Declared,
+    Keeping,
+    declared_of,
+    key_word,
+    requests_for,
+    stream_name,
+)
+
+FULL = 10077  # JetStream's number for a stream without room
+SHORTEST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 0.5
+LAST_ANSWER_SECONDS = 1.0  # a last try is given these, or "no answer" would hide why the earlier ones failed
+
+
+class NatsTransport:
+    """`publish_timeout_seconds`: so long `publish` waits for room, and everything for a server that is away.
+    `keeping`: of what is declared here."""
+
+    def __init__(
+        self, connection: Connection, *, max_pending: int, publish_timeout_seconds: float, keeping: Keeping = FOR_EVER
+    ) -> None:
+        self._connection = connection
+        self._clock = connection.clock
+        self._max_pending = max_pending
+        self._keeping = keeping
+        self._publish_timeout_seconds = publish_timeout_seconds
+        self._known: dict[str, Declared] = {}
+        self._consuming: dict[tuple[str, str], Consuming] = {}
+        self._readings: list[PullReading | WatchReading] = []
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        name: str,
+        inbox_prefix: str = "_INBOX",
+        proof: NatsProof = NO_PROOF,
+        tls: ssl.SSLContext | None = None,
+        clock: Clock | None = None,
+        max_pending: int = 8192,
+        publish_timeout_seconds: float = 600.0,
+        keeping: Keeping = FOR_EVER,
+        connect_timeout_seconds: float = 5.0,
+        role: str = "",
+    ) -> NatsTransport:
+        """`name`: of this process, in what the server shows; `role`: in what is said of its rights. Raises at once
+        when the server is not there or not fit."""
+        connection = await Connection.open(
+            url,
+            name=name,
+            inbox_prefix=inbox_prefix,
+            proof=proof,
+            tls=tls,
+            clock=clock or SystemClock(),
+            patience_seconds=publish_timeout_seconds,
+            connect_timeout_seconds=connect_timeout_seconds,
+            role=role,
+        )
+        return cls(
+            connection,
+            max_pending=max_pending,
+            publish_timeout_seconds=publish_timeout_seconds,
+            keeping=keeping,
+        )
+
+    def hurry(self, seconds: float) -> None:
+        """Whoever leaves waits for a server that is away only so long, also where it waits already."""
+        self._connection.hurry(seconds)
+
+    # --- subjects ------------------------------------------------------------------------------------------------
+
+    async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
+        wanted = Declared(kind, {consumer.name: consumer for consumer in consumers})
+        if kind != "work" and wanted.consumers:
+            raise InvalidRequest("consumers", list(wanted.consumers), f"{subject} is {kind}: who reads it watches")
+        there = await self._look(subject)
+        if there is not None and there != wanted:
+            raise InvalidRequest("subject", subject, f"was declared as {there.kind} for {dict(there.consumers)}")
+        of_stream, *of_consumers = requests_for(subject, wanted, self._max_pending, self._keeping)
+        for call, body in of_consumers if there is not None else (of_stream, *of_consumers):
+            _raise_error(subject, await self._connection.api(call, body))
+        self._known[subject] = wanted
+
+    async def _look(self, subject: str) -> Declared | None:
+        info = await self._connection.api(f"STREAM.INFO.{stream_name(subject)}")
+        if info.get("error", {}).get("code") == 404:
+            return None
+        _raise_error(subject, info)
+        return declared_of(subject, info)
+
+    async def is_declared(self, subject: str) -> bool:
+        return await self._look(subject) is not None
+
+    async def until_declared(self, subject: str, seconds: float) -> None:
+        """Waits for who opens the run; TransportUnavailable when nobody has after so long."""
+        end = self._clock.now() + seconds
+        while not await self.is_declared(subject):
+            if self._clock.now() >= end:
+                raise TransportUnavailable(self._connection.url, f"nobody has declared {subject} for {seconds:g} s")
+            await self._clock.sleep(_LONGEST_WAIT_SECONDS)
+
+    async def _declared(self, subject: str) -> Declared:
+        self._connection.refuse_if_closed(subject)
+        if subject not in self._known:
+            found = await self._look(subject)
+            if found is None:
+                raise InvalidRequest("subject", subject, "was not declared")
+            self._known[subject] = found
+        return self._known[subject]
+
+    async def undeclare(self, subject: str, within_seconds: float) -> bool:
+        """All of it goes, with what is in it; for who opened the run, at its end. Whether it is gone."""
+        answer = await self._connection.ask(f"$JS.API.STREAM.DELETE.{stream_name(subject)}", seconds=within_seconds)
+        if answer is None or status_of(answer) == "503":
+            return False
+        error = json.loads(answer.data).get("error")
+        return error is None or error["code"] == 404
+
+    @property
+    def num_reconnects(self) -> int:
+        """How often the server was lost and is there again."""
+        return self._connection.num_reconnects
+
+    async def answers(self, subject: str, within_seconds: float) -> bool:
+        """Whether the server does, now: one question about a subject, not asked again."""
+        answer = await self._connection.ask(f"$JS.API.STREAM.INFO.{stream_name(subject)}", seconds=within_seconds)
+        return answer is not None and status_of(answer) != "503"
+
+    # --- publishing ----------------------------------------------------------------------------------------------
+
+    async def publish(
+        self, subject: str, data: bytes, *, id: str, key: str = "", headers: Mapping[str, str] | None = None
+    ) -> bool:
+        kind = (await self._declared(subject)).kind
+        all_headers = {**(headers or {}), ID: id}
+        self._connection.refuse_too_large(subject, id, data, all_headers)
+        if kind == "signal":
+            await self._connection.send(subject, data, headers=all_headers)
+            return True
+        place = subject if kind == "work" else f"{subject}.{key_word(key)}"
+        return await self._store(subject, place, data, all_headers)
+
+    async def _store(self, subject: str, place: str, data: bytes, headers: Mapping[str, str]) -> bool:
+        """Sent again, with the same id, until the server says that it has it."""
+        began = self._clock.now()
+        wait, problem = SHORTEST_WAIT_SECONDS, ""
+        while True:
+            left = max(began + self._patience_seconds(problem) - self._clock.now(), LAST_ANSWER_SECONDS)
+            answer = await self._connection.ask(place, data, headers, seconds=min(ANSWER_SECONDS, left))
+            if answer is None:
+                problem = "no answer"
+            elif status_of(answer) == "503":
+                problem = "nobody stores it"
+                self._known.pop(subject, None)
+                await self._declared(subject)  # raises where it is gone; else the server is only just starting
+            else:
+                said = json.loads(answer.data)
+                error = said.get("error", {})
+                if not error:
+                    return not said.get("duplicate", False)
+                if error["err_code"] != FULL and error["code"] < 500:
+                    _raise_error(subject, said)
+                problem = "full" if error["err_code"] == FULL else error["description"]
+            left = began + self._patience_seconds(problem) - self._clock.now()
+            if left <= 0.0:
+                raise await self._gave_up(subject, problem)
+            await self._clock.sleep(min(wait, left))
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+
+    def _patience_seconds(self, problem: str) -> float:
+        """With a subject that is full as long as ever: it will have room again."""
+        allowed = self._publish_timeout_seconds
+        return allowed if problem == "full" else min(allowed, self._connection.patience_seconds)
+
+    async def _gave_up(self, subject: str, problem: str) -> Exception:
+        seconds = self._patience_seconds(problem)
+        if problem != "full":
+            return TransportUnavailable(self._connection.url, f"{subject} not stored for {seconds:g} s: {problem}")
+        stream = stream_name(subject)
+        state = (await self._connection.api(f"STREAM.INFO.{stream}"))["state"]
+        consumers = (await self._connection.api(f"CONSUMER.LIST.{stream}", {}))["consumers"]
+        behind = [each["name"] for each in consumers if each["ack_floor"]["stream_seq"] < state["first_seq"]]
+        return TransportFull(subject, state["messages"], behind, seconds)
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
+        consuming = await self._consumer(subject, consumer.name)
+        if consuming.consumer != consumer:
+            raise InvalidRequest("consumer", consumer, f"{subject} was declared with {consuming.consumer}")
+        reading = await PullReading(consuming).open()
+        self._readings.append(reading)
+        return reading
+
+    async def watch(self, subject: str) -> Subscription:
+        of_state = (await self._declared(subject)).kind == "state"
+        reading = WatchReading(self._connection, subject, of_state=of_state, max_unread=self._max_pending)
+        self._readings.append(await reading.open())
+        return reading
+
+    async def _consumer(self, subject: str, name: str) -> Consuming:
+        declared = await self._declared(subject)
+        if name not in declared.consumers:
+            raise InvalidRequest("consumer", name, f"was not declared for {subject}")
+        consuming = Consuming(self._connection, subject, declared.consumers[name], self._bury)
+        return self._consuming.setdefault((subject, name), consuming)
+
+    async def _bury(self, letter: dead_letters.DeadLetter) -> None:
+        """Where dead letters are not declared, it is dropped: nobody wants to know."""
+        subject = dead_letters.dead_letter_subject(letter.subject)
+        if subject not in self._known and await self._look(subject) is None:
+            return
+        data = dead_letters.encode(letter)
+        try:
+            await self.publish(subject, data, id=letter.letter_id, key=letter.letter_id)
+        except MessageTooLarge as error:
+            short = dead_letters.without_data(letter, f"{len(letter.data)} bytes that are left out: {error}")
+            await self.publish(subject, dead_letters.encode(short), id=letter.letter_id, key=letter.letter_id)
+
+    # --- deliveries of others ------------------------------------------------------------------------------------
+
+    async def release(self, subject: str, name: str) -> None:
+        """Refuses, for its dead holder, all that was delivered and not acknowledged, the oldest first.
+
+        The server takes this from whoever may acknowledge at all, for it looks at the message's number only.
+        """
+        await self._consumer(subject, name)
+        stream = stream_name(subject)
+        info = await self._connection.api(f"CONSUMER.INFO.{stream}.{name}")
+        _raise_error(subject, info)
+        delivered, acked = info["delivered"], info["ack_floor"]
+        if not info["num_ack_pending"]:
+            return
+        numbers = range(acked["stream_seq"] + 1, delivered["stream_seq"] + 1)
+        tokens = [f"$JS.ACK.{stream}.{name}.1.{number}.{delivered['consumer_seq']}.0.0" for number in numbers]
+        for token in tokens[:-1]:
+            await self._connection.send(token, b"-NAK")
+        await self._connection.ask(tokens[-1], b"-NAK")
+
+    async def adopt(self, token: str, subject: str, name: str) -> Receipt:
+        parsed = Token.parse(token)
+        if (parsed.subject, parsed.consumer) != (subject, name):
+            raise InvalidRequest("token", token, f"is none of a delivery of {subject} to {name}")
+        return NatsReceipt(await self._consumer(subject, name), token)
+
+    async def close(self) -> None:
+        try:
+            await asyncio.gather(*(reading.close() for reading in self._readings))
+        finally:
+            for consuming in self._consuming.values():
+                consuming.close()
+            await self._connection.close()
+
+
+def _raise_error(subject: str, answer: Mapping[str, object]) -> None:
+    error = answer.get("error")
+    if isinstance(error, dict):
+        raise InvalidRequest("subject", subject, f"the server refuses: {error.get('description')}")

@@ -1,0 +1,1 @@
+"""Records as bytes: protos/rlhfspec/messages/wire/records.proto says the fields, `codec` translates."""

@@ -1,0 +1,129 @@
+"""Records to bytes and back, nothing changed on the way: an envelope around the protobuf message of each type.
+
+The message of a type has the record's fields under the record's names, so that one rule translates them all.
+
+Example:
+    >>> from rlhfspec.messages.records import Demand
+    >>> demand = Demand(id="sums/3/demand/1", job="sums", step=3, round=1, num_prompts=4)
+    >>> decode(encode(demand)) == demand
+    True
+    >>> decode(b"no record")
+    Traceback (most recent call last):
+    ...
+    rlhfspec.errors.MalformedRecord: malformed record: not protobuf: ...
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import DecodeError
+
+from rlhfspec.errors import InvalidRequest, MalformedRecord
+from rlhfspec.messages.records import (
+    DatasetInfo,
+    Demand,
+    EvaluationReport,
+    Heartbeat,
+    Load,
+    Move,
+    Moved,
+    Plan,
+    Prompt,
+    Record,
+    Sample,
+    Score,
+    StepReport,
+    Weights,
+    WorkerInfo,
+)
+from rlhfspec.messages.records.metrics import not_finite
+from rlhfspec.messages.wire.fields import UnfitField, read, write
+from rlhfspec.messages.wire.records_pb2 import Envelope
+
+# The envelope's field for each type of record.
+ENVELOPE_FIELDS: dict[type[Record], str] = {
+    Prompt: "prompt",
+    Sample: "sample",
+    Score: "score",
+    Weights: "weights",
+    Demand: "demand",
+    Load: "load",
+    StepReport: "step_report",
+    Heartbeat: "heartbeat",
+    DatasetInfo: "dataset_info",
+    EvaluationReport: "evaluation_report",
+    WorkerInfo: "worker_info",
+    Move: "move",
+    Moved: "moved",
+    Plan: "plan",
+}
+_TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
+
+
+def _choices_of(record_type: type[Record]) -> dict[str, tuple[str, ...]]:
+    """The fields that hold one of a few words."""
+    hints = get_type_hints(record_type)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+_CHOICES = {kind: _choices_of(kind) for kind in ENVELOPE_FIELDS}
+
+
+def encode(record: Record) -> bytes:
+    """Raises `InvalidRequest`, naming the field, for a value that the field cannot hold."""
+    if problem := _problem_of(record):
+        raise InvalidRequest(*problem)
+    envelope = Envelope()
+    message = getattr(envelope, ENVELOPE_FIELDS[type(record)])
+    try:
+        write(message, record)
+    except UnfitField as unfit:
+        raise InvalidRequest(f"{type(record).__name__}.{unfit.path}", unfit.value, unfit.problem) from unfit
+    return envelope.SerializeToString()
+
+
+def decode(data: bytes) -> Record:
+    """Raises `MalformedRecord` for anything that `encode` of some version could not have made."""
+    try:
+        envelope = Envelope.FromString(data)
+    except DecodeError as error:
+        raise MalformedRecord(f"not protobuf: {error}") from error
+    which = envelope.WhichOneof("record")
+    if which is None:
+        raise MalformedRecord("an envelope without a record that this version knows")
+    record_type = _TYPES[which]
+    message = getattr(envelope, which)
+    try:
+        record: Record = read(message, record_type)
+    except ValueError as error:
+        raise MalformedRecord(f"{record_type.__name__}: {error}") from error
+    if problem := _problem_of(record):
+        raise MalformedRecord(str(InvalidRequest(*problem)))
+    return record
+
+
+def _problem_of(record: Record) -> tuple[str, object, str] | None:
+    """Field, value and what is wrong with it: what protobuf's types cannot say."""
+    for name, choices in _CHOICES[type(record)].items():
+        if getattr(record, name) not in choices:
+            return f"{type(record).__name__}.{name}", getattr(record, name), f"must be one of {', '.join(choices)}"
+    if isinstance(record, Sample) and record.finish_reason != "error":
+        for name in ("log_probs", "tempered_log_probs", "weights_versions"):
+            if len(getattr(record, name)) != len(record.token_ids):
+                return f"Sample.{name}", record.id, f"must have a number for each of {len(record.token_ids)} tokens"
+    if isinstance(record, Load):
+        for name in ("num_generated", "num_held"):
+            if len(getattr(record, name)) != len(record.sample_ids):
+                return f"Load.{name}", record.id, f"must have a number for each of {len(record.sample_ids)} samples"
+        for name in ("step_seconds", "sequence_seconds", "prefill_seconds"):
+            if not 0 <= getattr(record, name) < math.inf:
+                return f"Load.{name}", getattr(record, name), "must be a number of seconds"
+    if isinstance(record, Score) and not record.error:
+        numbers = [*record.values, *(value for _, value in record.components)]
+        if not all(map(math.isfinite, numbers)):
+            return "Score.values", record.id, "must be finite where no error says why they are not"
+    if isinstance(record, StepReport | EvaluationReport) and (found := not_finite(record)) is not None:
+        return f"{type(record).__name__}.{found[0]}", found[1], "must be finite"
+    return None

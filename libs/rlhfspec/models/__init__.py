@@ -1,0 +1,1 @@
+"""Models from Hugging Face under our kernels, and tiny ones to test and demonstrate with."""

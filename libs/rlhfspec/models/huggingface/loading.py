@@ -1,0 +1,102 @@
+"""From a folder or a hub id to a Hugging Face model in memory, with every weight it trains or runs on from there."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import pickle
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.models.huggingface.trace import FORWARD_ERRORS, first_line
+
+# What nothing runs on: masks and angles that old versions of transformers saved, layers that predict further tokens.
+_SPARE = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|(^|\.)mtp\.")
+LOAD_ERRORS = (*FORWARD_ERRORS, OSError, EOFError, ImportError, SafetensorError, pickle.UnpicklingError)
+
+NO_MORE_THREADS = "can't start new thread"  # as Python says it
+
+
+def load_model(path: str | Path, *, field: str = "path", only_trunk: bool = False) -> Any:
+    """The Hugging Face causal LM at `path` (a local folder or a hub id), in float32 on the CPU.
+
+    transformers draws at random what a checkpoint lacks, and ignores what it has beyond the model: both are refused.
+    only_trunk: the head may be another or none, as in a sequence classifier that a critic starts from.
+    """
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = AutoModelForCausalLM
+    try:
+        with _no_report_of_its_own():
+            model, info = loader.from_pretrained(
+                path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except LOAD_ERRORS as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        if str(error) == NO_MORE_THREADS:  # no fault of the model
+            raise OSError(errno.EAGAIN, NO_MORE_THREADS) from error
+        exists = Path(path).exists()
+        reason = "not a loadable Hugging Face causal LM" if exists else "no such folder, nor a model to be had"
+        raise InvalidRequest(field, str(path), f"{reason}: {first_line(error)}") from error
+    trunk = f"{model.base_model_prefix}." if only_trunk else ""
+    refuse_other_weights(
+        (name for name in info["missing_keys"] if name.startswith(trunk)),
+        (name for name in info["unexpected_keys"] if name.startswith(trunk) and not _SPARE.search(name)),
+        (each for each in info["mismatched_keys"] if each[0].startswith(trunk)),
+        field=field,
+        path=str(path),
+    )
+    return model.eval()
+
+
+def refuse_other_weights(
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]] = (),
+    *,
+    field: str,
+    path: str,
+) -> None:
+    """What may differ (tied weights, buffers, what a class says to ignore) transformers has taken out already."""
+    lacking, beyond = set(missing), set(unexpected)
+    shapes = {f"{name} {_by(found)}, not {_by(wanted)}," for name, found, wanted in mismatched}
+    problems = [f"lacks {_named(lacking)}"] if lacking else []
+    problems += [f"has {_named(shapes).removesuffix(',')}"] if shapes else []
+    problems += [f"has {_named(beyond)} that the model of its config.json has not"] if beyond else []
+    if problems:
+        raise InvalidRequest(field, path, f"its checkpoint {', and '.join(problems)}")
+
+
+def _named(names: Collection[str], most: int = 3) -> str:
+    """
+    >>> _named({"b", "a"}), _named(list("abcde"))
+    ('2 weights: a, b', '5 weights: a, b, c, ...')
+    """
+    count = f"{len(names)} weight{'' if len(names) == 1 else 's'}"
+    return f"{count}: {', '.join([*sorted(names)[:most], *(['...'] if len(names) > most else [])])}"
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+@contextmanager
+def _no_report_of_its_own() -> Iterator[None]:
+    """transformers logs a table of the same weights; ours is one line."""
+    names = ("modeling_utils", "distributed.tensor_parallel")  # the second speaks up where the first is set to be quiet
+    before = {name: logging.getLogger(f"transformers.{name}").level for name in names}
+    for name in names:
+        logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(f"transformers.{name}").setLevel(level)

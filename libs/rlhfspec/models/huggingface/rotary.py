@@ -1,0 +1,66 @@
+"""cos and sin of every position, computed once and then looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_Tables = tuple[Tensor, ...]  # each [positions, D]
+
+
+class RotaryTable(nn.Module):
+    """Stands in for a rotary embedding whose output is a function of the position (`anatomy.py` sees to it).
+
+    One that returns something else than cos and sin of every token keeps running as it is.
+
+    Example:
+        >>> from rlhfspec.models.tiny import random_model
+        >>> rotary = random_model("llama", seed=0).model.rotary_emb
+        >>> x, positions = torch.zeros(1, 2, 48), torch.tensor([[7, 3]])
+        >>> cos, sin = RotaryTable(rotary, 16)(x, positions)
+        >>> torch.equal(cos, rotary(x, positions)[0])
+        True
+    """
+
+    def __init__(self, original: nn.Module, max_context: int) -> None:
+        super().__init__()
+        self.original = original
+        self.max_context = max_context
+        self._tables: dict[tuple[Any, ...], _Tables | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Models read their rotary embedding's attributes."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("original"), name)
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """x [1, N, hidden] (only its type matters), position_ids [1, N] -> cos, sin [1, N, D]."""
+        key = (x.dtype, x.device, *args, *sorted(kwargs.items()))
+        if key not in self._tables:
+            self._tables[key] = self._make(x, args, kwargs)
+        tables = self._tables[key]
+        if tables is None or position_ids.ndim != 2 or len(position_ids) != 1:
+            return self.original(x, position_ids, *args, **kwargs)
+        return tuple(table.index_select(0, position_ids[0])[None] for table in tables)
+
+    def tables(self, dtype: torch.dtype) -> _Tables | None:
+        """cos and sin [positions, D] as used so far; None unless there is exactly one pair for this dtype."""
+        found = [tables for key, tables in self._tables.items() if key[0] == dtype]
+        return found[0] if len(found) == 1 and found[0] is not None and len(found[0]) == 2 else None
+
+    def held(self) -> Iterator[Tensor]:
+        for tables in self._tables.values():
+            yield from tables or ()
+
+    def _make(self, x: Tensor, args: Any, kwargs: Any) -> _Tables | None:
+        positions = torch.arange(self.max_context, device=x.device)
+        found = self.original(x, positions[None], *args, **kwargs)
+        fits = isinstance(found, tuple) and all(
+            isinstance(table, Tensor) and table.ndim == 3 and table.shape[:2] == (1, len(positions)) for table in found
+        )
+        return tuple(table[0].contiguous() for table in found) if fits else None

@@ -1,0 +1,38 @@
+"""Small models to test, measure and demonstrate with; made on this machine, kept in its cache.
+
+`ensure()` gives folders of trained ones; `random_model(kind)` gives untrained ones of many families,
+`large_kv_model()` one whose KV is as large as that of a model of billions of parameters; `resolve(path)`
+makes what a job calls `tiny:NAME`; `sums` is a task to train on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "KINDS",
+    "TinyModels",
+    "check",
+    "ensure",
+    "large_kv_model",
+    "perturbed",
+    "random_model",
+    "resolve",
+    "widened",
+]
+
+
+def __getattr__(name: str) -> Any:  # corpus and tokenizer are used without torch, so nothing is imported here
+    if name in ("TinyModels", "ensure", "perturbed", "widened"):
+        from rlhfspec.models.tiny import models
+
+        return getattr(models, name)
+    if name in ("KINDS", "large_kv_model", "random_model"):
+        from rlhfspec.models.tiny import random_models
+
+        return getattr(random_models, name)
+    if name in ("check", "resolve"):
+        from rlhfspec.models.tiny import paths
+
+        return getattr(paths, name)
+    raise AttributeError(name)

@@ -1,0 +1,149 @@
+"""Endless templated English: regular enough to learn in a minute, varied enough to have real entropy.
+
+Documents of one to eight sentences: small arithmetic, word problems with names, prose, questions and answers, copying,
+records with fields. Numbers, names and words are drawn at random, which leaves a trained model about .35 nats a byte.
+
+Example:
+    >>> documents(2, seed=3) == documents(2, seed=3)
+    True
+    >>> prompt = prompts(1, seed=3)[0]  # the beginning of a document, as token ids
+    >>> prompt[0] == BOS and len(prompt) > 20
+    True
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+from rlhfspec.models.tiny.tokenizer import BOS, EOS, encode
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_NAMES = _words(
+    "Ada Ben Carla David Elena Farid Greta Hugo Ines Jonas Kira Leo Mona Nils Olga Paul Quinn Rosa Sami Tara "
+    "Uma Viktor Wanda Xaver Yara Zeno Amir Bruno Clara Dora Emil Fiona"
+)
+PLACES = _words(
+    "harbour windmill library market station castle garden school river forest bakery workshop museum bridge "
+    "lighthouse village"
+)
+THINGS = _words(
+    "apples pears books coins stamps shells pencils tickets candles bottles marbles letters lamps baskets keys cups"
+)
+ADJECTIVES = _words("small large green silver broken heavy quiet wooden bright narrow golden empty")
+NOUNS = _words("lantern boat ladder violin compass kettle mirror wagon blanket clock statue hammer")
+WEATHER = _words("cold warm rainy windy foggy sunny stormy calm")
+ACTIONS = _words("found sold painted repaired lost bought carried polished hid borrowed")
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+
+
+def _sum(rng: random.Random) -> str:
+    left, right = rng.randrange(2, 60), rng.randrange(2, 40)
+    return f"{left} + {right} = {left + right}."
+
+
+def _difference(rng: random.Random) -> str:
+    left, right = rng.randrange(30, 99), rng.randrange(2, 30)
+    return f"{left} - {right} = {left - right}."
+
+
+def _word_problem(rng: random.Random) -> str:
+    name, thing = rng.choice(_NAMES), rng.choice(THINGS)
+    first, second = rng.randrange(2, 20), rng.randrange(2, 20)
+    if rng.random() < 0.5:
+        return f"{name} has {first} {thing} and gets {second} more. Now {name} has {first + second} {thing}."
+    total = first + second
+    return f"{name} has {total} {thing} and gives away {second}. Now {name} has {first} {thing}."
+
+
+def _prose(rng: random.Random) -> str:
+    name, other = rng.sample(_NAMES, 2)
+    weather, day, place = rng.choice(WEATHER), rng.choice(DAYS), rng.choice(PLACES)
+    thing = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+    return f"On a {weather} {day} {name} went to the {place} and {rng.choice(ACTIONS)} a {thing} for {other}."
+
+
+def _question(rng: random.Random) -> str:
+    name, place = rng.choice(_NAMES), rng.choice(PLACES)
+    return f"Question: Where does {name} work? Answer: {name} works at the {place}."
+
+
+def _copying(rng: random.Random) -> str:
+    words = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} near the {rng.choice(PLACES)}"
+    return f"{rng.choice(_NAMES)} said: {words}. Everybody repeated: {words}."
+
+
+def _record(rng: random.Random) -> str:
+    name, day, item = rng.choice(_NAMES), rng.choice(DAYS), rng.choice(THINGS)
+    number, price = rng.randrange(2, 30), rng.randrange(2, 10)
+    return f"name={name}; day={day}; item={item}; number={number}; price={price}; total={number * price}."
+
+
+def _counting(rng: random.Random) -> str:
+    start, step = rng.randrange(1, 10), rng.randrange(1, 6)
+    numbers = ", ".join(str(start + step * i) for i in range(rng.randrange(5, 9)))
+    return f"Count from {start} in steps of {step}: {numbers}."
+
+
+SENTENCES: tuple[Callable[[random.Random], str], ...] = (
+    _sum,
+    _difference,
+    _word_problem,
+    _prose,
+    _question,
+    _copying,
+    _record,
+    _counting,
+)
+
+
+def _endless(seed: int) -> Iterator[str]:
+    rng = random.Random(seed)
+    while True:
+        yield " ".join(rng.choice(SENTENCES)(rng) for _ in range(rng.randrange(1, 9)))
+
+
+def documents(count: int, *, seed: int) -> list[str]:
+    source = _endless(seed)
+    return [next(source) for _ in range(count)]
+
+
+def token_stream(num_tokens: int, *, seed: int) -> list[int]:
+    """Documents as token ids, each between BOS and EOS, one after the other."""
+    stream: list[int] = []
+    for document in _endless(seed):
+        stream += [BOS, *encode(document), EOS]
+        if len(stream) >= num_tokens:
+            break
+    return stream[:num_tokens]
+
+
+def text(num_bytes: int, *, seed: int) -> str:
+    """Documents one after the other, cut there: as many tokens as bytes.
+
+    >>> len(text(500, seed=1)), text(500, seed=1).isascii()
+    (500, True)
+    """
+    found = ""
+    for document in _endless(seed):
+        found += document + " "
+        if len(found) >= num_bytes:
+            break
+    return found[:num_bytes]
+
+
+def prompts(count: int, *, seed: int, shortest: int = 24, longest: int = 96) -> list[list[int]]:
+    """Beginnings of documents of varying length, BOS first, cut after a space so that a word comes next."""
+    rng = random.Random(seed)
+    chosen: list[list[int]] = []
+    for document in _endless(seed):
+        if len(chosen) == count:
+            break
+        end = document.find(" ", rng.randrange(shortest, longest))
+        if end >= 0:
+            chosen.append([BOS, *encode(document[: end + 1])])
+    return chosen

@@ -1,0 +1,67 @@
+"""`tiny:NAME` in a job: models and data made on this machine. Torch is imported only when a model has to be made.
+
+    tiny:sums, tiny:sums-draft, tiny:target, ...   folders of models
+    tiny:sums.jsonl, tiny:held-out-sums.jsonl      data, with the columns prompt and answer; no sum is in both
+
+Example:
+    >>> check("tiny:sums")
+    >>> check("tiny:sum")
+    Traceback (most recent call last):
+    ...
+    rlhfspec.errors.InvalidRequest: path: must be tiny: and one of draft, ..., wide (got 'tiny:sum')
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.models.tiny import sums
+from rlhfspec.models.tiny.recipe import RECIPES, cache_folder, make_in_cache
+
+TINY_PREFIX = "tiny:"
+TRAINING, HELD_OUT = "sums.jsonl", "held-out-sums.jsonl"
+DATA = {TRAINING: (2000, 11), HELD_OUT: (64, 12)}  # rows and seed
+
+
+def check(path: str) -> None:
+    """Raises InvalidRequest when nothing of that name can be made."""
+    known = sorted([*RECIPES, *DATA])
+    if path.removeprefix(TINY_PREFIX) not in known or not path.startswith(TINY_PREFIX):
+        raise InvalidRequest("path", path, f"must be {TINY_PREFIX} and one of {', '.join(known)}")
+
+
+def resolve(path: str, report: Callable[[str], None] = print) -> str:
+    """Where it lies; made first if it is not there yet."""
+    check(path)
+    name = path.removeprefix(TINY_PREFIX)
+    return str(_data(name) if name in DATA else _model(name, report))
+
+
+def model_folder(path: str) -> Path | None:
+    """Where the model of this name lies, made or not; None: it names no model."""
+    recipe = RECIPES.get(path.removeprefix(TINY_PREFIX)) if path.startswith(TINY_PREFIX) else None
+    return None if recipe is None else cache_folder() / recipe.folder_name
+
+
+def _model(name: str, report: Callable[[str], None]) -> Path:
+    folder = cache_folder() / RECIPES[name].folder_name
+    if not folder.exists():
+        from rlhfspec.models.tiny.models import ensure_recipe
+
+        ensure_recipe(RECIPES[name], report)
+    return folder
+
+
+def _data(name: str) -> Path:
+    """Written again each time, by renaming: small, always of this version, and never seen half."""
+    count, seed = DATA[name]
+    file = cache_folder().parent / "data" / name
+    make_in_cache(file.parent)
+    scratch = file.with_suffix(f".{secrets.token_hex(8)}")  # not the process's number: in containers all have the same
+    without = sums.rows(*DATA[TRAINING]) if name == HELD_OUT else ()
+    scratch.write_text(sums.jsonl(count, seed, without=without))
+    scratch.replace(file)
+    return file

@@ -1,0 +1,128 @@
+"""What a tiny model is made of. Torch-free; the hash of a recipe names its folder in the cache.
+
+Example:
+    >>> DRAFT.folder_name.startswith("draft-")
+    True
+    >>> from dataclasses import replace
+    >>> replace(DRAFT, seed=2).folder_name == DRAFT.folder_name
+    False
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rlhfspec.errors import StorageError
+from rlhfspec.models.tiny import corpus, library, sums
+from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A byte-level Llama and how it is trained.
+
+    batch_shapes: (sequences, tokens a sequence), taken in turn. Short windows teach the language; a long one now
+    and then makes the model hold up over the contexts that generation reaches.
+    widened_from_intermediate: when set, the model is not trained but widened from a trained one of that FFN width.
+    task: english and library learn their text; sums learns the lessons of `rlhfspec.models.tiny.sums`, batch by batch.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_steps: int
+    batch_shapes: tuple[tuple[int, int], ...] = ((16, 128), (16, 128), (16, 128), (2, 1024))
+    learning_rate: float = 6e-3
+    corpus_tokens: int = 1_500_000
+    seed: int = 1
+    vocab_size: int = VOCAB_SIZE
+    widened_from_intermediate: int | None = None
+    task: Literal["english", "library", "sums"] = "english"
+
+    @property
+    def folder_name(self) -> str:
+        """Changes with any field and with the text that the corpus gives, so a cached model is never a stale one."""
+        fields = asdict(self)
+        fields.pop("task")  # its text says it
+        text_of = {"english": corpus.documents, "library": library.documents, "sums": sums.lesson_texts}
+        texts = text_of[self.task](64, seed=self.seed)
+        content = json.dumps([fields, texts])
+        return f"{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+TARGET_RECIPE = Recipe(
+    name="target",
+    num_layers=4,
+    hidden_size=256,
+    intermediate_size=704,
+    num_heads=4,
+    num_steps=280,
+)
+DRAFT = Recipe(
+    name="draft",
+    num_layers=1,
+    hidden_size=128,
+    intermediate_size=384,
+    num_heads=2,
+    num_steps=260,
+    learning_rate=1e-2,
+)
+WIDE = Recipe(
+    name="wide",
+    num_layers=4,
+    hidden_size=256,
+    intermediate_size=24576,
+    num_heads=4,
+    num_steps=TARGET_RECIPE.num_steps,
+    widened_from_intermediate=TARGET_RECIPE.intermediate_size,
+)
+LIBRARY = replace(TARGET_RECIPE, name="library", num_steps=400, task="library")
+LIBRARY_DRAFT = replace(DRAFT, name="library-draft", num_steps=180, task="library")
+LIBRARY_WIDE = replace(WIDE, name="library-wide", num_steps=LIBRARY.num_steps, task="library")
+SUMS = Recipe(
+    name="sums",
+    num_layers=2,
+    hidden_size=128,
+    intermediate_size=384,
+    num_heads=4,
+    num_steps=560,
+    learning_rate=1e-2,
+    task="sums",
+)
+SUMS_DRAFT = Recipe(
+    name="sums-draft",
+    num_layers=1,
+    hidden_size=64,
+    intermediate_size=160,
+    num_heads=2,
+    num_steps=300,
+    learning_rate=1.5e-2,
+    task="sums",
+)
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (TARGET_RECIPE, DRAFT, WIDE, LIBRARY, LIBRARY_DRAFT, LIBRARY_WIDE, SUMS, SUMS_DRAFT)
+}
+
+
+def cache_folder() -> Path:
+    """Where made models lie: `$RLHFSPEC_CACHE/models`, by default `~/.cache/rlhfspec/models`."""
+    try:
+        return Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser() / "models"
+    except RuntimeError:  # neither HOME nor an entry of this user
+        raise StorageError("~/.cache/rlhfspec", "this user has no home folder: set RLHFSPEC_CACHE") from None
+
+
+def make_in_cache(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot be made: {error.strerror} (RLHFSPEC_CACHE names another place)"
+        raise StorageError(folder, problem) from error

@@ -1,0 +1,122 @@
+"""Train a tiny model on text, or on sums: one plain loop, a minute or two on two cores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhfspec.models.tiny import corpus, library, sums
+from rlhfspec.models.tiny.recipe import Recipe
+from rlhfspec.models.tiny.tokenizer import BOS, EOS, PAD, encode
+
+Report = Callable[[str], None]
+MAX_POSITIONS = 2048
+_IGNORED = -100
+
+
+def build(recipe: Recipe, *, seed: int) -> LlamaForCausalLM:
+    """The model of a recipe with random weights, float32."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=recipe.vocab_size,
+            hidden_size=recipe.hidden_size,
+            intermediate_size=recipe.intermediate_size,
+            num_hidden_layers=recipe.num_layers,
+            num_attention_heads=recipe.num_heads,
+            num_key_value_heads=recipe.num_heads,
+            max_position_embeddings=MAX_POSITIONS,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+        )
+    )
+
+
+def train(recipe: Recipe, report: Report) -> LlamaForCausalLM:
+    """A trained model whose weights are exact in bfloat16, so that every dtype holds the same function.
+
+    Bfloat16 autocast on the corpus (on sums its casts cost more than they save); Muon for the matrices of the layers
+    (half the steps that AdamW needs), AdamW for the rest. Everything is seeded: one machine makes the same model twice.
+    """
+    model = build(recipe, seed=recipe.seed)
+    batches = _lessons(recipe) if recipe.task == "sums" else _windows(recipe)
+    optimizers = _optimizers(model, recipe.learning_rate)
+    model.train()
+    for step, (tokens, targets) in enumerate(islice(batches, recipe.num_steps)):
+        loss = _loss(model, tokens, targets, autocast=recipe.task != "sums")
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * _schedule(step, recipe.num_steps)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 10 == 9 or step + 1 == recipe.num_steps:
+            report(f"{recipe.name}: step {step + 1}/{recipe.num_steps}, {loss.item():.3f} nats a byte")
+    model.eval()  # type: ignore[no-untyped-call]
+    return model.to(torch.bfloat16).to(torch.float32)  # type: ignore[arg-type,no-any-return]
+
+
+def _optimizers(model: LlamaForCausalLM, learning_rate: float) -> tuple[torch.optim.Optimizer, ...]:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
+    return (
+        torch.optim.Muon(matrices, lr=learning_rate, momentum=0.9, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    )
+
+
+def held_out_loss(model: LlamaForCausalLM, *, num_sequences: int = 16, length: int = 512) -> float:
+    """Nats a byte on text that training never saw."""
+    stream = torch.tensor(corpus.token_stream(num_sequences * length, seed=987_654))
+    with torch.no_grad():
+        tokens = stream.view(num_sequences, length)
+        return float(_loss(model, tokens[:, :-1], tokens[:, 1:], autocast=True))
+
+
+def _loss(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor, *, autocast: bool) -> Tensor:
+    """Mean cross entropy of `targets` after `tokens`, both [sequences, length]; `_IGNORED` does not count."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=tokens, use_cache=False).logits  # [sequences, length, vocab]
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
+
+
+def _windows(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows [sequences, tokens] at random places of the corpus, and what follows each token."""
+    text = library if recipe.task == "library" else corpus
+    stream = torch.tensor(text.token_stream(recipe.corpus_tokens, seed=recipe.seed))
+    generator = torch.Generator().manual_seed(recipe.seed)
+    for num_sequences, length in cycle(recipe.batch_shapes):
+        starts = torch.randint(len(stream) - length, (num_sequences, 1), generator=generator)
+        window = stream[starts + torch.arange(length)]
+        yield window[:, :-1], window[:, 1:]
+
+
+def _lessons(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+    """Padded batches of sums that begin where prompts begin when they are generated from; responses are learnt."""
+    for batch in sums.lessons(seed=recipe.seed):
+        encoded = [([BOS, *encode(prompt)], [*encode(response), *_end(response)]) for prompt, response in batch]
+        length = max(len(prompt) + len(response) for prompt, response in encoded)
+        tokens = torch.full((len(batch), length), PAD)
+        targets = torch.full((len(batch), length), _IGNORED)
+        for row, (prompt, response) in enumerate(encoded):
+            end = len(prompt) + len(response)
+            tokens[row, :end] = torch.tensor(prompt + response)
+            targets[row, len(prompt) - 1 : end - 1] = torch.tensor(response)
+        yield tokens, targets
+
+
+def _end(response: str) -> list[int]:
+    """A guess is not taught to its end."""
+    return [] if response == sums.GUESS else [EOS]
+
+
+def _schedule(step: int, num_steps: int) -> float:
+    warm_up = min(1.0, (step + 1) / 20)
+    return warm_up * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))

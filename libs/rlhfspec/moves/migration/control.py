@@ -1,0 +1,382 @@
+"""How the two ends of a move reach each other: by a call in one process, by frames on one kept connection between two.
+
+A frame is the length of its content (u32), the number of its question (u32), its kind (u8), and the content. Replies
+come in any order, so that no question waits for one before it. gRPC took five times the CPU for each question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from itertools import count
+
+from rlhfspec.errors import MalformedRecord, RLHFSpecError
+from rlhfspec.moves.migration.base import TELL_SECONDS, NoReply, Peer
+from rlhfspec.moves.migration.links.tcp import keep_alive
+
+log = logging.getLogger(__name__)
+QUESTION, REPLY, REFUSED = range(3)
+HEADER = struct.Struct("!IIB")
+MOST_FRAME_BYTES = 64 << 20  # of a frame's content
+MOST_BYTES_OF_OTHERS = 1 << 16  # of a question that is going to be refused anyway
+MOST_QUESTIONS = 64  # answered at once
+MOST_CONNECTIONS = 256
+FRAME_SECONDS = 10.0  # for a frame that has begun, for a handshake, and for a stranger's first word
+_IDLE_SECONDS = 600.0
+Answer = Callable[[bytes], Awaitable[bytes]]
+
+
+class DirectControl:
+    """Between the movers of one process, by address."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Answer] = {}
+
+    def serve(self, address: str, answer: Answer) -> None:
+        self._answers[address] = answer
+
+    async def ask(self, peer: Peer, message: bytes, *, timeout: float = TELL_SECONDS) -> bytes:
+        answer = self._answers.get(peer.address)
+        if answer is None:
+            raise NoReply(peer.address, "nobody there")
+        working = asyncio.ensure_future(answer(message))  # goes on after the asker lost patience, as a server does
+        try:
+            return await asyncio.wait_for(asyncio.shield(working), timeout)
+        except TimeoutError:
+            working.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise NoReply(peer.address, f"no reply for {timeout:g} s") from None
+
+
+class _Frames(asyncio.Protocol):
+    """One end of a connection. `most_bytes`: of a frame's content; more ends the connection."""
+
+    most_bytes = MOST_FRAME_BYTES
+    transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def send(self, kind: int, number: int, content: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(HEADER.pack(len(content), number, kind) + content)
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= HEADER.size and not self.transport.is_closing():
+            length, number, kind = HEADER.unpack_from(buffer)
+            if length > self.most_bytes:
+                self.nonsense(f"a frame of {length} bytes")
+                return
+            end = HEADER.size + length
+            if len(buffer) < end:
+                return
+            content = bytes(memoryview(buffer)[HEADER.size : end])
+            del buffer[:end]
+            self.came(kind, number, content)
+
+    def came(self, kind: int, number: int, content: bytes) -> None:
+        raise NotImplementedError
+
+    def nonsense(self, problem: str) -> None:
+        raise NotImplementedError
+
+
+# -- who asks ---------------------------------------------------------------------------------------------------
+
+
+class StreamControl:
+    """Asks the servers of other processes, over a connection to each that is kept. `tls`: of who connects. `answerers`:
+    names in the certificates of those who may answer, for an address proves nothing; None: whoever is there."""
+
+    def __init__(self, tls: ssl.SSLContext | None = None, *, answerers: Collection[str] | None = None) -> None:
+        self._tls = tls
+        self._answerers = answerers
+        self._lines: dict[str, asyncio.Task[_Line]] = {}
+
+    async def ask(self, peer: Peer, message: bytes, *, timeout: float = TELL_SECONDS) -> bytes:
+        if len(message) > MOST_FRAME_BYTES:
+            raise NoReply(peer.address, f"a question of {len(message)} bytes")
+        try:
+            async with asyncio.timeout(timeout):
+                line = await self._line(peer.address)
+                kind, content = await line.ask(message)
+        except TimeoutError:
+            raise NoReply(peer.address, f"no reply for {timeout:g} s") from None
+        except (OSError, ValueError, OverflowError) as error:  # the last two: an address that is none
+            raise NoReply(peer.address, str(error) or type(error).__name__) from None
+        if kind != REPLY:
+            raise NoReply(peer.address, content.decode(errors="replace")[:500])
+        return content
+
+    def close(self) -> None:
+        for task in self._lines.values():
+            _close(task)
+        self._lines.clear()
+
+    async def _line(self, address: str) -> _Line:
+        """The one that is open, or being opened; else a new one. The one longest not asked makes room."""
+        task = self._lines.pop(address, None)
+        if task is None or (task.done() and (task.cancelled() or task.exception() or task.result().is_lost)):
+            task = asyncio.create_task(self._open(address))
+        self._lines[address] = task
+        if len(self._lines) > MOST_CONNECTIONS:
+            _close(self._lines.pop(next(iter(self._lines))))
+        return await asyncio.shield(task)
+
+    async def _open(self, address: str) -> _Line:
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        loop = asyncio.get_running_loop()
+        name = host if self._tls else None
+        async with asyncio.timeout(FRAME_SECONDS):
+            _, line = await loop.create_connection(_Line, host, int(port), ssl=self._tls, server_hostname=name)
+        answerer = _common_name(line.transport)
+        if self._answerers is not None and answerer not in self._answerers:
+            line.transport.abort()
+            raise ConnectionRefusedError(f"{answerer or 'nobody'} may take no sequences")
+        keep_alive(line.transport.get_extra_info("socket"), FRAME_SECONDS)
+        return line
+
+
+def _close(opening: asyncio.Task[_Line]) -> None:
+    if not opening.done():
+        opening.cancel()
+    elif not opening.cancelled() and opening.exception() is None:
+        opening.result().transport.abort()
+
+
+class _Line(_Frames):
+    """To one peer. The number tells which question a reply is to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_lost = False
+        self._numbers = count(1)
+        self._asked: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
+
+    async def ask(self, message: bytes) -> tuple[int, bytes]:
+        """Raises OSError."""
+        if self.is_lost or self.transport.is_closing():
+            raise ConnectionResetError("the connection is lost")
+        number = next(self._numbers) & 0xFFFFFFFF
+        future: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        self.send(QUESTION, number, message)
+        try:
+            return await future
+        finally:
+            self._asked.pop(number, None)
+
+    def came(self, kind: int, number: int, content: bytes) -> None:
+        future = self._asked.get(number)
+        if future is not None and not future.done():  # else its asker has lost patience
+            future.set_result((kind, content))
+
+    def nonsense(self, problem: str) -> None:
+        log.warning("a reply to a question of a move: %s", problem)
+        self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(error if isinstance(error, OSError) else ConnectionResetError("it hung up"))
+
+
+# -- who is asked -----------------------------------------------------------------------------------------------
+
+
+class StreamControlServer:
+    """Hands what comes to who `serve`s. `askers`: names in the certificates of those who may ask; None: whoever can
+    connect. Listens from the first, answers once served. Made in the running event loop."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        tls: ssl.SSLContext | None = None,
+        askers: Collection[str] | None = None,
+        frame_seconds: float = FRAME_SECONDS,
+        idle_seconds: float = _IDLE_SECONDS,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, port), family=family)
+        self._listening.setblocking(False)
+        self.address = f"{host}:{self._listening.getsockname()[1]}"
+        self.askers = askers
+        self.frame_seconds, self.idle_seconds = frame_seconds, idle_seconds
+        self.refused: Counter[str] = Counter()  # by reason
+        self._tls = tls
+        self._answer: Answer
+        self._open: set[_ServedConnection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+        self.num_questions = 0
+
+    def serve(self, answer: Answer) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._serve, answer)
+
+    def close(self) -> None:
+        """In the event loop."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+        self._listening.close()
+        for each in list(self._open):
+            each.end()
+
+    def refuse(self, reason: str, problem: str) -> None:
+        self.refused[reason] += 1
+        log.warning("a question of a move refused: %s", problem)
+
+    def left(self, connection: _ServedConnection) -> None:
+        self._open.discard(connection)
+
+    def ask(self, asker: _ServedConnection, number: int, content: bytes) -> None:
+        if self.num_questions >= MOST_QUESTIONS:
+            self.refuse("busy", "too many at once")
+            asker.send(REFUSED, number, b"too many questions at once")
+            return
+        self.num_questions += 1
+        self._begin(self._answered(asker, number, content))
+
+    async def _answered(self, asker: _ServedConnection, number: int, content: bytes) -> None:
+        """To its end, whether somebody still waits or not."""
+        kind, said = REFUSED, b"no answer could be made"
+        try:
+            said = await self._answer(content)
+            kind = REPLY
+        except RLHFSpecError as error:
+            self.refuse("malformed" if isinstance(error, MalformedRecord) else "failed", str(error))
+            said = str(error).encode()
+        finally:
+            self.num_questions -= 1
+            asker.send(kind, number, said)
+
+    def _serve(self, answer: Answer) -> None:
+        if self._listening.fileno() < 0:
+            return  # closed meanwhile
+        self._answer = answer
+        self._accepting = self._begin(self._accept())
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._listening)
+            except OSError as error:
+                log.warning("nobody can be let in to ask of a move: %s", error)
+                await asyncio.sleep(1.0)
+                continue
+            if len(self._open) >= MOST_CONNECTIONS:
+                self.refuse("connections", "too many connections")
+                connection.close()
+                continue
+            asked = _ServedConnection(self)
+            self._open.add(asked)
+            self._begin(self._welcome(connection, asked))
+
+    async def _welcome(self, connection: socket.socket, asked: _ServedConnection) -> None:
+        patience = self.frame_seconds if self._tls else None
+        try:
+            keep_alive(connection, FRAME_SECONDS)
+            await self._loop.connect_accepted_socket(
+                lambda: asked, connection, ssl=self._tls, ssl_handshake_timeout=patience
+            )
+        except OSError as error:  # TLS: no certificate, another authority's, no handshake in time
+            self._open.discard(asked)
+            connection.close()
+            self.refuse("stranger", str(error) or type(error).__name__)
+
+    def _begin(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class _ServedConnection(_Frames):
+    """From one peer. Who has begun a frame must end it in time, who is not read to is not read from."""
+
+    def __init__(self, server: StreamControlServer) -> None:
+        super().__init__()
+        self._server = server
+        self._may_not = ""
+        self._due = 0.0
+        self._watching: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        name, askers = _common_name(transport), self._server.askers
+        if askers is not None and name not in askers:
+            self._may_not, self.most_bytes = f"{name or 'nobody'} may not move sequences", MOST_BYTES_OF_OTHERS
+        self._due = _now() + self._server.frame_seconds
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        had = len(self._buffer)
+        super().data_received(data)
+        if not self._buffer:
+            self._due = _now() + self._server.idle_seconds
+        elif len(self._buffer) < had + len(data) or not had:  # another frame has begun
+            self._due = _now() + self._server.frame_seconds
+
+    def came(self, kind: int, number: int, content: bytes) -> None:
+        if kind != QUESTION:
+            self.nonsense(f"a frame of kind {kind}")
+        elif self._may_not:
+            self._server.refuse("role", self._may_not)
+            self.send(REFUSED, number, self._may_not.encode())
+        else:
+            self._server.ask(self, number, content)
+
+    def nonsense(self, problem: str) -> None:
+        self._server.refuse("frame", problem)
+        self.send(REFUSED, 0, problem.encode())
+        self.transport.close()
+
+    def pause_writing(self) -> None:
+        self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.left(self)
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def end(self) -> None:
+        if self._watching is not None:  # else its handshake is not done, and ends by itself
+            self.transport.abort()
+
+    def _watch(self) -> None:
+        wait = self._due - _now()
+        if wait <= 0:
+            self._server.refuse("slow", "no whole frame in time")
+            self.transport.abort()
+            return
+        wait = min(wait, self._server.frame_seconds)
+        self._watching = asyncio.get_running_loop().call_later(wait, self._watch)
+
+
+def _common_name(transport: asyncio.BaseTransport) -> str:
+    certificate = transport.get_extra_info("peercert") or {}
+    names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return names[0] if len(names) == 1 else ""
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

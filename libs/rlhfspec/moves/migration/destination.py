@@ -1,0 +1,265 @@
+"""The destination's half of the protocol: what may be taken, and what never again. Pure: no clock, no engine, no bytes.
+
+    arrived --on--> actions --done--> Done --on--> the reply
+
+Messages of one sample come one after the other (`Taking` sees to it); nothing else is asked of the network. Two rules
+carry all of it:
+
+- an attempt is taken only while it has a lease, and it can have one only once: its number is used up by the first
+  message that names it. So `Refused` is final, and a copy of a message that comes late changes nothing;
+- what came is not passed on until its source has let go of it (`Settled`), or surely has (`SETTLED_SECONDS`). Else the
+  source could hear from another process in our place that we are no more, and go on with what a third one runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlhfspec.moves.migration import messages
+from rlhfspec.moves.migration.messages import MoveMessage, Reply, Told
+
+LEASE_SECONDS = 15.0  # from a source's last message until what was kept for it is freed
+DOUBT_SECONDS = 20.0  # that a source asks, until it forgets
+SETTLED_SECONDS = 2 * DOUBT_SECONDS  # clocks of two machines do not run alike
+MOST_REMEMBERED = 1024  # attempts of one source
+MOST_SOURCES = 1024
+MOST_LEASES = 8  # at once
+
+Fate = Literal["open", "refused", "taken"]
+
+
+# ---- what happens ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    message: Told
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What the engine said to an action. `refusal`: (field, reason), or None when it went well."""
+
+    message: Told
+    refusal: tuple[str, str] | None = None
+    mark: bytes = b""
+    num_recomputed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DestinationTick:
+    """Time went by."""
+
+
+Event = Arrived | Done | DestinationTick
+
+
+# ---- what is to be done ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendReply:
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A row and blocks; then Done."""
+
+    message: messages.Reserve
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """KV from the link into what is kept; then Done."""
+
+    message: messages.Range
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """The sequence, with or without KV: it runs from the next step on; then Done."""
+
+    message: messages.HandOver
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """What was kept for this sample."""
+
+    sample: str
+    has_kv: bool
+
+
+Action = SendReply | Keep | Copy | Take | Free
+
+
+@dataclass(slots=True)
+class _Lease:
+    attempt: messages.Reserve
+    until: float
+    is_busy: bool = True  # the engine is at it
+    mark: bytes = b""
+
+
+@dataclass(slots=True)
+class _SourceAttempts:
+    """What became of its attempts. Of those up to `floor` only the latest are known."""
+
+    floor: int = 0
+    fates: dict[int, Fate] = field(default_factory=dict)
+    recomputed: dict[int, int] = field(default_factory=dict)
+
+    def fate(self, number: int) -> Fate | Literal["new", "unknown"]:
+        return self.fates.get(number, "unknown" if number <= self.floor else "new")
+
+    def settle(self, number: int, fate: Fate) -> None:
+        self.fates[number] = fate
+        while len(self.fates) > MOST_REMEMBERED:
+            oldest = min(self.fates)
+            self.floor = max(self.floor, oldest)
+            del self.fates[oldest]
+            self.recomputed.pop(oldest, None)
+
+
+class Destination:
+    """Of all moves that come to one process."""
+
+    def __init__(self, incarnation: str, offer: str = "") -> None:
+        self.incarnation = incarnation
+        self.offer = offer
+        self.is_closed = False
+        self._leases: dict[str, _Lease] = {}  # by sample
+        self._sources: dict[str, _SourceAttempts] = {}
+        self._unsettled: dict[str, tuple[str, int, float]] = {}  # sample: its source, the attempt, until when
+
+    @property
+    def arriving(self) -> frozenset[str]:
+        """Samples that something is kept for."""
+        return frozenset(self._leases)
+
+    def may_leave(self, sample: str, now: float) -> bool:
+        """May what came be passed on?"""
+        return sample not in self._unsettled or now >= self._unsettled[sample][2]
+
+    def close(self) -> list[Action]:
+        """Nothing new is taken, and what is kept is freed; what the engine is at goes on."""
+        self.is_closed = True
+        idle = [lease for lease in self._leases.values() if not lease.is_busy]
+        return [action for lease in idle for action in self._end(lease, "refused")]
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        freed = self._expire(now)
+        match event:
+            case Arrived(message) if message.destination != self.incarnation:
+                return [*freed, SendReply(messages.Gone(**message.head(), here=self.incarnation))]
+            case Arrived(message):
+                return [*freed, *self._told(message, now)]
+            case Done():
+                return [*freed, *self._done(event, now)]
+            case DestinationTick():
+                return freed
+
+    def _expire(self, now: float) -> list[Action]:
+        over = [lease for lease in self._leases.values() if not lease.is_busy and now >= lease.until]
+        for sample in [sample for sample, (_, _, until) in self._unsettled.items() if now >= until]:
+            del self._unsettled[sample]
+        return [action for lease in over for action in self._end(lease, "refused")]
+
+    def _told(self, message: Told, now: float) -> list[Action]:
+        source = self._source(message.source)
+        lease = self._lease_of(message)
+        match source.fate(message.number):
+            case "taken":
+                return self._say_taken(message)
+            case "unknown":
+                return [SendReply(messages.Unknown(**message.head()))]
+            case "new" if isinstance(message, messages.Reserve):
+                return self._reserve(message, now)
+            case "new" | "refused":
+                source.settle(message.number, "refused")
+                return [_refused(message, "lease", "none, or it ran out")]
+        assert lease is not None, "an open attempt has a lease"
+        lease.until = now + LEASE_SECONDS
+        match message:
+            case messages.Reserve():
+                return [SendReply(self._reserved(lease))]
+            case messages.Range():
+                lease.is_busy = True
+                return [Copy(message)]
+            case messages.HandOver():
+                lease.is_busy = True
+                return [Take(message)]
+            case _:
+                return [*self._end(lease, "refused"), _refused(message, "attempt", "given up")]
+
+    def _reserve(self, message: messages.Reserve, now: float) -> list[Action]:
+        source = self._source(message.source)
+        before = self._leases.get(message.sample)
+        freed: list[Action] = []
+        if before is not None and before.attempt.source == message.source and before.attempt.number < message.number:
+            freed = self._end(before, "refused")  # its source began again
+        elif before is not None:
+            source.settle(message.number, "refused")
+            return [_refused(message, "sample", "is arriving from another one")]
+        if self.is_closed or len(self._leases) >= MOST_LEASES:
+            source.settle(message.number, "refused")
+            why = ("leaving", "takes nothing more") if self.is_closed else ("busy", "others are arriving")
+            return [*freed, _refused(message, *why)]
+        source.settle(message.number, "open")
+        self._leases[message.sample] = _Lease(message, now + LEASE_SECONDS)
+        return [*freed, Keep(message)]
+
+    def _done(self, done: Done, now: float) -> list[Action]:
+        message = done.message
+        lease = self._lease_of(message)
+        assert lease is not None, "it was busy, so nobody ended it"
+        lease.is_busy, lease.until = False, now + LEASE_SECONDS
+        if done.refusal is not None:
+            nothing_kept = isinstance(message, messages.Reserve)
+            ended = self._end(lease, "refused")
+            return [*([] if nothing_kept else ended), _refused(message, *done.refusal)]
+        match message:
+            case messages.Reserve():
+                lease.mark = done.mark
+                return [SendReply(self._reserved(lease))]
+            case messages.Range(key=key):
+                return [SendReply(messages.Copied(**message.head(), key=key))]
+            case _:
+                self._end(lease, "taken")
+                self._source(message.source).recomputed[message.number] = done.num_recomputed
+                self._unsettled[message.sample] = (message.source, message.number, now + SETTLED_SECONDS)
+                return self._say_taken(message)
+
+    def _say_taken(self, message: Told) -> list[Action]:
+        if isinstance(message, messages.Settled):
+            unsettled = self._unsettled.get(message.sample)
+            if unsettled is not None and unsettled[:2] == (message.source, message.number):
+                del self._unsettled[message.sample]
+        recomputed = self._source(message.source).recomputed.get(message.number, 0)
+        return [SendReply(messages.Taken(**message.head(), num_recomputed=recomputed))]
+
+    def _reserved(self, lease: _Lease) -> Reply:
+        return messages.Reserved(**lease.attempt.head(), mark=lease.mark, offer=self.offer)
+
+    def _lease_of(self, message: MoveMessage) -> _Lease | None:
+        lease = self._leases.get(message.sample)
+        same = lease is not None and (lease.attempt.source, lease.attempt.number) == (message.source, message.number)
+        return lease if same else None
+
+    def _end(self, lease: _Lease, fate: Fate) -> list[Action]:
+        del self._leases[lease.attempt.sample]
+        self._source(lease.attempt.source).settle(lease.attempt.number, fate)
+        return [Free(lease.attempt.sample, lease.attempt.has_kv)]
+
+    def _source(self, incarnation: str) -> _SourceAttempts:
+        found = self._sources.pop(incarnation, None) or _SourceAttempts()
+        self._sources[incarnation] = found  # the last one asked about is the last one forgotten
+        if len(self._sources) > MOST_SOURCES:
+            del self._sources[next(iter(self._sources))]
+        return found
+
+
+def _refused(message: MoveMessage, field: str, reason: str) -> SendReply:
+    return SendReply(messages.Refused(**message.head(), field=field, reason=reason))

@@ -1,0 +1,292 @@
+"""Does what the source's machine says, for one move from its first word to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlhfspec.engine.base import MOST_RANGE_BYTES, KVRange, Manifest, Movable, SequenceState, Watermark
+from rlhfspec.engine.state_bytes import to_bytes
+from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
+from rlhfspec.messages.records import Move, Moved
+from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.moves.migration import messages
+from rlhfspec.moves.migration import source as machines
+from rlhfspec.moves.migration.base import TELL_SECONDS, Custody, MoveControl, NoReply, Peer
+from rlhfspec.moves.migration.choice import Costs
+from rlhfspec.moves.migration.engine_calls import EngineCalls
+from rlhfspec.moves.migration.progress import progress_of
+from rlhfspec.moves.migration.sendings import Links, SendingWay
+from rlhfspec.moves.migration.source import Action, Detached, Event, Failed, Heard, MoveSource, PackedKV, Silence
+from rlhfspec.moves.migration.taking import watermark
+from rlhfspec.telemetry.base import SampleProgress
+
+_ASK_SECONDS = 2.0  # for an answer that needs no engine
+_LEAVE_SECONDS = 1.5  # for the first answer to who leaves: somebody else may be quicker
+_NO_KV = 1 << 30  # the position behind which there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveContext:
+    """What all moves of one process work with."""
+
+    engine: Movable
+    calls: EngineCalls
+    control: MoveControl
+    links: Links
+    custody: Custody
+    clock: Clock
+    costs: Costs
+    part: Callable[[Peer, messages.Told], None]  # tells it in the background
+
+
+class Giving:
+    def __init__(self, move: Move, peer: Peer, machine: MoveSource, place: MoveContext, *, must_go: bool) -> None:
+        self._move, self._peer, self._machine, self._place = move, peer, machine, place
+        self._must_go = must_go
+        self._give_up = ""
+        self._was_answered = False
+        self._asking: asyncio.Task[bytes] | None = None
+        self._reason = ""  # why this way
+        self._mark: Watermark | None = None  # up to where it was packed
+        self._sending: asyncio.Task[None] | None = None
+        self._packed_at = 0.0
+        self._num_bytes, self._num_tokens, self._num_spaces = 0, 0, 0
+        self._detached_at = 0.0
+        self._progress: SampleProgress | None = None  # when it stood still
+        self._pause = 0.0
+        self._moved: Moved | None = None
+
+    def give_up(self, reason: str) -> None:
+        """Before it is handed over; afterwards it is not ours to say."""
+        self._give_up = reason
+        if self._asking is not None:
+            self._asking.cancel()
+
+    async def run(self) -> Moved:
+        actions = deque(self._machine.start())
+        while self._moved is None:
+            action = actions.popleft()
+            event = await self._do(action)
+            if event is None:
+                continue
+            now = self._place.clock.now()
+            following = self._machine.on(event, now)
+            if not following and not actions:  # a reply that answers something else
+                following = self._machine.on(Silence("a reply that is none"), now)
+            actions.extend(following)
+        return self._moved
+
+    async def _do(self, action: Action) -> Event | None:
+        stops = (machines.Describe, machines.Pack, machines.Detach, machines.Wait)
+        if self._give_up and isinstance(action, stops):
+            return machines.GiveUp(self._give_up)
+        try:
+            match action:
+                case machines.Describe():
+                    return await self._describe()
+                case machines.Pack(mark, offer, key):
+                    return await self._pack(watermark(mark), offer, key)
+                case machines.Detach(mark, offer, key):
+                    return await self._detach(mark, offer, key)
+                case machines.Tell(message):
+                    return await self._tell(message)
+                case machines.Wait(seconds):
+                    await self._place.clock.sleep(seconds)
+                    return machines.SourceTick()
+                case _:
+                    await self._end(action)
+                    return None
+        except LinkError as error:
+            return Failed("link", str(error))
+        except InvalidRequest as error:
+            return Failed("finished" if error.field == "request_id" else error.field, str(error))
+        except SequenceStateError as error:
+            return Failed(error.field, str(error))
+        except MalformedRecord as error:
+            return Failed("bytes", str(error))
+
+    # -- of the engine --------------------------------------------------------------------------------------
+
+    async def _describe(self) -> Event:
+        manifest: Manifest = await self._place.calls.call(lambda: self._place.engine.manifest(self._move.sample_id))
+        self._num_tokens, self._num_spaces = manifest.num_tokens, len(manifest.fingerprints)
+        self._mark = None
+        choice = self._place.costs.choose(
+            self._peer.name, manifest.num_tokens, gain_seconds=self._move.gain_seconds, must_go=self._must_go
+        )
+        self._reason = choice.reason
+        if choice.how == "stay":
+            return Failed("costs", choice.reason)
+        has_kv = bool(manifest.epoch) and choice.how == "kv"
+        return machines.Described(to_bytes(manifest), manifest.weights_version, has_kv)
+
+    async def _pack(self, mark: Watermark, offer: str, key: str) -> Event:
+        """Into the link's memory between two steps; it is sent while the engine goes on."""
+        if len(mark.positions) != self._num_spaces:
+            raise MalformedRecord("a watermark of other KV spaces")
+        mark = self._mark or mark
+        name, engine = self._move.sample_id, self._place.engine
+        way, room = await self._room(offer, MOST_RANGE_BYTES)
+        is_packed = False
+        try:
+            self._packed_at = self._place.clock.now()
+            out = np.frombuffer(room, np.uint8)
+            kv: KVRange = await self._place.calls.call(lambda: engine.export_range(name, mark, out=out))
+            is_packed = True
+        finally:
+            if not is_packed:
+                way.lock.release()
+        self._mark = kv.end
+        widths = [part.shape[1] for part in kv.kv]
+        self._place.costs.learn_size(1, sum(widths))
+        num_bytes = _size(kv)
+        self._sending = self._send(way, offer, key, num_bytes)
+        is_last = num_bytes + max(widths) <= len(room)
+        return PackedKV(to_bytes(kv, has_kv=False), to_bytes(kv.end), num_bytes, is_last)
+
+    async def _detach(self, mark: bytes, offer: str, key: str) -> Event:
+        custody, name = self._place.custody, self._move.sample_id
+        prompt = custody.prompt_of(name)
+        if prompt is None:
+            return Failed("finished", "its prompt is not in progress here")
+        start = (self._mark or watermark(mark)) if mark else None
+        state: SequenceState = await self._place.calls.call(lambda: self._export(start))
+        self._detached_at, self._progress = self._place.clock.now(), progress_of(state)
+        self._num_tokens = state.manifest.num_tokens
+        rest, state = state.rest, replace(state, rest=None)
+        content = to_bytes(state)
+        if start is None or rest is None or not _size(rest):
+            return Detached(content, b"", 0, *prompt)
+        self._sending = asyncio.create_task(self._send_rest(rest, offer, key))
+        return Detached(content, to_bytes(rest, has_kv=False), _size(rest), *prompt)
+
+    def _export(self, start: Watermark | None) -> SequenceState:
+        """Without `start` the KV is not even copied."""
+        engine, name = self._place.engine, self._move.sample_id
+        if start is None:
+            start = Watermark(epoch=engine.manifest(name).epoch, positions=(_NO_KV,) * self._num_spaces)
+        return engine.export_sequence(name, start)
+
+    # -- of the link ----------------------------------------------------------------------------------------
+
+    async def _room(self, offer: str, num_bytes: int) -> tuple[SendingWay, memoryview]:
+        """With the way's lock held, until what is packed was sent."""
+        way = self._place.links.way(offer)
+        await way.lock.acquire()
+        try:
+            return way, await self._place.links.room(way, offer, num_bytes)
+        except LinkError:
+            self._place.links.drop(way, offer)
+            way.lock.release()
+            raise
+
+    def _send(self, way: SendingWay, offer: str, key: str, num_bytes: int) -> asyncio.Task[None]:
+        """And lets go of the way."""
+
+        async def send() -> None:
+            try:
+                if num_bytes:
+                    await self._place.links.send(way, key, num_bytes)
+            except LinkError:
+                self._place.links.drop(way, offer)
+                raise
+            finally:
+                way.lock.release()
+
+        self._num_bytes += num_bytes
+        return asyncio.create_task(send())
+
+    async def _send_rest(self, rest: KVRange, offer: str, key: str) -> None:
+        num_bytes = _size(rest)
+        way, room = await self._room(offer, num_bytes)
+        place = 0
+        for part in rest.kv:
+            room[place : place + part.nbytes] = part.reshape(-1).data
+            place += part.nbytes
+        await self._send(way, offer, key, num_bytes)
+
+    async def _tell(self, message: messages.Told) -> Event:
+        """What was packed is on its way meanwhile. A range that cannot be sent is known here first; whether a sequence
+        that was handed over without its rest is refused, only there."""
+        sending, self._sending = self._sending, None
+        asking = self._ask(message)
+        if sending is not None:
+            await asyncio.wait([sending, asking], return_when=asyncio.FIRST_EXCEPTION)
+            failed = sending.exception() if sending.done() else None
+            if isinstance(failed, LinkError) and isinstance(message, messages.Range):
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                raise failed
+        try:
+            said = messages.reply(await asking)
+            self._was_answered = True
+        except (NoReply, MalformedRecord) as error:
+            return Silence(str(error))
+        except asyncio.CancelledError:
+            if not (self._give_up and asking.cancelled()):
+                raise
+            return Silence(self._give_up)
+        finally:
+            if sending is not None:
+                await asyncio.gather(sending, return_exceptions=True)
+        if isinstance(message, messages.Range):
+            seconds = self._place.clock.now() - self._packed_at
+            self._place.costs.learn_link(self._peer.name, num_bytes=message.num_bytes, seconds=seconds)
+        return Heard(said)
+
+    def _ask(self, message: messages.Told) -> asyncio.Task[bytes]:
+        """Not longer than until it is given up."""
+        hurries = self._must_go and not self._was_answered
+        timeout = _ASK_SECONDS if isinstance(message, messages.Ask) else _LEAVE_SECONDS if hurries else TELL_SECONDS
+        question = messages.to_bytes(message)
+        self._asking = asyncio.create_task(self._place.control.ask(self._peer, question, timeout=timeout))
+        return self._asking
+
+    # -- of its end -----------------------------------------------------------------------------------------
+
+    async def _end(self, action: Action) -> None:
+        engine, name, custody = self._place.engine, self._move.sample_id, self._place.custody
+        match action:
+            case machines.Reattach():
+                is_here = await self._quietly(lambda: engine.reattach(name))
+                self._pause = self._place.clock.now() - self._detached_at
+                if not is_here:
+                    custody.forgotten(name, self._stood_still())
+            case machines.LetGo(is_known):
+                self._pause = self._place.clock.now() - self._detached_at
+                await self._quietly(lambda: engine.cancel(name))
+                (custody.given if is_known else custody.forgotten)(name, self._stood_still())
+            case machines.Notify(message):
+                self._place.part(self._peer, message)
+            case machines.MoveEnd():
+                self._moved = self._told(action)
+
+    def _stood_still(self) -> SampleProgress:
+        assert self._progress is not None, "it was handed over"
+        return self._progress
+
+    async def _quietly(self, do: Callable[[], object]) -> bool:
+        """Else it was cancelled meanwhile, or the engine stopped: there is nothing left to be done here."""
+        try:
+            await self._place.calls.call(do)
+        except RLHFSpecError as error:
+            self._reason = str(error)
+            return False
+        return True
+
+    def _told(self, end: machines.MoveEnd) -> Moved:
+        move = self._move
+        return Moved(
+            id=move.id, job=move.job, sample_id=move.sample_id, source=move.source, destination=move.destination,
+            how=end.how, reason=end.reason or self._reason, num_bytes=self._num_bytes, num_rounds=end.num_rounds,
+            num_tokens=self._num_tokens, num_recomputed=end.num_recomputed, pause_seconds=self._pause,
+        )  # fmt: skip
+
+
+def _size(kv: KVRange) -> int:
+    return sum(part.nbytes for part in kv.kv)

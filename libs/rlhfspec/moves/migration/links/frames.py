@@ -1,0 +1,143 @@
+"""What two ends say to each other over a socket: who knows the offer's token, then one header a range.
+
+    destination -> source: MAGIC, nonce; source -> destination: nonce, proof; destination -> source: proof
+    source -> destination, for each range: header, key, and what the link puts behind it
+
+A proof is an HMAC of both nonces under the token, which itself never travels here. Lengths are checked before anything
+is read or kept, and whoever stops in the middle is given up at a deadline.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlhfspec.errors import LinkError
+from rlhfspec.moves.migration.links.base import MOST_KEY_BYTES
+
+MAGIC = b"RLHFKV01"
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_HEADER = struct.Struct("!4sHIQ")  # mark, length of the key, place (the link's own number), bytes of the range
+_MARK = b"KVRG"
+CHUNK_BYTES = 1 << 20  # so that a close is noticed
+
+
+class FrameHeader(NamedTuple):
+    key: str
+    num_bytes: int
+    place: int = 0
+
+    def to_bytes(self) -> bytes:
+        key = self.key.encode()
+        if not 0 < len(key) <= MOST_KEY_BYTES:
+            raise LinkError(self.key[:80], f"a key has 1 to {MOST_KEY_BYTES} bytes")
+        return _HEADER.pack(_MARK, len(key), self.place, self.num_bytes) + key
+
+    @classmethod
+    def read(cls, connection: socket.socket, first: bytes, deadline: float, *, most_bytes: int) -> FrameHeader:
+        """`first`: the byte that it begins with, which has been waited for. `most_bytes`: of the range."""
+        fixed = first + read_exactly(connection, _HEADER.size - len(first), deadline)
+        mark, length, place, num_bytes = _HEADER.unpack(fixed)
+        if mark != _MARK or not 0 < length <= MOST_KEY_BYTES:
+            raise LinkError("header", "is none of ours")
+        try:
+            name = read_exactly(connection, length, deadline).decode()
+        except UnicodeDecodeError:
+            raise LinkError("header", "has a key that is no text") from None
+        if num_bytes > most_bytes:
+            raise LinkError(name, f"has {num_bytes} bytes, more than {most_bytes}")
+        return cls(name, num_bytes, place)
+
+
+# --- greeting ---------------------------------------------------------------------------------------------------------
+
+
+def welcome(connection: socket.socket, token: str, *, timeout: float) -> None:
+    """The destination's part. LinkError for who does not know the token."""
+    deadline = time.monotonic() + timeout
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    send_all(connection, [MAGIC + ours], deadline)
+    theirs = read_exactly(connection, _NONCE_BYTES, deadline)
+    proof = read_exactly(connection, _PROOF_BYTES, deadline)
+    if not hmac.compare_digest(proof, _proof(token, b"source", ours, theirs)):
+        raise LinkError("greeting", "the other end does not know the token")
+    send_all(connection, [_proof(token, b"destination", ours, theirs)], deadline)
+
+
+def greet(connection: socket.socket, token: str, *, timeout: float) -> None:
+    """The source's part. LinkError where somebody else listens."""
+    deadline = time.monotonic() + timeout
+    if read_exactly(connection, len(MAGIC), deadline) != MAGIC:
+        raise LinkError("greeting", "no landing listens there")
+    theirs, ours = read_exactly(connection, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
+    send_all(connection, [ours + _proof(token, b"source", theirs, ours)], deadline)
+    if not hmac.compare_digest(
+        read_exactly(connection, _PROOF_BYTES, deadline), _proof(token, b"destination", theirs, ours)
+    ):
+        raise LinkError("greeting", "the other end does not know the token")
+
+
+def _proof(token: str, who: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(bytes.fromhex(token), b"\0".join((MAGIC, who, *nonces)), "sha256")
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def read_exactly(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
+    """`deadline` None: as long as it takes, for who has begun nothing."""
+    buffer = bytearray(num_bytes)
+    read_into(connection, memoryview(buffer), deadline)
+    return bytes(buffer)
+
+
+def read_into(connection: socket.socket, view: memoryview, deadline: float | None) -> None:
+    while view:
+        connection.settimeout(_left(deadline))
+        try:
+            count = connection.recv_into(view[:CHUNK_BYTES])
+        except TimeoutError:
+            raise LinkError("connection", "the other end stopped in the middle of something") from None
+        except OSError as error:
+            raise LinkError("connection", f"broke ({error.strerror or error})") from error
+        if count == 0:
+            raise LinkError("connection", "the other end closed it")
+        view = view[count:]
+
+
+def send_all(connection: socket.socket, parts: Sequence[bytes | memoryview], deadline: float) -> None:
+    views = [memoryview(part) for part in parts if len(part)]
+    try:
+        while views:
+            connection.settimeout(_left(deadline))
+            count = connection.sendmsg(views) if len(views) > 1 else connection.send(views[0])
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+    except TimeoutError:
+        raise LinkError("connection", "the other end does not read") from None
+    except OSError as error:
+        raise LinkError("connection", f"broke ({error.strerror or error})") from error
+
+
+def refuse_dead(connection: socket.socket) -> None:
+    """For who expects nothing from the other end but its end."""
+    connection.settimeout(0)
+    try:
+        if connection.recv(1, socket.MSG_PEEK) == b"":
+            raise LinkError("connection", "the other end closed it")
+    except (BlockingIOError, InterruptedError):
+        return
+    except OSError as error:
+        raise LinkError("connection", f"broke ({error.strerror or error})") from error
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.001, deadline - time.monotonic())

@@ -1,0 +1,191 @@
+"""What has landed: bytes by key, in bounded memory, until somebody takes them and is done with them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rlhfspec.errors import LinkError
+from rlhfspec.moves.migration.links.base import KEPT_SECONDS, MOST_LANDED_BYTES
+
+_REMEMBERED = 1024  # keys that failed, or that nobody wants
+_LEAST_BUFFER = 1 << 16
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Landed:
+    view: memoryview
+    release: Callable[[], None]
+    at: float
+    is_taken: bool = False
+
+
+class KVInbox:
+    """For any number of threads.
+
+    >>> inbox = KVInbox()
+    >>> buffer = inbox.buffer(3, timeout=1.0); buffer[:] = b"abc"
+    >>> inbox.land("move/0", buffer); bytes(inbox.take("move/0", 3, timeout=1.0))
+    b'abc'
+    >>> inbox.done("move/0"); inbox.num_bytes
+    0
+    """
+
+    def __init__(self, most_bytes: int = MOST_LANDED_BYTES, *, kept_seconds: float = KEPT_SECONDS) -> None:
+        self.most_bytes = most_bytes
+        self._kept_seconds = kept_seconds
+        self._changed = threading.Condition()
+        self._landed: dict[str, _Landed] = {}
+        self._failed: OrderedDict[str, str] = OrderedDict()
+        self._unwanted: OrderedDict[str, None] = OrderedDict()
+        self._buffers = _Buffers(most_bytes)
+        self._is_closed = False
+
+    @property
+    def num_bytes(self) -> int:
+        """In buffers that somebody writes or reads."""
+        return self._buffers.num_used
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._landed)
+
+    # --- for links ---------------------------------------------------------------------------------------------------
+
+    def buffer(self, num_bytes: int, *, timeout: float) -> memoryview:
+        """Memory for one range; goes back by `land` and `done`, or by `give_back`."""
+        if num_bytes > self.most_bytes:
+            raise LinkError("range", f"has {num_bytes} bytes, more than {self.most_bytes}")
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while not self._buffers.has(num_bytes):
+                self._forget_old()
+                if not self._buffers.has(num_bytes):
+                    self._wait(deadline, "range", f"no room for {num_bytes} bytes within {timeout:g} s")
+            self._refuse_closed()
+            return self._buffers.take(num_bytes)
+
+    def give_back(self, buffer: memoryview) -> None:
+        with self._changed:
+            self._buffers.give(buffer)
+            self._changed.notify_all()
+
+    def land(self, key: str, view: memoryview, release: Callable[[], None] | None = None) -> None:
+        """`release` is called once, when the memory may be used again; None: `view` is a buffer of ours."""
+        release = release or (lambda: self.give_back(view))
+        with self._changed:
+            self._forget_old()
+            is_second, is_wanted = key in self._landed, not self._is_closed and key not in self._unwanted
+            self._unwanted.pop(key, None)
+            if is_wanted and not is_second:
+                self._landed[key] = _Landed(view, release, time.monotonic())
+                self._changed.notify_all()
+                return
+        release()
+        if is_second:
+            raise LinkError(key, "was sent twice")
+
+    def fail(self, key: str, problem: str) -> None:
+        """It will not come."""
+        with self._changed:
+            _remember(self._failed, key, problem)
+            self._changed.notify_all()
+
+    # --- for who reads -----------------------------------------------------------------------------------------------
+
+    def has(self, key: str) -> bool:
+        return key in self._landed
+
+    def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while key not in self._landed:
+                if key in self._failed:
+                    raise LinkError(key, self._failed.pop(key))
+                self._wait(deadline, key, f"did not come within {timeout:g} s")
+            landed = self._landed[key]
+            if len(landed.view) != num_bytes:
+                raise LinkError(key, f"has {len(landed.view)} bytes, not {num_bytes}")
+            landed.is_taken = True
+            return landed.view
+
+    def done(self, key: str) -> None:
+        with self._changed:
+            landed = self._landed.pop(key, None)
+            if landed is None and self._failed.pop(key, None) is None and not self._is_closed:
+                _remember(self._unwanted, key, None)
+        if landed is not None:
+            landed.release()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            landed, self._landed = self._landed, {}
+            self._changed.notify_all()
+        for each in landed.values():
+            each.release()
+        self._buffers.clear()
+
+    # --- with the lock -----------------------------------------------------------------------------------------------
+
+    def _wait(self, deadline: float, what: str, problem: str) -> None:
+        self._refuse_closed()
+        if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+            raise LinkError(what, problem)
+        self._refuse_closed()
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise LinkError("landing", "is closed")
+
+    def _forget_old(self) -> None:
+        """What nobody took. Whoever began a move tells its keys within seconds, or never."""
+        before = time.monotonic() - self._kept_seconds
+        old = [key for key, each in self._landed.items() if each.at < before and not each.is_taken]
+        for key in old:
+            self._landed.pop(key).release()
+
+
+class _Buffers:
+    """Reused, for fresh pages cost more than what is copied into them."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.num_used = 0
+        self._most_bytes = most_bytes
+        self._free: list[bytearray] = []
+
+    def has(self, num_bytes: int) -> bool:
+        return self.num_used + num_bytes <= self._most_bytes
+
+    def take(self, num_bytes: int) -> memoryview:
+        self.num_used += num_bytes
+        fitting = [each for each in self._free if num_bytes <= len(each) <= 4 * max(num_bytes, _LEAST_BUFFER)]
+        if fitting:
+            memory = min(fitting, key=len)
+            self._free = [each for each in self._free if each is not memory]
+        else:
+            while self._free and self.num_used + sum(map(len, self._free)) > self._most_bytes:
+                self._free.pop(0)
+            memory = bytearray(max(_LEAST_BUFFER, 1 << (num_bytes - 1).bit_length()))
+        return memoryview(memory)[:num_bytes]
+
+    def give(self, buffer: memoryview) -> None:
+        self.num_used -= len(buffer)
+        memory = buffer.obj
+        assert isinstance(memory, bytearray)
+        if sum(map(len, self._free)) + len(memory) <= self._most_bytes // 2:
+            self._free.append(memory)
+
+    def clear(self) -> None:
+        self._free.clear()
+
+
+def _remember(remembered: OrderedDict[str, T], key: str, value: T) -> None:
+    remembered[key] = value
+    if len(remembered) > _REMEMBERED:
+        remembered.popitem(last=False)

@@ -1,0 +1,156 @@
+"""Sequences from this generator to others, and from others to this one, while both run.
+
+    calls, links = EngineCalls(on_call=wake_the_loop), Links(make_landing("auto"), open_sending)
+    mover = Mover("generator-1", incarnation, engine, calls, control, links, custody, clock)
+    moved = await mover.move(move, peer)      # source: how it ended; raises nothing that can be foreseen
+    reply = await mover.answer(question)      # destination: given to the control's server
+    calls.run()                               # the engine's thread, between two steps
+    await mover.close()                       # first of all when leaving; then close `calls` and the custody
+
+The service asks `mover.moving` before it gives the engine a prompt: what is there is about to come, or about to go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from rlhfspec.engine.base import Movable
+from rlhfspec.messages.records import Move, Moved
+from rlhfspec.messages.transport.clock import Clock, SystemClock
+from rlhfspec.moves.migration import messages
+from rlhfspec.moves.migration.base import Custody, MoveControl, NoReply, Peer
+from rlhfspec.moves.migration.choice import Costs
+from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
+from rlhfspec.moves.migration.giving import Giving, MoveContext
+from rlhfspec.moves.migration.sendings import Links
+from rlhfspec.moves.migration.source import MoveSource
+from rlhfspec.moves.migration.taking import Taking
+
+_MOST_MOVES = 4  # from here at once; others wait
+_CLOSE_SECONDS = 0.5  # for those who wait for what does not come to be told so
+T = TypeVar("T")
+
+
+class Mover:
+    """`costs`: told of what prefill costs by whoever steps the engine (`costs.learn_prefill`)."""
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: str,
+        engine: Movable,
+        calls: EngineCalls,
+        control: MoveControl,
+        links: Links,
+        custody: Custody,
+        clock: Clock | None = None,
+    ) -> None:
+        self.name, self.incarnation = name, incarnation
+        self.costs = Costs()
+        self._clock = clock or SystemClock()
+        self._taking = Taking(incarnation, engine, calls, links, custody, self._clock)
+        self._place = MoveContext(
+            engine=engine, calls=calls, control=control, links=links, custody=custody, clock=self._clock,
+            costs=self.costs, part=self._part,
+        )  # fmt: skip
+        self._numbers = itertools.count(1)
+        self._free = asyncio.Semaphore(_MOST_MOVES)
+        self._giving: dict[str, Giving] = {}  # by sample
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._parting: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """Samples that the engine knows, or may know, without running them. A prompt of one waits."""
+        return self._taking.arriving | self._giving.keys()
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """What came and did not fit, by what was wrong."""
+        return dict(self._taking.refused)
+
+    async def move(self, move: Move, peer: Peer, *, must_go: bool = False) -> Moved:
+        """`must_go`: this generator is leaving; without KV rather than not at all. Goes on to its end even if whoever
+        awaits it is cancelled."""
+        reason = self._why_not(move)
+        if reason:
+            return _kept(move, reason)
+        machine = MoveSource(
+            move.id, move.sample_id, source=self.incarnation, destination=peer.incarnation, numbers=self._numbers,
+            must_go=must_go,
+        )  # fmt: skip
+        giving = self._giving[move.sample_id] = Giving(move, peer, machine, self._place, must_go=must_go)
+        return await asyncio.shield(_kept_in(self._tasks, self._run(giving, move)))
+
+    async def answer(self, data: bytes) -> bytes:
+        """To what a source tells. Raises MalformedRecord for what is no message of a move."""
+        return await self._taking.answer(data)
+
+    async def refuse(self) -> None:
+        """Nothing comes any more; what is here may still go."""
+        await self._taking.refuse()
+
+    async def close(self) -> None:
+        """What is not handed over stays; what is in doubt is forgotten. Nothing comes any more; the links are closed.
+        The engine's thread must still `run` calls."""
+        self._is_closed = True
+        for giving in self._giving.values():
+            giving.give_up("its generator is leaving")
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._taking.close()
+        if self._parting:
+            _, silent = await asyncio.wait(self._parting, timeout=_CLOSE_SECONDS)
+            for each in silent:
+                each.cancel()
+            await asyncio.gather(*silent, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._place.links.close)
+
+    # -- of moves from here ---------------------------------------------------------------------------------
+
+    def _why_not(self, move: Move) -> str:
+        if self._is_closed:
+            return "this generator is leaving"
+        if move.sample_id in self.moving:
+            return "it is on its way already"
+        if self._place.custody.prompt_of(move.sample_id) is None:
+            return "it is not here"
+        may_leave = self._taking.machine.may_leave(move.sample_id, self._clock.now())
+        return "" if may_leave else "it has just come, and its source has not let go of it yet"
+
+    async def _run(self, giving: Giving, move: Move) -> Moved:
+        try:
+            async with self._free:
+                return await giving.run()
+        except EngineStopped:
+            return _kept(move, "the engine has stopped")
+        finally:
+            del self._giving[move.sample_id]
+
+    def _part(self, peer: Peer, message: messages.Told) -> None:
+        async def tell() -> None:
+            try:
+                await self._place.control.ask(peer, messages.to_bytes(message))
+            except NoReply:
+                return  # its lease runs out, or it lets the sequence go on a little later
+
+        _kept_in(self._parting, tell())
+
+
+def _kept_in(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Until it is done."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
+def _kept(move: Move, reason: str) -> Moved:
+    return Moved(
+        id=move.id, job=move.job, sample_id=move.sample_id, source=move.source, destination=move.destination,
+        how="kept", reason=reason,
+    )  # fmt: skip

@@ -1,0 +1,346 @@
+"""The source's half of the protocol: one move of one sequence, from its first word to its end. Pure.
+
+    start() --> action --done--> event --on--> actions ... --> End
+
+One action at a time, each with the one event that it ends in; `Tell` ends in Heard, or in Silence when no reply came in
+time. Whatever is heard that does not belong to the present attempt is passed over: an old reply changes nothing.
+
+Who owns it: we do, until Taken is heard. From HandOver until a reply we are in doubt: the sequence stands still here,
+and we ask. Only Refused (never taken, and never will be) or Gone (that process is no more, and has passed nothing on)
+lets it go on here. Who hears nothing for DOUBT_SECONDS forgets it; nobody, or one other, keeps its prompt in progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhfspec.moves.migration import messages
+from rlhfspec.moves.migration.destination import DOUBT_SECONDS
+from rlhfspec.moves.migration.messages import Reply, Told
+
+_ASK_SECONDS = 0.5  # between two questions of one in doubt
+MOST_ROUNDS = 3
+MOST_ATTEMPTS = 3  # of one move; each preemption costs one
+_WEIGHTS = ("weights_version", "fingerprint")  # what differs while tokens alone are still welcome
+How = Literal["kv", "tokens", "kept", "lost"]
+
+
+# ---- what happens ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    manifest: bytes
+    weights_version: int
+    has_kv: bool  # any of it: it runs here
+
+
+@dataclass(frozen=True, slots=True)
+class PackedKV:
+    """Lies at the link, or is on its way there. `is_last`: nothing more was there to be sent at that moment."""
+
+    kv: bytes
+    end: bytes
+    num_bytes: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """It stands still now."""
+
+    state: bytes
+    kv: bytes
+    num_bytes: int
+    prompt: bytes
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """`epoch`: it lost its memory meanwhile; `finished`: it is not here any more; `link`; or any other word."""
+
+    field: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    reason: str = "no reply"
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Asked for from here. It stays; one in doubt is forgotten at once."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTick:
+    """Time went by."""
+
+
+Event = Described | PackedKV | Detached | Failed | Heard | Silence | GiveUp | SourceTick
+
+
+# ---- what is to be done ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Then Described or Failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Then Heard or Silence; of a Range that could not be sent, Failed."""
+
+    message: Told
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A range behind `mark`, sent to `offer` under `key`; then Packed or Failed."""
+
+    mark: bytes
+    offer: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """Stop it and pack what is left; then Detached or Failed. Failed: it goes on."""
+
+    mark: bytes  # empty: tokens alone
+    offer: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Then Tick."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reattach:
+    """It goes on here."""
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """It is another's. `is_known`: the destination said so; else it is forgotten without a word."""
+
+    is_known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """A message whose reply nobody waits for."""
+
+    message: Told
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEnd:
+    how: How
+    reason: str = ""
+    num_rounds: int = 0
+    num_recomputed: int = 0
+
+
+Action = Describe | Tell | Pack | Detach | Wait | Reattach | LetGo | Notify | MoveEnd
+State = Literal["describing", "reserving", "packing", "copying", "detaching", "doubt", "over"]
+
+
+class MoveSource:
+    def __init__(
+        self,
+        move: str,
+        sample: str,
+        *,
+        source: str,
+        destination: str,
+        numbers: Iterator[int],
+        must_go: bool = False,
+    ) -> None:
+        """`numbers`: of attempts, never given twice by one process. `must_go`: without KV rather than not at all."""
+        self.state: State = "describing"
+        self._move, self._sample, self._ends = move, sample, (source, destination)
+        self._numbers = numbers
+        self._has_kv = True
+        self._must_go = must_go
+        self._number = 0
+        self._attempts = 0
+        self._mark, self._offer = b"", ""
+        self._sent: PackedKV | None = None
+        self._keys = 0
+        self._rounds, self._ranges = 0, 0  # whole rounds, and ranges of the present one
+        self._since = 0.0  # in doubt
+
+    @property
+    def is_moving(self) -> bool:
+        """Does it stand still?"""
+        return self.state == "doubt"
+
+    def start(self) -> list[Action]:
+        return [Describe()]
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        if self.state == "over" or self._is_old(event):
+            return []
+        if self.state == "doubt":
+            return self._doubt(event, now)
+        match event:
+            case GiveUp(reason):
+                return self._abort(reason)
+            case Heard(messages.Gone()):
+                return self._keep("the destination is no more")
+            case Heard(messages.Refused(field=field, reason=reason)) if self._has_kv and self._goes_without(field):
+                self._has_kv = False
+                return self._again(reason)
+            case Heard(messages.Refused(field="reservation", reason=reason)):  # it lost its memory there
+                return self._again(reason)
+            case Heard(messages.Refused(field=field, reason=reason)):
+                return self._keep(f"{field}: {reason}")
+            case Failed(field="epoch", reason=reason):
+                return [*self._parting(), *self._again(reason)]
+            case Failed(field="link", reason=reason) if self._has_kv and self._must_go:
+                self._has_kv = False
+                return [*self._parting(), *self._again(reason)]
+            case Failed(field, reason):
+                return self._abort(f"{field}: {reason}")
+            case Silence(reason):
+                return self._abort(reason)
+        return self._go_on(event, now)
+
+    def _is_old(self, event: Event) -> bool:
+        return isinstance(event, Heard) and (event.reply.number != self._number or event.reply.source != self._ends[0])
+
+    def _go_on(self, event: Event, now: float) -> list[Action]:
+        match self.state, event:
+            case "describing", Described():
+                return self._reserve(event)
+            case "reserving", Heard(messages.Reserved(mark=mark, offer=offer)):
+                self._mark, self._offer = mark, offer
+                return self._copy() if self._has_kv else self._detach()
+            case "packing", PackedKV(num_bytes=0):
+                return self._detach()
+            case "packing", PackedKV():
+                self.state, self._sent = "copying", event
+                message = messages.Range(**self._head(), kv=event.kv, key=self.key, num_bytes=event.num_bytes)
+                return [Tell(message)]
+            case "copying", Heard(messages.Copied(key=key)) if key == self.key:
+                return self._copied()
+            case "detaching", Detached():
+                return self._hand_over(event, now)
+        return []
+
+    # -- in order -------------------------------------------------------------------------------------------
+
+    @property
+    def key(self) -> str:
+        """Of what is packed now, or next."""
+        return f"{self._ends[0]}/{self._number}/{self._keys}"
+
+    def _reserve(self, described: Described) -> list[Action]:
+        self.state = "reserving"
+        self._number = next(self._numbers)
+        self._attempts += 1
+        self._has_kv = self._has_kv and described.has_kv
+        version = described.weights_version
+        manifest = described.manifest
+        return [Tell(messages.Reserve(**self._head(), manifest=manifest, weights_version=version, has_kv=self._has_kv))]
+
+    def _copy(self) -> list[Action]:
+        self.state = "packing"
+        self._keys += 1
+        return [Pack(self._mark, self._offer, self.key)]
+
+    def _copied(self) -> list[Action]:
+        """A round ends where nothing more was there. One of a single range leaves little: a few positions that were
+        decoded while it travelled."""
+        assert self._sent is not None
+        self._mark = self._sent.end
+        self._ranges += 1
+        if not self._sent.is_last:
+            return self._copy()
+        self._rounds += 1
+        is_short, self._ranges = self._ranges == 1, 0
+        return self._detach() if is_short or self._rounds >= MOST_ROUNDS else self._copy()
+
+    def _detach(self) -> list[Action]:
+        self.state = "detaching"
+        self._keys += 1
+        return [Detach(self._mark if self._has_kv else b"", self._offer, self.key)]
+
+    def _hand_over(self, left: Detached, now: float) -> list[Action]:
+        self.state, self._since = "doubt", now
+        message = messages.HandOver(
+            **self._head(), state=left.state, kv=left.kv, key=self.key if left.kv else "", num_bytes=left.num_bytes,
+            prompt=left.prompt, token=left.token,
+        )  # fmt: skip
+        return [Tell(message)]
+
+    # -- in doubt -------------------------------------------------------------------------------------------
+
+    def _doubt(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case Heard(messages.Taken(num_recomputed=recomputed)):
+                self.state = "over"
+                how: How = "kv" if self._has_kv and not recomputed else "tokens"
+                settled = Notify(messages.Settled(**self._head()))
+                return [LetGo(is_known=True), settled, MoveEnd(how, "", self._rounds, recomputed)]
+            case Heard(messages.Refused(field=field, reason=reason)):
+                return [Reattach(), *self._keep(f"{field}: {reason}")]
+            case _ if now - self._since >= DOUBT_SECONDS:  # from here on Gone says nothing: it may have been passed on
+                self.state = "over"
+                return [LetGo(is_known=False), MoveEnd("lost", "nobody said whether it was taken", self._rounds)]
+            case GiveUp(reason):
+                self.state = "over"
+                return [LetGo(is_known=False), MoveEnd("lost", reason, self._rounds)]
+            case Heard(messages.Gone()):
+                return [Reattach(), *self._keep("the destination is no more")]
+            case SourceTick():
+                return [Tell(messages.Ask(**self._head()))]
+            case Heard(messages.Unknown()) | Silence():
+                return [Wait(_ASK_SECONDS)]
+        return []
+
+    # -- otherwise ------------------------------------------------------------------------------------------
+
+    def _again(self, reason: str) -> list[Action]:
+        if self._attempts >= MOST_ATTEMPTS:
+            return self._keep(f"given up after {self._attempts} attempts: {reason}")
+        self.state, self._mark, self._rounds, self._ranges = "describing", b"", 0, 0
+        return [Describe()]
+
+    def _abort(self, reason: str) -> list[Action]:
+        return [*self._parting(), *self._keep(reason)]
+
+    def _goes_without(self, field: str) -> bool:
+        return field in _WEIGHTS or (self._must_go and field in ("link", "room"))
+
+    def _parting(self) -> list[Action]:
+        """The destination need not wait for its lease to run out."""
+        return [Notify(messages.Abort(**self._head()))] if self._number else []
+
+    def _keep(self, reason: str) -> list[Action]:
+        self.state = "over"
+        return [MoveEnd("kept", reason, self._rounds)]
+
+    def _head(self) -> dict[str, Any]:
+        source, destination = self._ends
+        return {
+            "move": self._move, "sample": self._sample, "number": self._number,
+            "source": source, "destination": destination,
+        }  # fmt: skip

@@ -1,0 +1,254 @@
+"""Does what the destination's machine says: to the engine between two steps, to the link in a thread, to custody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rlhfspec.engine.base import KVRange, Manifest, Movable, SequenceState, Watermark
+from rlhfspec.engine.state_bytes import from_bytes, to_bytes
+from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
+from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.moves.migration import messages
+from rlhfspec.moves.migration.base import Custody
+from rlhfspec.moves.migration.destination import (
+    Action,
+    Arrived,
+    Copy,
+    Destination,
+    DestinationTick,
+    Done,
+    Free,
+    Keep,
+    SendReply,
+    Take,
+)
+from rlhfspec.moves.migration.engine_calls import EngineCalls
+from rlhfspec.moves.migration.progress import progress_of
+from rlhfspec.moves.migration.sendings import Links
+
+LINK_SECONDS = 4.0  # for what is told of to come over the link
+_TICK_SECONDS = 1.0
+_MOST_BYTES = 1 << 30  # of one range: a lie, or a mistake
+
+
+class Taking:
+    def __init__(
+        self,
+        incarnation: str,
+        engine: Movable,
+        calls: EngineCalls,
+        links: Links,
+        custody: Custody,
+        clock: Clock,
+    ) -> None:
+        self.machine = Destination(incarnation, links.landing.offer)
+        self.refused: Counter[str] = Counter()  # by what did not fit
+        self._engine = engine
+        self._calls = calls
+        self._links = links
+        self._custody = custody
+        self._clock = clock
+        self._lines: dict[str, tuple[asyncio.Lock, int]] = {}  # by sample, and how many stand there
+        self._freeing: dict[str, asyncio.Future[bool]] = {}
+        self._waits: dict[str, tuple[messages.MoveMessage, asyncio.Event]] = {}  # for the link; or is it given up?
+        self._ticking: asyncio.Task[None] | None = None
+
+    @property
+    def arriving(self) -> frozenset[str]:
+        """Samples that the engine keeps something for, or still does until its next step."""
+        return self.machine.arriving | self._freeing.keys()
+
+    async def answer(self, data: bytes) -> bytes:
+        """Raises MalformedRecord for what is no question."""
+        message = messages.told(data)
+        self._ticking = self._ticking or asyncio.create_task(self._tick())
+        self._part(message)
+        async with self._in_line(message.sample):
+            actions = self.machine.on(Arrived(message), self._clock.now())
+            while True:
+                freed = self._free(actions)
+                last = actions[-1]
+                if isinstance(last, SendReply):
+                    await freed
+                    return self._said(last.reply)
+                assert not isinstance(last, Free), "every message has an answer"
+                actions = self.machine.on(await self._do(last), self._clock.now())
+
+    async def refuse(self) -> None:
+        """Nothing more is taken; what was kept is freed."""
+        await self._free(self.machine.close())
+
+    async def close(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        await self.refuse()
+
+    # -- what the machine says ------------------------------------------------------------------------------
+
+    async def _do(self, action: Keep | Copy | Take) -> Done:
+        try:
+            match action:
+                case Keep(message):
+                    return Done(message, mark=await self._keep(message))
+                case Copy(message):
+                    await self._copy(message)
+                    return Done(message)
+                case Take(message):
+                    return Done(message, num_recomputed=await self._take(message))
+        except (SequenceStateError, InvalidRequest) as error:
+            return Done(action.message, (error.field, str(error)[:500]))
+        except LinkError as error:
+            return Done(action.message, ("link", str(error)[:500]))
+        except MalformedRecord as error:
+            return Done(action.message, ("bytes", str(error)[:500]))
+        except RLHFSpecError as error:
+            return Done(action.message, (type(error).__name__, str(error)[:500]))
+
+    async def _keep(self, message: messages.Reserve) -> bytes:
+        manifest = from_bytes(message.manifest)
+        if not isinstance(manifest, Manifest) or manifest.request.id != message.sample:
+            raise MalformedRecord("no manifest of this sample")
+
+        def reserve() -> bytes:
+            if message.has_kv:
+                return to_bytes(self._engine.reserve(manifest))
+            ours = self._engine.weights_version
+            if manifest.weights_version > ours:
+                raise SequenceStateError("newer weights", manifest.weights_version, ours)
+            return b""
+
+        return await self._calls.call(reserve)
+
+    async def _copy(self, message: messages.Range) -> None:
+        view = await self._arrived(message)
+        try:
+            kv = _range(message.kv, view, message.sample)
+            await self._calls.call(lambda: self._engine.import_range(kv))
+        finally:
+            self._links.landing.done(message.key)
+
+    async def _take(self, message: messages.HandOver) -> int:
+        state = from_bytes(message.state)
+        if not isinstance(state, SequenceState) or state.manifest.request.id != message.sample:
+            raise MalformedRecord("no state of this sample")
+        if self._custody.prompt_of(message.sample) is not None:
+            raise InvalidRequest("sample", message.sample, "is here already")
+        if not message.key:
+            return await self._adopt(message, state)
+        view = await self._arrived(message)
+        try:
+            return await self._adopt(message, replace(state, rest=_range(message.kv, view, message.sample)))
+        finally:
+            self._links.landing.done(message.key)
+
+    async def _adopt(self, message: messages.HandOver, state: SequenceState) -> int:
+        """Its prompt is kept in progress before it can run, and so before it can be finished."""
+        await self._custody.taken(message.sample, message.prompt, message.token)
+
+        def take() -> int:
+            before = self._engine.stats().num_recomputed_tokens
+            self._engine.import_sequence(state)
+            return self._engine.stats().num_recomputed_tokens - before
+
+        try:
+            num_recomputed = await self._calls.call(take)
+        except RLHFSpecError:
+            self._custody.given(message.sample, None)
+            raise
+        self._custody.arrived(message.sample, progress_of(state))
+        return num_recomputed
+
+    async def _arrived(self, message: messages.Range | messages.HandOver) -> memoryview:
+        key, num_bytes, landing = message.key, message.num_bytes, self._links.landing
+        if num_bytes > _MOST_BYTES:
+            raise MalformedRecord(f"a range of {num_bytes} bytes")
+        if landing.has(key):
+            return landing.take(key, num_bytes, timeout=0.0)  # most do: they are sent before they are told of
+        given_up = asyncio.Event()
+        self._waits[message.sample] = (message, given_up)
+        watching = asyncio.create_task(given_up.wait())
+        taking = asyncio.ensure_future(
+            self._links.in_thread(lambda: landing.take(key, num_bytes, timeout=LINK_SECONDS))
+        )
+        try:
+            await asyncio.wait([taking, watching], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            del self._waits[message.sample]
+        if not taking.done():
+
+            def drop(taken: asyncio.Future[memoryview]) -> None:
+                if not taken.cancelled() and taken.exception() is None:
+                    landing.done(key)
+
+            taking.add_done_callback(drop)
+            raise LinkError(key, "its source gave it up")
+        return taking.result()
+
+    def _part(self, message: messages.Told) -> None:
+        """Nobody waits any more for what the source of an attempt has given up."""
+        waiting, given_up = self._waits.get(message.sample, (None, None))
+        if waiting is None or given_up is None or waiting.source != message.source:
+            return
+        is_next = isinstance(message, messages.Reserve) and message.number > waiting.number
+        if is_next or (isinstance(message, messages.Abort) and message.number == waiting.number):
+            given_up.set()
+
+    def _free(self, actions: list[Action]) -> asyncio.Future[list[Any]]:
+        """In line at once, so that what is asked of the engine afterwards finds it free."""
+        samples = [action.sample for action in actions if isinstance(action, Free) and action.has_kv]
+        freed = {sample: self._calls.call(partial(self._engine.cancel, sample)) for sample in samples}
+        self._freeing |= freed
+        for sample in samples:
+            freed[sample].add_done_callback(partial(self._freed, sample))
+        return asyncio.gather(*freed.values(), return_exceptions=True)  # without its engine nothing is kept any more
+
+    def _freed(self, sample: str, call: asyncio.Future[bool]) -> None:
+        if self._freeing.get(sample) is call:
+            del self._freeing[sample]
+
+    def _said(self, reply: messages.Reply) -> bytes:
+        if isinstance(reply, messages.Refused):
+            self.refused[reply.field] += 1
+        return messages.to_bytes(reply)
+
+    async def _tick(self) -> None:
+        while True:
+            await self._clock.sleep(_TICK_SECONDS)
+            await self._free(self.machine.on(DestinationTick(), self._clock.now()))
+
+    @asynccontextmanager
+    async def _in_line(self, sample: str) -> AsyncIterator[None]:
+        """Messages of one sample come one after the other."""
+        lock, count = self._lines.get(sample, (asyncio.Lock(), 0))
+        self._lines[sample] = (lock, count + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            count = self._lines[sample][1] - 1
+            if count:
+                self._lines[sample] = (lock, count)
+            else:
+                del self._lines[sample]
+
+
+def _range(said: bytes, kv: memoryview, sample: str) -> KVRange:
+    read = from_bytes(said, kv=kv)
+    if not isinstance(read, KVRange) or read.request_id != sample:
+        raise MalformedRecord("no KV of this sample")
+    return read
+
+
+def watermark(said: bytes) -> Watermark:
+    read = from_bytes(said)
+    if not isinstance(read, Watermark):
+        raise MalformedRecord("no watermark")
+    return read

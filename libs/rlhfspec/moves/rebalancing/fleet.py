@@ -1,0 +1,186 @@
+"""What a plan knows: generators and their unfinished sequences, as arrays.
+
+Example: two engines of one host, the first with two long sequences, the second idle.
+
+    >>> fleet = Fleet.of(
+    ...     step_seconds=[0.001, 0.001], sequence_seconds=[0.0005, 0.0005], host=[0, 0],
+    ...     generator=[0, 0], remaining=[300.0, 200.0], held=[90, 80],
+    ... )
+    >>> fleet.drain_seconds().round(2).tolist()
+    [0.55, 0.0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhfspec.common.arrays import BoolArray, Floats
+
+Ints = npt.NDArray[np.int64]
+Numbers = Sequence[float] | Floats | Ints | BoolArray
+OF_SEQUENCES = ("generator", "generated", "held", "remaining", "limit", "moved_at")
+MUCH = 1 << 40  # room that never ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Per generator [N] and per sequence [S]; sequences are sorted by generator.
+
+    A step of B sequences takes `step_seconds + sequence_seconds * B`, learnt while the host's other engines run; alone
+    on its host, an engine takes `alone_step_seconds + alone_sequence_seconds * B`.
+    """
+
+    step_seconds: Floats
+    sequence_seconds: Floats
+    alone_step_seconds: Floats
+    alone_sequence_seconds: Floats
+    prefill_owed: Floats  # seconds
+    free_rows: Ints
+    free_tokens: Ints  # that KV blocks are free for
+    weights_version: Ints
+    is_leaving: BoolArray
+    host: Ints
+
+    generator: Ints
+    generated: Ints  # tokens of its response so far
+    held: Ints  # tokens its KV grows with
+    remaining: Floats  # tokens that are expected to come
+    limit: Ints  # the most that can come
+    moved_at: Floats  # seconds on the planner's clock; -inf: never
+
+    def __post_init__(self) -> None:
+        assert (np.diff(self.generator) >= 0).all(), "sequences are sorted by generator"
+
+    @property
+    def num_generators(self) -> int:
+        return len(self.step_seconds)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.generator)
+
+    @property
+    def starts(self) -> Ints:
+        """[N + 1]: where each generator's sequences begin, and their end."""
+        return np.searchsorted(self.generator, np.arange(self.num_generators + 1))
+
+    def work(self) -> tuple[Floats, Floats]:
+        """[N], [N]: tokens that are expected of each generator in all, and of its longest sequence."""
+        starts = self.starts
+        return segment_sums(self.remaining, starts), segment_maxima(self.remaining, starts)
+
+    def drain_seconds(self) -> Floats:
+        """[N]: until each generator is done with what it has: the law that plans follow."""
+        total, longest = self.work()
+        return self.step_seconds * longest + self.sequence_seconds * total + self.prefill_owed
+
+    def only(self, chosen: BoolArray) -> Fleet:
+        """With these sequences alone."""
+        return replace(self, **{name: getattr(self, name)[chosen] for name in OF_SEQUENCES})
+
+    def moved(self, sequence: int, destination: int, now: float) -> Fleet:
+        """With that sequence over there (tests and small simulations; a copy of everything)."""
+        generator, moved_at = self.generator.copy(), self.moved_at.copy()
+        free_rows, free_tokens = self.free_rows.copy(), self.free_tokens.copy()
+        for place, sign in ((generator[sequence], 1), (destination, -1)):
+            free_rows[place] += sign
+            free_tokens[place] += sign * self.held[sequence]
+        generator[sequence], moved_at[sequence] = destination, now
+        there = replace(self, free_rows=free_rows, free_tokens=free_tokens, generator=np.sort(generator))
+        order = np.argsort(generator, kind="stable")
+        columns = {name: getattr(self, name)[order] for name in OF_SEQUENCES[1:-1]}
+        return replace(there, moved_at=moved_at[order], **columns)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        step_seconds: Numbers,
+        sequence_seconds: Numbers,
+        generator: Numbers,
+        remaining: Numbers,
+        alone_step_seconds: Numbers | None = None,
+        alone_sequence_seconds: Numbers | None = None,
+        prefill_owed: Numbers | None = None,
+        free_rows: Numbers | None = None,
+        free_tokens: Numbers | None = None,
+        weights_version: Numbers | None = None,
+        is_leaving: Numbers | None = None,
+        host: Numbers | None = None,
+        generated: Numbers | None = None,
+        held: Numbers | None = None,
+        limit: Numbers | None = None,
+        moved_at: Numbers | None = None,
+    ) -> Fleet:
+        """What is not said: room without end, one version, nobody leaves, each engine on a host of its own."""
+        num_generators, num_sequences = len(step_seconds), len(generator)
+
+        def ints(given: Numbers | None, default: int, size: int) -> Ints:
+            return np.full(size, default, np.int64) if given is None else np.asarray(given, np.int64)
+
+        def floats(given: Numbers | None, default: float, size: int) -> Floats:
+            return np.full(size, default) if given is None else np.asarray(given, np.float64)
+
+        return cls(
+            step_seconds=np.asarray(step_seconds, np.float64),
+            sequence_seconds=np.asarray(sequence_seconds, np.float64),
+            alone_step_seconds=np.asarray(
+                alone_step_seconds if alone_step_seconds is not None else step_seconds, float
+            ),
+            alone_sequence_seconds=np.asarray(
+                alone_sequence_seconds if alone_sequence_seconds is not None else sequence_seconds, float
+            ),
+            prefill_owed=floats(prefill_owed, 0.0, num_generators),
+            free_rows=ints(free_rows, MUCH, num_generators),
+            free_tokens=ints(free_tokens, MUCH, num_generators),
+            weights_version=ints(weights_version, 0, num_generators),
+            is_leaving=ints(is_leaving, 0, num_generators).astype(bool),
+            host=np.arange(num_generators) if host is None else np.asarray(host, np.int64),
+            generator=np.asarray(generator, np.int64),
+            generated=ints(generated, 0, num_sequences),
+            held=ints(held, 0, num_sequences),
+            remaining=np.asarray(remaining, np.float64),
+            limit=ints(limit, MUCH, num_sequences),
+            moved_at=floats(moved_at, -np.inf, num_sequences),
+        )
+
+
+def members_of(starts: Ints, generators: Ints) -> tuple[Ints, Ints]:
+    """The sequences of these generators one after the other, and how many each has.
+
+    >>> [array.tolist() for array in members_of(np.array([0, 2, 2, 5]), np.array([0, 2]))]
+    [[0, 1, 2, 3, 4], [2, 3]]
+    """
+    counts = starts[generators + 1] - starts[generators]
+    ends = np.cumsum(counts)
+    return np.arange(counts.sum()) + np.repeat(starts[generators] - (ends - counts), counts), counts
+
+
+def segment_sums(values: Floats, starts: Ints) -> Floats:
+    """Of each [starts[i], starts[i + 1]); nothing is 0.
+
+    >>> segment_sums(np.array([1.0, 2.0, 4.0]), np.array([0, 2, 2, 3])).tolist()
+    [3.0, 0.0, 4.0]
+    """
+    return _reduced(np.add, values, starts)
+
+
+def segment_maxima(values: Floats, starts: Ints) -> Floats:
+    """Of values that are not negative; nothing is 0.
+
+    >>> segment_maxima(np.array([1.0, 2.0, 4.0]), np.array([0, 2, 2, 3])).tolist()
+    [2.0, 0.0, 4.0]
+    """
+    return _reduced(np.maximum, values, starts)
+
+
+def _reduced(how: np.ufunc, values: Floats, starts: Ints) -> Floats:
+    reduced = np.zeros(len(starts) - 1)
+    filled = starts[1:] > starts[:-1]  # reduceat gives the value itself where a segment is empty
+    if filled.any():
+        reduced[filled] = how.reduceat(values, starts[:-1][filled])
+    return reduced

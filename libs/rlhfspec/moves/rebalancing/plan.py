@@ -1,0 +1,292 @@
+"""Which sequences go where: `plan(fleet, now, settings)`, pure, the same code in production and in the simulator.
+
+An engine that drains what it has is done after `F = t0 * longest + c * sum + prefill owed` (a step of B sequences takes
+t0 + c * B). Moves change only the sum and who is longest. Four rounds; in each, of one weights version, the latest is
+paired with the earliest that has room, and the one sequence goes over that lowers the later end of the two most. So
+with what remains fixed, every move lowers the larger F of its pair: the ends, sorted downwards, fall, and nothing
+swings back. Where t0 rules there is nothing to gain and nothing moves. First of all go the sequences of whoever leaves,
+and of engines that should be empty (`hosts`).
+
+Example: 300 and 200 tokens on one engine, nothing on the other.
+
+    >>> fleet = Fleet.of(
+    ...     step_seconds=[1e-3] * 2, sequence_seconds=[5e-4] * 2, generator=[0, 0], remaining=[300.0, 200.0]
+    ... )
+    >>> planned = plan(fleet, now=0.0)
+    >>> planned.sequence.tolist(), planned.destination.tolist(), planned.gain.round(2).tolist()
+    ([1], [1], [0.1])
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhfspec.common.arrays import BoolArray, Floats
+from rlhfspec.moves.rebalancing.fleet import Fleet, Ints, members_of, segment_maxima, segment_sums
+from rlhfspec.moves.rebalancing.hosts import engines_to_run
+from rlhfspec.moves.rebalancing.planned import (
+    ALIKE,
+    BALANCE,
+    BOUND,
+    CLOSING,
+    LEAVING,
+    MOVED,
+    NO_GAIN,
+    NONE_MAY,
+    Notes,
+    PlannedMoves,
+)
+from rlhfspec.moves.rebalancing.settings import STANDARD, PlannerSettings
+
+_A_LITTLE = 1e-4  # of an end: less is no gain
+_MOST_HANDED_OVER = 4096  # a plan
+_Entry = tuple[float, float, int, int]  # a place: its end, what breaks ties, which it is
+
+
+def plan(fleet: Fleet, now: float, settings: PlannerSettings = STANDARD) -> PlannedMoves:
+    """`now`: seconds on the clock of `fleet.moved_at`."""
+    state = _State(fleet, now, settings)
+    state.hand_over(fleet.is_leaving, LEAVING, state.version)
+    if state.is_closing.any():
+        state.hand_over(state.is_closing, CLOSING, _joint(state.version, fleet.host))
+    for is_first in (index == 0 for index in range(settings.num_rounds)):
+        if not state.balance(is_first):
+            break
+    return state.planned()
+
+
+class _Pairs(NamedTuple):
+    source: Ints
+    destination: Ints
+
+    def where(self, chosen: BoolArray) -> _Pairs:
+        return _Pairs(self.source[chosen], self.destination[chosen])
+
+
+class _State:
+    """The fleet as it will be after the moves so far."""
+
+    def __init__(self, fleet: Fleet, now: float, settings: PlannerSettings) -> None:
+        self.fleet, self.settings = fleet, settings
+        running = engines_to_run(fleet, settings)
+        self.step, self.sequence = running.step_seconds, running.sequence_seconds
+        self.is_closing, self.num_kept = running.is_closing, running.num_kept
+        self.version = fleet.weights_version
+        self.group = _joint(self.version, running.apart)  # of generators that may be paired
+        self.starts = fleet.starts
+        self.total = segment_sums(fleet.remaining, self.starts)
+        self.longest = segment_maxima(fleet.remaining, self.starts)
+        self.ends = self.step * self.longest + self.sequence * self.total + fleet.prefill_owed
+        self.before = self.ends.copy()
+        self.longest_come = np.zeros(fleet.num_generators)  # of those that moved here
+        self.num_sequences = np.diff(self.starts)
+        self.rows, self.tokens = fleet.free_rows.copy(), fleet.free_tokens.copy()
+        self.remaining = fleet.remaining.copy()  # 0: has moved
+        self.need = fleet.held + fleet.remaining  # tokens of KV, in the end
+        self.may_move = now - fleet.moved_at >= settings.rest_seconds
+        self.notes = Notes()
+
+    # -- of two generators, one sequence ----------------------------------------------------------------------
+
+    def balance(self, is_first: bool) -> bool:
+        """One round; False: nothing moved."""
+        pairs = self._pairs()
+        later, earlier = self.ends[pairs.source], self.ends[pairs.destination]
+        differ = later - earlier > self._least(later)
+        pays = self._most_gain(pairs) > self._least(later) / 2
+        if is_first:
+            why_not = np.where(differ, BOUND, ALIKE)
+            stays = ~(differ & pays)
+            apart = pairs.where(stays)
+            self.notes.pairs(apart.source, apart.destination, later[stays], earlier[stays], why_not[stays])
+        had_any = self.starts[pairs.source + 1] > self.starts[pairs.source]  # what has just come does not go on
+        pairs = pairs.where(differ & pays & had_any)
+        return bool(len(pairs.source)) and self._move_one_each(pairs)
+
+    def _pairs(self) -> _Pairs:
+        """The k-th latest with the k-th earliest that has room, of each group."""
+        stays = ~(self.fleet.is_leaving | self.is_closing)
+        sources = np.flatnonzero(stays & (self.num_sequences > 0))
+        places = np.flatnonzero(stays & (self.rows > 0) & (self.tokens > 0))
+        sources = sources[np.argsort(-self.ends[sources], kind="stable")]
+        # Of ends that are alike (who is dry ends at once) the faster engine comes first, then who has more room.
+        places = places[np.lexsort((-self.tokens[places], self.sequence[places], self.ends[places]))]
+        if (self.group == self.group[:1]).all():
+            number = min(len(sources), len(places))
+            pairs = _Pairs(sources[:number], places[:number])
+        else:
+            sources = sources[np.argsort(self.group[sources], kind="stable")]
+            places = places[np.argsort(self.group[places], kind="stable")]
+            _, left, right = np.intersect1d(
+                _ranked(self.group[sources]), _ranked(self.group[places]), assume_unique=True, return_indices=True
+            )
+            pairs = _Pairs(sources[left], places[right])
+        return pairs.where(self.ends[pairs.source] > self.ends[pairs.destination])
+
+    def _least(self, later: Floats) -> Floats:
+        return np.maximum(self.settings.least_share * later, self.settings.least_pauses * self.settings.pause_seconds)
+
+    def _most_gain(self, pairs: _Pairs) -> Floats:
+        """What all moves of a pair together can bring at most: the longest stays, or it goes."""
+        source, destination = pairs.source, pairs.destination
+        longest = self.longest[source]
+        sharing = (self.ends[source] - self.ends[destination]) / 2
+        stays = np.minimum(sharing, self.sequence[source] * (self.total[source] - longest))
+        there = self._end_with(destination, longest)
+        return np.maximum(stays, self.ends[source] - there)
+
+    def _end_with(self, place: Ints, remaining: Floats) -> Floats:
+        """A generator's end with one more sequence."""
+        longest = np.maximum(self.longest[place], remaining)
+        work = self.sequence[place] * (self.total[place] + remaining)
+        return self.step[place] * longest + work + self.fleet.prefill_owed[place] + self.settings.pause_seconds
+
+    def _move_one_each(self, pairs: _Pairs) -> bool:
+        order = np.argsort(pairs.source)
+        pairs = _Pairs(pairs.source[order], pairs.destination[order])
+        source, destination = pairs.source, pairs.destination
+        members, counts = members_of(self.starts, source)
+        remaining = self.remaining[members]
+        worse = self._later_end(pairs, counts, remaining)
+        ruled_out = ~self.may_move[members]
+        if (self.tokens[destination] < (1 << 30)).any():
+            ruled_out |= self.need[members] > np.repeat(self.tokens[destination], counts)
+        worse[ruled_out] = np.inf
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        best = np.minimum.reduceat(worse, offsets[:-1])
+        later = self.ends[source]
+        gains = best < later * (1 - _A_LITTLE)
+        picked = self._shortest_of_best(members, worse, np.where(gains, best, -1.0), counts)
+        moving = pairs.where(gains)
+        verdict = np.where(gains, MOVED, np.where(np.isinf(best), NONE_MAY, NO_GAIN))
+        self.notes.pairs(source, destination, later, self.ends[destination], verdict)
+        if not len(picked):
+            return False
+        self.notes.moves(members[picked], moving.source, moving.destination, (later - best)[gains], BALANCE)
+        came = remaining[picked]
+        remaining[picked] = 0.0
+        self.longest[source] = np.maximum(segment_maxima(remaining, offsets), self.longest_come[source])
+        self._go(members[picked], moving, came)
+        return True
+
+    def _later_end(self, pairs: _Pairs, counts: Ints, remaining: Floats) -> Floats:
+        """[members]: the later end of both, should this one go. (The source's is a bound: its longest may be gone.)"""
+        source, destination = pairs.source, pairs.destination
+        here = np.repeat(self.ends[source], counts)
+        here -= np.repeat(self.sequence[source], counts) * remaining
+        there = np.maximum(np.repeat(self.longest[destination], counts), remaining)
+        there *= np.repeat(self.step[destination], counts)
+        there += np.repeat(self.sequence[destination], counts) * remaining
+        fixed = self.sequence[destination] * self.total[destination] + self.fleet.prefill_owed[destination]
+        there += np.repeat(fixed + self.settings.pause_seconds, counts)
+        return np.maximum(here, there, out=here)
+
+    def _shortest_of_best(self, members: Ints, worse: Floats, best: Floats, counts: Ints) -> Ints:
+        """Of each pair that gains, the place of its best; ties: the shorter context, then the first."""
+        hits = np.flatnonzero(worse == np.repeat(best, counts))
+        pair = np.repeat(np.arange(len(counts)), counts)[hits]
+        if len(hits) > (best >= 0).sum():
+            order = np.lexsort((self.fleet.held[members[hits]], pair))
+            hits, pair = hits[order], pair[order]
+        return hits[np.concatenate(([True], pair[1:] != pair[:-1]))] if len(hits) else hits
+
+    def _go(self, sequences: Ints, pairs: _Pairs, came: Floats) -> None:
+        """Pairs without a generator twice; of the source, `longest` is set already."""
+        source, destination = pairs.source, pairs.destination
+        need = np.ceil(self.need[sequences]).astype(np.int64)
+        self.remaining[sequences], self.may_move[sequences] = 0.0, False
+        self.total[source] -= came
+        self.total[destination] += came
+        self.longest[destination] = np.maximum(self.longest[destination], came)
+        self.longest_come[destination] = np.maximum(self.longest_come[destination], came)
+        self.num_sequences[source] -= 1
+        self.num_sequences[destination] += 1
+        self.rows[destination] -= 1
+        self.tokens[destination] -= need
+        for place in (source, destination):
+            work = self.step[place] * self.longest[place] + self.sequence[place] * self.total[place]
+            self.ends[place] = work + self.fleet.prefill_owed[place]
+
+    # -- all that a generator has -----------------------------------------------------------------------------
+
+    def hand_over(self, is_source: BoolArray, why: int, group: Ints) -> None:
+        """The longest first, each to the earliest end of its group that has room."""
+        chosen = self._handed_over(is_source)
+        if not len(chosen):
+            return
+        stays = np.flatnonzero(~(self.fleet.is_leaving | self.is_closing) & (self.rows > 0))
+        heaps: dict[int, list[_Entry]] = {}
+        for place in stays.tolist():
+            heaps.setdefault(int(group[place]), []).append(self._entry(place))
+        for heap in heaps.values():
+            heapq.heapify(heap)
+        for sequence in chosen.tolist():
+            source = int(self.fleet.generator[sequence])
+            self._hand_one_over(sequence, source, heaps.get(int(group[source]), []), why)
+        self.longest = np.maximum(segment_maxima(self.remaining, self.starts), self.longest_come)
+        self.ends = self.step * self.longest + self.sequence * self.total + self.fleet.prefill_owed
+
+    def _handed_over(self, is_source: BoolArray) -> Ints:
+        sequences = (
+            np.flatnonzero(is_source[self.fleet.generator] & self.may_move) if is_source.any() else np.zeros(0, int)
+        )
+        generator = self.fleet.generator[sequences]
+        order = np.lexsort((-self.remaining[sequences], generator))
+        rank = _ranks(generator[order])
+        sequences = sequences[order][rank < self.settings.moves_of_leaving]
+        return sequences[np.argsort(-self.remaining[sequences], kind="stable")][:_MOST_HANDED_OVER]
+
+    def _hand_one_over(self, sequence: int, source: int, heap: list[_Entry], why: int) -> None:
+        need = int(np.ceil(self.need[sequence]))
+        passed = []
+        while heap:
+            entry = heapq.heappop(heap)
+            place = entry[-1]
+            if self.tokens[place] >= need:
+                came = float(self.remaining[sequence])
+                which = [np.array([number]) for number in (sequence, source, place)]
+                self.notes.moves(which[0], which[1], which[2], np.zeros(1), why)
+                self._go(which[0], _Pairs(which[1], which[2]), np.array([came]))
+                if self.rows[place] > 0:
+                    heapq.heappush(heap, self._entry(place))
+                break
+            passed.append(entry)
+        else:
+            self.notes.unplaced(source)
+        for entry in passed:
+            heapq.heappush(heap, entry)
+
+    def _entry(self, place: int) -> _Entry:
+        return float(self.ends[place]), float(self.sequence[place]), -int(self.tokens[place]), place
+
+    # -- and what comes of it ---------------------------------------------------------------------------------
+
+    def planned(self) -> PlannedMoves:
+        dry = np.flatnonzero((self.num_sequences == 0) & ~self.fleet.is_leaving)
+        latest = float(self.ends.max(initial=0.0))
+        goes_on = latest > self.settings.scoring_seconds or not latest  # all are dry: it is others who are awaited
+        advice = tuple("consolidate" if self.is_closing[place] else "score" if goes_on else "wait" for place in dry)
+        return self.notes.planned(self.before, self.ends, self.is_closing, self.num_kept, dry, advice)
+
+
+def _ranks(groups: Ints) -> Ints:
+    """Of sorted groups, each member's place in its group.
+
+    >>> _ranks(np.array([3, 3, 5])).tolist()
+    [0, 1, 0]
+    """
+    return np.arange(len(groups)) - np.searchsorted(groups, groups)
+
+
+def _ranked(groups: Ints) -> Ints:
+    return groups * (1 << 32) + _ranks(groups)
+
+
+def _joint(versions: Ints, hosts: Ints) -> Ints:
+    if (versions == versions[:1]).all() and (hosts == hosts[:1]).all():
+        return np.zeros(len(versions), np.int64)
+    _, joint = np.unique(np.stack((versions, hosts)), axis=1, return_inverse=True)
+    return np.asarray(joint).reshape(-1)

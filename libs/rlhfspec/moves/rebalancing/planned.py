@@ -1,0 +1,118 @@
+"""A plan and its reasons: arrays, and words for whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhfspec.common.arrays import BoolArray, Floats
+from rlhfspec.moves.rebalancing.fleet import Ints
+
+BALANCE, LEAVING, CLOSING = range(3)  # why one moves
+MOVED, ALIKE, BOUND, NO_GAIN, NONE_MAY, NO_PLACE = range(6)  # what became of a pair
+Name = Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """[V]: pairs that were looked at; a pair that moved one after the other is there once for each."""
+
+    source: Ints
+    destination: Ints  # -1: nobody has room
+    later: Floats  # seconds until the source is done
+    earlier: Floats
+    verdict: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMoves:
+    """[P] moves, by index into the fleet; [N] ends before and after; why not."""
+
+    sequence: Ints
+    source: Ints
+    destination: Ints
+    gain: Floats  # seconds by which the later end of the two comes earlier; 0: it has to go anyway
+    why: Ints
+    verdicts: Verdicts
+    before: Floats
+    after: Floats
+    is_closing: BoolArray  # should be empty
+    num_kept: Ints  # engines of its host that should run; 0: as they like
+    dry: Ints  # generators with nothing to do
+    advice: tuple[str, ...]  # consolidate | score | wait, for each of them
+
+    @property
+    def num_moves(self) -> int:
+        return len(self.sequence)
+
+    def why_move(self, move: int, name: Name = str) -> str:
+        """Words for one move."""
+        source, destination = int(self.source[move]), int(self.destination[move])
+        there = f"{self.before[destination]:.2f} s"
+        if self.why[move] == LEAVING:
+            return f"{name(source)} is leaving; {name(destination)} ends in {there}"
+        ends = f"{name(source)} ends in {self.before[source]:.2f} s, {name(destination)} in {there}"
+        if self.why[move] == CLOSING:
+            return f"as few as {self.num_kept[source]} of this host's engines are faster; {ends}"
+        return f"{ends}; the later end comes {self.gain[move]:.2f} s earlier"
+
+    def why_not(self, most: int = 8, name: Name = str) -> list[str]:
+        """Words for pairs of which nothing moved, those that end latest first."""
+        stays = np.flatnonzero(self.verdicts.verdict != MOVED)
+        seen: dict[int, str] = {}
+        for index in stays[np.argsort(-self.verdicts.later[stays], kind="stable")].tolist():
+            source = int(self.verdicts.source[index])
+            if source not in seen and len(seen) < most:
+                seen[source] = self._why_stays(index, name)
+        return list(seen.values())
+
+    def _why_stays(self, index: int, name: Name) -> str:
+        all_of = self.verdicts
+        source, destination = name(int(all_of.source[index])), int(all_of.destination[index])
+        verdict, later, earlier = int(all_of.verdict[index]), float(all_of.later[index]), float(all_of.earlier[index])
+        if verdict == NO_PLACE:
+            return f"{source}: nobody has room for what it has to hand over"
+        ends = f"{source} ends in {later:.2f} s, {name(destination)} in {earlier:.2f} s"
+        return f"{ends}: {_WORDS[verdict]}"
+
+
+_WORDS = {
+    ALIKE: "too near to each other",
+    BOUND: "steps take as long with fewer sequences, so nothing is gained",
+    NO_GAIN: "every sequence would end later there",
+    NONE_MAY: "what could go has just moved, or does not fit",
+}
+
+
+class Notes:
+    """What a plan in the making has decided."""
+
+    def __init__(self) -> None:
+        self._moves: list[tuple[Ints, Ints, Ints, Floats, Ints]] = []
+        self._pairs: list[tuple[Ints, Ints, Floats, Floats, Ints]] = []
+
+    def moves(self, sequence: Ints, source: Ints, destination: Ints, gain: Floats, why: int) -> None:
+        self._moves.append((sequence, source, destination, gain, np.full(len(sequence), why)))
+
+    def pairs(self, source: Ints, destination: Ints, later: Floats, earlier: Floats, verdict: Ints) -> None:
+        self._pairs.append((source, destination, later, earlier, verdict))
+
+    def unplaced(self, source: int) -> None:
+        nobody, never = np.array([-1]), np.array([np.inf])
+        self._pairs.append((np.array([source]), nobody, never, never, np.array([NO_PLACE])))
+
+    def planned(
+        self, before: Floats, after: Floats, is_closing: BoolArray, num_kept: Ints, dry: Ints, advice: tuple[str, ...]
+    ) -> PlannedMoves:
+        sequence, source, destination, gain, why = (_joined(self._moves, index) for index in range(5))
+        verdicts = Verdicts(*(_joined(self._pairs, index) for index in range(5)))
+        return PlannedMoves(
+            sequence, source, destination, gain, why, verdicts, before, after, is_closing, num_kept, dry, advice
+        )
+
+
+def _joined(rows: Sequence[tuple[Any, ...]], column: int) -> Any:
+    return np.concatenate([row[column] for row in rows]) if rows else np.zeros(0, np.int64)

@@ -1,0 +1,90 @@
+"""`moves.jsonl` in a run's folder: what the rebalancer planned and why, and what became of each move.
+
+A line is {"kind": "plan", ...} or {"kind": "moved", ...}. It is no part of the result: when it cannot be written,
+the run goes on without, and says so once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.messages.records import Moved, Plan
+
+MOVES_FILE = "moves.jsonl"
+_ENDS = {"num_samples", "num_generators", "latest_end", "latest_end_after"}
+_KEYS = {
+    "plan": {"at", "id", "moves", "why_not", "dry", *_ENDS},
+    "moved": {"at", *(field.name for field in fields(Moved))},
+}
+log = logging.getLogger("rlhfspec.telemetry")
+
+
+class MovesFile:
+    """Of one run; one process writes."""
+
+    def __init__(self, run: Path, *, now: Callable[[], float] = time.time) -> None:
+        self._path = run / MOVES_FILE
+        self._now = now
+        self._is_broken = False
+        self._begun = False
+
+    def plan(self, plan: Plan) -> None:
+        self._append([{"kind": "plan", "at": round(self._now(), 3), "id": plan.id, **content_of(plan)}])
+
+    def moved(self, records: Iterable[Moved]) -> None:
+        at = round(self._now(), 3)
+        self._append([{"kind": "moved", "at": at, **asdict(record)} for record in records])
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        if self._is_broken:
+            return
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        try:
+            if not self._begun:
+                text = _end_of_line(self._path) + text
+                self._begun = True
+            with self._path.open("a") as file:
+                file.write(text)
+        except OSError as error:
+            log.warning("moves are no longer written: %s: %s", self._path, error.strerror)
+            self._is_broken = True
+
+
+def content_of(plan: Plan) -> dict[str, Any]:
+    """Return what a line says of a plan. `ends` and `dry` are by the generators' numbers."""
+    told = ("ends", "num_generators", "num_samples", "latest_end", "latest_end_after", "moves", "why_not", "dry")
+    content = asdict(plan)
+    return {name: content[name] for name in told}
+
+
+def read_moves(run: Path, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each whole line from there on, and where the next begins; also while the run goes on. Damaged lines are left
+    out."""
+    path = run / MOVES_FILE
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                content = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(content, dict) and content.keys() >= _KEYS.get(str(content.get("kind")), {""}):
+                yield content, offset
+
+
+def _end_of_line(path: Path) -> str:
+    """What is missing where a killed process left a line half written."""
+    if not path.exists() or not path.stat().st_size:
+        return ""
+    return "" if path.read_bytes().endswith(b"\n") else "\n"

@@ -1,0 +1,407 @@
+"""The folder of a run (docs/run-folder.md): one writer, append-only, always fit to be read or resumed.
+
+A line is there whole or not at all. What a killed run left half-written goes when the run is resumed, together with the
+steps after the checkpoint it goes on from, since they are done again.
+
+Example:
+    >>> import tempfile
+    >>> from rlhfspec.messages.records.metrics import example_step
+    >>> with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
+    ...     _ = folder.begin(example_job(), resume=False)
+    ...     opening = folder.go_on_after(0)
+    ...     folder.append_step(example_step(step=1))
+    ...     [metrics.step for metrics in folder.steps()]
+    [1]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from rlhfspec.common.folder_lock import take_lock
+from rlhfspec.errors import InvalidRequest, StorageError
+from rlhfspec.job import RLHFJob
+from rlhfspec.job.file.secrets import holds_secrets
+from rlhfspec.messages.records import Sample, Score
+from rlhfspec.messages.records.evaluations import Evaluation
+from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome
+from rlhfspec.runs.folder.same_job import as_content, as_yaml, first_difference, with_new_fields
+from rlhfspec.runs.folder.sample_lines import sample_lines
+from rlhfspec.telemetry.folder import TRACES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """How a folder was found. `missing_steps` should be there by the checkpoint, and are not: the curve has a gap."""
+
+    resumed: bool
+    resume_at: int = 0
+    num_dropped_steps: int = 0  # behind the checkpoint: done again
+    num_dropped_samples: int = 0
+    num_damaged_samples: int = 0  # lines of trained steps that could not be read
+    missing_steps: tuple[int, ...] = ()
+
+    def told(self) -> Iterator[str]:
+        """What a person who resumes should know.
+
+        >>> list(Opening(resumed=True, resume_at=3, num_dropped_steps=1).told())
+        ['resuming after step 3; 1 later step is done again']
+        """
+        if not self.resume_at:
+            yield "no checkpoint yet: beginning from the first step"
+            return
+        dropped = self.num_dropped_steps
+        again = f"; {dropped} later {'step is' if dropped == 1 else 'steps are'} done again" if dropped else ""
+        yield f"resuming after step {self.resume_at}{again}"
+        if self.missing_steps:
+            yield f"steps.jsonl lacks steps {', '.join(map(str, self.missing_steps))}: the curve has a gap there"
+        if self.num_damaged_samples:
+            yield f"samples.jsonl: {self.num_damaged_samples} damaged lines were left out"
+
+
+class RunFolder:
+    """Where things are can be asked at once; `begin` before the first append, `finish` and `close` at the end."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.job_file = self.path / "job.yaml"
+        self.steps_file = self.path / "steps.jsonl"
+        self.samples_file = self.path / "samples.jsonl"
+        self.evaluations_file = self.path / "evaluations.jsonl"
+        self.evaluation_samples_file = self.path / "evaluation_samples.jsonl"
+        self.manifest_file = self.path / "manifest.json"
+        self.summary_file = self.path / "summary.md"
+        self.checkpoints = self.path / "checkpoints"
+        self.plots = self.path / "plots"
+        self.events = self.path / "events"
+        self.processes = self.path / "processes"  # while a run with processes lasts
+        self.logs = self.path / "logs"  # of its processes
+        self.export = self.path / "export"
+        self.traces = self.path / TRACES
+        self._manifest_lock = self.path / ".manifest.lock"
+        self._last_step = 0
+        self._lock: int | None = None
+
+    def check(self, job: RLHFJob, *, resume: bool) -> None:
+        """What `begin` would refuse, said without touching the folder: before models are loaded."""
+        self._refuse_unwritable()
+        if self.path.is_dir():
+            self._refuse_foreign()
+            if self.job_file.exists():
+                self._refuse_another(as_content(job), resume)
+
+    def begin(
+        self,
+        job: RLHFJob,
+        *,
+        resume: bool,
+        models: Mapping[str, Mapping[str, Any]] | None = None,
+        processes: Mapping[str, int] | None = None,
+    ) -> bool:
+        """Makes the folder, or opens it to go on in it. Whether its manifest could not be read and is begun anew.
+
+        For the manifest: of each role how its models were found right, and how many processes each stage has.
+        With `resume` a folder that holds no run yet is begun: a run killed before its first line can be resumed too.
+        """
+        self._make()
+        self.check(job, resume=resume)
+        found = self.job_file.exists()
+        self._take_lock()
+        _write(self.job_file, [as_yaml(job).encode()], private=holds_secrets(job))
+        loaded = {role: dict(report) for role, report in (models or {}).items()}
+        before = self._readable_manifest() if found else None
+        begun = before or RunManifest.begin(job.metadata.name, loaded)
+        begun = begun.resume(loaded) if found else begun
+        self._write_manifest(replace(begun, processes=dict(processes or {})))
+        return found and before is None
+
+    def hold(self) -> None:
+        """For who goes on in a folder that another process began: until `close`, nobody else writes in it."""
+        try:
+            self._lock = take_lock(self.path / ".lock")
+        except OSError as error:  # BlockingIOError too: whoever holds it, as on a machine that was cut off, ends
+            raise StorageError(self.path, str(error.strerror)) from error
+
+    def loaded(self, models: Mapping[str, Mapping[str, Any]]) -> None:
+        """Of each role how its models were found right, where that was not known when the run began."""
+        with self._manifest_alone() as manifest:
+            self._write_manifest(replace(manifest, models={role: dict(report) for role, report in models.items()}))
+
+    def discard(self) -> None:
+        """What `begin` made goes again, for nothing came of it; and the folder, when nothing else is in it."""
+        for path in (self.job_file, self.manifest_file, self._manifest_lock, self.path / ".lock"):
+            path.unlink(missing_ok=True)
+        for folder in (self.processes, self.logs):
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            self.path.rmdir()
+
+    def go_on_after(self, step: int) -> Opening:
+        """Before the first append: what was written of later steps goes, since they are done again (0: all of it)."""
+        with self._manifest_alone() as before:
+            manifest = before.going_on_after(step)
+            self._write_manifest(manifest)
+        num_later_lines, _ = _keep_up_to(step, self.steps_file)
+        num_later_samples, num_damaged_samples = _keep_up_to(step, self.samples_file)
+        _keep_up_to(step, self.evaluations_file)
+        _keep_up_to(max((run.step for run in self.evaluations()), default=-1), self.evaluation_samples_file)
+        there = {json.loads(line)["step"] for line in _whole_lines(self.steps_file)}
+        missing = tuple(number for number in range(1, step + 1) if number not in there)
+        num_missing_at_the_end = sum(number > max(there, default=0) for number in missing)
+        self._last_step = step
+        return Opening(
+            resumed=step > 0 or manifest.resumed != (),
+            resume_at=step,
+            num_dropped_steps=max(num_later_lines - num_missing_at_the_end, 0),
+            num_dropped_samples=num_later_samples,
+            num_damaged_samples=num_damaged_samples,
+            missing_steps=missing,
+        )
+
+    def append_step(self, metrics: StepMetrics) -> None:
+        """After the step's samples, before its checkpoint: then every checkpoint has its lines."""
+        assert metrics.step == self._last_step + 1, f"step {metrics.step} follows step {self._last_step}"
+        _append(self.steps_file, metrics.to_line())
+        self._last_step = metrics.step
+
+    def append_samples(self, samples: Sequence[Sample], rewards: Mapping[str, Score]) -> None:
+        """All samples of one step, at once; `rewards` by sample id."""
+        _append(self.samples_file, sample_lines(samples, rewards))
+
+    def append_evaluation(
+        self, evaluation: Evaluation, samples: Sequence[Sample] = (), rewards: Mapping[str, Score] | None = None
+    ) -> None:
+        """Each step has one at most; a resumed run asks `evaluations` which are there."""
+        there = self.evaluations()
+        assert not there or evaluation.step > there[-1].step, f"after step {there[-1].step} there was an evaluation"
+        _append(self.evaluation_samples_file, sample_lines(samples, rewards or {}))
+        _append(self.evaluations_file, evaluation.to_line())
+
+    def write_summary(self, markdown: str) -> None:
+        _write(self.summary_file, [markdown.encode()])
+
+    def finish(self, outcome: RunOutcome, reason: str = "") -> None:
+        steps = self.steps()
+        with self._manifest_alone() as manifest:
+            self._write_manifest(manifest.end(outcome, reason, num_steps=steps[-1].step if steps else 0))
+
+    @property
+    def lock(self) -> int | None:
+        """The open file that holds the folder's lock: who inherits it holds it too."""
+        return self._lock
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def steps(self) -> list[StepMetrics]:
+        """What is there, also while the run goes on: a line being written is not seen."""
+        return [StepMetrics.from_line(line) for line in _whole_lines(self.steps_file)]
+
+    def evaluations(self) -> list[Evaluation]:
+        return [Evaluation.from_line(line) for line in _whole_lines(self.evaluations_file)]
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        return (json.loads(line) for line in _whole_lines(self.samples_file))
+
+    def evaluation_samples(self) -> Iterator[dict[str, Any]]:
+        return (json.loads(line) for line in _whole_lines(self.evaluation_samples_file))
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step is, if it was kept."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def job(self) -> RLHFJob:
+        return RLHFJob.model_validate(self._job_content())
+
+    def manifest(self) -> RunManifest:
+        try:
+            return RunManifest.from_content(json.loads(self.manifest_file.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StorageError(self.manifest_file, f"cannot be read: {error}") from error
+
+    @contextmanager
+    def _manifest_alone(self) -> Iterator[RunManifest]:
+        """The trainer may be another process than the one that began the run: each reads what the other wrote."""
+        lock = take_lock(self._manifest_lock, wait=True)
+        try:
+            yield self.manifest()
+        finally:
+            os.close(lock)
+
+    def _readable_manifest(self) -> RunManifest | None:
+        try:
+            return self.manifest()
+        except StorageError:
+            return None
+
+    def _refuse_unwritable(self) -> None:
+        """A file without a name, in the folder or in the one that it would be made in, is made and gone again."""
+        try:
+            there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+            with tempfile.TemporaryFile(dir=there) as file:
+                file.write(bytes(4096))
+        except OSError as error:
+            verb = "written" if os.path.isdir(self.path) else "made"
+            raise InvalidRequest("--out", str(self.path), f"cannot be {verb}: {error.strerror}") from None
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequest("--out", str(self.path), f"cannot be made: {error.strerror}") from None
+
+    def _take_lock(self) -> None:
+        try:
+            self._lock = take_lock(self.path / ".lock")
+        except BlockingIOError as error:
+            raise InvalidRequest("--out", str(self.path), str(error.strerror)) from None
+        except OSError as error:
+            raise InvalidRequest("--out", str(self.path), f"cannot be written: {error.strerror}") from None
+
+    def _refuse_foreign(self) -> None:
+        """The job's own folder has a job.yaml too, but it is no run's: other files lie there, and no manifest."""
+        names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
+        own = [self.job_file, self.steps_file, self.samples_file, self.checkpoints, self.traces]
+        own += [self.processes, self.logs]
+        foreign = names - {path.name for path in (*own, self.evaluations_file, self.evaluation_samples_file)}
+        is_run = self.manifest_file.exists() or (self.job_file.exists() and self.steps_file.exists())
+        if foreign and not is_run:
+            problem = f"must be empty or hold a run; it holds {min(foreign)}"
+            raise InvalidRequest("--out", str(self.path), problem)
+
+    def _refuse_another(self, job: dict[str, Any], resume: bool) -> None:
+        before = with_new_fields(self._job_content())
+        differing = first_difference(before, job)
+        if differing is not None:
+            field, old, new = differing
+            problem = f"holds the run of another job: {field} was {old!r} and is {new!r} now; choose another folder"
+            raise InvalidRequest("--out", str(self.path), problem)
+        if not resume:
+            problem = "holds a run of this job; add --resume to go on with it, or choose another folder"
+            raise InvalidRequest("--out", str(self.path), problem)
+
+    def _job_content(self) -> dict[str, Any]:
+        try:
+            content: dict[str, Any] = dict(yaml.safe_load(self.job_file.read_text()))
+        except (OSError, yaml.YAMLError, ValueError, TypeError) as error:
+            first, *_ = str(error).splitlines()
+            raise InvalidRequest("job.yaml", str(self.job_file), f"cannot be read: {first}") from None
+        return content
+
+    def _write_manifest(self, manifest: RunManifest) -> None:
+        _write(self.manifest_file, [json.dumps(manifest.to_content(), indent=2).encode(), b"\n"])
+
+
+def _append(path: Path, text: str) -> None:
+    """Whole or not at all: what a full disk took half is taken back."""
+    data = text.encode()
+    with _storage_errors(path):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            before = os.fstat(file).st_size
+            try:
+                while data:
+                    data = data[os.write(file, data) :]
+                os.fsync(file)
+            except OSError:
+                os.ftruncate(file, before)
+                raise
+        finally:
+            os.close(file)
+
+
+def _write(path: Path, content: Iterable[bytes], *, private: bool = False) -> None:
+    """The old file or the new one, never a mixture. private: nobody but the owner may read it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with _storage_errors(path):
+        try:
+            with temporary.open("wb") as file:
+                if private:
+                    os.fchmod(file.fileno(), 0o600)
+                file.writelines(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(path, f"cannot be written: {error.strerror}") from error
+
+
+def _keep_up_to(step: int, path: Path) -> tuple[int, int]:
+    """Leaves what can be read of the steps up to this one. How many lines went behind the last of them, and before.
+
+    Lines come in order of their steps, so what stays is a prefix unless a line was damaged: one truncation then, which
+    needs no room on a full disk and which a crash cannot leave half done.
+    """
+    if not path.exists():
+        return 0, 0
+    with _storage_errors(path), path.open("rb+") as file:
+        lines = [(len(line), _is_kept(line, step)) for line in file]
+        kept = [is_kept for _, is_kept in lines]
+        num_first = len(lines) - kept[::-1].index(True) if any(kept) else 0
+        if all(kept[:num_first]):
+            file.truncate(sum(length for length, _ in lines[:num_first]))
+            os.fsync(file.fileno())
+        else:
+            file.seek(0)
+            _write(path, (line for line in file if _is_kept(line, step)))
+    return len(lines) - num_first, kept[:num_first].count(False)
+
+
+def _is_kept(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and bool(json.loads(line)["step"] <= step)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield line.decode(errors="replace")
+
+
+def example_job(**training: Any) -> RLHFJob:
+    """For examples and tests."""
+    return RLHFJob.model_validate(
+        {
+            "apiVersion": "rlhfspec.io/v1alpha1",
+            "kind": "RLHFJob",
+            "metadata": {"name": "sums"},
+            "spec": {
+                "model": {"path": "policy"},
+                "dataset": {"path": "sums.jsonl"},
+                "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
+                "training": training,
+            },
+        }
+    )

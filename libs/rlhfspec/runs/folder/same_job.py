@@ -1,0 +1,88 @@
+"""May a run be resumed with this job? Only fields that cannot change the curve may differ from the original job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.job.block import Mark, marked
+from rlhfspec.job.file.secrets import shown_value
+from rlhfspec.job.file.yaml_text import parts_of
+
+MAY_DIFFER = tuple(marked(RLHFJob, Mark.RESUMABLE))
+_PLACE_IN_A_LIST = re.compile(r"\[\d+\]")
+_DECAYING_SCHEDULES = ("linear", "cosine")
+
+
+def as_content(job: RLHFJob) -> dict[str, Any]:
+    """The job as plain data, in camelCase: what `job.yaml` holds."""
+    content: dict[str, Any] = job.model_dump(by_alias=True, mode="json")
+    return content
+
+
+def with_new_fields(before: dict[str, Any]) -> dict[str, Any]:
+    """The job of a run that an earlier release wrote: fields that it did not know then had their defaults. As it is
+    where this release cannot read it.
+
+    >>> with_new_fields({"spec": {"training": {"seed": 1}}})
+    {'spec': {'training': {'seed': 1}}}
+    """
+    try:
+        return as_content(RLHFJob.model_validate(before))
+    except ValidationError:
+        return before
+
+
+def as_yaml(job: RLHFJob) -> str:
+    return yaml.dump(as_content(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that YAML 1.2, which job files are read as, takes for numbers, and 1.1 does not."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        node = self.represent_str(text)
+        try:
+            float(text)
+        except ValueError:
+            return node
+        return yaml.ScalarNode(node.tag, node.value, style="'")
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first field that a resumed run may not change, with both values; None where there is none.
+
+    >>> old, new = {"training": {"steps": 3, "seed": 1}}, {"training": {"steps": 9, "seed": 2}}
+    >>> first_difference({"spec": old}, {"spec": new})
+    ('spec.training.seed', 1, 2)
+    """
+    decays = now.get("spec", {}).get("training", {}).get("schedule", {}).get("name") in _DECAYING_SCHEDULES
+    for path, old, new in _differences(before, now, ""):
+        if not _may_differ(path) or (path == "spec.training.steps" and decays):
+            at = parts_of(path)
+            return path, shown_value(at, old), shown_value(at, new)
+    return None
+
+
+def _may_differ(path: str) -> bool:
+    field = _PLACE_IN_A_LIST.sub("", path)
+    return any(field == free or field.startswith(free + ".") for free in MAY_DIFFER)
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, (left, right) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(left, right, f"{path}[{place}]")
+    elif old != new:
+        yield path, old, new

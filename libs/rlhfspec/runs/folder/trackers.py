@@ -1,0 +1,193 @@
+"""Reports steps to TensorBoard's event files and to Weights & Biases: the numbers of `steps.jsonl`, nothing more.
+
+Example:
+    >>> from rlhfspec.messages.records.metrics import example_step
+    >>> numbers = scalars(example_step())
+    >>> numbers["reward/mean"], numbers["kl/k3"], numbers["seconds/generation"]
+    (0.5, 0.001, 2.0)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob, Wandb
+from rlhfspec.job.file.secrets import shown_value
+from rlhfspec.messages.records.evaluations import Evaluation
+from rlhfspec.messages.records.metrics import LengthHistogram, StepMetrics
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.folder.same_job import as_content
+
+_NOT_PLOTTED = ("step", "started_unix_seconds", "finished_unix_seconds")
+
+
+class Tracker(Protocol):
+    def step(self, metrics: StepMetrics) -> None:
+        """Reported at once; returns soon."""
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Likewise; later steps may have been reported already."""
+
+    def close(self) -> None:
+        """Flushes first."""
+
+
+class Trackers:
+    """The trackers of the job; steps after `resume_at` replace what an earlier, longer run reported."""
+
+    def __init__(self, job: RLHFJob, folder: RunFolder, *, resume_at: int = 0) -> None:
+        observability = job.spec.observability
+        self._trackers: list[Tracker] = []
+        if observability.tensorboard:
+            self._trackers.append(TensorBoard(folder, resume_at=resume_at))
+        if observability.wandb is not None:
+            self._trackers.append(WeightsAndBiases(observability.wandb, job, folder))
+
+    def step(self, metrics: StepMetrics) -> None:
+        for tracker in self._trackers:
+            tracker.step(metrics)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        for tracker in self._trackers:
+            tracker.evaluation(evaluation)
+
+    def close(self) -> None:
+        with ExitStack() as closing:
+            for tracker in self._trackers:
+                closing.callback(tracker.close)
+        self._trackers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def check_packages(job: RLHFJob) -> None:
+    """Checked before anything is loaded or written, not when the tracker starts."""
+    observability = job.spec.observability
+    if observability.tensorboard and find_spec("tensorboard") is None:
+        raise _missing("spec.observability.tensorboard", True, "tensorboard")
+    if observability.wandb is not None and find_spec("wandb") is None:
+        raise _missing("spec.observability.wandb", observability.wandb.project, "wandb")
+    if observability.otlp_endpoint is not None and find_spec("opentelemetry") is None:
+        raise _missing("spec.observability.otlpEndpoint", observability.otlp_endpoint, "'rlhfspec[processes]'")
+
+
+class TensorBoard:
+    """Event files in `events/`, through tensorboard's own writer. `tensorboard --logdir DIR/events` shows them."""
+
+    def __init__(self, folder: RunFolder, *, resume_at: int = 0) -> None:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder.events))
+        self._Event = event_pb2.Event
+        if resume_at:  # tells readers to forget later steps of earlier files
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=resume_at + 1, session_log=start))
+
+    def step(self, metrics: StepMetrics) -> None:
+        histogram = {"response_length/histogram": metrics.response_length}
+        self._write(metrics.step, metrics.finished_unix_seconds, scalars(metrics), histogram)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._write(evaluation.step, time.time(), evaluation_scalars(evaluation), {})
+
+    def _write(
+        self, step: int, wall_time: float, numbers: Mapping[str, float], histograms: Mapping[str, LengthHistogram]
+    ) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        values += [Summary.Value(tag=name, histo=_histogram(lengths)) for name, lengths in histograms.items()]
+        self._writer.add_event(self._Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One of their runs for each run folder; resuming the folder resumes theirs."""
+
+    def __init__(self, wanted: Wandb, job: RLHFJob, folder: RunFolder) -> None:
+        import wandb
+
+        begun = f"{job.metadata.name}:{folder.manifest().started}"
+        try:
+            self._run = wandb.init(
+                project=wanted.project,
+                entity=wanted.entity,
+                name=job.metadata.name,
+                id=hashlib.blake2b(begun.encode(), digest_size=8).hexdigest(),
+                resume="allow",
+                dir=str(folder.path),
+                config=shown_value((), as_content(job)),
+                settings=wandb.Settings(console="off"),  # the terminal is the live view's
+            )
+        except wandb.errors.Error as error:
+            problem = f"wandb does not start ({error}); log in with `wandb login`, or leave the field out"
+            raise InvalidRequest("spec.observability.wandb", wanted.project, problem) from None
+        self._run.define_metric("evaluation/*", step_metric="evaluation/step")  # theirs may be further already
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._run.log(scalars(metrics), step=metrics.step)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._run.log({"evaluation/step": evaluation.step} | evaluation_scalars(evaluation), commit=False)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def scalars(metrics: StepMetrics) -> dict[str, float]:
+    """Every number of a line by its path; numbers that stand alone are under `training/`.
+
+    Of a layer's experts there is one number, 1 where they share the rows evenly: the busiest one's rows over the mean.
+    """
+    content = {name: value for name, value in asdict(metrics).items() if name not in _NOT_PLOTTED}
+    content["expert_rows"] = {
+        layer: {"max_over_mean": max(rows) * len(rows) / max(sum(rows), 1)}
+        for layer, rows in metrics.expert_rows.items()
+    }
+    return {path if "/" in path else f"training/{path}": value for path, value in _numbers(content, "")}
+
+
+def _numbers(content: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{path}{name}/")
+        elif isinstance(value, int | float):
+            yield path + name, float(value)
+
+
+def evaluation_scalars(evaluation: Evaluation) -> dict[str, float]:
+    content = {name: value for name, value in asdict(evaluation).items() if name != "step"}
+    return dict(_numbers(content, "evaluation/"))
+
+
+def _histogram(lengths: LengthHistogram) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    return HistogramProto(
+        min=lengths.min,
+        max=lengths.max,
+        num=sum(lengths.histogram),
+        sum=lengths.mean * sum(lengths.histogram),
+        bucket_limit=lengths.edges[1:],
+        bucket=lengths.histogram,
+    )
+
+
+def _missing(field: str, value: object, package: str) -> InvalidRequest:
+    return InvalidRequest(field, value, f"needs a package: pip install {package}, or leave the field out")

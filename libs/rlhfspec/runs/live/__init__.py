@@ -1,0 +1,1 @@
+"""The live state of a run in Redis."""

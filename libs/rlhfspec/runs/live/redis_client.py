@@ -1,0 +1,119 @@
+"""A client of the run's Redis, as a role of the run: its own, one of a cluster, or one that the user gave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.messages.servers.certificates import SERVERS_AUTHORITY
+from rlhfspec.messages.servers.given import REDIS, GivenServer, given_server
+from rlhfspec.runs.live.redis_users import PASSWORD_FILE, USER_FILE
+from rlhfspec.stage.tasks import to_the_end
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+Connected = Callable[[Any], Awaitable[None]]  # of a connection that was just made
+_SCHEMES = ("unix", "redis", "rediss")
+_CLOSE_SECONDS = 0.2
+
+
+def client_of(
+    url: str, role: str, credentials: Path | None, timeout_seconds: float, connected: Connected | None = None
+) -> Redis:
+    """`connected`: in place of a connection's own `on_connect`."""
+    if url.partition("://")[0] not in _SCHEMES:
+        raise InvalidRequest("redis_url", url, f"must begin with one of {', '.join(f'{each}://' for each in _SCHEMES)}")
+    given = given_server(credentials, REDIS)
+    if given is not None:
+        return client(url, timeout_seconds, options_of(given), connected)
+    options = {} if credentials is None else _own_options(url, role, credentials)
+    return client(url, timeout_seconds, options, connected)
+
+
+def client(url: str, timeout_seconds: float, options: dict[str, Any], connected: Connected | None = None) -> Redis:
+    """Without retries of its own: the next beat is one."""
+    from redis.asyncio import ConnectionPool, Redis
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    from rlhfspec.runs.live.redis_connection import PromptlyClosed
+
+    pool = ConnectionPool.from_url(
+        url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, protocol=2,
+        retry=Retry(NoBackoff(), 0), redis_connect_func=connected, **options,
+    )  # fmt: skip
+    if url.startswith("rediss:"):
+        pool.connection_class = PromptlyClosed
+    return Redis.from_pool(pool)
+
+
+def options_of(given: GivenServer) -> dict[str, Any]:
+    """The same in every role: what its users may do is the user's business."""
+    options: dict[str, Any] = {"username": given.user or None, "password": given.password or None}
+    if given.speaks_tls:
+        options |= {"ssl_check_hostname": True, "ssl_ca_certs": _text(given.authority)}
+        options |= {"ssl_certfile": _text(given.certificate), "ssl_keyfile": _text(given.private_key)}
+    return options
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _own_options(url: str, role: str, credentials: Path) -> dict[str, Any]:
+    """A server of many runs knows each role of each run as a user of its own."""
+    options: dict[str, Any] = {"password": _text_in(credentials / PASSWORD_FILE)}
+    if (credentials / USER_FILE).exists():
+        options["username"] = _text_in(credentials / USER_FILE)
+    if url.startswith("rediss:"):
+        options |= _tls_options(credentials, role)
+    return options
+
+
+def _tls_options(credentials: Path, role: str) -> dict[str, str]:
+    if (credentials / SERVERS_AUTHORITY).exists():
+        return {"ssl_ca_certs": str(credentials / SERVERS_AUTHORITY)}
+    return {
+        "ssl_ca_certs": str(credentials / "ca.pem"),
+        "ssl_certfile": str(credentials / f"{role}.pem"),
+        "ssl_keyfile": str(credentials / f"{role}.key"),
+    }
+
+
+def _text_in(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise InvalidRequest("credentials", str(path), f"cannot be read: {error.strerror}") from None
+
+
+async def close(redis: Redis) -> None:
+    """To the end, whoever cancels meanwhile: a connection that is not closed here stays open as long as the process."""
+    await to_the_end(_try_to_close(redis))
+
+
+async def _try_to_close(redis: Redis) -> None:
+    with suppress(*failures()):
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await redis.aclose()
+
+
+def failures() -> tuple[type[Exception], ...]:
+    from redis.exceptions import RedisError
+
+    return (RedisError, OSError, TimeoutError)
+
+
+def words_of(error: Exception) -> str:
+    """In one line, and never nothing.
+
+    >>> words_of(TimeoutError()), words_of(OSError("no\\n  route"))
+    ('no answer in time', 'no route')
+    """
+    text = " ".join(str(error).split())
+    return text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)

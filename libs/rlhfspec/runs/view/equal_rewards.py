@@ -1,0 +1,36 @@
+"""Groups whose rewards are all equal teach nothing: their advantages are zero. When every group is one, it is said.
+
+Example:
+    >>> equal_reward_groups(["a", "a", "b", "b"], [1.0, 1.0, 0.0, 1.0])
+    1
+    >>> print(equal_reward_groups(["a", "b"], [1.0, 0.0]))  # one sample a prompt: there are no groups
+    None
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+from rlhfspec.messages.records.metrics import StepMetrics
+
+NUM_STEPS = 3  # one step of equal groups is chance
+
+
+def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) -> int | None:
+    """How many groups have no two different rewards; `groups` says of each reward to which it belongs."""
+    by_group: defaultdict[Hashable, set[float]] = defaultdict(set)
+    for group, reward in zip(groups, rewards, strict=True):
+        by_group[group].add(reward)
+    if len(by_group) == len(rewards):
+        return None
+    return sum(len(different) == 1 for different in by_group.values())
+
+
+def equal_rewards_warning(steps: Sequence[StepMetrics]) -> str:
+    """Of the last steps; empty while some group had something to tell."""
+    recent = steps[-NUM_STEPS:]
+    if len(recent) < NUM_STEPS or any(step.equal_reward_groups != step.num_prompts for step in recent):
+        return ""
+    rewards = f"rewards were equal in every group of the last {NUM_STEPS} steps"
+    return f"{rewards}: nothing is learnt. See what the reward gives, in samples.jsonl"

@@ -1,0 +1,140 @@
+"""What the view knows of a run: the steps that are done and how far the one in progress is.
+
+Collections are replaced, never changed in place, so that the drawing thread always reads a consistent one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.messages.records import Heartbeat, Load, Moved, MoveOutcome, Plan, Sample
+from rlhfspec.messages.records.evaluations import Evaluation
+from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.runs.view.roster import ProcessState
+
+_STEPS_OF_ETA = 8
+_WINDOW_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """The workers of one stage together."""
+
+    stage: str
+    num_workers: int
+    utilisation: float  # share of the last seconds that its workers worked
+    working: bool
+    what: str
+    since_seconds: float
+
+
+class RunProgress:
+    """`now` gives monotonic seconds."""
+
+    def __init__(self, job: RLHFJob, now: Callable[[], float]) -> None:
+        self.job = job
+        self.num_steps = job.spec.training.steps
+        self.num_samples = job.spec.training.prompts_per_step * job.spec.algorithm.samples_per_prompt
+        self.steps: tuple[StepMetrics, ...] = ()
+        self.evaluations: tuple[Evaluation, ...] = ()
+        self.loads: Mapping[str, Load] = {}
+        self.stages: tuple[StageState, ...] = ()
+        self.workers: tuple[tuple[ProcessState, float], ...] = ()  # with each its utilisation: of a run with processes
+        self.last_sample: Sample | None = None
+        self.moves: Counter[MoveOutcome] = Counter()  # that have ended, by how
+        self.why_moved = ""  # of the last plan: why something goes elsewhere, or why nothing does
+        self._done: set[str] = set()
+        self._step_of_samples = 0
+        self._now = now
+        self._began = self._step_began = now()
+        self._busy_before: tuple[tuple[float, Mapping[tuple[str, int], float]], ...] = ()
+
+    def history(self, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> None:
+        """Of the run that is resumed."""
+        self.steps, self.evaluations = tuple(steps), tuple(evaluations)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.steps = (*self.steps, metrics)
+        self._step_began = self._now()
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations = (*self.evaluations, evaluation)
+
+    def sample(self, sample: Sample) -> None:
+        """A redelivered sample counts once."""
+        if sample.step != self._step_of_samples:
+            self._step_of_samples, self._done = sample.step, set()
+        self._done.add(sample.id)
+        self.last_sample = sample
+
+    def load(self, load: Load) -> None:
+        self.loads = {**self.loads, load.generator: load}
+
+    def moved(self, moved: Moved) -> None:
+        self.moves = self.moves + Counter((moved.how,))
+
+    def plan(self, plan: Plan) -> None:
+        reasons = [move.reason for move in plan.moves] or plan.why_not
+        self.why_moved = reasons[0] if reasons else self.why_moved
+
+    def vitals(self, states: Sequence[Heartbeat]) -> None:
+        shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})
+        self.stages = tuple(_stage(name, states, shares) for name in dict.fromkeys(state.stage for state in states))
+
+    def processes(self, states: Sequence[ProcessState]) -> None:
+        """In the place of `vitals`, where every worker has a process of its own."""
+        shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})
+        self.workers = tuple((state, shares[state.stage, state.worker]) for state in states)
+
+    def _shares(self, busy: Mapping[tuple[str, int], float]) -> dict[tuple[str, int], float]:
+        """Of the last seconds that each worker worked; snapshots are kept for that long."""
+        now = self._now()
+        kept = [entry for entry in self._busy_before if now - entry[0] <= _WINDOW_SECONDS]
+        older = [entry for entry in self._busy_before if now - entry[0] > _WINDOW_SECONDS]
+        self._busy_before = (*older[-1:], *kept, (now, busy))
+        before_at, before = self._busy_before[0] if len(self._busy_before) > 1 else (self._began, {})
+        passed = max(now - before_at, 1e-9)
+        return {key: min(1.0, max(0.0, (value - before.get(key, 0.0)) / passed)) for key, value in busy.items()}
+
+    @property
+    def current_step(self) -> int:
+        return min(self.num_steps, self.steps[-1].step + 1 if self.steps else 1)
+
+    @property
+    def num_steps_done(self) -> int:
+        return self.steps[-1].step if self.steps else 0
+
+    @property
+    def num_samples_done(self) -> int:
+        return len(self._done) if self._step_of_samples == self.current_step else 0
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return self._now() - self._began
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """From the last few steps; None before the first."""
+        recent = [metrics.seconds.step for metrics in self.steps[-_STEPS_OF_ETA:]]
+        if not recent:
+            return None
+        mean = sum(recent) / len(recent)
+        remaining = (self.num_steps - self.num_steps_done) * mean
+        return max(0.0, remaining - min(mean, self._now() - self._step_began))
+
+
+def _stage(name: str, states: Sequence[Heartbeat], shares: Mapping[tuple[str, int], float]) -> StageState:
+    """What the stage's longest-working worker does or, if none works, what its workers have waited for longest."""
+    workers = [state for state in states if state.stage == name]
+    told = max(workers, key=lambda state: (state.doing == "working", state.doing == "waiting", state.since_seconds))
+    return StageState(
+        stage=name,
+        num_workers=len(workers),
+        utilisation=sum(shares[state.stage, state.worker] for state in workers) / len(workers),
+        working=told.doing == "working",
+        what=told.what if told.doing == "working" else f"{told.doing}: {told.what}",
+        since_seconds=told.since_seconds,
+    )

@@ -1,0 +1,219 @@
+"""The end of a run, for a person: what came out, what it cost, what the policy says now, and where everything is.
+
+Example:
+    >>> from rlhfspec.messages.records.metrics import example_step
+    >>> steps = [example_step(step=step, reward=step / 4) for step in (1, 2, 3)]
+    >>> for row in facts(steps)[:2]:
+    ...     print(*row, sep=": ")
+    reward: 0.250 -> 0.750 (+0.500), mean of the first and of the last step
+    KL to the reference: k3 0.00300 at the end, k3 0.00300 at most
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from rlhfspec.messages.records.evaluations import Evaluation, best
+from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
+from rlhfspec.runs.view.plots import STAGE_COLOURS, ends, num_of_ends
+from rlhfspec.runs.view.text import duration, estimates, number, signed, visible
+from rlhfspec.runs.view.view import print_line
+
+_SAID: dict[RunOutcome, str] = {
+    "running": "not finished", "completed": "completed", "stopped": "stopped", "failed": "failed",
+}  # fmt: skip
+_MOST_CHARACTERS = 600
+Row = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseText:
+    prompt: str
+    text: str
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    manifest: RunManifest
+    steps: Sequence[StepMetrics]
+    places: Sequence[Row]
+    evaluations: Sequence[Evaluation] = ()
+    texts: Sequence[tuple[str, Sequence[ResponseText]]] = ()  # each with its title
+
+    @property
+    def title(self) -> str:
+        reason = f": {self.manifest.reason}" if self.manifest.reason else ""
+        count = f"{self.manifest.num_steps} step{'' if self.manifest.num_steps == 1 else 's'}"
+        return f"{self.manifest.job}: {_SAID[self.manifest.outcome]} after {count}{reason}"
+
+    def markdown(self) -> str:
+        lines = [f"# {visible(' '.join(self.title.split()))}", ""]
+        if self.steps:
+            lines += ["| | |", "|---|---|", *(f"| {label} | {value} |" for label, value in self._facts()), ""]
+            lines += ["| stage | seconds | of what passed |", "|---|---:|---:|"]
+            lines += [f"| {name} | {seconds:.1f} | {share:.0%} |" for name, seconds, share in by_stage(self.steps)]
+            lines += [""]
+        lines += self._responses_in_markdown()
+        lines += ["## Where it is", "", *(f"- {label}: `{visible(value)}`" for label, value in self.places)]
+        return "\n".join(lines) + "\n"
+
+    def print(self, console: Console) -> None:
+        print_line(console, "")
+        print_line(console, self.title)
+        for label, value in self._facts():
+            print_line(console, f"  {label:<20} {value}")
+        for name, seconds, share in by_stage(self.steps):
+            print_line(console, f"  {name:<12} {duration(seconds):>7} {share:>5.0%}")
+        for line in self._responses_in_text():
+            print_line(console, line)
+        for label, value in self.places:
+            print_line(console, f"  {label:<20} {value}")
+
+    def _facts(self) -> list[Row]:
+        return facts(self.steps, self.evaluations) if self.steps else []
+
+    def _responses_in_markdown(self) -> Iterator[str]:
+        for title, responses in self.texts:
+            yield from (f"## {title[0].upper()}{title[1:]}", "")
+            for response in responses:
+                yield f"Reward {number(response.reward)}\n\n{_fenced(response.prompt)}\n\n{_fenced(response.text)}\n"
+
+    def _responses_in_text(self) -> Iterator[str]:
+        for title, responses in self.texts:
+            yield f"\n  {title}"
+            for response in responses:
+                yield f"  reward {number(response.reward)}"
+                yield from (f"    | {line}" for line in _short(f"{response.prompt}{response.text}").splitlines())
+        yield ""
+
+
+def summarize(
+    folder: RunFolder,
+    *,
+    resume_command: str,
+    num_texts: int = 0,
+) -> Summary:
+    """Of the run in the folder, after its `finish`; also written there as `summary.md`.
+
+    num_texts: responses that are shown, from the beginning and from the end of the run each."""
+    places = [("run folder", str(folder.path))]
+    for label, path in (("pictures", folder.plots), ("policy", folder.export), ("checkpoints", folder.checkpoints)):
+        if path.is_dir() and any(path.iterdir()):
+            places.append((label, str(path)))
+    evaluations = folder.evaluations()
+    if evaluations and (checkpoint := folder.checkpoint(best(evaluations).step)).is_dir():
+        places.append(("best checkpoint", str(checkpoint)))
+    manifest = folder.manifest()
+    going_on = "train longer" if manifest.outcome == "completed" else "go on"
+    places.append((going_on, resume_command))
+    steps = folder.steps()
+    summary = Summary(
+        manifest=manifest,
+        steps=steps,
+        places=places,
+        evaluations=evaluations,
+        texts=_texts(folder, steps, evaluations, num_texts) if num_texts else (),
+    )
+    folder.write_summary(summary.markdown())
+    return summary
+
+
+Texts = list[tuple[str, list[ResponseText]]]
+
+
+def _texts(folder: RunFolder, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], count: int) -> Texts:
+    """At first and in the end: of the evaluations, which answer the same prompts, or of the steps, which do not."""
+    if evaluations:
+        found = [(f"held-out prompts, after step {run.step}", run.step) for run in _ends(evaluations)]
+        return [(title, _responses(folder.evaluation_samples(), step, count)) for title, step in found]
+    found = [(f"prompts and responses of step {metrics.step}", metrics.step) for metrics in _ends(steps)]
+    return [(title, _responses(folder.samples(), step, count)) for title, step in found]
+
+
+T = TypeVar("T")
+
+
+def _ends(things: Sequence[T]) -> Sequence[T]:
+    return [*things[:1], *things[1:][-1:]]
+
+
+def _responses(lines: Iterator[dict[str, Any]], step: int, count: int) -> list[ResponseText]:
+    """The first response to each of the first prompts."""
+    wanted = (line for line in lines if line["step"] == step and line["id"].endswith("/0"))
+    return [
+        ResponseText(prompt=line["prompt"], text=line["text"], reward=line["reward"]) for line in islice(wanted, count)
+    ]
+
+
+def facts(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> list[Row]:
+    first, last = ends(steps)
+    few = num_of_ends(steps)
+    ends_of = "step" if few == 1 else f"{few} steps"
+    rows = [
+        (
+            "reward",
+            f"{number(first)} -> {number(last)} ({signed(last - first)}), mean of the first and of the last {ends_of}",
+        )
+    ]
+    if evaluations:
+        rows.append(("held-out reward", _held_out(evaluations)))
+    kls = [metrics.kl for metrics in steps if metrics.kl is not None]
+    if kls:
+        most = max(kl["k3"] for kl in kls)
+        rows.append(("KL to the reference", f"{estimates(kls[-1])} at the end, k3 {number(most)} at most"))
+    lengths = [metrics.response_length.mean for metrics in steps]
+    tokens = sum(metrics.num_response_tokens for metrics in steps)
+    generation = sum(metrics.seconds.generation for metrics in steps)
+    rows.append(("response length", f"{number(lengths[0])} -> {number(lengths[-1])} tokens"))
+    rows.append(("generated", f"{tokens:,} tokens, {number(tokens / generation if generation else None)} a second"))
+    if (accepted := _mean_accepted(steps)) is not None:
+        rows.append(("accepted", f"{number(accepted)} drafted tokens per verification"))
+    worst = max(metrics.log_prob_difference.max for metrics in steps)
+    rows.append(("log-probs", f"generator/trainer log-prob difference max {number(worst)}"))
+    passed = sum(metrics.seconds.step for metrics in steps)
+    rows.append(("time", f"{duration(passed)}, {duration(passed / len(steps))} a step"))
+    if warning := equal_rewards_warning(steps):
+        rows.append(("warning", warning))
+    return rows
+
+
+def _held_out(evaluations: Sequence[Evaluation]) -> str:
+    first, last, top = evaluations[0], evaluations[-1], best(evaluations)
+    change = f"{number(first.reward.mean)} -> {number(last.reward.mean)}" if len(evaluations) > 1 else ""
+    return f"{change}{', ' if change else ''}best {number(top.reward.mean)} after step {top.step}"
+
+
+def by_stage(steps: Sequence[StepMetrics]) -> list[tuple[str, float, float]]:
+    """Seconds of every stage that worked, and their share of what passed; stages overlap, so shares may exceed 1."""
+    passed = sum(metrics.seconds.step for metrics in steps)
+    totals = {name: sum(float(getattr(metrics.seconds, name)) for metrics in steps) for name in STAGE_COLOURS}
+    return [(name, total, total / passed if passed else 0.0) for name, total in totals.items() if total]
+
+
+def _mean_accepted(steps: Sequence[StepMetrics]) -> float | None:
+    found = [m.accepted_per_verification for m in steps if m.accepted_per_verification is not None]
+    return sum(found) / len(found) if found else None
+
+
+def _short(text: str) -> str:
+    """Safe to show, and not longer than a person reads."""
+    safe = visible(text).strip("\n")
+    return safe if len(safe) <= _MOST_CHARACTERS else safe[:_MOST_CHARACTERS] + " ..."
+
+
+def _fenced(text: str) -> str:
+    """In a fence that the text cannot close."""
+    safe = _short(text)
+    longest = max(map(len, re.findall("`+", safe)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{safe}\n{fence}"

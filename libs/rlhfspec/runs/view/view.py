@@ -1,0 +1,162 @@
+"""Watching a run in the terminal: a live picture, or one plain line a step where there is no terminal.
+
+Text from a model is only data: its control characters never reach the terminal, and its brackets are not markup.
+
+Example:
+    >>> from rlhfspec.messages.records.metrics import example_step
+    >>> from rlhfspec.runs.folder.run_folder import example_job
+    >>> with View(example_job(steps=9), Console(width=200)) as view:
+    ...     view.step(example_step(step=1))  # doctest: +ELLIPSIS
+    sums: grpo, 9 steps of 16 prompts x 8 samples
+    step 1/9  reward 0.500   KL k3 0.00100   length 27.5    1,234 tok/s  accepted 1.75   3.8s  ETA 30...s  generator/...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Literal, Self
+
+from rich.console import Console
+from rich.live import Live
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.messages.records import Heartbeat, Load, Moved, Plan, Sample
+from rlhfspec.messages.records.evaluations import Evaluation, best
+from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
+from rlhfspec.runs.view.panel import panel
+from rlhfspec.runs.view.progress import RunProgress
+from rlhfspec.runs.view.roster import ProcessState
+from rlhfspec.runs.view.text import duration, estimates, number, visible
+
+REFRESHES_PER_SECOND = 2  # at some 2 ms of one core each
+
+
+class View:
+    """Every method returns at once; drawing happens in a thread of its own, a few times a second."""
+
+    def __init__(
+        self,
+        job: RLHFJob,
+        console: Console,
+        *,
+        on_interrupt: str = "stop with a checkpoint",
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.progress = RunProgress(job, now)
+        self.mode = _mode(job.spec.observability.view, console)
+        self._console, self._on_interrupt = console, on_interrupt
+        self._live: Live | None = None
+
+    def history(self, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> None:
+        """Those of the run that is resumed."""
+        self.progress.history(steps, evaluations)
+
+    def load(self, load: Load) -> None:
+        self.progress.load(load)
+
+    def moved(self, moved: Moved) -> None:
+        self.progress.moved(moved)
+
+    def plan(self, plan: Plan) -> None:
+        self.progress.plan(plan)
+
+    def sample(self, sample: Sample) -> None:
+        self.progress.sample(sample)
+
+    def vitals(self, snapshot: Sequence[Heartbeat]) -> None:
+        self.progress.vitals(snapshot)
+
+    def processes(self, states: Sequence[ProcessState]) -> None:
+        """Of a run whose workers have processes of their own."""
+        self.progress.processes(states)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.progress.step(metrics)
+        if self.mode == "plain":
+            self.say(step_line(metrics, self.progress))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.progress.evaluation(evaluation)
+        if self.mode == "plain":
+            self.say(evaluation_line(evaluation, self.progress))
+
+    def say(self, text: str) -> None:
+        """A line that stays: above the live picture, or among the plain lines."""
+        if self.mode != "off":
+            print_line(self._console, text)
+
+    def __enter__(self) -> Self:
+        if self.mode == "plain":
+            self.say(job_line(self.progress.job))
+        elif self.mode == "live":
+            self._live = Live(
+                get_renderable=lambda: panel(self.progress, self._console.size, self._on_interrupt),
+                console=self._console,
+                refresh_per_second=REFRESHES_PER_SECOND,
+            )
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def step_line(metrics: StepMetrics, progress: RunProgress) -> str:
+    """One line that tells whether a run goes well."""
+    width = len(str(progress.num_steps))
+    eta, accepted = progress.eta_seconds, metrics.accepted_per_verification
+    parts = [
+        f"step {metrics.step:{width}d}/{progress.num_steps}",
+        f"reward {number(metrics.reward.mean):<6}",
+        f"KL {estimates(metrics.kl):<11}" if metrics.kl is not None else "",
+        f"length {number(metrics.response_length.mean):<5}",
+        f"{number(metrics.tokens_per_second):>6} tok/s" if metrics.tokens_per_second is not None else "",
+        f"accepted {number(accepted):<4}" if accepted is not None else "",
+        f"dropped {metrics.num_dropped}" if metrics.num_dropped else "",
+        f"{duration(metrics.seconds.step):>5}",
+        f"ETA {duration(eta):<5}" if eta else "",
+        f"generator/trainer log-prob difference max {number(metrics.log_prob_difference.max)}",
+        equal_rewards_warning(progress.steps),
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def evaluation_line(evaluation: Evaluation, progress: RunProgress) -> str:
+    parts = [
+        f"evaluation after step {evaluation.step}: reward {number(evaluation.reward.mean)}",
+        f"(best {number(best(progress.evaluations).reward.mean)} after step {best(progress.evaluations).step})",
+        f"length {number(evaluation.response_length.mean)}",
+        f"{evaluation.num_samples} held-out samples"
+        + (f", {evaluation.num_failed} failed" * bool(evaluation.num_failed)),
+        duration(evaluation.seconds),
+    ]
+    return "  ".join(parts)
+
+
+def job_line(job: RLHFJob) -> str:
+    training, algorithm = job.spec.training, job.spec.algorithm
+    size = f"{training.prompts_per_step} prompts x {algorithm.samples_per_prompt} samples"
+    return f"{job.metadata.name}: {algorithm.name}, {training.steps} steps of {size}"
+
+
+def print_line(console: Console, text: str) -> None:
+    """As it is: no markup, no colours by guess, no folding, and nothing that the terminal's encoding lacks."""
+    safe = visible(text).encode(console.encoding, "replace").decode(console.encoding)
+    console.print(safe, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _mode(wanted: Literal["auto", "live", "plain", "off"], console: Console) -> Literal["live", "plain", "off"]:
+    """The picture needs a terminal that moves its cursor and shows block characters."""
+    able = console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
+    if wanted == "live" and not able:
+        problem = "needs a terminal that moves its cursor and shows UTF-8; take auto or plain"
+        raise InvalidRequest("spec.observability.view", wanted, problem)
+    if wanted != "auto":
+        return wanted
+    return "live" if able else "plain"

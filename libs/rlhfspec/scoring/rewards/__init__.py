@@ -1,5 +1,0 @@
-"""Rewards: Python functions, sequence-classification models, HTTP endpoints (docs/rewards.md)."""
-
-from rlhfspec.scoring.rewards.sources import RewardSources
-
-__all__ = ["RewardSources"]

@@ -1,1 +1,0 @@
-"""What every stage's process is made of: the bus it speaks on, the thread it computes in, who watches over it."""

@@ -1,0 +1,339 @@
+"""Records instead of bytes, by THE MAP: a stage publishes and reads what `messages.loop` gives it, and nothing else.
+
+Example:
+    >>> from rlhfspec.messages.records import Demand
+    >>> from rlhfspec.messages.transport.memory import MemoryTransport
+    >>> async def main() -> int:
+    ...     bus = await Bus.open(MemoryTransport(), "sums", workers={"trainer": 1, "prompts": 1})
+    ...     async with await bus.of("prompts").subscribe(Demand) as inbox:
+    ...         demand = Demand(id="sums/3/demand/1", job="sums", step=3, round=1, num_prompts=4)
+    ...         await bus.of("trainer").publish(demand)
+    ...         [delivery] = await inbox.pull(max_records=8, timeout_seconds=1.0)
+    ...         await delivery.ack()
+    ...     return delivery.record.num_prompts
+    >>> asyncio.run(main())
+    4
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from rlhfspec.errors import InvalidRequest, MalformedRecord
+from rlhfspec.messages import loop
+from rlhfspec.messages.records import Record
+from rlhfspec.messages.transport.base import Message, Receipt, Subscription, Transport
+from rlhfspec.messages.transport.clock import Clock, SystemClock
+from rlhfspec.messages.wire.codec import decode, encode
+from rlhfspec.stage.logs import about
+from rlhfspec.telemetry.base import Delivered, How, SampleProgress, Watcher, WorkerPlace
+
+log = logging.getLogger("rlhfspec.stage")
+_R = TypeVar("_R", bound=Record)
+_AT_ONCE = 512  # acknowledgements on their way together
+Tell = Callable[[How, SampleProgress | None], None]
+
+
+class Held:
+    """The right to end one delivery (`transport.base.Receipt`); until it is ended, its inbox keeps it in progress."""
+
+    def __init__(self, receipt: Receipt, id: str, kept: dict[str, Receipt], tell: Tell | None = None) -> None:
+        self._receipt = receipt
+        self._id = id
+        self._kept = kept
+        self._tell = tell
+        kept[id] = receipt  # of a message that comes again, the latest delivery
+
+    @property
+    def token(self) -> str:
+        return self._receipt.token
+
+    async def ack(self) -> None:
+        self._forget()
+        await self._receipt.ack()
+        self._ended("ack")
+
+    async def nak(self, delay_seconds: float = 0.0) -> None:
+        self._forget()
+        await self._receipt.nak(delay_seconds)
+        self._ended("nak")
+
+    async def term(self, reason: str) -> None:
+        self._forget()
+        await self._receipt.term(reason)
+        self._ended("term")
+
+    def leave(self, progress: SampleProgress | None) -> None:
+        """Another worker ends it, who has the token; or nobody, and it is delivered again. `progress`: what was made
+        of it; None: it never began here."""
+        self._forget()
+        self._ended("moved", progress)
+
+    def _forget(self) -> None:
+        if self._kept.get(self._id) is self._receipt:
+            del self._kept[self._id]
+
+    def watched(self, tell: Tell | None) -> None:
+        """From now on who looks on is told how it ends."""
+        self._tell = tell
+
+    def _ended(self, how: How, progress: SampleProgress | None = None) -> None:
+        if self._tell is not None:
+            self._tell(how, progress)
+
+
+class Delivery(Generic[_R]):
+    """A record to handle. Exactly one of ack, nak and term ends it. `held` alone may be kept, without the record."""
+
+    def __init__(self, record: _R, held: Held, num_deliveries: int, headers: Mapping[str, str]) -> None:
+        self.record: _R = record
+        self.held = held
+        self.num_deliveries = num_deliveries
+        self.headers = headers
+
+    async def ack(self) -> None:
+        await self.held.ack()
+
+    async def nak(self, delay_seconds: float = 0.0) -> None:
+        await self.held.nak(delay_seconds)
+
+    async def term(self, reason: str) -> None:
+        await self.held.term(reason)
+
+
+class Inbox(Generic[_R]):
+    """Records of one type for one worker. What cannot be decoded goes to the dead letters and is never seen.
+
+    Inside `async with`, nothing that was pulled and not ended is delivered to anybody else, however long it takes.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        record_type: type[_R],
+        subscription: Subscription,
+        place: WorkerPlace,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self._bus = bus
+        self._record_type: type[_R] = record_type
+        self._subscription = subscription
+        self._clock = bus.clock
+        self._place = place
+        self._watcher = watcher
+        self._kept: dict[str, Receipt] = {}  # in progress, by message
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def pull(self, *, max_records: int, timeout_seconds: float) -> list[Delivery[_R]]:
+        """At least one as soon as there is one, at most `max_records`; an empty list at the timeout."""
+        end = self._clock.now() + timeout_seconds
+        while True:
+            left = max(end - self._clock.now(), 0.0)
+            messages = await self._subscription.pull(max_records, left)
+            deliveries = [delivery for message in messages if (delivery := await self._decoded(message))]
+            if deliveries or not messages:
+                return deliveries
+
+    async def __aenter__(self) -> Self:
+        self._keeping = asyncio.create_task(self._keep_in_progress())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+        await self._subscription.close()
+
+    async def _keep_in_progress(self) -> None:
+        while True:
+            await self._clock.sleep(loop.ACK_WAIT_SECONDS / 4)
+            for receipt in list(self._kept.values()):
+                await receipt.in_progress()
+
+    async def _decoded(self, message: Message) -> Delivery[_R] | None:
+        try:
+            record = self._bus.read(self._record_type, message.id, message.data)
+        except MalformedRecord as error:
+            log.warning("%s of %s is refused: %s", message.id, message.subject, error)
+            if self._watcher is not None:
+                self._watcher.ended(self._place, self._record_type, message.id, "term")
+            await message.term(str(error))
+            return None
+        kept = self._kept if message.token else {}
+        tell = self._watched(record, Delivered(message.headers, message.num_deliveries), bool(message.token))
+        held = Held(message, message.id, kept, tell)
+        return Delivery(record, held, message.num_deliveries, message.headers)
+
+    async def adopt(self, data: bytes, id: str, token: str, headers: Mapping[str, str]) -> Delivery[_R]:
+        """What was delivered to another worker of the stage, who goes on with it no more. Raises MalformedRecord where
+        it is no such record with this id, InvalidRequest where the token is none of such a delivery. Whether anything
+        comes of it is not known yet: who looks on is told when it has `arrived`."""
+        record = self._bus.read(self._record_type, f"{self._bus.uid}/{id}", data)
+        subject = self._bus.subject(self._record_type)
+        receipt = await self._bus.transport.adopt(token, subject, self._place.stage)
+        await receipt.in_progress()
+        held = Held(receipt, f"{self._bus.uid}/{record.id}", self._kept)
+        return Delivery(record, held, receipt.num_deliveries, headers)
+
+    def arrived(self, delivery: Delivery[_R], progress: SampleProgress) -> None:
+        """What was adopted goes on here."""
+        delivered = Delivered(delivery.headers, delivery.num_deliveries, progress)
+        delivery.held.watched(self._watched(delivery.record, delivered, True))
+
+    def _watched(self, record: _R, delivered: Delivered, can_end: bool) -> Tell | None:
+        """Tells who looks on that it is taken; what tells that it was ended."""
+        if self._watcher is None:
+            return None
+        self._watcher.taken(self._place, record, delivered)
+        return partial(self._watcher.ended, self._place, self._record_type, record.id) if can_end else None
+
+
+async def ack_all(held: Iterable[Held]) -> None:
+    """Many at a time: one after the other, thousands would wait for a round trip each."""
+    waiting = list(held)
+    for start in range(0, len(waiting), _AT_ONCE):
+        await asyncio.gather(*(one.ack() for one in waiting[start : start + _AT_ONCE]))
+
+
+async def give_back(held: Iterable[Held]) -> None:
+    """All at once, for somebody else: who leaves does not make them wait for the ack wait."""
+    await asyncio.gather(*(one.nak() for one in held))
+
+
+class StageBus:
+    """The bus as one worker of a stage (or an observer) may use it."""
+
+    def __init__(self, bus: Bus, stage: loop.Stage, worker: int) -> None:
+        self._bus = bus
+        self.stage = stage
+        self.worker = worker
+        self.clock = bus.clock
+        self._place = WorkerPlace(stage.name, worker)
+
+    async def publish(self, record: Record) -> bool:
+        """False: this id was published before, and nothing changed. Waits for room (`TransportFull` after long)."""
+        if type(record) not in self.stage.produces:
+            raise InvalidRequest("record", type(record).__name__, f"{self.stage.name} does not produce it (loop.py)")
+        watcher = self._bus.watcher
+        with about(record.id):
+            if watcher is None:
+                return await self._bus.publish(record)
+            began = time.time()
+            is_new = await self._bus.publish(record, watcher.publishing(self._place, record))
+            watcher.published(self._place, record, began, is_new)
+            return is_new
+
+    async def subscribe(self, record_type: type[_R]) -> Inbox[_R]:
+        """A stage's workers compete for work. State and signals they watch, as an observer does everything."""
+        if record_type not in (*self.stage.consumes, *self.stage.watches, *loop.SEEN_BY_ALL):
+            raise InvalidRequest("record", record_type.__name__, f"{self.stage.name} does not consume it (loop.py)")
+        transport, subject = self._bus.transport, self._bus.subject(record_type)
+        looks_on = self.stage in loop.OBSERVERS or record_type in self.stage.watches
+        if loop.KINDS[record_type] != "work" or looks_on:
+            watcher = None if looks_on else self._bus.watcher
+            return Inbox(self._bus, record_type, await transport.watch(subject), self._place, watcher)
+        subscription = await transport.subscribe(subject, loop.work_consumer(self.stage))
+        return Inbox(self._bus, record_type, subscription, self._place, self._bus.watcher)
+
+
+class Bus:
+    """One run's records over one transport. `uid`: of the run, so that two runs of one job never meet.
+
+    `workers`: every stage and observer that runs in this job, and how many of each. Work is kept for these stages
+    only: a job without a critic has no consumer `critic`. `watcher`: is told of what the stages say and hear; set
+    before anybody subscribes.
+    """
+
+    def __init__(
+        self, transport: Transport, job: str, *, uid: str, workers: Mapping[str, int], clock: Clock | None = None
+    ) -> None:
+        for name in workers:
+            _known(name)
+        self.transport = transport
+        self.job = job
+        self.uid = uid
+        self.workers = dict(workers)
+        self.clock = clock or SystemClock()
+        self.watcher: Watcher | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        transport: Transport,
+        job: str,
+        *,
+        workers: Mapping[str, int],
+        uid: str = "run",
+        clock: Clock | None = None,
+    ) -> Bus:
+        bus = cls(transport, job, uid=uid, workers=workers, clock=clock)
+        await bus.declare()
+        return bus
+
+    async def declare(self) -> None:
+        """Opens every subject of the run; before anybody publishes or reads."""
+        for declaration in loop.declarations(self.job, self.uid, self.workers):
+            await self.transport.declare(*declaration)
+
+    @property
+    def last_declared(self) -> str:
+        """The subject that says, by being declared, that all are."""
+        return self.subject(loop.LAST_DECLARED)
+
+    def subject(self, record_type: type) -> str:
+        return loop.subject(self.job, self.uid, record_type)
+
+    def read(self, record_type: type[_R], message_id: str, data: bytes) -> _R:
+        """Raises `MalformedRecord` for whatever is no such record of this run, under its own id."""
+        record = decode(data)
+        if not isinstance(record, record_type):
+            raise MalformedRecord(f"a {type(record).__name__} among records of {record_type.__name__}")
+        if record.job != self.job:
+            raise MalformedRecord(f"{record.id} is of job {record.job!r}, not of {self.job!r}")
+        if message_id != f"{self.uid}/{record.id}":
+            raise MalformedRecord(f"{record.id} came under the id of {message_id!r}")
+        return record
+
+    def of(self, name: str, worker: int = 0) -> StageBus:
+        """The bus as this worker of this stage or observer may use it."""
+        num_workers = self.workers.get(name, 0)
+        if not 0 <= worker < num_workers:
+            raise InvalidRequest("stage", f"{name} {worker}", f"this job runs {num_workers} workers of it")
+        return StageBus(self, _known(name), worker)
+
+    async def publish(self, record: Record, headers: Mapping[str, str] | None = None) -> bool:
+        """For who is no stage (the heartbeats of a process); a stage publishes through its `StageBus`."""
+        return await self.transport.publish(
+            self.subject(type(record)),
+            encode(record),
+            id=f"{self.uid}/{record.id}",
+            key=loop.state_key(record),
+            headers=headers,
+        )
+
+    async def release(self, name: str) -> None:
+        """For who starts the only worker of a stage again: what the one that died held is delivered at once, not after
+        the ack wait."""
+        for record_type in _known(name).consumes:
+            if loop.KINDS[record_type] == "work":
+                await self.transport.release(self.subject(record_type), name)
+
+    async def dead_letters(self) -> Subscription:
+        """What nobody could handle; the data is a `transport.dead_letters.DeadLetter`."""
+        return await self.transport.watch(loop.dead_letters(self.job, self.uid))
+
+
+def _known(name: str) -> loop.Stage:
+    if name not in loop.BY_NAME:
+        raise InvalidRequest("stage", name, f"must be one of {', '.join(loop.BY_NAME)}")
+    return loop.BY_NAME[name]

@@ -1,0 +1,52 @@
+"""What a stage's builder gets beside the job: where the worker speaks, where weights are, where the run keeps things.
+
+Torch-free, like every builder's module: what is heavy is imported when a service is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rlhfspec.job import RLHFJob
+from rlhfspec.stage.bus import StageBus
+from rlhfspec.stage.guest import HostedScoring
+from rlhfspec.stage.vitals import Vitals
+
+if TYPE_CHECKING:
+    from rlhfspec.training.weights import WeightStore
+    from rlhfspec.worker.ends import MoveEndpoint
+    from rlhfspec.worker.mirror import Mirror
+
+KEPT_VERSIONS = 2  # of weights, beyond what staleness needs
+
+
+def kept_versions(job: RLHFJob) -> int:
+    return KEPT_VERSIONS + job.spec.training.max_staleness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of a job. `uid`: of this start, in every subject. `base_folder`: the job file's. `folder`: the run's."""
+
+    uid: str
+    base_folder: Path
+    folder: Path
+    folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"
+    mirror: Mirror | None = None  # of the folder, where storage is an object store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    worker: int
+    bus: StageBus
+    weights: WeightStore
+    vitals: Vitals
+    run: Run
+    say: Callable[[str], None]  # a line for the person who watches
+    move_endpoint: MoveEndpoint | None = None  # of a generator
+    at_end: ExitStack | None = None  # of a process of its own: told what ended it, once the service is closed
+    hosted_scoring: HostedScoring | None = None  # of a generator: the scoring stage that it may help

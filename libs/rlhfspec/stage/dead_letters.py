@@ -1,0 +1,61 @@
+"""Ends the run when nobody could handle a record: without it a step would wait for ever."""
+
+from __future__ import annotations
+
+import logging
+from typing import get_args
+
+from rlhfspec.errors import MalformedRecord, RecordUndeliverable
+from rlhfspec.messages.records import Record
+from rlhfspec.messages.transport.base import Message
+from rlhfspec.messages.transport.dead_letters import DeadLetter, decode
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.vitals import Vitals
+
+LOOK_EVERY_SECONDS = 1.0
+MALFORMED = str(MalformedRecord(""))
+log = logging.getLogger("rlhfspec.stage")
+
+
+class DeadLetterWatch(Service):
+    """Give it to the supervisor beside the stages.
+
+    consumes: the dead letters of the job; produces: nothing; waits for: a record that a stage refused for good, or
+    never acknowledged; unblocked by: any stage. It raises `RecordUndeliverable` with the first.
+
+    What is no record of this run, no step waits for: whoever sent that ends nothing, and the log tells of it.
+    """
+
+    def __init__(self, bus: Bus, vitals: Vitals) -> None:
+        super().__init__("supervisor", 0, vitals)
+        self._bus = bus
+
+    async def run(self) -> None:
+        letters = await self._bus.dead_letters()
+        while not self.stopping.is_set():
+            with self.vitals.waiting("records that nobody could handle"):
+                messages = await self.unless_stopped(letters.pull(1, LOOK_EVERY_SECONDS))
+            for message in messages:
+                if (problem := undeliverable(self._bus, message)) is not None:
+                    raise problem
+
+
+def undeliverable(bus: Bus, message: Message) -> RecordUndeliverable | None:
+    """The record of this run that a letter tells of; None, and a line in the log: it is none."""
+    try:
+        letter = decode(message.data)
+        if letter.data or letter.reason.startswith(MALFORMED):  # a record may be too large for a letter
+            _read(bus, letter)
+    except MalformedRecord as error:
+        log.warning("a dead letter that ends nothing: %s", error)
+        return None
+    return RecordUndeliverable(letter.consumer, letter.subject, letter.id, letter.reason)
+
+
+def _read(bus: Bus, letter: DeadLetter) -> Record:
+    for record_type in get_args(Record):
+        if bus.subject(record_type) == letter.subject:
+            record: Record = bus.read(record_type, letter.id, letter.data)
+            return record
+    raise MalformedRecord(f"{letter.id} of {letter.subject!r}, where nothing of this run travels")

@@ -1,0 +1,52 @@
+"""How often to look, or to tell: soon after something happened, less and less often while nothing does.
+
+Example:
+    >>> pace = Pace(0.5, 5.0)
+    >>> [pace.after(news) for news in ("", "", "", "", "", "a sample", "")]
+    [1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 1.0]
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rlhfspec.stage.vitals import Vitals
+
+LIVE_BEAT_SECONDS, IDLE_BEAT_SECONDS = 0.25, 2.0
+
+
+class Pace:
+    """`seconds` until the next time: `shortest` at first and after news, twice as long after each time without, up to
+    `longest`."""
+
+    def __init__(self, shortest: float, longest: float) -> None:
+        self.seconds = shortest
+        self._shortest = shortest
+        self._longest = longest
+
+    def after(self, news: object) -> float:
+        """What has come since the last time, or changed; nothing that is false."""
+        self.seconds = self._shortest if news else min(2 * self.seconds, self._longest)
+        return self.seconds
+
+
+class Beats:
+    """When a process tells again what it does: at once when it begins something after a while in which it did not."""
+
+    def __init__(self, vitals: Vitals) -> None:
+        self._vitals = vitals
+        self._pace = Pace(LIVE_BEAT_SECONDS, IDLE_BEAT_SECONDS)
+        self._told: object = None
+
+    async def next(self, told: object, stopping: asyncio.Event) -> None:
+        """Returns when it is time, or when it is to stop. `told`: the last time, without what only time changes."""
+        seconds, self._told = self._pace.after(told != self._told), told
+        waits: list[asyncio.Task[Any]] = [asyncio.create_task(stopping.wait())]
+        if seconds > LIVE_BEAT_SECONDS:
+            waits.append(asyncio.create_task(self._vitals.until_change()))
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()

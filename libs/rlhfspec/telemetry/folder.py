@@ -1,0 +1,102 @@
+"""Spans in the run folder: `traces/STAGE-N.jsonl`, one line a span, written once a second by a thread of its own.
+
+What is lost when a process is killed is the last second. A trace is no part of the result: when it cannot be written
+the run goes on without, and says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rlhfspec.telemetry.spans import Span
+
+TRACES = "traces"
+FLUSH_SECONDS = 1.0
+log = logging.getLogger("rlhfspec.telemetry")
+
+
+class SpanFiles:
+    """Of one process; `keep` may be called from any thread."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / TRACES
+        self._spans: deque[Span] = deque()
+        self._closing = threading.Event()
+        self._begun: set[Path] = set()
+        self._broken = False
+        self._thread = threading.Thread(target=self._write_on, name="traces", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def keep(self, span: Span) -> None:
+        if not self._broken:
+            self._spans.append(span)
+
+    def _write_on(self) -> None:
+        try:
+            while not self._closing.wait(FLUSH_SECONDS):
+                self._flush()
+            self._flush()
+        except OSError as error:
+            log.warning("traces are no longer written: %s: %s", self._folder, error.strerror)
+            self._broken = True
+            self._spans.clear()
+
+    def _flush(self) -> None:
+        by_file: dict[Path, list[str]] = {}
+        while self._spans:
+            span = self._spans.popleft()
+            path = self._folder / f"{span.stage}-{span.worker}.jsonl"
+            by_file.setdefault(path, []).append(span.to_line())
+        for path, lines in by_file.items():
+            self._append(path, "".join(lines))
+
+    def _append(self, path: Path, text: str) -> None:
+        if path not in self._begun:
+            self._folder.mkdir(exist_ok=True)
+            text = _end_of_line(path) + text
+            self._begun.add(path)
+        with path.open("a") as file:
+            file.write(text)
+
+
+def _end_of_line(path: Path) -> str:
+    """What is missing where a killed process left a line half written."""
+    if not path.exists() or not path.stat().st_size:
+        return ""
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return "" if file.read() == b"\n" else "\n"
+
+
+def read_spans(run: Path, *, containing: str = "") -> Iterator[Span]:
+    """Of all processes, in no order; half lines are left out, also while the run goes on.
+
+    `containing`: only lines in which this stands; a run may have millions.
+    """
+    wanted = containing.encode()
+    for path in sorted((run / TRACES).glob("*.jsonl")):
+        with path.open("rb") as file:
+            for line in file:
+                if wanted in line and (span := _parsed(line)) is not None:
+                    yield span
+
+
+def _parsed(line: bytes) -> Span | None:
+    try:
+        return Span.from_line(line.decode())
+    except ValueError:
+        return None

@@ -1,0 +1,23 @@
+"""Tests that every implementation of one of our contracts must pass, ours and yours; they need pytest.
+
+    from rlhfspec.testing.transport import TransportContract
+
+    class TestMine(TransportContract):
+        @asynccontextmanager
+        async def open(self, *, max_pending, publish_timeout_seconds):
+            yield TransportHarness(MyTransport(...))
+
+pytest then runs every test of the contract on it. A suite asks for one method; its docstring says what that returns.
+"""
+
+from __future__ import annotations
+
+try:
+    import hypothesis  # noqa: F401
+    import pytest
+except ImportError as error:
+    raise ImportError(f"rlhfspec.testing needs {error.name}: pip install 'rlhfspec[testing]'") from error
+
+SUITES = ("drafter", "engine", "link", "movable", "transport", "weight_store")
+# Before they are imported: so that a failed assertion shows its values.
+pytest.register_assert_rewrite(*(f"rlhfspec.testing.{name}" for name in (*SUITES, "transport_harness")))

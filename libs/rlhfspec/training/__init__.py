@@ -1,0 +1,1 @@
+"""From rows to gradients to weights: data, packed models, scores, losses, checkpoints."""

@@ -1,0 +1,6 @@
+"""What a run can be continued from, and the policy for others to load (docs/checkpoints.md)."""
+
+from rlhfspec.training.checkpoint.export import export_hf
+from rlhfspec.training.checkpoint.store import CheckpointStore
+
+__all__ = ["CheckpointStore", "export_hf"]

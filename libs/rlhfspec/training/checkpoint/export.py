@@ -1,0 +1,66 @@
+"""The policy as a Hugging Face folder, which transformers, vLLM and others load."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from rlhfspec.errors import InvalidRequest, StorageError
+from rlhfspec.training.modeling.tensor_files import sync
+
+
+def export_hf(
+    folder: Path,
+    state_dict: Mapping[str, torch.Tensor],
+    config: Any,
+    *,
+    tokenizer: Any = None,
+    generation_config: Any = None,
+) -> Path:
+    """Configuration, weights in safetensors and tokenizer; an earlier export in `folder` is replaced as a whole.
+
+    state_dict: as the model of `config` names its weights (a low-rank update merged into them).
+
+    Example:
+        >>> export_hf(out / "export", learner.policy_state(), config, tokenizer=tokenizer)    # doctest: +SKIP
+    """
+    writing = folder.with_name(f".writing-{folder.name}")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        model = _model(state_dict, config)
+        if generation_config is not None:
+            model.generation_config = generation_config
+        model.save_pretrained(writing)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(writing)
+        for path in writing.iterdir():
+            sync(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        writing.rename(folder)
+        sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(folder, f"the export could not be written: {error}") from error
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+    return folder
+
+
+def _model(state_dict: Mapping[str, torch.Tensor], config: Any) -> Any:
+    """The state's own tensors inside a model: nothing is initialised or copied."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = next(tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    report = model.load_state_dict(dict(state_dict), assign=True, strict=False)
+    model.tie_weights()
+    absent = [name for name, tensor in model.named_parameters() if tensor.is_meta]  # tied ones need not be given
+    if absent or report.unexpected_keys:
+        problem = f"are not those of the configuration: missing {absent}, unknown {report.unexpected_keys}"
+        raise InvalidRequest("state_dict", len(state_dict), problem)
+    return model

@@ -1,0 +1,180 @@
+"""Checkpoints of one run: each wholly there or not at all, the newest that is sound is found again.
+
+A checkpoint is written under a name that begins with a dot, down to the disk, and only then renamed to `step-00000012`.
+Whatever ends the process in between (a full disk, a kill, a power cut) leaves the earlier ones as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlhfspec.common.folder_lock import take_lock
+from rlhfspec.errors import StorageError
+from rlhfspec.training.checkpoint.folders import manifest_of, read_checkpoint, verify, write_checkpoint
+from rlhfspec.training.modeling.tensor_files import sync
+
+log = logging.getLogger(__name__)
+_PREFIX = "step-"
+LOCK = ".lock"
+
+
+class CheckpointStore:
+    """Holds the folder's lock until it is closed or the process ends, however it ends.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with CheckpointStore(folder, keep=2) as store:
+        ...     for step in (1, 2, 3):
+        ...         _ = store.save(step, {"trainer": {"step": step, "betas": (0.9, 0.99)}})
+        ...     store.steps(), store.latest(), store.load(3)
+        ([2, 3], 3, {'trainer': {'step': 3, 'betas': (0.9, 0.99)}})
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        assert keep >= 1
+        self._folder = folder.absolute()
+        self._keep = keep
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = take_lock(self._folder / LOCK)
+            self._recover()
+        except BlockingIOError as error:
+            raise StorageError(folder, str(error.strerror)) from None
+        except OSError as error:
+            raise StorageError(folder, f"cannot keep checkpoints here: {error}") from error
+
+    def save(self, step: int, state: Mapping[str, Any], *, best: int | None = None) -> Path:
+        """`state`: parts by name, each a nested state (`states.pack`). Earlier ones go once this one is there.
+
+        best: the step of one that stays however old it is, the best by evaluation.
+        """
+        writing = self._folder / f".writing-{_PREFIX}{step:08d}"
+        try:
+            _remove(writing)
+            writing.mkdir()
+            write_checkpoint(writing, step, state)
+            self._put_in_place(writing, step)
+        except (OSError, StorageError) as error:
+            problem = f"the checkpoint of step {step} could not be written, earlier ones are untouched: {error}"
+            raise StorageError(self._folder, problem) from error
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)
+        try:
+            self._retire(best)
+        except OSError as error:
+            raise StorageError(self._folder, f"earlier checkpoints could not be removed: {error}") from error
+        return self._path(step)
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there, sound or not."""
+        names = (path.name.removeprefix(_PREFIX) for path in self._folder.glob(f"{_PREFIX}*"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def latest(self) -> int | None:
+        """The newest whose every digest is right; damaged ones are passed over with a warning.
+
+        None when there never was one. StorageError when there are some and all are damaged: starting anew without
+        a word would be worse.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                verify(self._path(step))
+            except StorageError as error:
+                log.warning("checkpoint passed over: %s", error)
+            else:
+                return step
+        if steps:
+            problem = f"all {len(steps)} checkpoints are damaged; remove the folder to begin from the first step"
+            raise StorageError(self._folder, problem)
+        return None
+
+    def load(self, step: int) -> Any:
+        """The state as saved. StorageError when it is not there or damaged."""
+        return read_checkpoint(self._path(step))
+
+    def discard_after(self, step: int) -> list[int]:
+        """On resuming at `step`: later checkpoints (damaged, or of another continuation) make way. Which they were."""
+        later = [other for other in self.steps() if other > step]
+        for other in later:
+            self._discard(other)
+        return later
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"{_PREFIX}{step:08d}"
+
+    def _put_in_place(self, writing: Path, step: int) -> None:
+        """One rename; where the step's folder is there already, it first steps aside and comes back if this fails."""
+        aside = self._folder / f".replaced-{_PREFIX}{step:08d}"
+        if self._path(step).exists():
+            _remove(aside)
+            self._path(step).rename(aside)
+        try:
+            writing.rename(self._path(step))
+            sync(self._folder)
+        finally:
+            self._settle(aside)
+
+    def _settle(self, aside: Path) -> None:
+        """What stepped aside comes back unless its place is taken."""
+        home = self._folder / aside.name.removeprefix(".replaced-")
+        if home.exists():
+            _remove(aside)
+        elif aside.exists():
+            aside.rename(home)
+
+    def _retire(self, best: int | None) -> None:
+        """The newest `keep` that look complete stay, and so do what is newer than they are and the best."""
+        complete = [step for step in self.steps() if self._looks_complete(step)]
+        oldest = complete[-self._keep :][0]
+        for step in self.steps():
+            if step < oldest and step != best:
+                self._discard(step)
+
+    def _looks_complete(self, step: int) -> bool:
+        """All files are there in their sizes; reading every byte at every save would cost too much."""
+        try:
+            files = manifest_of(self._path(step))["files"]
+            return all((self._path(step) / n).stat().st_size == expected["num_bytes"] for n, expected in files.items())
+        except (StorageError, OSError):
+            return False
+
+    def _discard(self, step: int) -> None:
+        """Renamed first: half removed, it must not be taken for a damaged checkpoint."""
+        removing = self._folder / f".removing-{_PREFIX}{step:08d}"
+        _remove(removing)
+        self._path(step).rename(removing)
+        _remove(removing)
+
+    def _recover(self) -> None:
+        """What a process that died left behind: put back what had stepped aside, remove the rest."""
+        for path in self._folder.glob(f".replaced-{_PREFIX}*"):
+            self._settle(path)
+        for pattern in (f".writing-{_PREFIX}*", f".removing-{_PREFIX}*"):
+            for path in self._folder.glob(pattern):
+                _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

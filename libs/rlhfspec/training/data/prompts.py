@@ -1,0 +1,171 @@
+"""Rows made prompts: text from a column or from chat messages, token ids, columns for the rewards.
+
+Example:
+    >>> from rlhfspec.training.data.rows import Rows
+    >>> from rlhfspec.models.tiny.tokenizer import encode
+    >>> class Bytes:
+    ...     def __call__(self, texts, add_special_tokens=True):
+    ...         return {"input_ids": [encode(text) for text in texts]}
+    >>> rows = Rows(source="sums", records=[{"prompt": "1+1=", "answer": 2}, {"prompt": "9" * 99, "answer": 9}])
+    >>> prompts = Prompts(rows, Bytes(), Dataset(path="sums.jsonl", maxPromptTokens=64), seed=0, prompts_per_step=1)
+    >>> prompts.take(step=1)
+    [(0, PromptRow(text='1+1=', token_ids=(49, 43, 49, 61), columns_json='{"answer": 2}'))]
+    >>> prompts.num_too_long
+    1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfspec.engine.text import Tokenizer
+from rlhfspec.errors import InvalidRequest, JobError, Problem
+from rlhfspec.job import Dataset, Model
+from rlhfspec.models.huggingface.positions import config_of
+from rlhfspec.training.data.columns import columns_json, columns_of_rows
+from rlhfspec.training.data.order import Order
+from rlhfspec.training.data.rows import Rows
+from rlhfspec.training.data.shape import check_rows
+
+_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
+_BATCH = 1000  # texts a call: fast tokenizers work on them in parallel
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    text: str
+    token_ids: tuple[int, ...]
+    columns_json: str
+
+
+class Prompts:
+    """A dataset that a job can draw from. Malformed rows are refused here, before the first step.
+
+    seed: of the job; decides the order. num_too_long: rows left out by `maxPromptTokens`. longest: tokens of the
+    longest prompt that is kept.
+    """
+
+    def __init__(self, rows: Rows, tokenizer: Tokenizer, dataset: Dataset, seed: int, prompts_per_step: int) -> None:
+        check_rows(rows, dataset)
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._dataset = dataset
+        self._kept, self.longest = self._short_enough()
+        self.num_too_long = len(rows) - len(self._kept)
+        self.order = Order(
+            num_rows=len(self._kept),
+            prompts_per_step=prompts_per_step,
+            seed=seed,
+            shuffle=dataset.shuffle,
+            epochs=dataset.epochs,
+        )
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """What rewards may ask for; of a column that some prompt lacks, where it is missing first."""
+        return columns_of_rows(self._rows, self._dataset, self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        """A prompt by its index among those that are short enough, in the order of the data."""
+        return self._prompt(self._kept[index])
+
+    def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
+        return self.order.indices(step, round, count)
+
+    def take(self, step: int, round: int = 0, count: int | None = None) -> list[tuple[int, PromptRow]]:
+        """The prompts of a step, or of one of its demands, each with its place in the step (`Prompt.prompt`)."""
+        chosen = self.indices(step, round, count)
+        return [(place, self[index]) for place, index in zip(self.order.places(round, count), chosen, strict=True)]
+
+    def _short_enough(self) -> tuple[list[int], int]:
+        longest = self._dataset.max_prompt_tokens
+        lengths: list[int] = []
+        for start in range(0, len(self._rows), _BATCH):
+            texts = [self._text(index) for index in range(start, min(start + _BATCH, len(self._rows)))]
+            lengths += map(len, self._encode(texts))
+        kept = [index for index, length in enumerate(lengths) if 0 < length <= longest]
+        if not kept:
+            raise JobError(self._rows.source, [self._no_prompt_left(lengths)])
+        return kept, max(lengths[index] for index in kept)
+
+    def _no_prompt_left(self, lengths: list[int]) -> Problem:
+        if any(lengths):
+            problem = f"every prompt is longer; the shortest of {len(lengths)} has {min(lengths)} tokens"
+            return Problem(field="spec.dataset.maxPromptTokens", value=self._dataset.max_prompt_tokens, problem=problem)
+        of_chat = self._dataset.messages_column is not None
+        field, maker = ("messagesColumn", "chat template") if of_chat else ("promptColumn", "tokenizer")
+        problem = f"the {maker} makes no token of any of the {len(lengths)} prompts"
+        return Problem(field=f"spec.dataset.{field}", problem=problem)
+
+    @property
+    def _column(self) -> str:
+        column = self._dataset.messages_column or self._dataset.prompt_column
+        assert column is not None, "the job was checked"
+        return column
+
+    def _prompt(self, index: int) -> PromptRow:
+        text = self._text(index)
+        columns = columns_json(self._rows.records[index], self._dataset)
+        return PromptRow(text, tuple(self._encode([text])[0]), columns)
+
+    def _text(self, index: int) -> str:
+        value = self._rows.records[index][self._column]
+        return (
+            str(value) if self._dataset.messages_column is None else render(self._tokenizer, value, self._rows, index)
+        )
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        """A template writes its own special tokens; a plain text gets the tokenizer's, as in the engine."""
+        return self._tokenizer(texts, add_special_tokens=self._dataset.messages_column is None)["input_ids"]
+
+
+def render(tokenizer: Any, messages: list[Mapping[str, Any]], rows: Rows, index: int) -> str:
+    """Chat messages as the text that the model's template makes of them, up to where the answer begins."""
+    from jinja2.exceptions import TemplateError
+
+    field = "spec.dataset.messagesColumn"
+    if not getattr(tokenizer, "chat_template", None):
+        problem = "the tokenizer has no chat template; use promptColumn, or a tokenizer that has one (model.tokenizer)"
+        raise JobError(rows.source, [Problem(field=field, problem=problem)])
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, TypeError, ValueError) as error:
+        problem = f"the tokenizer's chat template refuses these messages: {error}"
+        raise JobError(rows.source, [Problem(field=field, problem=problem, where=rows.where(index))]) from error
+
+
+def load_tokenizer(model: Model) -> Any:
+    """The job's tokenizer: `model.tokenizer`, or the one beside the policy."""
+    from transformers import AutoTokenizer
+
+    field, path = ("tokenizer", model.tokenizer) if model.tokenizer else ("path", model.path)
+    field = f"spec.model.{field}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except _LOAD_ERRORS as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InvalidRequest(field, path, f"no tokenizer can be loaded from it: {first}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what some classes make of a folder without their files
+        raise InvalidRequest(field, path, "its tokenizer knows no words: the folder lacks tokenizer.json")
+    _check_ids(tokenizer, model.path, field, path)
+    return tokenizer
+
+
+def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
+    """Of words, and of special tokens that texts and the chat template begin with: the embedding has a row for each.
+    Others need none: several models leave those of pictures out."""
+    config = config_of(model)
+    num_rows = None if config is None else getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if num_rows is None:
+        return  # loading the model says more
+    template = str(tokenizer.chat_template or "")
+    in_template = [number for token, number in tokenizer.get_added_vocab().items() if token in template]
+    largest = max([tokenizer.vocab_size - 1, *tokenizer(["a"])["input_ids"][0], *in_template])
+    if largest >= num_rows:
+        problem = f"its tokens have ids up to {largest}, and the model's embedding {num_rows} rows"
+        raise InvalidRequest(field, path, problem)

@@ -1,0 +1,124 @@
+"""Where rows come from: a text file (`text_files`), Parquet, a `datasets` folder or a hub id.
+
+Example:
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "sums.jsonl"
+    >>> _ = file.write_text('{"prompt": "1+1=", "answer": "2"}\\n')
+    >>> rows = load_rows(Dataset(path=str(file)))
+    >>> rows.records[0]["answer"], rows.where(0)
+    ('2', 'line 1')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.errors import JobError, Problem
+from rlhfspec.job import Dataset
+from rlhfspec.job.file.paths import NOT_ROWS, ROW_SUFFIXES, is_local, resolve
+from rlhfspec.training.data.text_files import read_text_rows, unreadable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """records: one mapping a row. lines: where each stands in its file; empty when rows have no lines."""
+
+    source: str
+    records: Sequence[Mapping[str, Any]]
+    lines: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def where(self, index: int) -> str:
+        return f"line {self.lines[index]}" if self.lines else f"row {index + 1}"
+
+
+def load_rows(dataset: Dataset, base: Path | None = None) -> Rows:
+    """All rows; relative paths start at `base`, the job file's folder (`read_job` has made them absolute already)."""
+    base = base or Path()
+    if not is_local(dataset.path, base):
+        return _from_hub(dataset)
+    path = Path(resolve(dataset.path, base))
+    if not path.exists():
+        raise unreadable(path, "no such file or folder")
+    if path.is_dir():
+        rows = _from_folder(path, dataset)
+    elif not path.is_file():
+        raise unreadable(path, "must be a regular file; this is a pipe or a device")
+    elif path.suffix == ".parquet":
+        rows = _from_parquet(path)
+    elif path.name.endswith(ROW_SUFFIXES):
+        records, lines = read_text_rows(path)
+        rows = Rows(source=str(path), records=records, lines=lines)
+    else:
+        raise unreadable(path, NOT_ROWS)
+    if not rows.records:
+        raise unreadable(path, "holds no rows")
+    return rows
+
+
+def _from_parquet(path: Path) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise unreadable(path, f"is not a readable Parquet file: {_first_line(error)}") from error
+    columns = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        with suppress(ValueError, OverflowError):  # Python has no such value (a year 10000): the column is left out
+            columns[name] = column.to_pylist()
+    records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return Rows(source=str(path), records=records)
+
+
+def _from_folder(path: Path, dataset: Dataset) -> Rows:
+    import datasets
+
+    if not (path / "dataset_info.json").exists() and not (path / "dataset_dict.json").exists():
+        inside = ", ".join(sorted(child.name for child in path.iterdir())[:5]) or "nothing"
+        raise unreadable(path, f"was not written by datasets' save_to_disk (it holds {inside}); name a file in it")
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise unreadable(path, f"cannot be read: {_first_line(error)}") from error
+    return Rows(source=str(path), records=_split(loaded, dataset, str(path)))
+
+
+def _from_hub(dataset: Dataset) -> Rows:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        loaded = datasets.load_dataset(dataset.path)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        problem = f"neither a file beside the job nor a hub dataset that can be had: {_first_line(error)}"
+        raise unreadable(dataset.path, problem) from error
+    return Rows(source=dataset.path, records=_split(loaded, dataset, dataset.path))
+
+
+def _split(loaded: Any, dataset: Dataset, source: str) -> Any:
+    """One split of a DatasetDict; a plain Dataset is the split."""
+    if not isinstance(loaded, dict):
+        return _without_media(loaded)
+    if dataset.split not in loaded:
+        known = ", ".join(loaded)
+        raise JobError(
+            source, [Problem(field="spec.dataset.split", value=dataset.split, problem=f"must be one of {known}")]
+        )
+    return _without_media(loaded[dataset.split])
+
+
+def _without_media(rows: Any) -> Any:
+    """Images and sounds would be decoded with every row, and are not passed on."""
+    return rows.remove_columns([name for name, kind in rows.features.items() if hasattr(kind, "decode_example")])
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,264 @@
+"""A job's algorithm applied to a step: targets before the first update, losses of each micro-batch.
+
+The fields of `job.Algorithm` decide; its name decides only how rewards become advantages (`estimators`). Every number
+a token is computed for the whole step or mini-batch first; micro-batches pick theirs, so their losses add up to the
+mini-batch's.
+
+Example:
+    >>> from rlhfspec.job import Algorithm
+    >>> scoring_stages(Algorithm(name="grpo")), scoring_stages(Algorithm(name="ppo"))
+    (('reward', 'reference'), ('reward', 'reference', 'critic'))
+
+A step, for the trainer:
+    targets, metrics = prepare(algorithm, rollouts, policy_log_probs=..., max_tokens=256)
+    mini = targets.mini_batch(algorithm, samples, max_tokens=256)
+    for micro in packings of mini:                       # whole samples
+        part = mini.select(micro)
+        terms = policy_terms(algorithm, log_probs, old_log_probs, part, entropy)
+        terms.loss.backward()                            # and add up terms.losses, terms.sums
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlhfspec.errors import RolloutError
+from rlhfspec.job import Algorithm
+from rlhfspec.messages.loop import scoring_stages
+from rlhfspec.training.learning.advantages import informative_groups, overlong_penalties, token_rewards, whiten
+from rlhfspec.training.learning.aggregation import token_indices, token_weights
+from rlhfspec.training.learning.estimators import Estimator
+from rlhfspec.training.learning.importance import sequence_ratio, token_ratio, truncated_importance_weights
+from rlhfspec.training.learning.kl import kl_estimate
+from rlhfspec.training.learning.losses import clip_values, clipped_policy_loss, clipped_value_loss, is_clipped
+from rlhfspec.training.learning.rollouts import Rollouts
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The targets of some samples' tokens; T is the number of these tokens."""
+
+    lengths: Tensor  # [n] int64
+    weights: Tensor  # [T] of each token's loss, fixed by the mini-batch
+    advantages: Tensor  # [T]
+    generator_log_probs: Tensor  # [T] under the distribution sampled from
+    reference_log_probs: Tensor | None  # [T]
+    returns: Tensor | None  # [T] what the critic learns
+    old_values: Tensor | None  # [T] what it said
+
+    def select(self, samples: Sequence[int]) -> Targets:
+        """A micro-batch: these samples in this order, their weights as they are."""
+        chosen = torch.tensor(list(samples), dtype=torch.int64)
+        tokens = token_indices(self.lengths, chosen)
+        return Targets(
+            lengths=self.lengths[chosen],
+            weights=self.weights[tokens],
+            advantages=self.advantages[tokens],
+            generator_log_probs=self.generator_log_probs[tokens],
+            reference_log_probs=_pick(self.reference_log_probs, tokens),
+            returns=_pick(self.returns, tokens),
+            old_values=_pick(self.old_values, tokens),
+        )
+
+    def mini_batch(self, algorithm: Algorithm, samples: Sequence[int], *, max_tokens: int) -> Targets:
+        """These samples as the whole of one optimizer step: their weights are counted anew."""
+        chosen = self.select(samples)
+        weights = token_weights(chosen.lengths, algorithm.loss_aggregation, max_tokens)
+        return replace(chosen, weights=weights.to(self.weights.dtype))
+
+    def to(self, device: torch.device) -> Targets:
+        return Targets(
+            lengths=self.lengths.to(device),
+            weights=self.weights.to(device),
+            advantages=self.advantages.to(device),
+            generator_log_probs=self.generator_log_probs.to(device),
+            reference_log_probs=None if self.reference_log_probs is None else self.reference_log_probs.to(device),
+            returns=None if self.returns is None else self.returns.to(device),
+            old_values=None if self.old_values is None else self.old_values.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTerms:
+    """A micro-batch's share of a mini-batch. All three add up over its micro-batches."""
+
+    loss: Tensor  # scalar, to call backward on
+    losses: Metrics  # its parts, weighted as in the loss but without their coefficients
+    sums: Metrics  # over tokens; divide by the mini-batch's number of tokens for means
+
+
+def needs_policy_log_probs(algorithm: Algorithm) -> bool:
+    """Whether `prepare` needs the trainer's own log-probs, because the KL is part of the reward."""
+    return algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
+
+
+def prepare(
+    algorithm: Algorithm, rollouts: Rollouts, *, policy_log_probs: Tensor | None, max_tokens: int
+) -> tuple[Targets, Metrics]:
+    """The step's targets, as one mini-batch, and its metrics before training.
+
+    `policy_log_probs` [T] are the trainer's before the first update, at the temperature of sampling.
+    """
+    assert rollouts.num_samples > 0, "a step without samples"
+    _check_scores(algorithm, rollouts)
+    rewards, metrics = shaped_rewards(algorithm, rollouts, max_tokens=max_tokens)
+    kl = _kl_of_reward(algorithm, rollouts, policy_log_probs)
+    at_tokens = token_rewards(rewards, rollouts.lengths, kl, algorithm.kl_coefficient)
+    estimator: Estimator = algorithm.entry.load()
+    advantages, returns = estimator(algorithm, rollouts, at_tokens)
+    if algorithm.whiten_advantages:
+        advantages = whiten(advantages)
+    metrics |= _step_metrics(rollouts, advantages, returns)
+    weights = token_weights(rollouts.lengths, algorithm.loss_aggregation, max_tokens)
+    return Targets(
+        lengths=rollouts.lengths,
+        weights=weights.float(),
+        advantages=advantages.float(),
+        generator_log_probs=rollouts.generator_log_probs,
+        reference_log_probs=rollouts.reference_log_probs,
+        returns=None if returns is None else returns.float(),
+        old_values=rollouts.values,
+    ), metrics
+
+
+def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int) -> tuple[Tensor, Metrics]:
+    """Rewards [n] minus the penalty for length, if the job has one."""
+    if algorithm.overlong_buffer == 0:
+        return rollouts.rewards, {}
+    penalties = overlong_penalties(
+        rollouts.lengths,
+        max_tokens=max_tokens,
+        buffer=algorithm.overlong_buffer,
+        penalty=algorithm.overlong_penalty,
+    )
+    return rollouts.rewards + penalties, {"overlong_penalty_mean": float(penalties.mean())}
+
+
+def metrics_before_updates(algorithm: Algorithm, rollouts: Rollouts, log_probs: Tensor, entropy: Tensor) -> Metrics:
+    """Of the policy that sampled: `log_probs` and `entropy` [T] are the trainer's before the step's first update.
+
+    The KL to the reference is given by the job's estimator, and by k3, which is never negative.
+    """
+    metrics = {"entropy": float(entropy.double().mean())}
+    if rollouts.reference_log_probs is not None:
+        policy, reference = log_probs.double(), rollouts.reference_log_probs.double()
+        for estimator in dict.fromkeys((algorithm.kl_estimator, "k3")):
+            kl = kl_estimate(policy, reference, estimator)
+            metrics[f"kl_{estimator}"] = float((kl if estimator == "k1" else kl.clamp(min=0)).mean())  # rounding aside
+    return metrics
+
+
+def policy_terms(
+    algorithm: Algorithm, log_probs: Tensor, old_log_probs: Tensor, targets: Targets, entropy: Tensor | None
+) -> TokenTerms:
+    """The policy's loss over a micro-batch of whole samples.
+
+    `log_probs` [t] carry the gradient; `old_log_probs` [t] are the trainer's before the step's first update;
+    `entropy` [t] is needed where `entropy_coefficient` is above 0.
+    """
+    ratio = _ratio(algorithm, log_probs, old_log_probs, targets.lengths)
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    policy = clipped_policy_loss(ratio, targets.advantages, **clip)
+    low, high = is_clipped(ratio.detach(), targets.advantages, **clip)
+    sums = {
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
+        "approximate_kl": kl_estimate(old_log_probs, log_probs.detach(), "k3"),  # how far the step has moved
+    }
+    if algorithm.importance_cap is not None:
+        weights = truncated_importance_weights(old_log_probs, targets.generator_log_probs, algorithm.importance_cap)
+        policy = policy * weights
+        sums |= {"importance_weight": weights, "importance_capped_fraction": weights >= algorithm.importance_cap}
+    terms, losses = [policy], {"policy_loss": policy}
+    if targets.reference_log_probs is not None and algorithm.kl_placement == "loss":
+        losses["kl_loss"] = kl_estimate(log_probs, targets.reference_log_probs, algorithm.kl_estimator)
+        terms.append(algorithm.kl_coefficient * losses["kl_loss"])
+    if algorithm.entropy_coefficient > 0:
+        assert entropy is not None, "entropyCoefficient is above 0: the forward must give the entropy"
+        terms.append(-algorithm.entropy_coefficient * entropy)
+    return _token_terms(terms, losses, sums, targets.weights)
+
+
+def value_terms(algorithm: Algorithm, values: Tensor, targets: Targets) -> TokenTerms:
+    """The critic's loss over a micro-batch: `values` [t] carry the gradient."""
+    assert targets.returns is not None, "the algorithm trains no critic"
+    assert targets.old_values is not None
+    loss = clipped_value_loss(values, targets.old_values, targets.returns, clip=algorithm.value_clip)
+    detached = values.detach()
+    held = clip_values(detached, targets.old_values, algorithm.value_clip)
+    clipped = (held - targets.returns).abs() > (detached - targets.returns).abs()
+    sums = {"value": detached, "value_clip_fraction": clipped}
+    return _token_terms([algorithm.value_coefficient * loss], {"value_loss": loss}, sums, targets.weights)
+
+
+def _ratio(algorithm: Algorithm, log_probs: Tensor, old_log_probs: Tensor, lengths: Tensor) -> Tensor:
+    if algorithm.ratio_level == "sequence":
+        return sequence_ratio(log_probs, old_log_probs, lengths)
+    return token_ratio(log_probs, old_log_probs)
+
+
+def _kl_of_reward(algorithm: Algorithm, rollouts: Rollouts, policy_log_probs: Tensor | None) -> Tensor | None:
+    if not needs_policy_log_probs(algorithm):
+        return None
+    assert policy_log_probs is not None, "the KL is in the reward: needs the trainer's log-probs"
+    assert rollouts.reference_log_probs is not None
+    reference = rollouts.reference_log_probs.double()
+    return kl_estimate(policy_log_probs.detach().cpu().double(), reference, algorithm.kl_estimator)
+
+
+def _check_scores(algorithm: Algorithm, rollouts: Rollouts) -> None:
+    have = {
+        "reward": True,
+        "reference": rollouts.reference_log_probs is not None,
+        "critic": rollouts.values is not None,
+    }
+    for stage in scoring_stages(algorithm):
+        if not have[stage]:
+            raise RolloutError(rollouts.ids[0], f"has no {stage} score")
+
+
+def _step_metrics(rollouts: Rollouts, advantages: Tensor, returns: Tensor | None) -> Metrics:
+    rewards, lengths = rollouts.rewards, rollouts.lengths.double()
+    metrics = {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std(correction=0)),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
+        "informative_fraction": float(informative_groups(rewards, rollouts.group_index).double().mean()),
+        "truncated_fraction": float(rollouts.truncated.double().mean()),
+        "response_tokens_mean": float(lengths.mean()),
+        "response_tokens_max": float(lengths.max()),
+        "advantage_abs_mean": float(advantages.abs().mean()),
+    }
+    metrics |= {f"reward_source_{name}": float(values.mean()) for name, values in rollouts.reward_components.items()}
+    if returns is not None and rollouts.values is not None:
+        metrics["explained_variance"] = _explained_variance(rollouts.values.double(), returns)
+    return metrics
+
+
+def _explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - var(R - V) / var(R); 0 where returns do not vary, as there is nothing to explain."""
+    variance = float(returns.var(correction=0))
+    return 1.0 - float((returns - values).var(correction=0)) / variance if variance > 0 else 0.0
+
+
+def _token_terms(
+    terms: list[Tensor], losses: dict[str, Tensor], sums: dict[str, Tensor], weights: Tensor
+) -> TokenTerms:
+    loss = (torch.stack(terms).sum(0) * weights).sum()
+    numbers = [(part.detach().double() * weights).sum() for part in losses.values()]
+    numbers += [part.detach().double().sum() for part in sums.values()]
+    said = torch.stack(numbers).tolist()  # one wait for the device, not one a number
+    return TokenTerms(
+        loss=loss, losses=dict(zip(losses, said, strict=False)), sums=dict(zip(sums, said[len(losses) :], strict=True))
+    )
+
+
+def _pick(tensor: Tensor | None, tokens: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor[tokens]

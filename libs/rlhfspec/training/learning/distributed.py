@@ -1,0 +1,251 @@
+"""Several ranks train as one: the same rollouts everywhere, micro-batches and weights shared out by rule.
+
+Launched by torchrun, rank 0 runs the job and the others follow its commands; alone, nothing of this costs anything.
+Every wait has a deadline, and says what it waited for.
+
+Example:
+    >>> import torch
+    >>> ranks = Ranks()
+    >>> ranks.num_ranks, ranks.add(torch.tensor([1.0])).tolist(), ranks.gathered("mine")
+    (1, [1.0], ['mine'])
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from rlhfspec.common.ranks import RankTold, rank_told
+from rlhfspec.errors import StageStalled
+from rlhfspec.training.learning.rollouts import Rollouts
+
+T = TypeVar("T")
+_TELL_SECONDS = 10.0
+log = logging.getLogger("rlhfspec.training.learning")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Which of how many this process is. What the ranks do together, all have to call."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    silence_seconds: float = 0.0  # how long rank 0 may say nothing
+    commands: Any = None  # the process group that commands travel in, for its longer patience
+
+    def mine(self, micro_batches: list[list[int]]) -> list[list[int]]:
+        """This rank's share of micro-batches whose number is a multiple of the ranks'."""
+        return micro_batches[self.rank :: self.num_ranks]
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks."""
+        if self.num_ranks > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gathered(self, thing: Any) -> list[Any]:
+        """Everybody's, by rank."""
+        things = [thing]
+        if self.num_ranks > 1:
+            things = [None] * self.num_ranks
+            dist.all_gather_object(things, thing)
+        return things
+
+    def told_by(self, rank: int, thing: T) -> T:
+        """What one rank has, on all: dictionaries, whose tensors travel one by one as they are, and small things."""
+        if self.num_ranks == 1:
+            return thing
+        tensors: list[Tensor] = []
+
+        def head(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor.to("meta")
+
+        said: list[Any] = [_mapped(thing, head)]
+        dist.broadcast_object_list(said, src=rank)
+        if self.rank != rank:
+            return _mapped(said[0], lambda like: _broadcast(torch.empty_like(like, device="cpu"), rank))  # type: ignore[no-any-return]
+        for tensor in tensors:
+            _broadcast(tensor, rank)
+        return thing
+
+    def shard(self, module: nn.Module, trunk: Any) -> None:
+        """FSDP2: each rank keeps a share of every weight and of its optimizer state; blocks are whole when they run."""
+        if self.num_ranks == 1:
+            return
+        mesh = init_device_mesh("cpu", (self.num_ranks,))
+        for part in (*_blocks(trunk), module):
+            for group in (*_of_other_types(part), part):
+                fully_shard(group, mesh=mesh)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):  # losses are weighted over the whole mini-batch: gradients add up
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+
+
+def _mapped(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """With other tensors, wherever they stand in nested dictionaries.
+
+    >>> _mapped({"step": 2, "of": {"weight": torch.ones(2)}}, torch.neg)
+    {'step': 2, 'of': {'weight': tensor([-1., -1.])}}
+    """
+    if isinstance(thing, Tensor):
+        return change(thing)
+    return {name: _mapped(each, change) for name, each in thing.items()} if isinstance(thing, dict) else thing
+
+
+def _broadcast(tensor: Tensor, rank: int) -> Tensor:
+    """By its bytes: gloo does not know every type."""
+    sent = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+    dist.broadcast(sent, src=rank)
+    return sent.view(tensor.dtype).reshape(tensor.shape)
+
+
+@contextmanager
+def joined(*, timeout_seconds: float, silence_seconds: float) -> Iterator[Ranks]:
+    """The ranks that torchrun started, or this process alone.
+
+    `timeout_seconds` are for one exchange while all work; `silence_seconds` for rank 0 to say something at all: it is
+    busy with the other stages for most of a step.
+    """
+    told = rank_told(os.environ)
+    if told.num_ranks == 1:
+        yield Ranks()
+        return
+    _meet(told, timeout_seconds)
+    try:
+        commands = dist.new_group(timeout=timedelta(seconds=silence_seconds))
+        yield Ranks(rank=told.rank, num_ranks=told.num_ranks, silence_seconds=silence_seconds, commands=commands)
+    finally:
+        dist.destroy_process_group()
+
+
+def _meet(told: RankTold, timeout_seconds: float) -> None:
+    """Says so where that takes long: somebody is not there."""
+    others = f"the other {told.num_ranks - 1} ranks" if told.rank == 0 else f"rank 0 at {told.leader}"
+    telling = threading.Timer(
+        _TELL_SECONDS, log.warning, ["rank %d of %d waits for %s", told.rank, told.num_ranks, others]
+    )
+    telling.daemon = True
+    telling.start()
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+    except RuntimeError as error:
+        problem = f"waited for {others} for {timeout_seconds:g} s: {str(error).splitlines()[0]}"
+        raise StageStalled("trainer", told.rank, others, timeout_seconds, problem) from error
+    finally:
+        telling.cancel()
+
+
+class Follows(Protocol):
+    """What ranks do together: the learner's methods that exchange something."""
+
+    def learn(self, rollouts: Rollouts) -> Any: ...
+    def policy_state(self) -> dict[str, Tensor]: ...
+    def critic_state(self) -> dict[str, Tensor]: ...
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Leader:
+    """The learner on rank 0: calls each method on all ranks. `close` lets the others go."""
+
+    def __init__(self, learner: Any, ranks: Ranks) -> None:
+        self._learner = learner
+        self._ranks = ranks
+
+    def learn(self, rollouts: Rollouts) -> Any:
+        self._command("learn", rollouts)
+        return self._learner.learn(rollouts)
+
+    def policy_state(self) -> dict[str, Tensor]:
+        self._command("policy_state")
+        return self._learner.policy_state()  # type: ignore[no-any-return]
+
+    def critic_state(self) -> dict[str, Tensor]:
+        self._command("critic_state")
+        return self._learner.critic_state()  # type: ignore[no-any-return]
+
+    def state(self) -> dict[str, Any]:
+        self._command("state")
+        return self._learner.state()  # type: ignore[no-any-return]
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._command("load_state", state)
+        self._learner.load_state(state)
+
+    def close(self) -> None:
+        self._command("stop")
+
+    @property
+    def version(self) -> int:
+        return int(self._learner.version)
+
+    def _command(self, name: str, *arguments: Any) -> None:
+        if self._ranks.num_ranks > 1:
+            dist.broadcast_object_list([(name, arguments)], src=0, group=self._ranks.commands)
+
+
+def follow(learner: Follows, ranks: Ranks) -> None:
+    """Ranks other than 0: do what rank 0 does until it says stop. StageStalled when it says nothing for too long."""
+    assert ranks.rank > 0, "rank 0 leads"
+    while True:
+        name, arguments = _next_command(ranks)
+        if name == "stop":
+            return
+        getattr(learner, name)(*arguments)
+
+
+def _next_command(ranks: Ranks) -> tuple[str, tuple[Any, ...]]:
+    said: list[Any] = [None]
+    try:
+        dist.broadcast_object_list(said, src=0, group=ranks.commands)
+    except RuntimeError as error:
+        patience = ranks.silence_seconds
+        problem = f"waited for a command of rank 0, which is gone or said nothing for {patience:g} s: {error}"
+        raise StageStalled("trainer", ranks.rank, "a command of rank 0", patience, problem) from error
+    command: tuple[str, tuple[Any, ...]] = said[0]
+    return command
+
+
+def _of_other_types(part: nn.Module) -> list[nn.Module]:
+    """Modules to be sharded by themselves, inner ones first: what is gathered at a time must be of one type.
+
+    Example (a router in float32 among layers in bfloat16):
+        >>> router, up, down = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2).bfloat16()
+        >>> _of_other_types(nn.ModuleList([up, router, down])) == [router]
+        True
+    """
+    found: list[nn.Module] = []
+
+    def left_in(module: nn.Module) -> torch.dtype | None:
+        """The type of what is sharded with the modules around this one."""
+        own = {parameter.dtype for parameter in module.parameters(recurse=False)}
+        assert len(own) <= 1, f"parameters of several types in {type(module).__name__}: {own}"
+        inner = [(child, left_in(child)) for child in module.children() if not isinstance(child, FSDPModule)]
+        types = [dtype for _, dtype in inner if dtype is not None]
+        kept = next(iter(own), max(types, key=types.count, default=None))
+        found.extend(child for child, dtype in inner if dtype not in (None, kept))
+        return kept
+
+    left_in(part)
+    return found
+
+
+def _blocks(trunk: Any) -> list[nn.Module]:
+    """The layers of a trunk: its longest list of modules."""
+    lists = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])

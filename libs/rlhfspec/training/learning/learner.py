@@ -1,0 +1,385 @@
+"""The learner: a step's rollouts in, new weights out. Everything is a function of the sorted step and the state.
+
+    targets  = what each token is trained towards (algorithms.prepare)
+    for each epoch, for each mini-batch (samples in id order):
+        for each micro-batch (packing): forward, loss, backward; gradients add up to the mini-batch's
+        clip, optimizer step, schedule step
+
+Old log-probs are those of the trainer's own forward before the first update. With a single update a step, nothing has
+moved when they are needed, so that the update's own forward gives them.
+
+The critic's updates need nothing of the policy's: `fusion` says which of them run at the same time. Bits depend on the
+number of threads, which is fixed when the learner is made.
+
+Example:
+    >>> learner = Learner.from_spec(spec)                     # doctest: +SKIP
+    >>> report = learner.learn(Rollouts.of(samples, scores))  # doctest: +SKIP
+    >>> report.version, report.metrics["policy_loss"]         # doctest: +SKIP
+    (1, -0.0132)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhfspec import job
+from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
+from rlhfspec.messages.loop import scoring_stages
+from rlhfspec.models.huggingface.causal_lm import within_positions
+from rlhfspec.training.learning.aggregation import token_indices
+from rlhfspec.training.learning.algorithms import (
+    Targets,
+    TokenTerms,
+    metrics_before_updates,
+    needs_policy_log_probs,
+    policy_terms,
+    prepare,
+    value_terms,
+)
+from rlhfspec.training.learning.distributed import Ranks
+from rlhfspec.training.learning.fusion import Meet, chains_of, first
+from rlhfspec.training.learning.network import Network, State
+from rlhfspec.training.learning.packing import pack, pack_groups, split_evenly
+from rlhfspec.training.learning.rollouts import Rollouts
+from rlhfspec.training.learning.tally import Tally
+from rlhfspec.training.modeling import lora
+from rlhfspec.training.modeling.critic import Critic, load_critic
+from rlhfspec.training.modeling.loading import load_policy
+from rlhfspec.training.modeling.log_probs import PolicyForward, TorchForward
+from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
+
+log = logging.getLogger("rlhfspec.training.learning")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnReport:
+    """One trained step. Metrics are Python floats, a function of the step and the state."""
+
+    version: int  # of the weights after it
+    metrics: dict[str, float]
+    advantages: Tensor  # [T] as trained towards
+    log_probs: Tensor  # [T] the trainer's, before the step's first update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """The samples of one optimizer step, and how this rank's forwards share them."""
+
+    samples: range
+    micro_batches: list[list[int]]  # of indices into the step; empty ones keep ranks in step
+
+
+class Learner:
+    def __init__(
+        self,
+        spec: job.Spec,
+        policy: Any,
+        critic: Critic | None = None,
+        *,
+        ranks: Ranks | None = None,
+        num_threads: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """`policy` and `critic` as `load_policy` and `load_critic` make them; they are trained in place. What another
+        rank trains is left alone and may be None."""
+        self.version = 0
+        self._spec = spec
+        self._num_threads = num_threads or torch.get_num_threads()
+        self._device = torch.device(device)
+        self._chains = chains_of(spec, ranks or Ranks(), self._num_threads, self._device)
+        self._ranks = self._chains.ranks
+        self._policy = policy
+        self._networks: dict[str, Network] = {}
+        training = spec.training
+        self._share_prompts = training.share_prompts and not self._lora_dropout
+        if training.share_prompts and self._lora_dropout and self._ranks.rank == 0:
+            log.info("every sample runs its own copy of the prompt: model.lora.dropout is drawn for each of them")
+        if "policy" in self._chains.models:
+            self._forward = _policy_forward(spec, policy.to(self._device), self._ranks)
+            self._networks["policy"] = Network(policy, training.optimizer, training, field="spec.training.optimizer")
+        if "critic" in self._chains.models:
+            assert critic is not None, "this algorithm trains a critic"
+            self._ranks.shard(critic.to(self._device), critic.trunk)
+            settings = training.critic_optimizer
+            self._networks["critic"] = Network(critic, settings, training, field="spec.training.criticOptimizer")
+
+    @classmethod
+    def from_spec(
+        cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None, device: str = "cpu"
+    ) -> Learner:
+        """Loads what this rank trains."""
+        max_context, threads = spec.max_context, num_threads or torch.get_num_threads()
+        models = chains_of(spec, ranks or Ranks(), threads, torch.device(device)).models
+        seed, policy, critic = spec.training.seed, None, None
+        if "policy" in models:
+            policy = load_policy(spec.model, seed=seed, max_context=max_context)
+        if "critic" in models:
+            critic = load_critic(spec.model, max_context=max_context)
+        return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads, device=device)
+
+    @property
+    def policy(self) -> Any:
+        """The model that is trained; where each rank trains one of two, rank 0 has it."""
+        return self._policy
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def learn(self, rollouts: Rollouts) -> LearnReport:
+        """Train one step. NumericalError leaves the weights as the last good update made them."""
+        torch.set_num_threads(self._chains.num_threads)  # threads of a process do not inherit it from each other
+        try:
+            return self._learn(rollouts)
+        finally:
+            torch.set_num_threads(self._num_threads)
+
+    def _learn(self, rollouts: Rollouts) -> LearnReport:
+        algorithm, epochs = self._spec.algorithm, self._spec.training.epochs
+        tally, of_critic = Tally(rollouts.num_tokens), Tally(0)
+        minis = self._mini_batches(rollouts)
+        if len(minis) * epochs > 1 or needs_policy_log_probs(algorithm) or self._lora_dropout:
+            if "policy" in self._networks:
+                self._keep_old_log_probs(rollouts, minis, tally)
+            tally = self._chains.told_by("policy", tally)
+        old = tally.log_probs if tally.is_complete else None
+        targets, metrics = prepare(
+            algorithm, rollouts, policy_log_probs=old, max_tokens=self._spec.generation.max_tokens
+        )
+        chains = {
+            "policy": partial(self._chain, "policy", self._policy_terms, rollouts, targets, minis, tally),
+            "critic": partial(self._chain, "critic", self._critic_terms, rollouts, targets, minis, of_critic),
+        }
+        self._chains.run({model: chains[model] for model in self._networks})
+        tally.share(self._ranks)
+        tally = self._chains.told_by("policy", tally)
+        tally.join(self._chains.told_by("critic", of_critic))
+        metrics |= metrics_before_updates(algorithm, rollouts, tally.log_probs, tally.entropy)
+        metrics |= tally.metrics(rollouts, self._ranks, epochs=epochs)
+        metrics["staleness_max"] = float(self.version - int(rollouts.weights_versions.min()))
+        self.version += 1
+        return LearnReport(
+            version=self.version, metrics=metrics, advantages=targets.advantages, log_probs=tally.log_probs
+        )
+
+    def _mini_batches(self, rollouts: Rollouts) -> list[MiniBatch]:
+        training = self._spec.training
+        minis = []
+        for samples in split_evenly(rollouts.num_samples, training.mini_batches):
+            prompts = rollouts.prompt_token_ids[samples.start : samples.stop]
+            answers: list[int] = (rollouts.lengths[samples.start : samples.stop] - 1).tolist()  # the last is not run
+            packed = self._pack(prompts, answers)
+            shares = self._ranks.mine(packed)
+            minis.append(MiniBatch(samples=samples, micro_batches=[[samples[i] for i in micro] for micro in shares]))
+        return minis
+
+    def _pack(self, prompts: Sequence[tuple[int, ...]], answers: Sequence[int]) -> list[list[int]]:
+        budget, ranks = self._spec.training.tokens_per_micro_batch, self._ranks.num_ranks
+        if self._share_prompts:
+            return pack_groups(prompts, answers, budget, multiple_of=ranks)
+        lengths = [len(prompt) + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        return pack(lengths, budget, multiple_of=ranks)
+
+    @torch.no_grad()
+    def _keep_old_log_probs(self, rollouts: Rollouts, minis: Sequence[MiniBatch], tally: Tally) -> None:
+        """A forward of everything before anything moves, in the packing of the updates."""
+        for mini in minis:
+            for micro in mini.micro_batches:
+                with self._autocast():
+                    out = self._forward(self._packed(rollouts, micro or [mini.samples[0]]))
+                if micro:
+                    _watch(tally, rollouts, micro, out.log_probs, "log-probs")  # they are in the targets of others
+                    tally.keep(_tokens(rollouts, micro), out)
+        tally.share(self._ranks)
+
+    def _chain(
+        self,
+        model: str,
+        terms_of: Callable[[Rollouts, list[int], Targets, Tally], TokenTerms],
+        rollouts: Rollouts,
+        targets: Targets,
+        minis: list[MiniBatch],
+        tally: Tally,
+        meet: Meet,
+    ) -> Iterator[None]:
+        """All updates of a model, one a turn."""
+        algorithm, max_tokens = self._spec.algorithm, self._spec.generation.max_tokens
+        for mini in minis * self._spec.training.epochs:
+            of_mini = targets.mini_batch(algorithm, mini.samples, max_tokens=max_tokens)
+
+            def terms(micro: list[int], mini: MiniBatch = mini, of_mini: Targets = of_mini) -> TokenTerms:
+                of_micro = of_mini.select([sample - mini.samples.start for sample in micro])
+                return terms_of(rollouts, micro, of_micro.to(self._device), tally)
+
+            self._step(model, terms, rollouts, mini, tally, meet)
+            yield
+
+    def _policy_terms(self, rollouts: Rollouts, micro: list[int], targets: Targets, tally: Tally) -> TokenTerms:
+        algorithm = self._spec.algorithm
+        with self._autocast(), self._dropout(micro[0]):
+            out = self._forward(self._packed(rollouts, micro), entropy_gradient=algorithm.entropy_coefficient > 0)
+        _watch(tally, rollouts, micro, out.log_probs, "log-probs")
+        tokens = _tokens(rollouts, micro)
+        if not tally.is_complete:
+            tally.keep(tokens, out)
+        return policy_terms(algorithm, out.log_probs, tally.old(tokens).to(self._device), targets, out.entropy)
+
+    def _critic_terms(self, rollouts: Rollouts, micro: list[int], targets: Targets, tally: Tally) -> TokenTerms:
+        with self._autocast():
+            values = self._networks["critic"].module(self._packed(rollouts, micro))
+        _watch(tally, rollouts, micro, values, "values")
+        return value_terms(self._spec.algorithm, values, targets)
+
+    def _step(
+        self,
+        model: str,
+        terms_of: Callable[[list[int]], TokenTerms],
+        rollouts: Rollouts,
+        mini: MiniBatch,
+        tally: Tally,
+        meet: Meet,
+    ) -> None:
+        """Gather the mini-batch's gradients, look at them, and only then let the optimizer have them."""
+        network = self._networks[model]
+        for micro in mini.micro_batches:
+            if micro:
+                terms = terms_of(micro)
+                terms.loss.backward()  # type: ignore[no-untyped-call]
+                tally.add(terms)
+            else:  # shares of weights are exchanged in every forward: a rank without work runs one for nothing
+                self._idle(model, rollouts)
+        norm = network.grad_norm()
+        problem = first(self._ranks.gathered(tally.problem))
+        if problem is None and not math.isfinite(norm):
+            problem = self._blame(network, terms_of, rollouts, mini)
+        problem = meet(None if problem is None else f"{model}: {problem}")
+        if problem is not None:
+            network.forget_gradients()
+            raise NumericalError(f"step {self.version + 1}: {problem}; nothing was trained on it")
+        tally.add_update(model, network.update(norm))
+        if model == "policy":
+            self._forward.weights_changed()
+
+    def _idle(self, model: str, rollouts: Rollouts) -> None:
+        batch = self._packed(rollouts, [0])
+        with self._autocast():
+            out = self._forward(batch).log_probs if model == "policy" else self._networks[model].module(batch)
+        (out.sum() * 0).backward()
+
+    def _blame(
+        self, network: Network, terms_of: Callable[[list[int]], TokenTerms], rollouts: Rollouts, mini: MiniBatch
+    ) -> str:
+        """Whose gradient is not finite: tried one by one, where no other rank has to keep in step."""
+        for sample in mini.samples if self._ranks.num_ranks == 1 else ():
+            network.forget_gradients()
+            terms_of([sample]).loss.backward()  # type: ignore[no-untyped-call]
+            if not math.isfinite(network.grad_norm()):
+                return f"the gradient of sample {rollouts.ids[sample]} is not finite"
+        first, last = (rollouts.ids[sample] for sample in (mini.samples[0], mini.samples[-1]))
+        return f"the gradient of samples {first} to {last} together is not finite"
+
+    def _packed(self, rollouts: Rollouts, samples: Sequence[int]) -> PackedRow:
+        tokens = torch.split(rollouts.token_ids[_tokens(rollouts, samples)], rollouts.lengths[list(samples)].tolist())
+        prompts = [rollouts.prompt_token_ids[sample] for sample in samples]
+        answers = [part.tolist() for part in tokens]
+        return pack_sequences(prompts, answers, share_prompts=self._share_prompts).to(self._device)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.training.autocast == "bfloat16")
+
+    @property
+    def _lora_dropout(self) -> bool:
+        return self._spec.model.lora is not None and self._spec.model.lora.dropout > 0
+
+    @contextmanager
+    def _dropout(self, sample: int) -> Iterator[None]:
+        """The update's own dropout, while it is trained only; drawn from the seed, so that no state has to be kept."""
+        if not self._lora_dropout:
+            yield
+            return
+        with torch.random.fork_rng():
+            drawn = f"{self._spec.training.seed}:{self._networks['policy'].num_updates}:{sample}"
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(drawn.encode(), digest_size=7).digest(), "little"))
+            lora.set_dropout(self._policy, True)
+            try:
+                yield
+            finally:
+                lora.set_dropout(self._policy, False)
+
+    # -- weights and state ----------------------------------------------------------------------------------
+
+    def policy_state(self) -> dict[str, Tensor]:
+        """The policy under plain Hugging Face names, LoRA merged; nothing on a rank that trains the critic alone.
+        Shares memory: copy it to keep it past `learn`."""
+        if "policy" not in self._networks:
+            return {}
+        weights = self._networks["policy"].weights()
+        update = self._spec.model.lora
+        return weights if update is None else lora.merged_state(weights, update.alpha / update.rank)
+
+    def critic_state(self) -> dict[str, Tensor]:
+        """The critic under the names of `modeling.critic.Critic`. Shares memory likewise."""
+        if not self._trains_critic:
+            raise InvalidRequest("algorithm.name", self._spec.algorithm.name, "trains no critic")
+        own = self._networks["critic"].weights() if "critic" in self._networks else {}
+        return self._chains.told_by("critic", own)
+
+    def state(self) -> State:
+        """All that the next step depends on: nested dictionaries of tensors and numbers. Shares memory likewise."""
+        own: dict[str, State] = {}
+        for model, network in self._networks.items():
+            own[model] = {model: network.weights(), f"{model}_optimizer": network.optimizer_state()}
+        if self._spec.model.lora is not None and "policy" in own:
+            own["policy"]["policy"] = lora.adapters(own["policy"]["policy"])
+        state: State = {"version": self.version} | own.get("policy", {})
+        if self._trains_critic:
+            state |= self._chains.told_by("critic", own.get("critic", {}))
+        return state
+
+    def load_state(self, state: State) -> None:
+        """Go on from here: what follows is bit for bit what would have followed."""
+        if ("critic" in state) != self._trains_critic:
+            raise StorageError("checkpoint", "it has a critic and the job none, or the other way round")
+        self.version = int(state["version"])
+        for model, network in self._networks.items():
+            network.load_weights(state[model])
+            network.load_optimizer_state(state[f"{model}_optimizer"])
+        if "policy" in self._networks:
+            self._forward.weights_changed()
+
+    @property
+    def _trains_critic(self) -> bool:
+        """Here, or on the other rank."""
+        return "critic" in scoring_stages(self._spec.algorithm)
+
+
+def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks) -> PolicyForward:
+    temperature = spec.generation.temperature
+    if spec.training.exact_on_policy:
+        if ranks.num_ranks > 1:
+            raise InvalidRequest("spec.training.exactOnPolicy", True, f"runs on one rank, not on {ranks.num_ranks}")
+        from rlhfspec.training.modeling.exact import ExactForward, check_exact
+
+        check_exact(spec)
+        max_context = within_positions(policy, spec.max_context)
+        return ExactForward(policy, temperature, max_context=max_context, dtype=spec.generation.dtype)
+    forward = TorchForward(policy, temperature)
+    ranks.shard(forward, forward.parts.trunk)
+    return forward
+
+
+def _tokens(rollouts: Rollouts, samples: Sequence[int]) -> Tensor:
+    return token_indices(rollouts.lengths, torch.tensor(list(samples)))
+
+
+def _watch(tally: Tally, rollouts: Rollouts, samples: Sequence[int], numbers: Tensor, what: str) -> None:
+    ids = [rollouts.ids[sample] for sample in samples]
+    tally.watch(ids, rollouts.lengths[list(samples)].tolist(), numbers.detach(), what)

@@ -1,0 +1,131 @@
+"""A module that is trained: its optimizer, its schedule, its state under names that outlive the process.
+
+Policy and critic are one `Network` each. All tensors of a state are whole, also where ranks share them.
+
+Example:
+    >>> module = torch.nn.Linear(2, 1)
+    >>> settings = job.Training(optimizer=job.Optimizer(name="SGD", learningRate=0.5))
+    >>> network = Network(module, settings.optimizer, settings, field="training.optimizer")
+    >>> module(torch.ones(1, 2)).sum().backward()
+    >>> network.update(network.grad_norm()).learning_rate, network.num_updates
+    (0.5, 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlhfspec import job
+from rlhfspec.errors import StorageError
+from rlhfspec.training.learning.optim import make_optimizer, make_schedule
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    grad_norm: float  # before clipping
+    learning_rate: float
+
+
+class Network:
+    def __init__(self, module: nn.Module, settings: job.Optimizer, training: job.Training, *, field: str) -> None:
+        self.module = module
+        self.num_updates = 0
+        self._training = training
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._optimizer = make_optimizer(self._parameters, settings, field=field)
+        self._schedule = self._fresh_schedule()
+
+    def grad_norm(self) -> float:
+        """Over all gradients gathered so far; infinite or NaN when one of them is."""
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        return float(whole(norm))
+
+    def update(self, norm: float) -> Update:
+        """One optimizer step with the gradients gathered since the last one, whose norm this is."""
+        nn.utils.clip_grads_with_norm_(self._parameters, self._training.max_grad_norm, torch.tensor(norm))
+        rate = float(self._schedule.get_last_lr()[0])
+        self._optimizer.step()
+        self._schedule.step()
+        self.num_updates += 1
+        self.forget_gradients()
+        return Update(grad_norm=norm, learning_rate=rate)
+
+    def forget_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every weight once, by its first name in the module, and whole. Shares memory with the module."""
+        by_name = self.module.state_dict(keep_vars=True)
+        first_names = {id(tensor): name for name, tensor in reversed(by_name.items())}  # tied weights have several
+        return {name: whole(tensor.detach()) for name, tensor in by_name.items() if first_names[id(tensor)] == name}
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Of exactly these names and shapes; a module may be given a part of its weights (its adapters)."""
+        own = self.module.state_dict()
+        for name, tensor in weights.items():
+            if name not in own or own[name].shape != tensor.shape:
+                raise StorageError("checkpoint", f"its weight {name} {list(tensor.shape)} is none of this job's model")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(_like(own[name], tensor))
+
+    def optimizer_state(self) -> State:
+        """Nested dictionaries of names, tensors and numbers; a parameter is known by its place. Shares memory too."""
+        state = self._optimizer.state_dict()
+        of_parameters = {
+            str(place): {name: whole(value) if isinstance(value, Tensor) else value for name, value in of.items()}
+            for place, of in state["state"].items()
+        }
+        return {"state": of_parameters, "param_groups": state["param_groups"], "num_updates": self.num_updates}
+
+    def load_optimizer_state(self, state: State) -> None:
+        self.num_updates = int(state["num_updates"])
+        self._schedule = self._fresh_schedule()  # the schedule is a function of the number of updates
+        of_parameters = {
+            int(place): {name: self._placed(int(place), value) for name, value in of.items()}
+            for place, of in state["state"].items()
+        }
+        groups = [dict(group) for group in state["param_groups"]]
+        if [len(group["params"]) for group in groups] != [len(g["params"]) for g in self._optimizer.param_groups]:
+            raise StorageError("checkpoint", "its optimizer state is not of this job's model")
+        self._optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
+
+    def _placed(self, place: int, value: Any) -> Any:
+        """As the parameter is kept: torch's own loading does not cut a whole tensor into shares."""
+        parameter = self._parameters[place]
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            return _like(parameter, value.clone())
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def _fresh_schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
+        for group in self._optimizer.param_groups:
+            group["lr"] = group.pop("initial_lr", group["lr"])
+        training = self._training
+        total = training.steps * training.epochs * training.mini_batches
+        schedule = make_schedule(self._optimizer, training.schedule, num_updates=total)
+        for _ in range(self.num_updates):
+            _step_quietly(schedule)
+        return schedule
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor of which ranks hold shares; every rank has to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(kept: Tensor, given: Tensor) -> Tensor:
+    return distribute_tensor(given, kept.device_mesh, kept.placements) if isinstance(kept, DTensor) else given
+
+
+def _step_quietly(schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
+    """Without torch's reminder that the optimizer should step first: here it has, in another process."""
+    schedule.optimizer._opt_called = True  # type: ignore[attr-defined]
+    schedule.step()

@@ -1,0 +1,111 @@
+"""Results of a step's forwards: of every token before the first update, sums for metrics, and the first problem.
+
+Example:
+    >>> tally = Tally(num_tokens=3)
+    >>> numbers = torch.tensor([-1.0, -2.0])
+    >>> tally.keep(torch.tensor([0, 2]), TokenLogProbs(log_probs=numbers, untempered=numbers, entropy=-numbers))
+    >>> tally.old(torch.tensor([2]))
+    tensor([-2.])
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rlhfspec.training.learning.algorithms import TokenTerms
+from rlhfspec.training.learning.distributed import Ranks
+from rlhfspec.training.learning.network import Update
+from rlhfspec.training.learning.rollouts import Rollouts
+from rlhfspec.training.modeling.log_probs import TokenLogProbs
+
+
+class Tally:
+    """Of one chain of updates. The critic's keeps no tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.is_complete = False  # of all tokens, of all ranks
+        self.problem: str | None = None  # the first number that was not finite, and whose
+        self._num_tokens = num_tokens
+        self._log_probs = torch.zeros(num_tokens)
+        self._untempered = torch.zeros(num_tokens)
+        self._entropy = torch.zeros(num_tokens)
+        self._losses: Counter[str] = Counter()
+        self._sums: Counter[str] = Counter()
+        self._updates: dict[str, list[Update]] = {}
+
+    def keep(self, tokens: Tensor, said: TokenLogProbs) -> None:
+        """Of these tokens, as long as nothing has been updated."""
+        assert not self.is_complete, "every token has been kept"
+        self._log_probs[tokens] = said.log_probs.detach().cpu()
+        self._untempered[tokens] = said.untempered.cpu()
+        self._entropy[tokens] = said.entropy.detach().cpu()
+
+    def share(self, ranks: Ranks) -> None:
+        """Each rank kept what its own micro-batches said; from now on all have it of all tokens."""
+        if not self.is_complete:
+            self._log_probs, self._untempered, self._entropy = map(
+                ranks.add, (self._log_probs, self._untempered, self._entropy)
+            )
+            self.is_complete = True
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[T] before the first update."""
+        assert self.is_complete
+        return self._log_probs
+
+    @property
+    def entropy(self) -> Tensor:
+        """[T] likewise."""
+        assert self.is_complete
+        return self._entropy
+
+    def old(self, tokens: Tensor) -> Tensor:
+        return self._log_probs[tokens]
+
+    def watch(self, ids: Sequence[str], lengths: Sequence[int], numbers: Tensor, what: str) -> None:
+        """Remember the first sample one of whose numbers is not finite: ids and lengths [n], numbers [t]."""
+        if self.problem is None and not bool(torch.isfinite(numbers).all()):
+            bad = [not bool(torch.isfinite(part).all()) for part in torch.split(numbers, list(lengths))]
+            self.problem = f"{what} of sample {ids[bad.index(True)]} are not finite"
+
+    def add(self, terms: TokenTerms) -> None:
+        self._losses.update(terms.losses)
+        self._sums.update(terms.sums)
+
+    def add_update(self, network: str, update: Update) -> None:
+        self._updates.setdefault(network, []).append(update)
+
+    def join(self, other: Tally) -> None:
+        """What the other chain's has of losses, sums and updates."""
+        self._losses.update(other._losses)
+        self._sums.update(other._sums)
+        self._updates |= other._updates
+
+    def metrics(self, rollouts: Rollouts, ranks: Ranks, *, epochs: int) -> dict[str, float]:
+        """Means over the step's updates, and over its tokens."""
+        num_updates = len(next(iter(self._updates.values())))
+        losses, sums = _added(ranks.gathered(self._losses)), _added(ranks.gathered(self._sums))
+        metrics = {name: total / num_updates for name, total in losses.items()}
+        metrics |= {name: total / (self._num_tokens * epochs) for name, total in sums.items()}
+        metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
+        for network, updates in self._updates.items():
+            prefix = "" if network == "policy" else f"{network}_"
+            metrics[f"{prefix}grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
+            metrics[f"{prefix}learning_rate"] = updates[-1].learning_rate
+        difference = (self._untempered.double() - rollouts.log_probs.double()).abs()
+        metrics["log_prob_difference_max"] = float(difference.max())
+        metrics["log_prob_difference_mean"] = float(difference.mean())
+        return metrics
+
+
+def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Summed by name, in the order of the ranks."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)

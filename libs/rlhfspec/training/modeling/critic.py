@@ -1,0 +1,88 @@
+"""The critic: a language model's trunk with one number a token on top.
+
+The value at a response token is that of the state before the token is emitted, so it comes from the row that predicts
+the token. The head starts at zero: the first advantages are the rewards themselves, and nothing is drawn.
+
+Example:
+    >>> from rlhfspec.training.modeling.loading import prepared
+    >>> from rlhfspec.training.modeling.packed import pack_sequences
+    >>> from rlhfspec.models.tiny import random_model
+    >>> critic = Critic(prepared(random_model("llama", seed=0)))
+    >>> critic(pack_sequences([(5, 6)], [(7, 8, 9)])).tolist()
+    [0.0, 0.0, 0.0]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhfspec import job
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.models.huggingface.anatomy import examine
+from rlhfspec.models.huggingface.causal_lm import CausalLM, within_positions
+from rlhfspec.models.huggingface.loading import LOAD_ERRORS, refuse_other_weights
+from rlhfspec.training.modeling.loading import load_causal_lm, prepared
+from rlhfspec.training.modeling.packed import PackedRow, hidden_states
+
+_FILE = "critic.safetensors"
+
+
+class Critic(nn.Module):
+    def __init__(self, model: Any) -> None:
+        """On the trunk of a prepared causal LM, which is trained in place."""
+        super().__init__()
+        parts = CausalLM(model)
+        self.trunk = parts.trunk
+        self.attentions = parts.anatomy.attentions
+        self.score = nn.Linear(parts.width, 1, dtype=model.get_input_embeddings().weight.dtype)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+    def forward(self, batch: PackedRow) -> torch.Tensor:
+        """Values [t], float32, of the states before each response token."""
+        hidden = hidden_states(self.trunk, self.attentions, batch)
+        with torch.autocast(hidden.device.type, enabled=False):  # a value has few significant digits to lose
+            return self.score(hidden.to(self.score.weight.dtype))[:, 0].float()  # type: ignore[no-any-return]
+
+    def save(self, folder: Path) -> None:
+        """A folder that `load_critic` opens: the trunk's configuration and all weights."""
+        from safetensors.torch import save_model
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self.trunk.config.save_pretrained(folder)
+        save_model(self, str(folder / _FILE))
+
+
+def load_critic(model: job.Model, *, max_context: int = 1024) -> Critic:
+    """A critic saved by `Critic.save`, or a new head on the trunk of a causal LM."""
+    path, field = (model.path, "spec.model.path") if model.critic is None else (model.critic, "spec.model.critic")
+    if not (Path(path) / _FILE).exists():
+        return Critic(load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context, only_trunk=True))
+    return _saved_critic(Path(path), field, model.dtype, max_context)
+
+
+def _saved_critic(folder: Path, field: str, dtype: str, max_context: int) -> Critic:
+    from safetensors.torch import load_model
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.random.fork_rng():  # of the model only the shape is wanted
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        examine(model, name=field, max_context=within_positions(model, max_context))
+        critic = Critic(model)
+        missing, unexpected = load_model(critic, str(folder / _FILE), strict=False)
+        prepared(model, dtype=dtype, max_context=max_context, name=field)  # the trunk with the critic's own weights
+        critic.score.to(getattr(torch, dtype))
+    except LOAD_ERRORS as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        problem = f"is no critic that can be loaded: {str(error).strip().splitlines()[-1].strip()}"
+        raise InvalidRequest(field, str(folder), problem) from error
+    refuse_other_weights(missing, unexpected, field=field, path=str(folder))
+    return critic

@@ -1,0 +1,101 @@
+"""Log-probs of response tokens: what the trainer differentiates, and what is compared with the generator's.
+
+The policy is log_softmax(logits / temperature), without top-k or top-p masks. Only rows that predict a response token
+reach the output head, and the logits of many tokens are computed in parts.
+
+`PolicyForward` is the interface: `TorchForward` here, `rlhfspec.training.modeling.exact` on the engine's kernels.
+
+Example:
+    >>> from rlhfspec.training.modeling.packed import pack_sequences
+    >>> from rlhfspec.training.modeling.loading import prepared
+    >>> from rlhfspec.models.tiny import random_model
+    >>> forward = TorchForward(prepared(random_model("llama", seed=0)), temperature=0.7)
+    >>> forward(pack_sequences([(5, 6)], [(7, 8, 9)])).log_probs.shape
+    torch.Size([3])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rlhfspec.models.huggingface.causal_lm import CausalLM
+from rlhfspec.training.modeling.packed import PackedRow, hidden_states
+
+_LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32; more are computed in parts, and again in the backward pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogProbs:
+    """Of t response tokens, float32 whatever the model computes in."""
+
+    log_probs: torch.Tensor  # [t] of the policy that is trained, with its gradient
+    untempered: torch.Tensor  # [t] at temperature 1, detached
+    entropy: torch.Tensor  # [t] of the policy; carries a gradient only when that was asked for
+
+
+class PolicyForward(Protocol):
+    """Computes the policy's log-probs. The model is the one being trained; its parameters receive the gradients."""
+
+    def __call__(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs: ...
+
+    def weights_changed(self) -> None:
+        """The optimizer changed the parameters: drop what was derived from them."""
+        ...
+
+
+class TorchForward(nn.Module):
+    """The Hugging Face model as it is. A module, so that sharding hooks see trunk and head in one forward."""
+
+    def __init__(self, model: Any, temperature: float) -> None:
+        super().__init__()
+        self.model = model
+        self.parts = CausalLM(model)
+        self.temperature = temperature
+
+    def forward(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs:
+        hidden = self.hidden(batch)  # [t, hidden]
+        size = max(1, _LOGITS_AT_A_TIME // self.parts.anatomy.vocab_size)
+        if len(hidden) <= size:
+            return TokenLogProbs(**self._of(hidden, batch.targets, entropy_gradient))
+        parts = [
+            checkpoint(self._of, rows, targets, entropy_gradient, use_reentrant=False)
+            for rows, targets in zip(torch.split(hidden, size), torch.split(batch.targets, size), strict=True)
+        ]
+        return TokenLogProbs(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
+    def weights_changed(self) -> None:
+        """Nothing is derived from the parameters here."""
+
+    def hidden(self, batch: PackedRow) -> torch.Tensor:
+        return hidden_states(self.parts.trunk, self.parts.anatomy.attentions, batch)
+
+    def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
+        """hidden [t, hidden], targets [t] -> the fields of TokenLogProbs."""
+        logits = self.parts.logits(hidden)  # [t, vocab] float32
+        tempered = logits if self.temperature == 1 else logits / self.temperature
+        log_probs = of_targets(tempered, targets)
+        with torch.no_grad():
+            untempered = log_probs.detach() if self.temperature == 1 else of_targets(logits, targets)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = entropy_of(tempered)
+        return {"log_probs": log_probs, "untempered": untempered, "entropy": entropy}
+
+
+def of_targets(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """log_softmax(logits)[target]: logits [t, vocab] float32, targets [t] -> [t]."""
+    return -nn.functional.cross_entropy(logits, targets, reduction="none")
+
+
+def entropy_of(logits: torch.Tensor) -> torch.Tensor:
+    """Of softmax(logits): [t, vocab] -> [t].
+
+    >>> round(entropy_of(torch.zeros(1, 8)).exp().item(), 4)
+    8.0
+    """
+    log_probs = logits.log_softmax(dim=-1)
+    return -(log_probs.exp() * log_probs).sum(dim=-1)

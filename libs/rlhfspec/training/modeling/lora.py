@@ -1,0 +1,96 @@
+"""Low-rank updates (LoRA) through peft; others see plain Hugging Face names.
+
+The engine and exports see merged weights; the checkpoint and the optimizer see the update only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rlhfspec import job
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.models.huggingface.causal_lm import anatomy_of
+
+_ADAPTER = "default"
+
+
+def add_lora(model: Any, lora: job.Lora, *, seed: int) -> None:
+    """Put the update into the model, in place: zero at first, its random half drawn from the seed."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # used as a factor only
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, model, _ADAPTER)
+        except ValueError as error:
+            problem = f"no layer of {type(model).__name__} takes the update: {str(error).splitlines()[0]}"
+            raise InvalidRequest("spec.model.lora.targetModules", lora.target_modules, problem) from error
+    _check_targets(model, lora)
+    model.eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+def _check_targets(model: Any, lora: job.Lora) -> None:
+    called = anatomy_of(model).called
+    for name, module in model.named_modules():
+        if not hasattr(module, "base_layer"):
+            continue
+        problem = ""
+        if not hasattr(module.base_layer, "weight"):
+            problem = f"{name} holds many matrices (experts), of which updates are not supported: name other layers"
+        elif name not in called and name.rpartition(".")[0] in called:
+            problem = f"{name} does not run itself, other code reads its weight past the update: name other layers"
+        if problem:
+            raise InvalidRequest("spec.model.lora.targetModules", lora.target_modules, problem)
+
+
+def adapters(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The update alone."""
+    return {name: tensor for name, tensor in state_dict.items() if is_adapter(name)}
+
+
+def set_dropout(model: torch.nn.Module, on: bool) -> None:
+    """Of the update; the model's own stays off."""
+    for name, module in model.named_modules():
+        if ".lora_dropout." in name:
+            module.train(on)
+
+
+def merged_state(state_dict: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
+    """The whole model under plain names, base + scaling * B A; the model itself is left alone.
+
+    >>> from rlhfspec.training.modeling.loading import prepared
+    >>> from rlhfspec.models.tiny import random_model
+    >>> model = prepared(random_model("llama", seed=0))
+    >>> plain = list(model.state_dict())
+    >>> add_lora(model, job.Lora(rank=2), seed=0)
+    >>> list(merged_state(model.state_dict(), scaling=8.0)) == plain
+    True
+    """
+    merged: dict[str, torch.Tensor] = {}
+    for name, tensor in state_dict.items():
+        if is_adapter(name):
+            continue
+        layer, base, rest = name.rpartition(".base_layer")
+        low = state_dict.get(f"{layer}.lora_A.{_ADAPTER}.weight") if rest == ".weight" else None
+        if low is not None:  # low [rank, in], high [out, rank]
+            high = state_dict[f"{layer}.lora_B.{_ADAPTER}.weight"]
+            tensor = tensor + (scaling * (high.float() @ low.float())).to(tensor.dtype)
+        merged[f"{layer}{rest}" if base else name] = tensor
+    return merged
+
+
+def is_adapter(name: str) -> bool:
+    """Is this a weight of an update?"""
+    return ".lora_" in name

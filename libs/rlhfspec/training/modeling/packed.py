@@ -1,0 +1,242 @@
+"""Many sequences in one row, without padding: each attends to itself only, and its positions start at 0.
+
+    tokens     p p p r r r | p p r r r r r       prompt, response; a response's last token is never run: it predicts
+    positions  0 1 2 3 4 5 | 0 1 2 3 4 5 6       nothing
+    predicting     ^ ^ ^ ^ |   ^ ^ ^ ^ ^         rows whose output says something about a response token
+
+Where neighbours answer the same prompt, it may stand there once, and each answer attends to it and to its own tokens:
+
+    tokens     p p p p p | r r r | r r | r r r       one prompt, three answers
+    positions  0 1 2 3 4 | 5 6 7 | 5 6 | 5 6 7
+    predicting         ^ | ^ ^ ^ | ^ ^ | ^ ^ ^       the prompt's last row predicts the first token of every answer
+
+Any Hugging Face model that `rlhfspec.models.huggingface` has examined runs such rows unmodified: `use_packed_attention`
+names our attention function, and `forward_layout` tells it where sequences end. (Tokens meet in attention only, which
+is what `examine` looks for; so a model that could not share a prompt is not loaded at all.)
+
+Example:
+    >>> batch = pack_sequences([(5, 6, 7), (8,)], [(1, 2), (3, 4, 9)])
+    >>> batch.token_ids.tolist(), batch.position_ids.tolist()
+    ([[5, 6, 7, 1, 8, 3, 4]], [[0, 1, 2, 3, 0, 1, 2]])
+    >>> batch.lengths, batch.predicting.tolist(), batch.targets.tolist()
+    ((4, 3), [2, 3, 4, 5, 6], [1, 2, 3, 4, 9])
+    >>> batch = pack_sequences([(5, 6, 7), (5, 6, 7)], [(1, 2), (3, 4, 9)], share_prompts=True)
+    >>> batch.token_ids.tolist(), batch.position_ids.tolist()
+    ([[5, 6, 7, 1, 3, 4]], [[0, 1, 2, 3, 3, 4]])
+    >>> batch.lengths, batch.predicting.tolist(), batch.targets.tolist()
+    ((3, 1, 2), [2, 3, 2, 4, 5], [1, 2, 3, 4, 9])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from rlhfspec.models.huggingface.attention import AttentionSpec, refuse_unknown, visible
+from rlhfspec.models.huggingface.causal_lm import run_trunk
+
+_ATTENTION_NAME = "rlhfspec_packed"
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """Tokens that stand together in a row: a sequence, a prompt that answers share, or one of those answers."""
+
+    length: int
+    behind: int | None = None  # place of the prompt that this answer goes on from, among the row's parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow:
+    """T tokens of whole sequences in one row, and the t response tokens that they predict."""
+
+    token_ids: torch.Tensor  # [1, T]
+    position_ids: torch.Tensor  # [1, T]
+    parts: tuple[RowPart, ...]  # T tokens together
+    predicting: torch.Tensor  # [t] places in the row; a shared prompt's last one once for each of its answers
+    targets: torch.Tensor  # [t] the response tokens, sequence by sequence
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(part.length for part in self.parts)
+
+    def to(self, device: torch.device) -> PackedRow:
+        return PackedRow(
+            token_ids=self.token_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            parts=self.parts,
+            predicting=self.predicting.to(device),
+            targets=self.targets.to(device),
+        )
+
+
+def pack_sequences(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], *, share_prompts: bool = False
+) -> PackedRow:
+    """Prompts and responses of one or more tokens each, in the order given.
+
+    share_prompts: neighbours with the same prompt have it once. One that has no such neighbour is laid out as ever.
+    """
+    row = _RowWriter()
+    for prompt, answers in _groups(zip(map(tuple, prompts), responses, strict=True), share_prompts):
+        row.add_group(prompt, answers)
+    return PackedRow(
+        token_ids=torch.tensor([row.token_ids]),
+        position_ids=torch.tensor([row.position_ids]),
+        parts=tuple(row.parts),
+        predicting=torch.tensor(row.predicting),
+        targets=torch.tensor([token for response in responses for token in response]),
+    )
+
+
+def _groups(
+    pairs: Iterable[tuple[tuple[int, ...], Sequence[int]]], share_prompts: bool
+) -> Iterator[tuple[tuple[int, ...], list[Sequence[int]]]]:
+    """Each prompt with the answers that stand behind it."""
+    if not share_prompts:
+        yield from ((prompt, [answer]) for prompt, answer in pairs)
+        return
+    for prompt, group in groupby(pairs, key=lambda pair: pair[0]):
+        yield prompt, [answer for _, answer in group]
+
+
+@dataclass(slots=True)
+class _RowWriter:
+    """A row as it grows."""
+
+    token_ids: list[int] = field(default_factory=list)
+    position_ids: list[int] = field(default_factory=list)
+    parts: list[RowPart] = field(default_factory=list)
+    predicting: list[int] = field(default_factory=list)
+
+    def add_group(self, prompt: tuple[int, ...], answers: list[Sequence[int]]) -> None:
+        assert min(map(len, (prompt, *answers))) > 0, "a packed sequence has a prompt and a response"
+        if len(answers) == 1:
+            last = self._add((*prompt, *answers[0][:-1])) + len(prompt) - 1
+            self.predicting.extend(range(last, last + len(answers[0])))
+            return
+        last, shared = self._add(prompt) + len(prompt) - 1, len(self.parts) - 1
+        for answer in answers:
+            start = self._add(answer[:-1], behind=shared)
+            self.predicting.extend((last, *range(start, start + len(answer) - 1)))
+
+    def _add(self, tokens: Sequence[int], *, behind: int | None = None) -> int:
+        """Returns the place of the first of them. An answer of one token has none of its own."""
+        start = len(self.token_ids)
+        if tokens:
+            first = 0 if behind is None else self.parts[behind].length
+            self.token_ids.extend(tokens)
+            self.position_ids.extend(range(first, first + len(tokens)))
+            self.parts.append(RowPart(len(tokens), behind))
+        return start
+
+
+def use_packed_attention(model: Any) -> None:
+    """From now on the model's attention takes packed rows only."""
+    AttentionInterface.register(_ATTENTION_NAME, attend)
+    model.set_attn_implementation(_ATTENTION_NAME)
+
+
+@dataclass(slots=True)
+class RowLayout:
+    """Which sequences a packed row holds, and which attention of the forward comes next."""
+
+    parts: tuple[RowPart, ...]
+    coming: Iterator[AttentionSpec]
+
+
+_layout: ContextVar[RowLayout | None] = ContextVar("layout of the packed row that runs in this thread", default=None)
+
+
+@contextmanager
+def forward_layout(parts: tuple[RowPart, ...], attentions: tuple[AttentionSpec, ...]) -> Iterator[None]:
+    """How the row is laid out that runs inside, once; each thread has its own."""
+    token = _layout.set(RowLayout(parts, iter(attentions)))
+    try:
+        yield
+    finally:
+        _layout.reset(token)
+
+
+def hidden_states(trunk: Any, attentions: tuple[AttentionSpec, ...], batch: PackedRow) -> torch.Tensor:
+    """The trunk's output for the rows that predict. Returns [t, hidden]."""
+    with forward_layout(batch.parts, attentions):
+        output = run_trunk(trunk, batch.token_ids, batch.position_ids)
+    # a look-up of rows whose backward adds up a row's gradients in order: index_select's, on a GPU, in any order
+    return functional.embedding(batch.predicting, output[0])
+
+
+def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+           scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+           dropout: float = 0.0, **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """The attention function transformers calls in every layer. query [1, H, T, D], key/value [1, Hkv, T, D]."""
+    refuse_unknown(module, keywords)
+    layout = _layout.get()
+    assert layout is not None, "packed attention outside of forward_layout"
+    assert not dropout, "attention dropout is off: log-probs of one policy are compared"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return row_attention(query, key, value, layout.parts, next(layout.coming), scale, softcap or 0.0, s_aux), None
+
+
+def row_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: tuple[RowPart, ...], spec: AttentionSpec,
+    scale: float, softcap: float, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Each sequence of a packed row over itself. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
+    # split, not slices: its backward is one concatenation instead of a full-size tensor of zeros a sequence
+    lengths = [part.length for part in parts]
+    queries, keys, values = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
+    out = []
+    for q, k, v, part in zip(queries, keys, values, parts, strict=True):
+        if part.behind is not None:
+            k, v = torch.cat([keys[part.behind], k], dim=2), torch.cat([values[part.behind], v], dim=2)
+        if softcap or sinks is not None:
+            out.append(explicit_attention(q, k, v, scale, spec, softcap, sinks))
+        else:
+            out.append(_sdpa(q, k, v, scale, spec))
+    return torch.cat(out, dim=2).transpose(1, 2).contiguous()
+
+
+def _sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, spec: AttentionSpec
+) -> torch.Tensor:
+    """The last N of a sequence's M tokens: query [1, H, N, Dk], key/value [1, Hkv, M, .] -> [1, H, N, Dv]."""
+    count, size = query.shape[2], key.shape[2]
+    narrowed = min(spec.window or size, spec.chunk or size) < size
+    mask = visible(size, spec, query.device, last=count) if narrowed or count < size else None
+    grouped = query.shape[1] != key.shape[1]
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+def explicit_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    spec: AttentionSpec,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same written out, with what fused attention lacks: a soft cap on scores, and sinks [H]."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    count, size = query.shape[2], key.shape[2]
+    scores = (query @ key.transpose(2, 3)).float() * scale  # [1, H, N, M]
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible(size, spec, query.device, last=count), float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[None, :, None, None].expand(1, -1, count, 1)
+        scores = torch.cat([scores, column], dim=3)
+    weights = scores.softmax(dim=3)[..., :size]
+    return weights.to(value.dtype) @ value

@@ -1,0 +1,89 @@
+"""The probes of a load in one packed row, for forwards without a cache: the trainer's and the exact trainer's.
+
+Example:
+    >>> from rlhfspec.models.huggingface.anatomy import examine
+    >>> from rlhfspec.models.tiny import random_model
+    >>> model = random_model("llama", seed=0)
+    >>> _ = examine(model, name="model", max_context=512)
+    >>> row = every_row(probes_of(model, 512))
+    >>> row.lengths, row.position_ids[0, -3:].tolist()
+    ((33, 5, 32), [509, 510, 511])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from rlhfspec.models.huggingface.attention import AttentionSpec, as_before
+from rlhfspec.models.huggingface.audit import not_audited
+from rlhfspec.models.huggingface.causal_lm import anatomy_of
+from rlhfspec.models.huggingface.probes import Probe, choose_without_cache, random_past
+from rlhfspec.models.huggingface.reference import ProbeResult
+from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
+
+_NAME = "rlhfspec_probed"
+
+
+def probes_of(model: Any, max_context: int) -> tuple[Probe, ...]:
+    """All of them begin at position 0: the trainer has no KV cache."""
+    num_token_ids = model.get_input_embeddings().num_embeddings
+    return choose_without_cache(anatomy_of(model), model.config, max_context, num_token_ids)
+
+
+def every_row(probes: Sequence[Probe]) -> PackedRow:
+    """The probes in one packed row that keeps the output of every token (its last response token is never run)."""
+    row = pack_sequences([probe.tokens[:1] for probe in probes], [(*probe.tokens[1:], 0) for probe in probes])
+    return replace(row, position_ids=torch.tensor([list(chain.from_iterable(probe.positions for probe in probes))]))
+
+
+def answers(logits: torch.Tensor, batch: PackedRow) -> list[ProbeResult]:
+    """Of each sequence of a row that keeps every token's logits."""
+    return [ProbeResult(rows, []) for rows in torch.split(logits, list(batch.lengths))]
+
+
+@dataclass(slots=True)
+class _Probed:
+    """A packed row of probes that runs in this thread."""
+
+    attend: Callable[..., Any]
+    coming: Iterator[AttentionSpec]
+    places: tuple[slice, ...]  # of the tokens whose keys and values are random
+
+
+_probed: ContextVar[_Probed] = ContextVar("the packed row of probes that runs in this thread")
+
+
+@contextmanager
+def random_keys(model: Any, probes: Sequence[Probe], function: Callable[..., Any]) -> Iterator[None]:
+    """For one forward of the probes' packed row: the model's attentions call `function`, with random keys and values
+    for the tokens that are to have them."""
+    starts = accumulate((len(probe.tokens) for probe in probes), initial=0)
+    places = tuple(slice(start, start + probe.num_random) for start, probe in zip(starts, probes, strict=False))
+    AttentionInterface.register(_NAME, _attend_probed)
+    token = _probed.set(_Probed(function, iter(anatomy_of(model).attentions), places))
+    try:
+        with as_before(model):
+            model.set_attn_implementation(_NAME)
+            yield
+    finally:
+        _probed.reset(token)
+
+
+def _attend_probed(module: Any, query: Any, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+                   **keywords: Any) -> Any:  # fmt: skip
+    """key, value [1, Hkv, T, .]"""
+    probed = _probed.get()
+    spec = next(probed.coming)
+    with not_audited():  # no code of the model's
+        key, value = key.clone(), value.clone()
+        for place in probed.places:
+            key[:, :, place], value[:, :, place] = random_past(spec, place.stop - place.start)
+    return probed.attend(module, query, key, value, attention_mask, **keywords)

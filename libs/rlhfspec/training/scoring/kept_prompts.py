@@ -1,0 +1,71 @@
+"""Which blocks of a scorer's KV hold which prompt, so that a prompt's answers run it once between them.
+
+The longest unused prompt goes when its blocks are needed. What is kept is all that was run of a prompt: a prompt that
+only begins alike is another one, so what was scored before decides how much is computed, never in which pieces.
+
+Example:
+    >>> kept = KeptPrompts(num_blocks=3, block_size=16)
+    >>> first, second = np.arange(20, dtype=np.int32), np.arange(9, dtype=np.int32)
+    >>> kept.keep(first, kept.take(20))
+    >>> kept.keep(second, kept.take(9))
+    >>> kept.find(first)
+    [0, 1]
+    >>> kept.take(5)  # of the second, that was used before
+    [2]
+    >>> kept.find(second) is None
+    True
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlhfspec.common.arrays import IntArray
+
+LEAST_TOKENS = 64  # of a prompt that is run apart from its answer: for fewer, a forward more costs what it saves
+
+
+class KeptPrompts:
+    """A caller takes blocks, and either keeps a prompt in them or gives them back."""
+
+    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free: list[int] = []
+        self._blocks: dict[bytes, list[int]] = {}  # by the prompt's tokens; the one that was used last stands last
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def clear(self) -> None:
+        """Forgets every prompt, and that any block was taken."""
+        self._blocks.clear()
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+
+    def find(self, prompt: IntArray) -> list[int] | None:
+        key = prompt.tobytes()
+        blocks = self._blocks.pop(key, None)
+        if blocks is not None:
+            self._blocks[key] = blocks
+        return blocks
+
+    def keep(self, prompt: IntArray, blocks: list[int]) -> None:
+        self._blocks[prompt.tobytes()] = blocks
+
+    def take(self, num_tokens: int) -> list[int]:
+        """Blocks for so many tokens. The prompt that was found or kept last stays, as long as both fit."""
+        count = -(-num_tokens // self.block_size)
+        while len(self._free) < count:
+            assert self._blocks, f"{count} blocks of {self.num_blocks} are wanted, and the others are taken"
+            oldest = next(iter(self._blocks))
+            self.give_back(self._blocks.pop(oldest))
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, blocks: list[int]) -> None:
+        self._free += reversed(blocks)
+
+    def slots(self, blocks: list[int]) -> IntArray:
+        """Of every token that the blocks have room for, in order."""
+        offsets = np.arange(self.block_size, dtype=np.int32)
+        return (np.asarray(blocks, np.int32)[:, None] * self.block_size + offsets).ravel()

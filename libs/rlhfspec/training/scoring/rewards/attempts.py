@@ -1,0 +1,98 @@
+"""Deadlines, retries and how many calls run at a time: the same for every kind of source."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from rlhfspec.messages.records import Sample
+from rlhfspec.training.scoring.rewards.base import CallFailed, Reward, Rewarder
+
+FIRST_DELAY_SECONDS = 0.5
+MAX_DELAY_SECONDS = 30.0
+# An endpoint that asks for a longer pause is down as far as a training step is concerned.
+MAX_RETRY_AFTER_SECONDS = 60.0
+Sleep = Callable[[float], Awaitable[None]]
+Told = Callable[[str, str], None]  # a source's name, and what is wrong with its last call; nothing: it answered
+During = Callable[[str], AbstractContextManager[object]]  # entered where a call really runs, told what it does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """concurrency: calls at a time. timeout_seconds: of one call. retries: after the first call."""
+
+    concurrency: int
+    timeout_seconds: float
+    retries: int
+
+
+class Attempts:
+    """Calls a source until it answers or its retries are used up."""
+
+    def __init__(
+        self, name: str, source: Rewarder, limits: Limits, sleep: Sleep, told: Told = lambda name, problem: None
+    ) -> None:
+        self.name = name
+        self.source = source
+        self._limits = limits
+        self._sleep = sleep
+        self._told = told
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(limits.concurrency)
+
+    async def rewards(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
+        """Failure is a value here: what it means for the job is decided once every source has spoken."""
+        attempt = 1
+        while True:
+            result = await self._call(samples, during)
+            if not isinstance(result, CallFailed):
+                self._told(self.name, "")
+                return result
+            self._told(self.name, result.problem)
+            too_long = result.wait_seconds > MAX_RETRY_AFTER_SECONDS
+            if not result.temporary or attempt > self._limits.retries or too_long:
+                return _given_up(result, attempt)
+            await self._sleep(max(delay_seconds(self.name, samples[0].id, attempt), result.wait_seconds))
+            attempt += 1
+
+    async def _call(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
+        """The slot is free again while a failed call waits for its next attempt."""
+        timeout_seconds = self._limits.timeout_seconds
+        async with self._slots_here():
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    what = f"scoring {samples[0].id} with source {self.name}"
+                    return await self.source.rewards(samples, lambda: during(what))
+            except TimeoutError:
+                return CallFailed(f"it gave no answer within {timeout_seconds:g} s", temporary=True)
+            except CallFailed as failure:
+                return failure
+
+    def _slots_here(self) -> asyncio.Semaphore:
+        """A semaphore that was once waited for belongs to its event loop; sources may be asked again in another."""
+        if self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
+            self._slots = asyncio.Semaphore(self._limits.concurrency)
+        return self._slots
+
+
+def delay_seconds(source: str, sample_id: str, attempt: int) -> float:
+    """Doubles with every attempt; spread by the sample's id, so that calls which failed together come back apart.
+
+    Example:
+        >>> [round(delay_seconds("judge", "sums/1/0/0", attempt), 2) for attempt in (1, 2, 3)]
+        [0.59, 1.04, 2.54]
+    """
+    drawn = hashlib.blake2b(f"{source}:{sample_id}:{attempt}".encode(), digest_size=8).digest()
+    spread = int.from_bytes(drawn, "little") / 2**64  # in [0, 1)
+    return min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** (attempt - 1) * (1 + spread / 2))
+
+
+def _given_up(failure: CallFailed, num_calls: int) -> CallFailed:
+    problem = failure.problem + ("" if num_calls == 1 else f" ({num_calls} calls)")
+    if failure.wait_seconds > MAX_RETRY_AFTER_SECONDS:
+        problem += f"; it asks to wait {failure.wait_seconds:g} s, more than {MAX_RETRY_AFTER_SECONDS:g} s"
+    return CallFailed(problem, temporary=False, cause=failure.__cause__)

@@ -1,0 +1,115 @@
+"""What a reward source promises, and what counts as a reward."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from rlhfspec.errors import RLHFSpecError
+from rlhfspec.messages.records import Sample
+
+
+class CallFailed(RLHFSpecError):
+    """One call of a source gave no rewards. Temporary failures are tried again, after `wait_seconds` at least."""
+
+    def __init__(
+        self, problem: str, *, temporary: bool, wait_seconds: float = 0.0, cause: BaseException | None = None
+    ) -> None:
+        self.problem = problem
+        self.temporary = temporary
+        self.wait_seconds = wait_seconds
+        self.__cause__ = cause
+        super().__init__(problem)
+
+
+Reward = float | CallFailed  # failure is a value where others' rewards go on
+Around = Callable[[], AbstractContextManager[object]]  # to be entered where a call really runs, in whatever thread
+
+
+class Rewarder(Protocol):
+    """One way to get rewards. The caller sets deadline, retries and how many calls run at a time.
+
+    A reward depends on the sample alone, or on its prompt group when `grouped`: never on when or with what else
+    it was asked for.
+    """
+
+    @property
+    def grouped(self) -> bool:
+        """True: `rewards` gets all samples of one prompt, sorted. False: one sample."""
+        ...
+
+    async def start(self) -> None:
+        """Makes ready what takes long (a model), so that the first call is as fast as the others."""
+        ...
+
+    async def rewards(self, samples: Sequence[Sample], around: Around = nullcontext) -> list[Reward]:
+        """For each sample, in order, a finite number or what is wrong with it; raises CallFailed when all failed."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def number(value: Any, of: str) -> float:
+    """A finite Python float; Python's, numpy's and torch's scalars are numbers, and so are bools.
+
+    Example:
+        >>> number(True, "the reward"), number(3, "the reward")
+        (1.0, 3.0)
+        >>> number(float("nan"), "the reward")
+        Traceback (most recent call last):
+        ...
+        rlhfspec.training.scoring.rewards.base.CallFailed: the reward is nan, not a finite number
+    """
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise CallFailed(f"{of} is {describe(value)}, not a number", temporary=False)
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result):
+        raise CallFailed(f"{of} is {result}, not a finite number", temporary=False)
+    return result
+
+
+def numbers_of(values: Any, samples: Sequence[Sample]) -> list[Reward]:
+    """What a batched function returned, as a number a sample."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise CallFailed(f"it returned {describe(values)}, not a list of {len(samples)} numbers", temporary=False)
+    if len(values) != len(samples):
+        raise CallFailed(f"it returned {len(values)} rewards for {len(samples)} samples", temporary=False)
+    return [_number_or_failure(value) for value in values]
+
+
+def _number_or_failure(value: Any) -> Reward:
+    try:
+        return number(value, "what it returned")
+    except CallFailed as failure:
+        return failure
+
+
+def describe(value: object) -> str:
+    """Short enough for a message.
+
+    >>> describe(None), describe("good"), describe([0.5] * 100)
+    ('None', "'good' (str)", 'a list of length 100')
+    """
+    if value is None:
+        return "None"
+    if isinstance(value, (list, tuple, dict)):
+        return f"a {type(value).__name__} of length {len(value)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def columns_of(sample: Sample) -> dict[str, Any]:
+    """The data row's other columns, fresh for every call: what a function changes stays its own."""
+    columns: dict[str, Any] = json.loads(sample.columns_json)
+    return columns

@@ -1,0 +1,247 @@
+"""All reward sources of a job behind one call: a sample in, a score out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path, PurePosixPath
+from typing import Literal
+from urllib.parse import urlsplit
+
+from rlhfspec.errors import InvalidRequest, RewardError
+from rlhfspec.job.file.secrets import request_of
+from rlhfspec.job.rewards import FunctionSource, HttpSource, ModelSource, Rewards
+from rlhfspec.messages.records import Sample, Score
+from rlhfspec.training.scoring.rewards.attempts import Attempts, During, Limits, Sleep
+from rlhfspec.training.scoring.rewards.base import CallFailed, Reward, Rewarder
+from rlhfspec.training.scoring.rewards.combine import combine
+from rlhfspec.training.scoring.rewards.function import FunctionRewards
+from rlhfspec.training.scoring.rewards.imports import load_function
+from rlhfspec.training.scoring.rewards.model import ModelRewards
+
+log = logging.getLogger(__name__)
+AnySource = FunctionSource | ModelSource | HttpSource
+
+
+class RewardSources:
+    """Scores samples with every source of the job at once. One object may serve several workers of one event loop.
+    Making it imports functions and loads models, so their errors come before a run begins.
+
+    A failing source ends the job (`RewardError`) or leaves the sample out (a score with `error`), as its `onError`
+    says. It never counts as zero. keep_prompts: where prompts have several answers, a model runs each once for them.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "judges.py").write_text("def exact(completion, answer): return completion == answer")
+        >>> rewards = Rewards.model_validate({"sources": [{"type": "function", "function": "judges:exact"}]})
+        >>> sources = RewardSources(rewards, folder)
+        >>> sources.names, sources.grouping
+        (['exact'], 'sample')
+        >>> asyncio.run(sources.score(sample)).values    # doctest: +SKIP
+        (1.0,)
+    """
+
+    def __init__(
+        self, rewards: Rewards, base_folder: Path, *, keep_prompts: bool = True, sleep: Sleep = asyncio.sleep
+    ) -> None:
+        made = [
+            _make(source, base_folder, f"spec.rewards.sources[{index}]", keep_prompts)
+            for index, source in enumerate(rewards.sources)
+        ]
+        self.names = _names(rewards.sources)
+        self._how = rewards.combine
+        self._told_step = 0  # the last step of which a dropped sample was told
+        self._failing: dict[str, str] = {}  # by source: what is wrong with its last call
+        self.told: Callable[[str], None] = lambda trouble: None  # what fails; empty: all answer again
+        self._weights = [source.weight for source in rewards.sources]
+        self._drops = [source.on_error == "drop" for source in rewards.sources]
+        self._attempts = [
+            Attempts(name, source, _limits(settings), sleep, self._call_ended)
+            for name, source, settings in zip(self.names, made, rewards.sources, strict=True)
+        ]
+
+    @property
+    def grouping(self) -> Literal["sample", "group"]:
+        """group: some source wants all samples of a prompt, so `score_many` is called once they are there."""
+        return "group" if any(attempts.source.grouped for attempts in self._attempts) else "sample"
+
+    def check_columns(self, columns: Mapping[str, str]) -> None:
+        """To be asked once the data is known (`Prompts.columns`): every function's arguments can be given."""
+        for attempts in self._attempts:
+            if isinstance(attempts.source, FunctionRewards):
+                attempts.source.check_columns(columns)
+
+    async def start(self) -> None:
+        """Loads what takes long, before the first sample."""
+        await asyncio.gather(*(attempts.source.start() for attempts in self._attempts))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(attempts.source.close() for attempts in self._attempts))
+
+    async def score(self, sample: Sample) -> Score:
+        """One sample; only when `grouping` is "sample"."""
+        assert self.grouping == "sample", "a batched function sees a whole prompt group, whatever arrives first"
+        (score,) = await self.score_many([sample])
+        return score
+
+    async def score_many(self, samples: Sequence[Sample], during: During = lambda what: nullcontext()) -> list[Score]:
+        """All samples of one prompt (any order), or samples of any prompts when `grouping` is "sample". In id order.
+
+        Samples that were not generated are not scored: their scores carry the generator's error. `during`: is around
+        every call of a source, told which sample (of a group, the first) and which source.
+        """
+        ordered = sorted(samples, key=lambda sample: sample.sort_key)
+        assert self.grouping == "sample" or len({sample.group_id for sample in ordered}) <= 1, "one group at a time"
+        usable = [sample for sample in ordered if sample.finish_reason != "error"]
+        if not usable:
+            return [_not_generated(sample) for sample in ordered]
+        by_source = await asyncio.gather(*(_from(attempts, usable, during) for attempts in self._attempts))
+        scores = {
+            sample.id: self._combined(sample, results)
+            for sample, results in zip(usable, zip(*by_source, strict=True), strict=True)
+        }
+        return [scores[sample.id] if sample.id in scores else _not_generated(sample) for sample in ordered]
+
+    def _combined(self, sample: Sample, results: Sequence[Reward]) -> Score:
+        failures = [(name, r) for name, r in zip(self.names, results, strict=True) if isinstance(r, CallFailed)]
+        for (name, result), drop in zip(zip(self.names, results, strict=True), self._drops, strict=True):
+            if isinstance(result, CallFailed) and not drop:
+                raise RewardError(name, sample.id, result.problem) from (result.__cause__ or result)
+        components = [(n, r) for n, r in zip(self.names, results, strict=True) if not isinstance(r, CallFailed)]
+        if failures:
+            error = "; ".join(f"reward {name!r}: {failure.problem}" for name, failure in failures)
+            self._tell(sample, error)
+            return _score(sample, components=tuple(components), error=error)
+        total = combine(self._how, self._weights, [value for _, value in components])
+        if not math.isfinite(total):
+            raise RewardError(", ".join(self.names), sample.id, f"their {self._how} is {total}: {dict(components)}")
+        return _score(sample, values=(total,), components=tuple(components))
+
+    def _call_ended(self, name: str, problem: str) -> None:
+        """A source that fails is told of at its first failed call, not only when its retries are used up."""
+        before = dict(self._failing)
+        if problem:
+            self._failing[name] = problem
+        else:
+            self._failing.pop(name, None)
+        if self._failing != before:
+            self.told("; ".join(f"reward {name!r}: {problem}" for name, problem in self._failing.items()))
+
+    def _tell(self, sample: Sample, error: str) -> None:
+        """Only the first of a step: a source that is down fails for all of them."""
+        if sample.step != self._told_step:
+            self._told_step = sample.step
+            log.warning("sample %s is left out: %s (num_dropped counts others of the step)", sample.id, error)
+
+
+async def _from(attempts: Attempts, samples: Sequence[Sample], during: During) -> list[Reward]:
+    """One result a sample. What fails for a group fails for each of its samples."""
+    groups = [list(samples)] if attempts.source.grouped else [[sample] for sample in samples]
+    results = await asyncio.gather(*(attempts.rewards(group, during) for group in groups))
+    flat: list[Reward] = []
+    for group, result in zip(groups, results, strict=True):
+        flat += [result] * len(group) if isinstance(result, CallFailed) else result
+    return flat
+
+
+def _score(
+    sample: Sample,
+    *,
+    values: tuple[float, ...] = (),
+    components: tuple[tuple[str, float], ...] = (),
+    error: str = "",
+) -> Score:
+    return Score(
+        id=f"{sample.id}/reward",
+        sample_id=sample.id,
+        job=sample.job,
+        step=sample.step,
+        purpose=sample.purpose,
+        stage="reward",
+        values=values,
+        components=components,
+        error=error,
+    )
+
+
+def _not_generated(sample: Sample) -> Score:
+    return _score(sample, error=f"not generated: {sample.error}")
+
+
+def _limits(source: AnySource) -> Limits:
+    return Limits(concurrency=source.concurrency, timeout_seconds=source.timeout_seconds, retries=source.retries)
+
+
+def _make(source: AnySource, base_folder: Path, field: str, keep_prompts: bool) -> Rewarder:
+    match source:
+        case FunctionSource():
+            return _function(source, base_folder, field)
+        case ModelSource():
+            model = ModelRewards(
+                source.path,
+                label=source.label,
+                chat_template=source.chat_template,
+                base_folder=base_folder,
+                field=field,
+                keep_prompts=keep_prompts,
+            )
+            model.load()
+            return model
+        case HttpSource():
+            from rlhfspec.training.scoring.rewards.http import HttpRewards
+
+            url, headers = request_of(source, field)
+            return HttpRewards(url, headers, concurrency=source.concurrency)
+
+
+def _function(source: FunctionSource, base_folder: Path, field: str) -> FunctionRewards:
+    field = f"{field}.function"
+    return FunctionRewards(
+        load_function(source.function, base_folder, field=field), batched=source.batched, field=field
+    )
+
+
+def check_functions(rewards: Rewards, base_folder: Path, columns: Mapping[str, str] | None) -> None:
+    """Before a run: every function can be imported, and called with these columns where they are known."""
+    for index, source in enumerate(rewards.sources):
+        if isinstance(source, FunctionSource):
+            function = _function(source, base_folder, f"spec.rewards.sources[{index}]")
+            if columns is not None:
+                function.check_columns(columns)
+
+
+def _names(sources: Sequence[AnySource]) -> list[str]:
+    """Given or derived; a derived name that is taken gets a number."""
+    given = [source.name for source in sources if source.name is not None]
+    for index, source in enumerate(sources):
+        if source.name is not None and given.count(source.name) > 1:
+            raise InvalidRequest(f"spec.rewards.sources[{index}].name", source.name, "is given twice")
+    names: list[str] = []
+    for source in sources:
+        name = source.name or _free(_derived(source), {*given, *names})
+        names.append(name)
+    return names
+
+
+def _derived(source: AnySource) -> str:
+    match source:
+        case FunctionSource():
+            return source.function.rpartition(":")[2]
+        case ModelSource():
+            return PurePosixPath(source.path).name or source.path
+        case HttpSource():  # never what may hold a secret: user, password, query
+            parts = urlsplit(source.url)
+            return f"{parts.hostname or ''}{parts.path}".rstrip("/")
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    number = 2
+    free = name
+    while free in taken:
+        free = f"{name}-{number}"
+        number += 1
+    return free

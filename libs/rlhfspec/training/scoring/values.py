@@ -1,0 +1,110 @@
+"""The critic's values of a response, each a pure function of the sample and the critic's weights.
+
+The critic runs on the engine's kernels as a model whose head has one output, so what `log_probs` promises holds here
+too: no batch, chunk, worker or number of threads changes a bit.
+
+Example:
+    >>> from rlhfspec.training.modeling.loading import prepared
+    >>> from rlhfspec.models.tiny import random_model
+    >>> critic = Critic(prepared(random_model("llama", seed=0)))
+    >>> ValueScorer(critic, max_context=64).values((5, 6, 7), (8, 9))
+    [0.0, 0.0]
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from rlhfspec.errors import WeightsVersionError
+from rlhfspec.models.huggingface.causal_lm import hidden_of
+from rlhfspec.training.modeling.critic import Critic
+from rlhfspec.training.modeling.packed import pack_sequences
+from rlhfspec.training.scoring.log_probs import SequenceRows
+
+
+class ValueScorer:
+    """Scores under the critic's present weights. One sequence at a time; calls from several threads wait in line.
+
+    The critic itself is left alone; the scorer keeps weights of its own. max_context, keep_prompts: as LogProbScorer.
+    """
+
+    def __init__(
+        self,
+        critic: Critic,
+        *,
+        max_context: int,
+        dtype: str = "float32",
+        arithmetic: str = "auto",
+        version: int = 0,
+        device: str = "cpu",
+        keep_prompts: bool = True,
+    ) -> None:
+        self.version = version
+        model = ScoredCritic(critic)
+        self._rows = SequenceRows(
+            model, "critic", max_context=max_context, dtype=dtype, arithmetic=arithmetic, device=device,
+            keep_prompts=keep_prompts,
+        )  # fmt: skip
+        self._rows.load_weights(critic.state_dict())
+        self.report = self._rows.runner.report
+
+    def values(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+        """Of the state before every response token. Raises NumericalError when the critic gives none."""
+        return self._rows.numbers(prompt_token_ids, token_ids, lambda _, output: output[:, 0], "critic value")
+
+    def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
+        """The trained critic's `state_dict()`. Versions never go back."""
+        if version < self.version:
+            raise WeightsVersionError(version, self.version, "the critic's weights are older than the loaded ones")
+        self._rows.load_weights(state_dict)
+        self.version = version
+
+
+@torch.inference_mode()
+def values_reference(critic: Critic, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+    """The same, slow and obvious: the critic as the trainer runs it, one sequence a forward."""
+    return critic(pack_sequences([prompt_token_ids], [token_ids])).tolist()  # type: ignore[no-any-return]
+
+
+class ScoredCritic(nn.Module):
+    """A copy of the critic that is called as a causal LM is: its logits are the value, and nothing is done to them.
+
+    The head is random: what the engine proves when it takes a model up, a head of zeros would not show.
+    """
+
+    def __init__(self, critic: Critic) -> None:
+        super().__init__()
+        self.trunk = copy.deepcopy(critic.trunk)
+        self.score = _random_head(critic.score.in_features)
+        self.config = self.trunk.config
+        self.eval()
+
+    @property
+    def only_head(self) -> nn.Module:
+        """All that stands behind the trunk."""
+        return self.score
+
+    def forward(self, input_ids: torch.Tensor, **keywords: Any) -> CausalLMOutput:
+        hidden = hidden_of(self.trunk(input_ids=input_ids, **keywords))
+        return CausalLMOutput(logits=self.score(hidden))
+
+    def get_input_embeddings(self) -> Any:
+        return self.trunk.get_input_embeddings()
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.trunk.set_attn_implementation(name)
+
+
+def _random_head(width: int) -> nn.Linear:
+    generator = torch.Generator().manual_seed(0)
+    head = nn.Linear(width, 1)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(1, width, generator=generator))
+        head.bias.zero_()
+    return head

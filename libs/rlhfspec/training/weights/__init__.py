@@ -1,0 +1,7 @@
+"""From the trainer to the generators: versions of weights, put, announced, fetched."""
+
+from rlhfspec.training.weights.base import StateDict, WeightStore, newest_kept
+from rlhfspec.training.weights.file import FileWeightStore
+from rlhfspec.training.weights.memory import MemoryWeightStore
+
+__all__ = ["FileWeightStore", "MemoryWeightStore", "StateDict", "WeightStore", "newest_kept"]

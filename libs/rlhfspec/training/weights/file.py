@@ -1,0 +1,120 @@
+"""Weights between processes that share a file system: one safetensors file a version, renamed into place.
+
+In memory (`/dev/shm`) nothing is copied but once: readers map the file, and check it once each. A file that is unlinked
+stays whole for those who have mapped it.
+
+What is checked where: who puts a version hashes its tensors, not the file, and notes in the file its digest (sha256)
+and its checksum (xxh3_128). Who gets it uses no tensor before either the file says that it holds what the record
+announced and every byte of it, as read, has that checksum, or else all of it has the record's digest: a damaged or
+another file is refused whatever it says. A checksum can be forged: who may write in the folder is believed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from rlhfspec.errors import StorageError
+from rlhfspec.messages.records import Role, Weights
+from rlhfspec.training.modeling.digest import checksum, digest, digest_and_checksum
+from rlhfspec.training.modeling.tensor_files import read_noted, sync, write_tensors
+from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, refuse_other, retired, weights_record
+
+_SCHEME = "file:"
+SUFFIX = ".safetensors"
+HASHES = "hashes"  # the note: digest and checksum
+NOT_YET_HASHED = "?" * 97  # as long as they are
+WRITING = ".writing"  # not yet a version; of a process that was killed, one never
+
+
+class FileWeightStore:
+    """`folder`: one for each run.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> record = FileWeightStore(folder, keep=2).put("sums", "critic", 4, {"weight": torch.ones(2)})
+        >>> Path(record.uri.removeprefix(_SCHEME)).name, FileWeightStore(folder, keep=2).get(record)
+        ('sums-critic-4.safetensors', {'weight': tensor([1., 1.])})
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        assert keep >= 1
+        self._folder = folder.absolute()
+        self._keep = keep
+        self._right: dict[tuple[Path, str], tuple[int, ...]] = {}  # which file it was that was right
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
+        path = self._path(job, role, version)
+        gone = [old for old in retired({*self._kept(job, role), version}, self._keep) if old != version]
+        self._remove(self._path(job, role, old) for old in gone)  # first: the new one can have its memory
+        self._remove(self._numbered(job, role, WRITING))
+        writing = path.with_suffix(f".{os.getpid()}{WRITING}")
+        with ThreadPoolExecutor(1) as beside:
+            hashing = beside.submit(digest_and_checksum, state_dict)
+            try:
+                write_tensors(writing, state_dict, notes={HASHES: NOT_YET_HASHED})
+                hashes = hashing.result()
+                _note(writing, hashes)
+                writing.replace(path)
+                sync(self._folder)
+            finally:
+                writing.unlink(missing_ok=True)
+        if version in retired(self._kept(job, role), self._keep):
+            self._remove([path])
+        return weights_record(job, role, version, uri=f"{_SCHEME}{path}", digest=hashes[0])
+
+    def get(self, record: Weights) -> dict[str, torch.Tensor]:
+        path = Path(record.uri.removeprefix(_SCHEME))
+        try:
+            file = path.stat()
+            tensors, notes = read_noted(path)
+        except (FileNotFoundError, StorageError) as error:
+            if isinstance(error, StorageError) and path.exists():
+                raise
+            newest = max(self._kept(record.job, record.role), default=0)
+            raise not_kept(record, newest) from error
+        this = (file.st_ino, file.st_size, file.st_mtime_ns)
+        if self._right.get((path, record.digest)) != this:
+            if notes.get(HASHES) != f"{record.digest} {checksum(tensors)}":
+                refuse_other(path, digest(tensors), record)
+            self._right = {key: value for key, value in self._right.items() if key[0].exists()}
+            self._right[path, record.digest] = this
+        return tensors
+
+    def _path(self, job: str, role: Role, version: int) -> Path:
+        return self._folder / f"{job}-{role}-{version}{SUFFIX}"
+
+    def _kept(self, job: str, role: Role) -> list[int]:
+        found = self._numbered(job, role, SUFFIX)
+        return sorted(int(path.stem.removeprefix(f"{job}-{role}-")) for path in found)
+
+    def _numbered(self, job: str, role: Role, suffix: str) -> list[Path]:
+        """Of this job's role, and of none whose name only begins alike."""
+        prefix = f"{job}-{role}-"
+        found = self._folder.glob(f"{prefix}*{suffix}")
+        return [path for path in found if path.name.removeprefix(prefix).split(".")[0].isdecimal()]
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def _note(path: Path, hashes: Iterable[str]) -> None:
+    """In the header of a file, which is written while they are being computed."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        at = file.read(size).index(f'"{HASHES}":"{NOT_YET_HASHED}"'.encode())
+        file.seek(8 + at)
+        file.write(f'"{HASHES}":"{" ".join(hashes)}"'.encode())
+    sync(path)
+
+
+def make_store(place: StorePlace) -> FileWeightStore:
+    assert place.folder is not None, "checked when the connections were read"
+    return FileWeightStore(place.folder, keep=place.keep)

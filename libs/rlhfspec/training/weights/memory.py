@@ -1,0 +1,72 @@
+"""Weights within one process: a copy when put, shared by all who get them."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from rlhfspec.messages.records import Role, Weights
+from rlhfspec.training.modeling.digest import digest
+from rlhfspec.training.weights.base import (
+    StateDict,
+    StorePlace,
+    identity,
+    not_kept,
+    refuse_other,
+    retired,
+    weights_record,
+)
+
+
+class MemoryWeightStore:
+    """
+    Example:
+        >>> store = MemoryWeightStore(keep=2)
+        >>> weight = torch.zeros(2)
+        >>> record = store.put("sums", "policy", 1, {"weight": weight})
+        >>> _ = weight.add_(1.0)
+        >>> record.uri, store.get(record)["weight"]
+        ('memory:sums/policy/1', tensor([0., 0.]))
+    """
+
+    def __init__(self, *, keep: int) -> None:
+        assert keep >= 1
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._versions: dict[tuple[str, Role], dict[int, tuple[str, dict[str, torch.Tensor]]]] = {}
+
+    def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
+        tensors = _copy(state_dict)
+        record = weights_record(job, role, version, uri=f"memory:{job}/{role}/{version}", digest=digest(tensors))
+        with self._lock:
+            versions = self._versions.setdefault((job, role), {})
+            versions[version] = (record.digest, tensors)
+            for old in retired(versions, self._keep):
+                del versions[old]
+        return record
+
+    def get(self, record: Weights) -> dict[str, torch.Tensor]:
+        with self._lock:
+            versions = self._versions.get((record.job, record.role), {})
+            if record.version not in versions:
+                raise not_kept(record, max(versions, default=0))
+            kept, tensors = versions[record.version]
+        refuse_other(record.uri, kept, record)  # nobody else can reach the copies: their bytes need no second hash
+        return dict(tensors)
+
+
+def _copy(state_dict: StateDict) -> dict[str, torch.Tensor]:
+    """Tied tensors stay one, so that they are copied, kept and loaded once."""
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    result = {}
+    for name, tensor in state_dict.items():
+        key = identity(name, tensor)
+        if key not in copies:
+            copies[key] = tensor.detach().to("cpu", copy=True)
+        result[name] = copies[key]
+    return result
+
+
+def make_store(place: StorePlace) -> MemoryWeightStore:
+    return MemoryWeightStore(keep=place.keep)

@@ -1,0 +1,210 @@
+"""All tensors of one version in one buffer, one after another in the order of their names, and what tells of them.
+
+The buffer is what travels: whoever has its header knows where each tensor lies, and hashes it as it grows.
+
+Example:
+    >>> weight = torch.ones(2)
+    >>> packed = pack("sums", "policy", 1, {"head": weight, "embedding": weight}, Buffers())
+    >>> packed.header.tensors, packed.header.same_as, packed.tensors()["head"]
+    ([('embedding', 'float32', [2])], {'head': 'embedding'}, tensor([1., 1.]))
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from rlhfspec.errors import MalformedRecord, StorageError
+from rlhfspec.messages.records import Role
+from rlhfspec.training.weights.base import StateDict, identity
+from rlhfspec.training.weights.buffers import Buffers
+
+ALIGNMENT = 64  # bytes: each tensor begins at a multiple, so that it can be looked at as what it is
+MAX_HEADER_BYTES = 32 << 20
+MAX_TENSORS = 200_000  # the largest mixtures of experts have some 100,000
+MAX_DIMENSIONS = 16
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64"),
+        *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"),
+    )
+}
+
+
+class WeightsHeader(BaseModel):
+    """What goes before the bytes. Tied tensors are there once: `same_as` has the other names.
+
+    >>> WeightsHeader.parse(b"{", max_bytes=1)
+    Traceback (most recent call last):
+        ...
+    rlhfspec.errors.MalformedRecord: malformed record: header of weights: Invalid JSON: EOF while parsing an object ...
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    job: str = Field(max_length=253)
+    role: Role
+    version: int = Field(ge=0)
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    num_bytes: int = Field(ge=0)
+    tensors: list[tuple[str, str, list[int]]]  # name, type, shape
+    same_as: dict[str, str] = {}
+
+    @classmethod
+    def parse(cls, content: bytes, *, max_bytes: int) -> WeightsHeader:
+        """MalformedRecord with a reason, before anything is allocated, unless it can be believed."""
+        if len(content) > MAX_HEADER_BYTES:
+            raise _malformed(f"{len(content)} bytes, more than {MAX_HEADER_BYTES}")
+        try:
+            header = cls.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise _malformed(f"{where}: {first['msg']}" if where else first["msg"]) from None
+        header._check(max_bytes)
+        return header
+
+    def _check(self, max_bytes: int) -> None:
+        if len(self.tensors) + len(self.same_as) > MAX_TENSORS:
+            raise _malformed(f"{len(self.tensors) + len(self.same_as)} tensors, more than {MAX_TENSORS}")
+        for name, dtype, shape in self.tensors:
+            if dtype not in DTYPES:
+                raise _malformed(f"tensor {name[:80]!r} is of type {dtype[:80]!r}, which is not known")
+            if len(shape) > MAX_DIMENSIONS or any(not 0 <= size < 1 << 63 for size in shape):
+                raise _malformed(f"tensor {name[:80]!r} has no shape that can be")
+        names = [name for name, _, _ in self.tensors]
+        if any(first >= second for first, second in pairwise(names)):
+            raise _malformed("names are not in order, each once")
+        known = set(names)
+        for name, stored in self.same_as.items():
+            if name in known or stored not in known or stored >= name:
+                raise _malformed(f"tensor {name[:80]!r} cannot be the same as {stored[:80]!r}")
+        if (needed := end_of(self.places())) != self.num_bytes:
+            raise _malformed(f"its tensors take {needed} bytes, not {self.num_bytes}")
+        if needed > max_bytes:
+            raise _malformed(f"{needed} bytes of weights, more than the {max_bytes} that are allowed")
+
+    def places(self) -> list[TensorPlace]:
+        """Where each stored tensor lies."""
+        places, at = [], 0
+        for name, dtype, shape in self.tensors:
+            begin = -(-at // ALIGNMENT) * ALIGNMENT
+            at = begin + math.prod(shape) * DTYPES[dtype].itemsize
+            places.append(TensorPlace(name, dtype, tuple(shape), begin, at))
+        return places
+
+
+class TensorPlace(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    header: WeightsHeader
+    buffer: Tensor  # uint8 [header.num_bytes]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the buffer."""
+        stored = {place.name: _view(self.buffer, place) for place in self.header.places()}
+        return stored | {name: stored[same] for name, same in self.header.same_as.items()}
+
+    @property
+    def memory(self) -> memoryview:
+        return self.buffer.numpy().data
+
+
+class GrowingDigest:
+    """modeling.digest of a buffer that fills from its beginning."""
+
+    def __init__(self, packed: PackedWeights) -> None:
+        places = {place.name: place for place in packed.header.places()}
+        named = [*places.items(), *((name, places[same]) for name, same in packed.header.same_as.items())]
+        self._places = sorted(named, key=lambda item: item[0])
+        self._memory = packed.memory
+        self._hash = hashlib.sha256()
+        self._next = 0  # of `_places`
+        self._at = 0  # of the bytes of that place
+        self._begin()
+
+    def advance(self, num_bytes: int) -> None:
+        """So many are there."""
+        while self._next < len(self._places):
+            _, place = self._places[self._next]
+            upto = min(place.end, num_bytes)
+            if upto > self._at:
+                self._hash.update(self._memory[self._at : upto])
+                self._at = upto
+            if self._at < place.end:
+                return
+            self._next += 1
+            self._begin()
+
+    def hexdigest(self) -> str:
+        assert self._next == len(self._places), "bytes are missing"
+        return self._hash.hexdigest()
+
+    def _begin(self) -> None:
+        if self._next < len(self._places):
+            name, place = self._places[self._next]
+            self._hash.update(f"{name}\0{place.dtype}\0{place.shape}\0".encode())
+            self._at = place.begin
+
+
+def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> PackedWeights:
+    """A copy, hashed tensor by tensor while it is in the caches."""
+    stored: list[tuple[str, str, list[int]]] = []
+    same_as: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    for name in sorted(state_dict):
+        tensor = state_dict[name]
+        key = identity(name, tensor)
+        if key in first:
+            same_as[name] = first[key]
+            continue
+        first[key] = name
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise StorageError(f"{role}/{version}", f"tensor {name!r} is of type {dtype}, which cannot be handed out")
+        stored.append((name, dtype, list(tensor.shape)))
+    header = WeightsHeader.model_construct(
+        job=job, role=role, version=version, digest="", num_bytes=0, tensors=stored, same_as=same_as
+    )
+    places = header.places()
+    num_bytes = end_of(places)
+    packed = PackedWeights(header.model_copy(update={"num_bytes": num_bytes}), buffers.take(num_bytes))
+    growing = GrowingDigest(packed)
+    for place in places:
+        _view(packed.buffer, place).copy_(state_dict[place.name].detach())
+        growing.advance(place.end)
+    return PackedWeights(packed.header.model_copy(update={"digest": growing.hexdigest()}), packed.buffer)
+
+
+def machine_memory() -> int:
+    """Bytes: no version can be larger."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def end_of(places: list[TensorPlace]) -> int:
+    return places[-1].end if places else 0
+
+
+def _view(buffer: Tensor, place: TensorPlace) -> Tensor:
+    return buffer[place.begin : place.end].view(DTYPES[place.dtype]).reshape(place.shape)
+
+
+def _malformed(problem: str) -> MalformedRecord:
+    return MalformedRecord(f"header of weights: {problem}")

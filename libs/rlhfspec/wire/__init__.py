@@ -1,1 +1,0 @@
-"""Records as bytes: protos/rlhfspec/wire/records.proto says the fields, `codec` translates."""

@@ -1,0 +1,83 @@
+"""What a generator needs so that samples leave it and come to it: who it is, how others are asked, how KV lands.
+
+In one process the ends of all generators share a `DirectControl`; between processes each worker has a server for them.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from rlhfspec.messages.servers.certificates import client_tls, server_tls
+from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.moves.migration.base import Custody, MoveControl
+from rlhfspec.moves.migration.control import Answer, DirectControl, StreamControl, StreamControlServer
+from rlhfspec.moves.migration.engine_calls import EngineCalls
+from rlhfspec.moves.migration.links.opening import make_landing, open_sending
+from rlhfspec.moves.migration.mover import Mover
+from rlhfspec.moves.migration.sendings import Links
+
+if TYPE_CHECKING:
+    from rlhfspec.engine.base import Movable
+
+MOVERS = ("generator",)  # roles that may ask, and answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveEndpoint:
+    """`incarnation`: of this worker's process, what its WorkerInfo is called. `address`: where it is asked about moves;
+    `host`: where others reach its links. `close`: after the mover, in the event loop."""
+
+    incarnation: str
+    control: MoveControl
+    serve: Callable[[Answer], None]
+    address: str = ""
+    host: str = "127.0.0.1"
+    link_port: int = 0  # 0: any that is free
+    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None  # of who listens, of who connects
+    close: Callable[[], None] = lambda: None
+
+    @classmethod
+    def direct(cls, incarnation: str, control: DirectControl) -> Self:
+        return cls(incarnation=incarnation, control=control, serve=partial(control.serve, incarnation))
+
+    @classmethod
+    def between_processes(
+        cls,
+        incarnation: str,
+        role: str,
+        host: str,
+        credentials: Path | None,
+        *,
+        port: int = 0,
+        link_port: int = 0,
+        worker_host: str | None = None,
+    ) -> Self:
+        """In the running event loop. `worker_host`: the name in every worker's certificate; None: its address is."""
+        tls = (server_tls(credentials, role), client_tls(credentials, role, worker_host)) if credentials else None
+        listen, connect = tls or (None, None)
+        server = StreamControlServer(host, port, tls=listen, askers=MOVERS if credentials else None)
+        control = StreamControl(connect, answerers=MOVERS if credentials else None)
+
+        def close() -> None:
+            control.close()
+            server.close()
+
+        return cls(
+            incarnation=incarnation, control=control, serve=server.serve, address=server.address, host=host, tls=tls,
+            link_port=link_port, close=close,
+        )  # fmt: skip
+
+    def mover(
+        self, engine: Movable, calls: EngineCalls, custody: Custody, clock: Clock, *, name: str, link: str
+    ) -> Mover:
+        listen, connect = self.tls or (None, None)
+        landing = make_landing(link, host=self.host, port=self.link_port, tls=listen)
+        links = Links(landing, partial(open_sending, tls=connect))
+        mover = Mover(name, self.incarnation, engine, calls, self.control, links, custody, clock)
+        self.serve(mover.answer)
+        return mover

@@ -1,0 +1,115 @@
+"""How a process of a cluster ends: an exit code, a last line in its log, and the same line in its pod's status.
+
+Example:
+    >>> with Ending() as ending:
+    ...     raise InvalidRequest("spec.model.path", "m", "does not exist")
+    >>> ending.code, ending.said
+    (78, "spec.model.path: does not exist (got 'm')")
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rlhfspec.errors import InvalidRequest, JobError, RewardError, RLHFSpecError, StageFailed, StorageUnavailable
+from rlhfspec.stage.logs import without_secrets
+from rlhfspec.stage.supervisor import reason_of
+from rlhfspec.worker import exits
+
+TERMINATION_LOG = "TERMINATION_LOG"  # in the environment: where the line goes
+IN_A_POD = "RLHFSPEC_HOST"  # in the environment of every pod
+OF_KUBERNETES = Path("/dev/termination-log")
+_MOST_BYTES = 4096  # that Kubernetes keeps
+log = logging.getLogger("rlhfspec.stage")
+
+
+class Ending:
+    """Around all that a process does: whatever ends it is its code and its last words. It swallows what was raised.
+
+    `file`: a place for them in memory, for a supervisor who finds nothing in the log when the disk is full.
+    """
+
+    def __init__(self) -> None:
+        self.code = exits.DONE
+        self.said = ""
+        self.file: Path | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if isinstance(error, Exception):
+            self.failed(error)
+        elif error is None and self.said:
+            log.info("%s", self.said, extra={"fields": {"exit_code": self.code}})
+        if self.said:
+            write_last_words(self.said)
+        return isinstance(error, Exception)
+
+    def failed(self, error: Exception) -> None:
+        cause = error.__cause__ if isinstance(error, StageFailed) and isinstance(error.__cause__, Exception) else error
+        if not isinstance(cause, RLHFSpecError):
+            log.error("what led to it", exc_info=cause)
+        self.code, self.said = exits.code_of(cause), one_line(cause)
+        log.error("%s", self.said, extra={"fields": {"exit_code": self.code}})
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.write_text(json.dumps({"message": without_secrets(self.said), "exit_code": self.code}))
+
+
+def one_line(error: Exception) -> str:
+    """What is classified by how it begins, and of a job that is wrong in several places, each, its field first.
+
+    >>> one_line(RewardError("digits", "sums/1/0/0", "ValueError: no digits"))
+    "reward failed: reward 'digits' of sample sums/1/0/0: ValueError: no digits"
+    >>> import errno
+    >>> one_line(OSError(errno.ENOSPC, "No space left on device", "/storage/steps.jsonl"))
+    "storage full: OSError: [Errno 28] No space left on device: '/storage/steps.jsonl'"
+
+    >>> from rlhfspec.errors import Problem
+    >>> steps = Problem(field="spec.training.steps", value=0, problem="must be >= 1", where="line 9")
+    >>> one_line(JobError("job.json", [steps, Problem(field="spec.trainig", problem="unknown key", where="line 2")]))
+    'spec.training.steps: must be >= 1 (got 0); spec.trainig: unknown key'
+    """
+    if isinstance(error, JobError):
+        text = "; ".join(str(problem).removeprefix(f"{problem.where}: ") for problem in error.problems)
+    else:
+        text = str(error) if isinstance(error, InvalidRequest) else reason_of(error)
+    return f"{_class(error)}{' '.join(text.split())}"
+
+
+def _class(error: BaseException) -> str:
+    if exits.is_full_disk(error):
+        return "storage full: "
+    if isinstance(error, StorageUnavailable):
+        return "storage away: "
+    return "reward failed: " if isinstance(error, RewardError) else ""
+
+
+def leaves_at_once(when: str) -> None:
+    """Of a process that was asked to: in its log, and in its pod's status. From a signal's handler, which must not wait
+    for whoever logs just now."""
+    text = f"left: {when}"
+    os.write(
+        sys.stderr.fileno(), json.dumps({"level": "info", "message": text, "exit_code": exits.DONE}).encode() + b"\n"
+    )
+    write_last_words(text)
+
+
+def write_last_words(text: str) -> None:
+    """Where this process runs in a pod; what cannot be written there is in the log all the same."""
+    given = os.environ.get(TERMINATION_LOG)
+    if given is None and (IN_A_POD not in os.environ or not OF_KUBERNETES.exists()):
+        return
+    line = without_secrets(" ".join(text.split())).encode()[:_MOST_BYTES]
+    try:
+        Path(given or OF_KUBERNETES).write_bytes(line)
+    except OSError as error:
+        log.warning("the termination message cannot be written: %s", error)

@@ -1,0 +1,88 @@
+"""What the selector thinks: for one batch, every decision with what was predicted and what came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhfspec.bench.ours import drain, requests_of
+from rlhfspec.bench.scenarios import BenchScenario
+from rlhfspec.engine.drafting.acceptance import AcceptanceModel, Decile
+from rlhfspec.engine.drafting.journal import Decision, Explanation
+
+
+def observe(engine: Any, scenario: BenchScenario) -> tuple[Explanation, AcceptanceModel]:
+    """Generate the scenario on a warm engine; the selector's explanation and what is known of acceptance after it."""
+    for repetition, name in enumerate(("warm-up", "observed")):
+        arguments = {
+            "prompts": scenario.prompts,
+            "max_tokens": scenario.max_tokens,
+            "seeds": scenario.seeds(repetition),
+        }
+        drain(engine, requests_of(arguments, name))
+    return engine.speculation.selector.explain(), engine.speculation.acceptance
+
+
+def render(explanation: Explanation, acceptance: AcceptanceModel, *, num_decisions: int) -> Group:
+    parts: list[RenderableType] = [
+        _decisions(explanation.decisions[-num_decisions:]),
+        _rates(explanation.rates),
+        _calibration(acceptance.calibration()),
+        _errors(explanation, acceptance.calibration_error()),
+    ]
+    parts += [
+        Text(f"watchdog: {event.drafter} paused at step {event.step}, gain {event.gain:.2f}", style="yellow")
+        for event in explanation.events
+    ]
+    return Group(*parts)
+
+
+def _decisions(decisions: tuple[Decision, ...]) -> Table:
+    table = _table(
+        "decisions: predicted → real", "batch", "chosen", "drafted", "N", "accepted", "step ms", "selector us"
+    )
+    for decision in decisions:
+        table.add_row(
+            str(decision.num_sequences) + (f"+{decision.num_prefill_rows}" if decision.num_prefill_rows else ""),
+            decision.plan + (" (trial)" if decision.is_trial else ""),
+            str(decision.num_proposed),
+            str(decision.num_verified),
+            f"{decision.predicted_accepted:.1f} → {decision.accepted}",
+            f"{1000 * decision.predicted_seconds:.1f} → {1000 * decision.seconds:.1f}",
+            f"{1e6 * decision.selector_seconds:.0f}",
+        )
+    return table
+
+
+def _rates(rates: dict[str, float]) -> Table:
+    table = _table("the plans as they looked last, best first", "plan", "tokens/s")
+    for plan, rate in rates.items():
+        table.add_row(plan, f"{rate:.0f}")
+    return table
+
+
+def _calibration(deciles: tuple[Decile, ...]) -> Table:
+    table = _table("acceptance by predicted decile", "drafter", "predicted", "nodes", "mean", "real")
+    for row in deciles:
+        tenth = f"{row.tenth / 10:.1f}-{(row.tenth + 1) / 10:.1f}"
+        table.add_row(row.drafter, tenth, f"{row.count:.0f}", f"{row.predicted:.3f}", f"{row.real:.3f}")
+    return table
+
+
+def _errors(explanation: Explanation, calibration_error: float) -> Text:
+    costs = ", ".join(f"{kind} {share:.0%}" for kind, share in explanation.cost_errors.items())
+    return Text(
+        f"seconds, mean absolute error: {costs}\n"
+        f"acceptance, expected calibration error: {calibration_error:.3f}\n"
+        f"selector's share of step time: {explanation.share_of_step:.2%}"
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("chosen", "plan", "drafter") else "right")
+    return table

@@ -1,0 +1,1 @@
+"""Moves and pipelines simulated on the plans that production runs: `rlhfspec simulate`."""

@@ -1,0 +1,215 @@
+"""One worker's process, over all its restarts: the system's side of it (`children` decides when).
+
+Its output goes to its log, a file that it writes itself: nothing is lost and nobody waits when the supervisor is busy,
+or dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhfspec.messages.servers.guardian import MARK, kill, marked_with, state_and_parent
+from rlhfspec.worker import exits
+from rlhfspec.worker.activity import end_file, last_activity
+from rlhfspec.worker.process import STARTED
+
+_MOST_BYTES = 1 << 20  # of a log read at a time; of more, the end
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    failure: exits.Failure | None  # None: it left, its work done
+    reason: str
+
+
+class Process(Protocol):
+    """A child of this process."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+
+class Starter(Protocol):
+    """Starts `python ARGUMENTS` in an environment, with STARTED=name in it, and what it prints added to `log`."""
+
+    @property
+    def environment(self) -> Mapping[str, str]: ...
+
+    async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process: ...
+
+    async def begin(self) -> bool:
+        """Whether what it needs beside the workers had ended, and is started again."""
+        ...
+
+
+class Interpreters:
+    """Each in an interpreter of its own. `launcher.Launcher` is the fast way, on Linux.
+
+    `lock`: of the run's folder, which stays locked as long as one of its processes lives.
+    """
+
+    def __init__(self, environment: Mapping[str, str], lock: int | None = None) -> None:
+        self.environment = environment
+        self._lock = lock
+
+    async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process:
+        with log.open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                env={**self.environment, STARTED: name},
+                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
+                pass_fds=() if self._lock is None else (self._lock,),
+            )  # fmt: skip
+
+    async def begin(self) -> bool:
+        return False
+
+
+class Child:
+    """`activity`: the file in which it notes what it is at."""
+
+    def __init__(
+        self,
+        stage: str,
+        worker: int,
+        arguments: Sequence[str],
+        starter: Starter,
+        log: Path,
+        activity: Path | None = None,
+    ) -> None:
+        self.stage = stage
+        self.worker = worker
+        self.is_abandoned = False
+        self._arguments = arguments
+        self._starter = starter
+        self._log = log
+        self._activity = activity
+        self._began_at = 0  # in its log
+        self._read_to = 0
+        self._verdict = ""  # why we killed it
+        self._num_killed_before = 0  # for want of memory, by the system, whoever it was
+        self._process: Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        self._kill_family()  # what a dead one left behind
+        self._verdict = ""
+        self._num_killed_before = exits.num_killed_for_memory()
+        if self._activity is not None:
+            for note in (self._activity, end_file(self._activity)):
+                note.unlink(missing_ok=True)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._began_at = self._read_to = self._log.stat().st_size if self._log.exists() else 0
+        self._process = await self._starter.start(self._name, self._arguments, self._log)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.stage}-{self.worker}"
+
+    async def wait(self) -> Ended:
+        assert self._process is not None, "it was started"
+        code = await self._process.wait()
+        self._kill_family()
+        return self._ended(code)
+
+    def ask_to_leave(self, pid: int | None = None) -> None:
+        """`pid`: of the worker itself, where another program (torchrun) started it."""
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid or self.pid, signal.SIGTERM)
+
+    def abandon(self) -> None:
+        """Killed, and not started again. From any thread."""
+        self.is_abandoned = True
+        self.kill()
+
+    def kill(self, why: str = "") -> None:
+        self._verdict = self._verdict or why
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)  # not `Process.kill`, which may take its exit code from who waits
+            self._kill_family()
+
+    def is_held(self) -> bool:
+        """Somebody stopped it, with SIGSTOP or in a debugger."""
+        with suppress(OSError):
+            return self.pid is not None and state_and_parent(self.pid)[0] in "Tt"
+        return False
+
+    def news(self) -> list[str]:
+        """What it said since the last time that the person who started the run should see."""
+        lines = self._lines(self._read_to)
+        return [str(line["message"]) for line in lines if line.get("said") or line.get("level") == "warning"]
+
+    def _ended(self, code: int) -> Ended:
+        """Its own words where it has said how it ended; else the system's, and what it was at."""
+        if self._verdict:
+            return Ended("error", f"{self._verdict}{self._while()}")
+        lines = [*self._lines(self._began_at), *self._noted_end()]
+        told = next((line for line in reversed(lines) if "exit_code" in line), None)
+        if told is not None and code == exits.DONE:
+            return Ended(None, "left")
+        if told is not None and told["exit_code"] != exits.DONE:  # torchrun ends with a code of its own
+            return Ended(exits.failure_of(int(told["exit_code"])), str(told["message"]))
+        if code == exits.DONE:
+            return Ended("error", f"{exits.said(code)}{self._while()}, and nobody had asked it to")
+        unexpected = [line for line in lines if line.get("level", "error") == "error"]
+        last = f": {str(unexpected[-1]['message']).strip()}" if unexpected and code > 0 else ""
+        return Ended(exits.failure_of(code), f"{exits.said(code)}{self._for_memory(code)}{self._while()}{last}")
+
+    def _for_memory(self, code: int) -> str:
+        """The system does not say whom it kills; that nobody else kills a worker meanwhile is all but certain."""
+        ran_out = code == -signal.SIGKILL and exits.num_killed_for_memory() > self._num_killed_before
+        return " as memory ran out" if ran_out else ""
+
+    def _noted_end(self) -> list[dict[str, Any]]:
+        """What its log may have had no room for."""
+        if self._activity is None or not end_file(self._activity).exists():
+            return []
+        return [_parsed(end_file(self._activity).read_bytes())]
+
+    def _while(self) -> str:
+        what = last_activity(self._activity) if self._activity is not None else ""
+        return f" while {what}" if what else ""
+
+    def _lines(self, start: int) -> list[dict[str, Any]]:
+        """Whole lines of its log from there on; what is no line of ours counts as a message."""
+        with suppress(OSError), self._log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(start, size - _MOST_BYTES))
+            data = log.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read_to = log.tell() - len(data) + len(whole)
+            return [_parsed(line) for line in whole.splitlines() if line.strip()]
+        return []
+
+    def _kill_family(self) -> None:
+        """All that carries this worker's mark, and that of the run."""
+        marks = {f"{STARTED}={self._name}".encode(), f"{MARK}={self._starter.environment[MARK]}".encode()}
+        kill(pid for pid in marked_with(marks) if pid != os.getpid())
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    text = line.decode(errors="replace")
+    with suppress(ValueError):
+        if isinstance(parsed := json.loads(text), dict) and "message" in parsed:
+            return parsed
+    return {"message": text}

@@ -1,0 +1,270 @@
+"""The processes of a run's workers: started, watched, started again when they fail, asked to leave at its end.
+
+What `Supervisor` is to the services of one process, this is to processes: a worker that fails is named and started
+again, as the job's failure policy allows; work past its deadline is such a failure; when everybody waits for too long,
+the run ends, and every wait is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rlhfspec.errors import RLHFSpecError, StageFailed, StageRefused
+from rlhfspec.job import RLHFJob
+from rlhfspec.messages import loop
+from rlhfspec.messages.records import Heartbeat, StepReport, WorkerInfo
+from rlhfspec.messages.servers.guardian import processes_of
+from rlhfspec.runs.view.roster import ProcessState, Roster
+from rlhfspec.stage.base import PULL_SECONDS, Service
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.silence import is_silent
+from rlhfspec.stage.supervisor import GRACE_SECONDS, STAGE_NAMES, is_overdue, raise_if_all_wait
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.supervisor.child import Child, Ended
+from rlhfspec.supervisor.restarts import Restarts
+from rlhfspec.worker import exits
+
+log = logging.getLogger("rlhfspec.stage")
+CHECK_SECONDS = 0.5
+_LATE_SECONDS = 5.0  # past the deadline of its work: it has not ended itself
+_LEAVE_SECONDS = 15.0  # to leave a run whose last step is trained
+Say = Callable[[str], None]
+
+
+class Children(Service):
+    """consumes: Heartbeat, WorkerInfo, StepReport; produces: nothing; waits for: the end of a process; unblocked by:
+    every stage.
+
+    `start` returns when every worker is ready, or has left. `run` returns when the trainer is done (`is_done` asks the
+    run's folder) and all have left, or after `stop`. `show` is given everybody's state, a few times a second.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        vitals: Vitals,
+        children: Sequence[Child],
+        *,
+        job: RLHFJob,
+        stall_seconds: float,
+        is_done: Callable[[], Awaitable[bool]],
+        show: Callable[[Sequence[ProcessState]], None],
+        say: Say,
+    ) -> None:
+        super().__init__("processes", 0, vitals)
+        self.roster = Roster(vitals.clock)
+        self._bus = bus
+        self._children = {(child.stage, child.worker): child for child in children}
+        self._job = job
+        self._stall_seconds = stall_seconds
+        self._is_done = is_done
+        self._show = show
+        self.say = say  # may be changed: where a line is shown depends on what the terminal shows
+        self._restarts = {
+            key: Restarts(job.spec.failure_policy, random.Random(f"{bus.uid} {key}")) for key in self._children
+        }
+        self._last_step = 0
+        self._ready = asyncio.Event()  # everybody was, once
+        self._over = asyncio.Event()
+        self._leaving = asyncio.Event()  # whoever ends from now on was asked to
+        self.gone = asyncio.Event()  # all are
+        self._keeping: dict[asyncio.Task[None], Child] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Until all are ready for the first time, or have left. Raises what ends the run before."""
+        inboxes = [
+            await self._bus.of("view").subscribe(WorkerInfo),
+            await self._bus.of("view").subscribe(Heartbeat),
+            await self._bus.of("view").subscribe(StepReport),
+        ]
+        self._keeping = {asyncio.create_task(self._keep(child)): child for child in self._children.values()}
+        watching: list[Coroutine[Any, Any, None]] = [*(self._hear(inbox) for inbox in inboxes), self._look()]
+        self._tasks = [*self._keeping, *(asyncio.create_task(part) for part in watching)]
+        await self._until(self._ready)
+
+    async def run(self) -> None:
+        try:
+            with self.vitals.waiting("the end of the run"):
+                await self._until(self._over, self.stopping)
+            await self._leave()
+        finally:
+            await self.end()
+
+    async def end(self) -> None:
+        """No process is left."""
+        self._leaving.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for child in self._children.values():
+            if child.pid is not None:
+                child.kill()
+                await child.wait()
+        self.gone.set()
+
+    async def _until(self, *events: asyncio.Event) -> None:
+        """One of these; what a task raises is raised here."""
+        waits = [asyncio.create_task(event.wait()) for event in events]
+        try:
+            while not any(event.is_set() for event in events):
+                pending = [task for task in self._tasks if not task.done()]
+                await asyncio.wait([*waits, *pending], return_when=asyncio.FIRST_COMPLETED)
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _keep(self, child: Child) -> None:
+        """One worker, over all its processes."""
+        while True:
+            await child.start()
+            self.roster.started(child.stage, child.worker, pid=child.pid)
+            ended = await child.wait()
+            if child.is_abandoned:
+                return
+            self._tell_news(child)
+            if self._leaving.is_set():
+                return self._left(child, ended)
+            if child.stage == "trainer" and ended.failure is None and await self._is_done():
+                self._left(child, ended)
+                return self._over.set()
+            if ended.failure is None and not self.roster.is_only_worker(child.stage, child.worker):
+                self.say(f"{child.stage} {child.worker} left: it was asked to by somebody")
+                return self._left(child, ended)
+            await self._before_restart(child, ended)
+            if self._leaving.is_set():
+                return
+
+    def _left(self, child: Child, ended: Ended) -> None:
+        self.roster.is_down(child.stage, child.worker, "left", "")
+        self._look_who_is_awaited()
+        if ended.failure not in (None, "killed"):
+            raise StageFailed(child.stage, child.worker, ended.reason)
+
+    async def _before_restart(self, child: Child, ended: Ended) -> None:
+        stage, worker, restarts = child.stage, child.worker, self._restarts[child.stage, child.worker]
+        if exits.is_about_full_disk(ended.reason):  # it is no emptier for being written to again
+            raise StageFailed(stage, worker, ended.reason)
+        delay = restarts.delay_after(ended.failure or "killed")
+        if ended.failure == "permanent" and self.roster.info(stage, worker) is None:
+            raise StageRefused(ended.reason)
+        if delay is None:
+            many = (
+                f"; {restarts.num_failures} failures since step {self._last_step}" if restarts.num_failures > 1 else ""
+            )
+            raise StageFailed(stage, worker, f"{ended.reason}{many}")
+        self.say(f"{stage} {worker}: {ended.reason}; it is started again in {delay:.1f} s")
+        self.roster.is_down(stage, worker, "restarting", ended.reason)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._leaving.wait(), delay)
+        if not self._leaving.is_set() and self.roster.is_only_worker(stage, worker):
+            await self._release(stage)
+
+    async def _release(self, stage: str) -> None:
+        """What the dead one held is delivered at once; otherwise it would be after the ack wait."""
+        try:
+            await self._bus.release(stage)
+        except RLHFSpecError as error:
+            log.warning("what %s held comes again only after %g s: %s", stage, loop.ACK_WAIT_SECONDS, error)
+
+    async def _hear(self, inbox: Any) -> None:
+        while True:
+            for delivery in await inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS):
+                self._heard(delivery.record)
+
+    def _heard(self, record: Heartbeat | WorkerInfo | StepReport) -> None:
+        if isinstance(record, Heartbeat):
+            if record.stage in STAGE_NAMES:
+                self.roster.heard(record)
+        elif isinstance(record, WorkerInfo):
+            if record.stage in self._bus.workers and record.stage in STAGE_NAMES:
+                self._joined(record)
+        elif record.step > self._last_step:  # a step that is trained again, after a restart, is no progress
+            self._last_step = record.step
+            for restarts in self._restarts.values():
+                restarts.forget()
+
+    def _joined(self, info: WorkerInfo) -> None:
+        if self.roster.joined(info):
+            self.say(f"{info.stage} {info.worker} joined (process {info.pid} on {info.host})")
+        if not self._ready.is_set():
+            num_ready = sum(self.roster.info(*key) is not None for key in self._children)
+            self.say(f"{info.stage} {info.worker} is ready ({num_ready} of {len(self._children)})")
+        self._look_who_is_awaited()
+
+    def _look_who_is_awaited(self) -> None:
+        if not any(self.roster.is_awaited(*key) for key in self._children):
+            self._ready.set()
+
+    async def _look(self) -> None:
+        while True:
+            for child in self._children.values():
+                self._tell_news(child)
+                self._look_at(child)
+            for name in self.roster.gone_by_hand():
+                self.say(f"{name} left")
+            self._show(self.roster.states())
+            if self._ready.is_set() and self.roster.all_run():
+                raise_if_all_wait(self.roster.worker_states(), self.roster.quiet_seconds(), self._stall_seconds)
+            await self._bus.clock.sleep(CHECK_SECONDS)
+
+    def _look_at(self, child: Child) -> None:
+        stage, worker = child.stage, child.worker
+        if child.pid is None:
+            return
+        silence = self.roster.silent_seconds(stage, worker)
+        deadline = getattr(self._job.spec.roles, stage).deadline_seconds
+        self.roster.held(stage, worker, child.is_held())
+        for state in self.roster.worker_states():
+            if (state.stage, state.worker) == (stage, worker) and is_overdue(state, _LATE_SECONDS):
+                child.kill(f"stalled: {state.what} takes {state.since_seconds:.0f} s, longer than its deadline")
+        if silence > deadline and is_silent(silence) and not child.is_held():
+            child.kill(f"stalled: it said nothing for {silence:.0f} s")
+
+    def _tell_news(self, child: Child) -> None:
+        for line in child.news():
+            self.say(line if child.stage == "trainer" else f"{child.stage} {child.worker}: {line}")
+
+    def _ask_those_started_by_hand(self) -> None:
+        """They would wait for servers that do not come back. Only those of this machine can be asked."""
+        of_this_run = processes_of(self._bus.uid)  # a record may name any process
+        for info in self.roster.infos():
+            if (info.stage, info.worker) not in self._children and info.pid in of_this_run:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(info.pid, signal.SIGTERM)
+
+    def _rank_0(self, child: Child) -> int | None:
+        """torchrun would end all ranks at once; the first one ends its step, and the others follow."""
+        info = self.roster.info(child.stage, child.worker)
+        is_of_many = child.stage == "trainer" and self._job.spec.roles.trainer.ranks > 1
+        return info.pid if info and is_of_many and info.pid in processes_of(self._bus.uid) else None
+
+    async def _leave(self) -> None:
+        """All are asked at once; who does not leave within the grace is killed, and named. Who has no process yet, or
+        none again, gets none any more."""
+        self._leaving.set()
+        grace = _LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
+        for task, child in self._keeping.items():
+            if child.pid is None:
+                task.cancel()
+            child.ask_to_leave(self._rank_0(child))
+        self._ask_those_started_by_hand()
+        await asyncio.wait(self._keeping, timeout=grace)
+        for task, child in self._keeping.items():
+            if not task.done():
+                log.warning("%s %d did not leave within %g s and is killed", child.stage, child.worker, grace)
+                child.kill()
+        await asyncio.wait(self._keeping)
+        for task in self._keeping:
+            if not task.cancelled():
+                task.result()

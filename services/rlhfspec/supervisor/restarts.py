@@ -1,0 +1,60 @@
+"""When a worker that failed is started again, and when it is not: the job's `failurePolicy`.
+
+Example:
+    >>> restarts = Restarts(FailurePolicy(maxRestarts=1, backoffSeconds=2.0), random.Random(0))
+    >>> 1.0 <= restarts.delay_after("error") <= 2.0, restarts.delay_after("error")
+    (True, None)
+"""
+
+from __future__ import annotations
+
+import random
+
+from rlhfspec.job.roles import FailurePolicy
+from rlhfspec.worker.exits import Failure
+
+MOST_UNCOUNTED = 20  # whatever the policy: a worker that dies over and over, and no step is trained meanwhile
+
+
+class Restarts:
+    """Of one worker. `num_counted`, `num_uncounted`: its failures since the last trained step."""
+
+    def __init__(
+        self, policy: FailurePolicy, draw: random.Random, *, num_counted: int = 0, num_uncounted: int = 0
+    ) -> None:
+        self._policy = policy
+        self._draw = draw
+        self.num_counted = num_counted
+        self.num_uncounted = num_uncounted
+
+    @property
+    def num_failures(self) -> int:
+        """Since the last trained step."""
+        return self.num_counted + self.num_uncounted
+
+    def counts(self, failure: Failure) -> bool:
+        return failure in self._policy.counted
+
+    def delay_after(self, failure: Failure, *, counts: bool | None = None) -> float | None:
+        """How long to wait before it is started again; None: not any more. Workers that failed together do not come
+        back together. `counts`: whatever the policy says of this kind."""
+        if counts is None:
+            if failure == "permanent":
+                return None
+            counts = self.counts(failure)
+        if counts:
+            self.num_counted += 1
+        else:
+            self.num_uncounted += 1
+        if self.num_counted > self._policy.max_restarts or self.num_uncounted > MOST_UNCOUNTED:
+            return None
+        return self.delay(self.num_failures)
+
+    def delay(self, num_failures: int) -> float:
+        """After so many in a row."""
+        doubled = self._policy.backoff_seconds * 2.0 ** min(num_failures - 1, 30)
+        return min(doubled, self._policy.max_backoff_seconds) * self._draw.uniform(0.5, 1.0)
+
+    def forget(self) -> None:
+        """There was progress since."""
+        self.num_counted = self.num_uncounted = 0

@@ -1,0 +1,126 @@
+"""Starts the servers of a run again when they end: the same address, the same data. So it does with whoever cleans up
+after us, and whoever starts processes for us."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+
+from rlhfspec.errors import ServerFailed, StorageError
+from rlhfspec.job.roles import FailurePolicy
+from rlhfspec.messages.servers.guardian import NUM_GUARDIANS, Guardians
+from rlhfspec.messages.servers.program import ServerProgram
+from rlhfspec.messages.servers.room import refuse_full_disk
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.tasks import together
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.supervisor.child import Starter
+from rlhfspec.supervisor.given_watch import GivenNatsWatch
+from rlhfspec.supervisor.restarts import Restarts
+from rlhfspec.worker import exits
+
+LOOK_SECONDS = 1.0
+_AGAIN_SECONDS = 0.1  # between two starts of a guardian, should they end over and over
+_ROOM_BYTES = 64 << 10  # less is nothing
+ROOM_SECONDS = 5.0  # so long who finds the disk full may say where it met that; then the servers do
+_STEADY_SECONDS = 10.0  # who ran for so long did not end over and over
+
+
+class ServerWatch(Service):
+    """consumes: nothing; produces: nothing; waits for: the end of a server, which nobody asked for; unblocked by: the
+    end of the run. It raises `ServerFailed` when one ends over and over, `StorageError` when the disk is full: NATS
+    leaves unanswered what it cannot store, and is not to be helped by room that comes later.
+
+    `until`: nobody needs the servers any more. Who leaves still does, so being asked to stop is not enough. `given`: of
+    a NATS that is not the run's."""
+
+    def __init__(
+        self,
+        vitals: Vitals,
+        servers: Sequence[ServerProgram],
+        guardians: Guardians,
+        starter: Starter,
+        policy: FailurePolicy,
+        say: Callable[[str], None],
+        until: asyncio.Event,
+        given: GivenNatsWatch | None = None,
+    ) -> None:
+        super().__init__("servers", 0, vitals)
+        self._until = until
+        self._clock = vitals.clock
+        self._servers = servers
+        self._guardians = guardians
+        self._starter = starter
+        self._policy = policy
+        self._say = say
+        self._given = given
+
+    async def run(self) -> None:
+        kept = [self._keep(server) for server in self._servers] + ([self._given.run()] if self._given else [])
+        keeping = asyncio.create_task(together(*kept, self._keep_guardians(), self._keep_starter(), self._keep_room()))
+        stopped = asyncio.create_task(self._until.wait())
+        try:
+            with self.vitals.waiting("the end of the run"):
+                await asyncio.wait([keeping, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                keeping.result()
+        finally:
+            stopped.cancel()
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+    async def _keep(self, server: ServerProgram) -> None:
+        restarts = Restarts(self._policy, random.Random(server.name))
+        while True:
+            began = self._clock.now()
+            reason = exits.said(await server.wait())
+            if self._clock.now() - began > _STEADY_SECONDS:
+                restarts.forget()
+            delay = restarts.delay_after("killed")
+            if delay is None:
+                raise ServerFailed(server.name, f"{reason}; it ended {restarts.num_failures} times")
+            self._say(f"{server.name}: {reason}; it is started again")
+            await asyncio.sleep(0.0 if restarts.num_failures == 1 else delay)
+            await server.start()
+
+    async def _keep_guardians(self) -> None:
+        """At once: until there is one again, nobody would clean up after us."""
+        while True:
+            if len(pids := self._guardians.pids) == NUM_GUARDIANS:
+                await _end_of_one(pids)
+            self._guardians.start()
+            self._say("a guardian of this run ended; it is started again")
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _keep_starter(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if await self._starter.begin():
+                self._say("the launcher of this run ended; it is started again")
+
+    async def _keep_room(self) -> None:
+        while self._servers:
+            await asyncio.sleep(ROOM_SECONDS)
+            with suppress(StorageError):
+                self._look_for_room()
+                continue
+            await asyncio.sleep(ROOM_SECONDS)
+            self._look_for_room()
+
+    def _look_for_room(self) -> None:
+        for server in self._servers:
+            refuse_full_disk(server.folder, _ROOM_BYTES, f"{server.name}'s data")
+
+
+async def _end_of_one(pids: Sequence[int]) -> None:
+    """Of our own processes, which nobody else waits for."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    with ExitStack() as leaving:
+        for pid in pids:
+            leaving.callback(os.close, process := os.pidfd_open(pid))
+            loop.add_reader(process, ended.set)
+            leaving.callback(loop.remove_reader, process)
+        await ended.wait()

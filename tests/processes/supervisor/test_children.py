@@ -1,0 +1,509 @@
+"""Who is in a run and who is started again: the roster and the policy with a clock that stands still, and small real
+processes in the workers' place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from stages import a_job
+
+from rlhfspec.errors import LoopStalled, StageFailed, StageRefused
+from rlhfspec.job.roles import FailurePolicy
+from rlhfspec.messages.records import Heartbeat, StepReport, WorkerInfo
+from rlhfspec.messages.records.metrics import example_step
+from rlhfspec.messages.transport.clock import FakeClock
+from rlhfspec.messages.transport.memory import MemoryTransport
+from rlhfspec.runs.view.roster import Roster
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.silence import SILENT_SECONDS
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.supervisor.child import Child, Interpreters, Process
+from rlhfspec.supervisor.children import Children
+from rlhfspec.supervisor.restarts import MOST_UNCOUNTED, Restarts
+from rlhfspec.worker import exits
+
+BEAT = Heartbeat(
+    id="b", job="sums", stage="reward", worker=0, doing="waiting", what="finished samples", since_seconds=2.0,
+    overdue_seconds=float("-inf"), busy_seconds=0.0,
+)  # fmt: skip
+INFO = WorkerInfo(id="i", job="sums", stage="reward", worker=0, host="here", pid=71, grpc_address="", http_address="")
+PATIENCE_SECONDS = 60.0
+
+# --- The policy --------------------------------------------------------------------------------------------------
+
+
+def restarts(**policy: object) -> Restarts:
+    return Restarts(FailurePolicy.model_validate(policy), random.Random(0))
+
+
+def test_waits_grow_up_to_the_longest_and_begin_anew_with_a_trained_step() -> None:
+    policy = restarts(maxRestarts=9, backoffSeconds=1.0, maxBackoffSeconds=5.0)
+    waits = [policy.delay_after("error") or 0.0 for _ in range(6)]
+    for wait, most in zip(waits, (1.0, 2.0, 4.0, 5.0, 5.0, 5.0), strict=True):
+        assert most / 2 <= wait <= most
+    assert len(set(waits)) == 6, "no two wait equally long"
+    policy.forget()
+    assert (policy.delay_after("error") or 0.0) <= 1.0
+
+
+def test_what_is_counted_ends_after_so_many_and_what_is_not_ends_too() -> None:
+    policy = restarts(maxRestarts=2, counted=["error"])
+    assert [policy.delay_after("error") is None for _ in range(3)] == [False, False, True]
+    policy = restarts(maxRestarts=0, counted=["error"])
+    assert all(policy.delay_after("killed") is not None for _ in range(MOST_UNCOUNTED))
+    assert policy.delay_after("killed") is None, "nobody is started for ever"
+    assert restarts(maxRestarts=9).delay_after("permanent") is None
+
+
+# --- The roster --------------------------------------------------------------------------------------------------
+
+
+def test_a_wait_names_who_could_end_it_and_has_something_to_do() -> None:
+    roster = Roster(FakeClock())
+    for stage, worker, doing in (("generator", 0, "waiting"), ("generator", 1, "working"), ("reward", 0, "waiting")):
+        roster.started(stage, worker, pid=1)
+        roster.joined(replace(INFO, stage=stage, worker=worker))
+        roster.heard(replace(BEAT, stage=stage, worker=worker, doing=doing))
+    states = {state.name: state for state in roster.states()}
+    assert states["reward 0"].waits_for == ("generator 1",)
+    roster.heard(replace(BEAT, stage="generator", worker=1))
+    states = {state.name: state for state in roster.states()}
+    assert states["reward 0"].waits_for == ("generator",), "all of them wait themselves"
+
+
+def test_silence_is_told_and_a_process_that_somebody_stopped_is_not_silent() -> None:
+    async def main() -> None:
+        clock = FakeClock()
+        roster = Roster(clock)
+        roster.started("reward", 0, pid=71)
+        roster.joined(INFO)
+        roster.heard(BEAT)
+        await clock.advance(SILENT_SECONDS + 1)
+        [state] = roster.states()
+        assert (state.doing, state.since_seconds) == ("silent", SILENT_SECONDS + 1)
+        assert not roster.all_run(), "who may come back is not waited for in vain"
+        roster.held("reward", 0, True)
+        await clock.advance(100.0)
+        [state] = roster.states()
+        assert (state.doing, state.since_seconds) == ("held", 100.0)
+        roster.held("reward", 0, False)
+        assert roster.states()[0].doing == "waiting"
+
+    asyncio.run(main())
+
+
+def test_a_worker_started_by_hand_joins_and_is_gone_when_it_says_nothing() -> None:
+    async def main() -> None:
+        clock = FakeClock()
+        roster = Roster(clock)
+        roster.started("generator", 0, pid=1)
+        assert roster.is_only_worker("generator", 0)
+        assert not roster.joined(replace(INFO, stage="generator"))
+        assert roster.joined(replace(INFO, stage="generator", worker=5))
+        assert not roster.joined(replace(INFO, stage="generator", worker=5, id="again"))
+        assert not roster.is_only_worker("generator", 0)
+        assert [state.by_hand for state in roster.states()] == [False, True]
+        await clock.advance(SILENT_SECONDS + 1)
+        assert roster.gone_by_hand() == ["generator 5"]
+        assert roster.gone_by_hand() == [], "told once"
+        assert roster.is_only_worker("generator", 0)
+
+    asyncio.run(main())
+
+
+# --- Processes ---------------------------------------------------------------------------------------------------
+
+FAILS = """
+import json, sys
+print(json.dumps({"level": "error", "message": "no digits", "exit_code": %d}), file=sys.stderr)
+sys.exit(%d)
+"""
+FULL = (FAILS % (1, 1)).replace("no digits", "storage full: out/checkpoints: No space left on device")
+LEAVES = """
+import json, signal, sys, time
+
+def leave(*_):
+    print(json.dumps({"level": "info", "message": "left: it was asked to", "exit_code": 0}), flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, leave)
+print("I am there", flush=True)
+while True: time.sleep(60)
+"""
+LIVES = "import time\nwhile True: time.sleep(60)"
+
+
+class Run:
+    """Children over a memory transport: what their processes would say is said by the test."""
+
+    def __init__(self, tmp_path: Path, programs: dict[tuple[str, int], str], **policy: object) -> None:
+        self.tmp_path = tmp_path
+        self.job = a_job(failurePolicy={"backoffSeconds": 0.01, "maxBackoffSeconds": 0.01} | policy)
+        self.programs = programs
+        self.said: list[str] = []
+        self.done = False
+
+    async def open(self, *, stall_seconds: float = 300.0) -> Children:
+        self.clock = FakeClock()
+        workers = {"prompts": 1, "generator": 2, "reward": 1, "trainer": 1, "view": 1}
+        self.bus = await Bus.open(MemoryTransport(clock=self.clock), "sums", workers=workers, clock=self.clock)
+        environment = os.environ | {"RLHFSPEC_RUN": self.tmp_path.name}
+        self.children = {
+            key: Child(*key, ["-c", program], Interpreters(environment), self.tmp_path / f"{key[0]}-{key[1]}.jsonl")
+            for key, program in self.programs.items()
+        }
+        return Children(
+            self.bus,
+            Vitals(self.clock),
+            list(self.children.values()),
+            job=self.job,
+            stall_seconds=stall_seconds,
+            is_done=self._is_done,
+            show=lambda states: None,
+            say=self.said.append,
+        )
+
+    async def _is_done(self) -> bool:
+        return self.done
+
+    async def ready(self, stage: str, worker: int = 0) -> None:
+        await self.bus.publish(replace(INFO, id=f"{stage}{worker}", stage=stage, worker=worker))
+
+    async def trained(self, step: int) -> None:
+        await self.bus.publish(StepReport(id=f"sums/{step}", job="sums", metrics=example_step(step=step)))
+        await self.clock.settle()
+
+    async def begun(self, children: Children) -> asyncio.Task[None]:
+        """All are started and ready; the task is `children.run`."""
+        starting = asyncio.create_task(children.start())
+        await self.until(lambda: all(child.pid for child in self.children.values()))
+        for stage, worker in self.children:
+            await self.ready(stage, worker)
+        await self.until(starting.done)
+        return asyncio.create_task(children.run())
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Time passes, and real processes start and end."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            assert time.monotonic() < end, self.said
+            await self.clock.advance(0.1)
+            await asyncio.sleep(0.01)
+
+
+def with_run(run: Run, check: Callable[[Children], Awaitable[None]], **settings: float) -> None:
+    async def main() -> None:
+        children = await run.open(**settings)
+        try:
+            await check(children)
+        finally:
+            await children.end()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_fails_is_started_again_as_often_as_the_policy_says(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("reward", 0): FAILS % (1, 1)}, maxRestarts=2)
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        await run.until(starting.done)
+        with pytest.raises(StageFailed, match="reward 0: failed: no digits; 3 failures since step 0"):
+            starting.result()
+        assert [line for line in run.said if "no digits; it is started again" in line] == run.said
+        assert len(run.said) == 2
+
+    with_run(run, check)
+
+
+def test_what_the_user_has_to_change_ends_the_start_at_once_in_the_stages_words(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("reward", 0): FAILS % (78, 78), ("prompts", 0): LIVES})
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        await run.until(starting.done)
+        with pytest.raises(StageRefused, match=r"^no digits$"):
+            starting.result()
+        assert run.said == []
+
+    with_run(run, check)
+
+
+def test_of_torchrun_the_workers_own_exit_code_counts(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("trainer", 0): FAILS % (78, 1)})
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        await run.until(starting.done)
+        with pytest.raises(StageRefused):
+            starting.result()
+
+    with_run(run, check)
+
+
+def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_path: Path) -> None:
+    """Of two generators one leaves on purpose; the only trainer, told to leave by somebody, comes back."""
+    programs = {("generator", 0): LIVES, ("generator", 1): LIVES, ("trainer", 0): LEAVES}
+    run = Run(tmp_path, programs)
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        await run.until(lambda: all(child.pid for child in run.children.values()))
+        for key in programs:
+            await run.ready(*key)
+        await run.until(starting.done)
+        running = asyncio.create_task(children.run())
+        generator, trainer = run.children["generator", 0], run.children["trainer", 0]
+        before = generator.pid
+        os.kill(before or 0, signal.SIGKILL)
+        await run.until(lambda: generator.pid not in (None, before))
+        assert "generator 0: killed by SIGKILL; it is started again in 0.0 s" in run.said
+        log = tmp_path / "trainer-0.jsonl"
+        await run.until(lambda: log.read_text().count("there") == 1)
+        before = trainer.pid
+        os.kill(before or 0, signal.SIGTERM)
+        await run.until(lambda: trainer.pid not in (None, before) and log.read_text().count("there") == 2)
+        run.done = True
+        os.kill(trainer.pid or 0, signal.SIGTERM)
+        await run.until(running.done)
+        running.result()
+        assert not any(child.pid for child in run.children.values())
+
+    with_run(run, check)
+
+
+def test_a_worker_that_leaves_while_it_starts_is_not_waited_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("generator", 0): LIVES, ("generator", 1): LEAVES, ("trainer", 0): LIVES})
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        log = tmp_path / "generator-1.jsonl"
+        await run.until(lambda: log.exists() and log.read_text())
+        run.children["generator", 1].ask_to_leave()
+        await run.until(lambda: "generator 1 left: it was asked to by somebody" in run.said)
+        await run.ready("generator")
+        await run.until(lambda: children.roster.info("generator", 0))
+        assert not starting.done(), "the trainer is awaited"
+        await run.ready("trainer")
+        await run.until(starting.done)
+        starting.result()
+
+    with_run(run, check)
+
+
+def test_work_past_its_deadline_kills_its_process_and_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LIVES}, maxRestarts=0)
+
+    async def check(children: Children) -> None:
+        running = await run.begun(children)
+        late = replace(BEAT, doing="working", what="reward of sums/3/7/1", since_seconds=66.0, overdue_seconds=6.0)
+        await run.bus.publish(late)
+        await run.until(running.done)
+        with pytest.raises(StageFailed, match="reward 0: failed: stalled: reward of sums/3/7/1 takes 66 s, longer"):
+            running.result()
+
+    with_run(run, check)
+
+
+def test_when_everybody_waits_the_run_ends_and_names_every_wait(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LIVES})
+
+    async def check(children: Children) -> None:
+        running = await run.begun(children)
+        for number in range(30):
+            for stage in ("reward", "trainer"):
+                await run.bus.publish(replace(BEAT, id=str(number), stage=stage))
+            await run.clock.advance(1.0)
+        await run.until(running.done)
+        with pytest.raises(LoopStalled, match=r"reward 0 waits for finished samples, from prompts or generator"):
+            running.result()
+
+    with_run(run, check, stall_seconds=20.0)
+
+
+def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, {("reward", 0): FAILS % (1, 1)}, maxRestarts=1)
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        for step in range(1, 5):
+            await run.until(lambda step=step: len(run.said) >= step)
+            await run.trained(step)
+        await run.until(starting.done)
+        with pytest.raises(StageFailed, match="since step 4"):
+            starting.result()
+
+    with_run(run, check)
+
+
+def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> None:
+    """A trainer that fails at step 4 goes on at its checkpoint, and trains steps 1 to 3 again each time."""
+    run = Run(tmp_path, {("trainer", 0): FAILS % (1, 1)}, maxRestarts=3)
+
+    async def check(children: Children) -> None:
+        starting = asyncio.create_task(children.start())
+        while not starting.done():
+            num_failures = len(run.said)
+            assert num_failures < 8, "it is started for ever"
+            for step in range(1, 4):
+                await run.trained(step)
+            await run.until(lambda before=num_failures: len(run.said) > before or starting.done())
+        with pytest.raises(StageFailed, match="no digits; 4 failures since step 3"):
+            starting.result()
+
+    with_run(run, check)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool) -> None:
+    go = tmp_path / "go"
+    waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(.01)\n"
+    run = Run(tmp_path, {("trainer", 0): waits + FULL})
+
+    async def check(children: Children) -> None:
+        ended = await run.begun(children) if begun else asyncio.create_task(children.start())
+        go.touch()
+        await run.until(ended.done)
+        with pytest.raises(StageFailed, match=r"trainer 0: failed: storage full: out/checkpoints: No space left"):
+            ended.result()
+        assert run.said == ["trainer 0 is ready (1 of 1)"][:begun]
+
+    with_run(run, check)
+
+
+STARTING = 'print(\'{"level": "info", "message": "starting"}\', flush=True)\n'
+AT_WORK = "from rlhfspec.worker.activity import ActivityFile\nfrom pathlib import Path\nimport os\n" + STARTING
+AT_WORK += "ActivityFile(Path(os.environ['NOTE']))('scoring sums/1/0/1 with source digits')\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("os._exit(0)", "ended with exit code 0 while scoring sums/1/0/1 with source digits, and nobody had asked it"),
+        ("os._exit(5)", "ended with exit code 5 while scoring sums/1/0/1 with source digits; "),
+        ("raise KeyError('x')", "ended with exit code 1 while scoring sums/1/0/1 with source digits: KeyError: 'x'"),
+        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV while scoring sums/1/0/1 with source digits; "),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL while scoring sums/1/0/1 with source digits; "),
+    ],
+)
+def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_at(
+    tmp_path: Path, end: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    run = Run(tmp_path, {("reward", 0): AT_WORK + end, ("reward", 1): LIVES})
+
+    async def check(children: Children) -> None:
+        run.children["reward", 0]._activity = tmp_path / "note"
+        starting = asyncio.create_task(children.start())
+        await run.until(lambda: run.said)
+        assert reason in run.said[0]
+        assert "it is started again in" in run.said[0]
+        starting.cancel()
+
+    with_run(run, check)
+
+
+def test_a_worker_that_the_system_killed_for_memory_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the system's count of such kills, which went up while the worker lived."""
+    counters = tmp_path / "vmstat"
+    counters.write_text("drop_slab 0\noom_kill 3\nnuma_hit 71\n")
+    monkeypatch.setattr(exits, "num_killed_for_memory", partial(exits.num_killed_for_memory, counters))
+    program = f"open({str(counters)!r}, 'w').write('drop_slab 0\\noom_kill 4\\n')\nos.kill(os.getpid(), 9)"
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    run = Run(tmp_path, {("reward", 0): AT_WORK + program, ("reward", 1): LIVES})
+
+    async def check(children: Children) -> None:
+        run.children["reward", 0]._activity = tmp_path / "note"
+        starting = asyncio.create_task(children.start())
+        await run.until(lambda: len(run.said) > 1)
+        at = "scoring sums/1/0/1 with source digits; it is started again"
+        assert run.said[0].startswith(f"reward 0: killed by SIGKILL as memory ran out while {at}")
+        assert run.said[1].startswith(f"reward 0: killed by SIGKILL while {at}"), "it did not go up again"
+        starting.cancel()
+
+    with_run(run, check)
+
+
+def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    words = json.dumps({"message": "storage full: out/samples.jsonl: No space left on device", "exit_code": 1})
+    program = f"open(os.environ['NOTE'] + '.end', 'w').write({words!r})\nos._exit(1)"
+    run = Run(tmp_path, {("trainer", 0): AT_WORK + program})
+
+    async def check(children: Children) -> None:
+        run.children["trainer", 0]._activity = tmp_path / "note"
+        starting = asyncio.create_task(children.start())
+        await run.until(starting.done)
+        with pytest.raises(StageFailed, match=r"trainer 0: failed: storage full: out/samples.jsonl: No space left"):
+            starting.result()
+
+    with_run(run, check)
+
+
+def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a call keeps the interpreter's lock."""
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    run = Run(tmp_path, {("reward", 0): AT_WORK + LIVES}, maxRestarts=0)
+    run.job = a_job(roles={"reward": {"deadlineSeconds": 5}}, failurePolicy={"maxRestarts": 0})
+
+    async def check(children: Children) -> None:
+        run.children["reward", 0]._activity = tmp_path / "note"
+        running = await run.begun(children)
+        await run.until(lambda: (tmp_path / "note").exists() and (tmp_path / "note").read_bytes())
+        await run.until(running.done)
+        with pytest.raises(StageFailed, match=r"it said nothing for \d+ s while scoring sums/1/0/1 with source digits"):
+            running.result()
+
+    with_run(run, check)
+
+
+class Once(Interpreters):
+    """Starts one process; the next one is being started for ever."""
+
+    is_starting = False
+
+    async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process:
+        if log.exists():
+            self.is_starting = True
+            await asyncio.Event().wait()
+        return await super().start(name, arguments, log)
+
+
+@pytest.mark.parametrize("how", ["the trainer is done", "Ctrl-C"])
+@pytest.mark.parametrize("delay", [1e6, 0.01])
+def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
+    tmp_path: Path, how: str, delay: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits for its turn, or is being started."""
+    run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LEAVES}, backoffSeconds=delay, maxBackoffSeconds=delay)
+
+    async def check(children: Children) -> None:
+        reward, trainer = run.children["reward", 0], run.children["trainer", 0]
+        reward._starter = once = Once(reward._starter.environment)
+        running = await run.begun(children)
+        os.kill(reward.pid or 0, signal.SIGKILL)
+        await run.until(lambda: run.said and "reward 0: killed by SIGKILL" in run.said[-1])
+        await run.until(lambda: once.is_starting or delay > 1.0)
+        run.done = True
+        if how == "Ctrl-C":
+            await children.stop()
+        else:
+            await run.until(lambda: "there" in (tmp_path / "trainer-0.jsonl").read_text())
+            os.kill(trainer.pid or 0, signal.SIGTERM)
+        await run.until(running.done)
+        running.result()
+        assert "did not leave within" not in caplog.text
+
+    with_run(run, check)

@@ -1,0 +1,86 @@
+"""Held-out prompts: never trained on, answered by the very policy they judge, and without a trace in the curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import curve_of, invoke, train
+from typer.testing import CliRunner
+
+from rlhfspec.cli.main import app
+from rlhfspec.messages.records.evaluations import best
+from rlhfspec.runs.folder.run_folder import RunFolder
+
+EVALUATE = ("evaluation.everySteps=2", "evaluation.numPrompts=5", "training.steps=5", "checkpoint.everySteps=100")
+
+
+def test_prompts_that_are_held_out_are_never_trained_on(job_file: Path) -> None:
+    train(job_file, "run", *EVALUATE)
+    folder = RunFolder(job_file.parent / "run")
+    held_out = {line["prompt"] for line in folder.evaluation_samples()}
+    assert len(held_out) == 5
+    assert not held_out & {line["prompt"] for line in folder.samples()}
+    assert [run.step for run in folder.evaluations()] == [0, 2, 4, 5]
+    for run in folder.evaluations():
+        lines = [line for line in folder.evaluation_samples() if line["step"] == run.step]
+        assert {line["weights_version"] for line in lines} == {run.step}, "by no other policy"
+        assert run.reward.mean == pytest.approx(sum(line["reward"] for line in lines) / len(lines))
+
+
+def test_an_evaluation_leaves_no_trace_in_the_curve(job_file: Path, tmp_path: Path) -> None:
+    plain = train(job_file, "plain", "training.steps=5")
+    rows = [{"prompt": f"{number}+{number}=", "answer": 2 * number} for number in range(4)]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    two = [f"roles.{role}.workers=2" for role in ("generator", "reward", "reference")]
+    given = (*EVALUATE, "evaluation.path=held_out.jsonl", "evaluation.samplesPerPrompt=2")
+    for out, more in (("one", []), ("two", [*two, "training.maxStaleness=0"])):
+        assert train(job_file, out, *given, *more) == plain
+        samples = list(RunFolder(job_file.parent / out).evaluation_samples())
+        assert len(samples) == 4 * 4 * 2, "the whole file, though more were asked for"
+    first, second = ((job_file.parent / out / "evaluation_samples.jsonl").read_text() for out in ("one", "two"))
+    assert first == second
+
+
+def test_a_resumed_run_evaluates_what_is_missing_and_nothing_twice(job_file: Path) -> None:
+    whole = train(job_file, "whole", *EVALUATE)
+    for steps in (2, 3, 5):
+        train(job_file, "parts", *EVALUATE, f"training.steps={steps}", resume=steps > 2)
+    assert curve_of(job_file, "parts") == whole
+    folder = RunFolder(job_file.parent / "parts")
+    assert [run.step for run in folder.evaluations()] == [0, 2, 3, 4, 5], "3 was an end"
+    samples = [line["id"] for line in folder.evaluation_samples()]
+    assert len(samples) == len(set(samples)) == 5 * 5
+
+
+def test_the_best_checkpoint_is_kept(job_file: Path) -> None:
+    train(job_file, "run", *EVALUATE, "checkpoint.keep=1", "training.optimizer.learningRate=0.05")
+    folder = RunFolder(job_file.parent / "run")
+    top = best(folder.evaluations()).step
+    assert top in (2, 4), "neither before training nor the last"
+    kept = {int(path.name.removeprefix("step-")) for path in folder.checkpoints.glob("step-*")}
+    assert kept == {top, 5}
+
+
+def test_more_held_out_prompts_than_the_data_has_are_refused(job_file: Path) -> None:
+    result = invoke(job_file, "run", "evaluation.numPrompts=24")
+    assert result.exit_code == 2
+    assert "spec.evaluation.numPrompts: must be < 24, the rows of the dataset" in result.output
+
+
+def test_groups_are_whole_where_the_reward_wants_them_whole(job_file: Path) -> None:
+    overrides = ["rewards.sources[0].function=rewards:group", "rewards.sources[0].batched=true"]
+    train(job_file, "run", *EVALUATE, *overrides, "evaluation.samplesPerPrompt=2")
+    assert RunFolder(job_file.parent / "run").evaluations()[0].num_samples == 10
+
+
+def test_what_a_run_would_refuse_of_it_validate_refuses(job_file: Path) -> None:
+    def said(*overrides: str) -> str:
+        sets = [argument for override in overrides for argument in ("--set", override)]
+        result = CliRunner().invoke(app, ["validate", str(job_file), *sets])
+        assert result.exit_code == 2
+        return result.output
+
+    assert "spec.evaluation.path: " in said("evaluation.path=held.jsonl")
+    assert "spec.evaluation.numPrompts: must be < 24" in said("evaluation.numPrompts=24")

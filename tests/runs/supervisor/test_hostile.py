@@ -1,0 +1,173 @@
+"""A run with processes among strangers: whatever they send is refused with a reason, and the curve does not change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import train
+from started import HOLD, PATIENCE_SECONDS, Started
+from wire_records import SAMPLE, SCORE
+
+from rlhfspec.errors import InvalidRequest, MessageTooLarge, RLHFSpecError
+from rlhfspec.messages import loop
+from rlhfspec.messages.access.connecting import connect
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.records import (
+    DatasetInfo,
+    Demand,
+    Heartbeat,
+    Prompt,
+    Record,
+    Sample,
+    Score,
+    StepReport,
+    Weights,
+    WorkerInfo,
+)
+from rlhfspec.messages.records.metrics import example_step
+from rlhfspec.messages.servers.certificates import client_tls
+from rlhfspec.messages.transport import dead_letters
+from rlhfspec.messages.transport.nats import NatsTransport
+from rlhfspec.messages.transport.nats_proof import NatsProof
+from rlhfspec.messages.wire.codec import encode
+
+JOB = "letters"
+MINE = {"job": JOB, "step": 1}
+EXAMPLES: dict[type[Record], Record] = {
+    Prompt: Prompt(
+        id="letters/1/0/0", job=JOB, step=1, prompt=0, replica=0, text="!", token_ids=(1,), columns_json="{}", seed=1,
+        weights_version=0,
+    ),
+    Sample: replace(SAMPLE, id="letters/1/0/0", job=JOB, step=1),
+    Score: replace(SCORE, id="letters/1/0/0/reward", sample_id="letters/1/0/0", job=JOB, step=1),
+    Demand: Demand(id="letters/1/demand/1", job=JOB, step=1, round=1, num_prompts=9),
+    Weights: Weights(id="x", job=JOB, version=9, role="policy", uri="file:/etc/passwd", digest="00"),
+    DatasetInfo: DatasetInfo(id="x", job=JOB, num_prompts=1, num_held_out=0, last_step=0),
+    StepReport: StepReport(id="x", job=JOB, metrics=example_step(step=9)),
+}  # fmt: skip
+PRODUCERS = {record: next(s.name for s in loop.STAGES if record in s.produces) for record in EXAMPLES}
+
+
+def hostile(record_type: type[Record]) -> list[bytes]:
+    """Nothing of it is what its subject is for; all of it comes under an id that no record has."""
+    example = EXAMPLES[record_type]
+    valid = encode(example)
+    other = next(each for kind, each in EXAMPLES.items() if kind is not record_type)
+    return [
+        b"\xff" * 64,
+        b"[" * 100_000,
+        valid[:-1] + b"\xff\xff\xff\xff\x7f",
+        encode(other),
+        encode(replace(example, job="another")),
+        encode(replace(example, id="\N{PILE OF POO}" * 300)),
+        valid + b"\x00" * 5_000_000,
+        valid,  # under a stranger's id
+        b"",
+    ]
+
+
+async def connected(connections: Connections, role: str) -> NatsTransport:
+    return await connect(connections, role, name="stranger", publish_timeout_seconds=5.0)
+
+
+async def attack(connections: Connections) -> tuple[int, int]:
+    """How many hostile messages were published, and how many of them are buried."""
+    num_published = 0
+    for record_type, role in PRODUCERS.items():
+        transport = await connected(connections, role)
+        subject = loop.subject(JOB, connections.uid, record_type)
+        for number, data in enumerate(hostile(record_type)):
+            headers = {"traceparent": "00-zz", "sent": "inf", "number": "\N{SNOWMAN}"[: number % 2]}
+            await transport.publish(subject, data, id=f"hostile {number}", key=f"hostile-{number}", headers=headers)
+            num_published += 1
+        with pytest.raises(MessageTooLarge):
+            await transport.publish(subject, bytes(16 << 20), id="huge")
+        await transport.publish(
+            loop.dead_letters(JOB, connections.uid), b"{}", id=f"{role} wrote this", key=f"{role}-letter"
+        )
+        for other in set(EXAMPLES) - {kind for kind in EXAMPLES if kind in loop.BY_NAME[role].produces}:
+            with pytest.raises(InvalidRequest, match=r"(?i)permission"):
+                await transport.publish(loop.subject(JOB, connections.uid, other), b"", id="not mine")
+        await transport.close()
+    return num_published, await buried(connections)
+
+
+async def strange_workers(connections: Connections) -> None:
+    """Well-formed, and lies: workers that are not there, and processes that are not theirs to name."""
+    transport = await connected(connections, "reward")
+    lies: list[Record] = [
+        WorkerInfo(id="a", job=JOB, stage="reward", worker=9, host="h", pid=1, grpc_address="", http_address=""),
+        WorkerInfo(id="b", job=JOB, stage="nobody", worker=1, host="h", pid=1, grpc_address="", http_address=""),
+        Heartbeat(
+            id="c", job=JOB, stage="nobody", worker=1, doing="working", what="!", since_seconds=float("nan"),
+            overdue_seconds=float("inf"), busy_seconds=-1.0,
+        ),
+    ]  # fmt: skip
+    for lie in lies:
+        subject = loop.subject(JOB, connections.uid, type(lie))
+        await transport.publish(subject, encode(lie), id=f"{connections.uid}/{lie.id}", key=lie.id)
+    await transport.close()
+
+
+async def buried(connections: Connections) -> int:
+    transport = await connected(connections, "control")
+    watching = await transport.watch(loop.dead_letters(JOB, connections.uid))
+    letters = []
+    while found := await watching.pull(512, 5.0):
+        letters += found
+    await transport.close()
+    reasons = [dead_letters.decode(letter.data).reason for letter in letters if letter.data != b"{}"]
+    assert all(reason.startswith("malformed record: ") for reason in reasons), reasons
+    return len(reasons)
+
+
+async def strangers_are_not_let_in(connections: Connections, folder: Path) -> None:
+    assert connections.credentials is not None
+    key = NatsProof(nkey_seed=connections.credentials / "generator.seed")
+    stranger = ssl.create_default_context()
+    for options in (
+        {},
+        {"tls": client_tls(connections.credentials, "generator")},
+        {"proof": key},
+        {"proof": key, "tls": stranger},
+    ):
+        with pytest.raises(RLHFSpecError):
+            await NatsTransport.connect(connections.nats_url, name="stranger", **options)  # type: ignore[arg-type]
+
+
+def test_hostile_messages_are_refused_counted_and_buried_and_change_nothing(
+    job_file: Path,
+    starting: Callable[..., Started],
+) -> None:
+    (job_file.parent / "rewards.py").write_text(HOLD)
+    job = yaml.safe_load(job_file.read_text())
+    job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
+    job_file.write_text(yaml.safe_dump(job))
+    whole: list[dict[str, Any]] = train(job_file, "one")
+    hold = job_file.parent / "hold"
+    hold.touch()
+    run = starting("many")
+    run.until("3 steps of")
+    connections = Connections.read(run.folder / "processes" / "connections.json")
+    num_published, num_buried = asyncio.run(attack(connections))
+    asyncio.run(strange_workers(connections))
+    asyncio.run(strangers_are_not_let_in(connections, job_file.parent))
+    hold.unlink()
+    code, output = run.ended()
+    assert code == 0, output
+    assert run.curve() == whole
+    samples = [(job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many")]
+    assert samples[0] == samples[1]
+    refused = [line for log in run.folder.glob("logs/*.jsonl") for line in log.read_text().splitlines()
+               if "is refused" in json.loads(line)["message"]]  # fmt: skip
+    assert num_published >= 60
+    assert num_buried >= 4 * len(hostile(Sample)), "each stage buries what it was given"
+    assert len(refused) >= num_buried

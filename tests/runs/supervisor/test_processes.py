@@ -1,0 +1,310 @@
+"""`rlhfspec run --processes`: real servers and processes, and the same curve as in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from faults.processes import named, of_run
+from runs import lines_of, train
+from started import HOLD, PATIENCE_SECONDS, TWO, Started, eventually
+
+from rlhfspec.messages.loop import STAGES
+
+
+def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_joins_by_hand(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    """Two generators, two rewards; a generator dies by kill -9, and a third one comes from another shell and goes. The
+    first step waits until both have happened."""
+    (job_file.parent / "rewards.py").write_text(HOLD)
+    job = yaml.safe_load(job_file.read_text())
+    job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
+    job_file.write_text(yaml.safe_dump(job))
+    steps = "training.steps=6"
+    whole = train(job_file, "one", steps, *TWO)
+    (hold := job_file.parent / "hold").touch()
+    run = starting("many", steps, *TWO)
+    run.until("(8 of 8)")
+    uid, connections = run.connections["uid"], run.folder / "processes" / "connections.json"
+    assert len(named(uid, "launcher")) == 1
+    os.kill(run.pid_of("generator", 1), signal.SIGKILL)
+    assert "started again" in run.until("generator 1: killed by SIGKILL")
+    by_hand = subprocess.Popen(
+        [sys.executable, "-m", "rlhfspec.generator", "--connections", str(connections), "--worker", "7"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        run.until("generator 7 joined")
+        assert by_hand.pid in of_run(uid), "the guardian would end it too"
+        hold.unlink()
+        run.until("step 2/")
+        by_hand.send_signal(signal.SIGTERM)
+        output, _ = by_hand.communicate(timeout=PATIENCE_SECONDS)
+        assert by_hand.returncode == 0, output
+    finally:
+        by_hand.kill()
+        by_hand.communicate()
+    code, output = run.ended()
+    assert code == 0, output
+    assert run.curve() == whole
+    samples = [(job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many")]
+    assert samples[0] == samples[1]
+    manifest = json.loads((run.folder / "manifest.json").read_text())
+    assert manifest["outcome"] == "completed"
+    assert manifest["processes"] == {
+        "prompts": 1,
+        "generator": 2,
+        "reward": 2,
+        "reference": 1,
+        "trainer": 1,
+        "rebalancer": 1,
+    }
+    assert (
+        manifest["models"].keys()
+        == json.loads((job_file.parent / "one" / "manifest.json").read_text())["models"].keys()
+    )
+    assert not of_run(uid), "nobody is left"
+    assert not (run.folder / "processes").exists()
+    assert not Path(f"/dev/shm/rlhfspec-{uid}").exists()
+
+
+def test_ppo_stopped_by_ctrl_c_and_resumed_has_the_curve_of_one_process(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    """Every stage there is. Of so many steps, some are left when Ctrl-C comes, on a busy machine too."""
+    job = yaml.safe_load(job_file.read_text())
+    job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2}
+    job_file.write_text(yaml.safe_dump(job))
+    steps = ("training.steps=30", "checkpoint.everySteps=100")
+    whole = train(job_file, "one", *steps)
+    run = starting("many", *steps)
+    run.until(" 1/30 ")
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.ended()
+    assert code == 130, output
+    assert "rlhfspec run --processes" in output, "says how to go on"
+    assert 1 <= len(lines_of(job_file, "many")) < 30
+    again = starting("many", *steps, resume=True)
+    code, output = again.ended()
+    assert code == 0, output
+    assert "resuming after step" in output
+    assert again.curve() == whole
+
+
+@pytest.mark.parametrize("way", ["processes", "one process", "another job"])
+def test_a_supervisor_that_dies_together_with_its_guardians_is_cleaned_up_after_by_the_next_run(
+    job_file: Path, starting: Callable[..., Started], way: str
+) -> None:
+    steps = "training.steps=30"  # some are left when it dies
+    whole = train(job_file, "one", steps)
+    run = starting("many", steps)
+    run.until(" 1/30 ")
+    uid, weights = run.connections["uid"], Path(run.connections["weights_folder"])
+    guardians = named(uid, "guardian")
+    assert len(guardians) == 2
+    for pid in (run.process.pid, *guardians):  # else there would be others at once
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not of_run(uid), "neither stage nor server goes on without a supervisor")
+    assert weights.exists()
+    assert (run.folder / "processes").exists()
+    if way == "processes":
+        again = starting("many", steps, resume=True)
+        assert again.ended()[0] == 0
+    else:
+        train(job_file, "many" if way == "one process" else "other", steps, resume=way == "one process")
+    if way != "another job":
+        assert run.curve() == whole
+    assert not weights.exists()
+    assert not (run.folder / "processes").exists()
+
+
+TESTS = Path(__file__).parents[2]
+DIE = """
+import os, signal, sys
+sys.path.insert(0, TESTS)
+from faults.processes import named
+from rlhfspec.stage.bus import Bus
+open_bus = Bus.open
+async def open_without_servers(transport, job, *, uid, **arguments):
+    for server in ("nats", "redis"):
+        os.kill(named(uid, server)[0], signal.SIGKILL)
+    return await open_bus(transport, job, uid=uid, **arguments)
+Bus.open = open_without_servers
+"""
+
+
+def test_servers_that_die_before_a_stage_is_started_are_started_again(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    code, output = starting("many", "training.steps=2", before=f"exec({DIE!r}, {{'TESTS': {str(TESTS)!r}}})").ended()
+    assert code == 0, output
+    assert "nats-server: killed by SIGKILL; it is started again" in output
+    assert "valkey-server: killed by SIGKILL; it is started again" in output
+
+
+def test_servers_that_die_while_the_stages_start_are_started_again(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    run = starting("many")
+    run.until("starting 5 processes")
+    for name in ("nats", "redis"):
+        [pid] = named(run.connections["uid"], name)
+        os.kill(pid, signal.SIGKILL)
+    code, output = run.ended()
+    assert code == 0, output
+    for name in ("nats-server", "valkey-server"):
+        assert f"{name}: killed by SIGKILL; it is started again" in output
+
+
+def test_a_stage_that_fails_says_why_in_one_line(job_file: Path, starting: Callable[..., Started]) -> None:
+    (job_file.parent / "failing.py").write_text("def reward(completion):\n    raise ValueError('no digits')\n")
+    run = starting("failing", "rewards.sources=[{type: function, function: 'failing:reward', retries: 0}]")
+    code, output = run.ended()
+    assert code == 1
+    [line] = [line for line in output.splitlines() if "failed:" in line and "reward 0" in line]
+    assert "letters/1/" in line
+    assert "no digits" in line
+    last = json.loads((run.folder / "logs" / "reward-0.jsonl").read_text().splitlines()[-1])
+    assert (last["level"], last["exit_code"], last["stage"]) == ("error", 78, "reward")
+    assert json.loads((run.folder / "manifest.json").read_text())["outcome"] == "failed"
+
+
+def test_a_job_that_a_stage_refuses_leaves_no_folder(job_file: Path, starting: Callable[..., Started]) -> None:
+    """Only who loads the weights sees that some are missing."""
+    from safetensors.torch import load_file, save_file
+
+    job = yaml.safe_load(job_file.read_text())
+    broken = job_file.parent / "broken"
+    shutil.copytree(job["spec"]["model"]["path"], broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors[next(name for name in tensors if "mlp" in name)]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    run = starting("refused", f"model.path={broken}")
+    code, output = run.ended()
+    assert code == 2, output
+    assert "model.path: its checkpoint lacks 1 weight" in output.splitlines()[-1], "whichever stage saw it first"
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "mode", "code", "said"),
+    [
+        ("", 0o600, 2, "--processes: the server's file is not executable"),
+        ("no program", 0o700, 1, "nats-server: ended with exit code 126: "),
+    ],
+)
+def test_a_server_that_cannot_be_run_is_one_line(job_file: Path, program: str, mode: int, code: int, said: str) -> None:
+    """Beside an interpreter that is not there: a wrapper in its place."""
+    beside = job_file.parent / "nats-server"
+    beside.write_text(program)
+    beside.chmod(mode)
+    start = (
+        "import sys; from pathlib import Path; from rlhfspec.messages.servers import find\n"
+        f"find.nats_server = lambda: find._executable(Path({str(beside)!r}))\n"
+        "from rlhfspec.cli.start import main; main()"
+    )
+    done = python("-c", start, "run", "--processes", str(job_file), "--out", str(job_file.parent / "out"))
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(said)
+    assert "Traceback" not in done.stderr
+    assert not (job_file.parent / "out" / "processes").exists()
+
+
+# --- One process alone -------------------------------------------------------------------------------------------
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("stage", [stage.name for stage in STAGES])
+def test_a_stage_says_how_it_is_started_and_imports_nothing_heavy_for_it(stage: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['rlhfspec.{stage}', '--help']\n"
+        "try:\n"
+        f"    runpy.run_module('rlhfspec.{stage}', run_name='__main__')\n"
+        "except SystemExit as ended:\n"
+        "    heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'grpc', 'nats', 'asyncio'} & set(sys.modules)\n"
+        "    print(ended.code, sorted(heavy))\n"
+    )
+    done = python("-c", code)
+    assert "--connections FILE" in done.stdout
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+
+
+def test_help_comes_at_once() -> None:
+    """Nearly all that it takes is modules that are imported, so they are few: argparse brings some 50."""
+    code = (
+        "import sys; before = set(sys.modules)\n"
+        "import runpy; sys.argv = ['rlhfspec.trainer', '--help']\n"
+        "try:\n"
+        "    runpy.run_module('rlhfspec.trainer', run_name='__main__')\n"
+        "except SystemExit:\n"
+        "    print(len(set(sys.modules) - before))\n"
+    )
+    assert int(python("-c", code).stdout.splitlines()[-1]) < 90
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--connections, --worker"),
+        (("--connections", "c.json", "--worker", "-1"), "must be a whole number, 0 or more"),
+        (("--connections", "c.json", "--worker", "1", "--verbose"), "unrecognized arguments: --verbose"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: tuple[str, ...], said: str) -> None:
+    done = python("-m", "rlhfspec.generator", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("not json", "is no connections file"),
+        ("{}", "is no connections file: uid: Field required"),
+        ('{"uid": "a", "job_file": "j", "base_folder": "b", "folder": "f", "nats_url": "n", "more": 1}', "more: Extra"),
+    ],
+)
+def test_wrong_connections_are_one_line(tmp_path: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "connections.json"
+    if content is not None:
+        path.write_text(content)
+    done = python("-m", "rlhfspec.reward", "--connections", str(path), "--worker", "0")
+    assert done.returncode == 78
+    [line] = map(json.loads, done.stderr.splitlines())
+    assert said in line["message"]
+    assert (line["stage"], line["worker"], line["exit_code"]) == ("reward", 0, 78)
+
+
+def test_a_server_that_is_not_there_is_temporary(tmp_path: Path, job_file: Path) -> None:
+    from rlhfspec.job.file import read_job
+
+    (tmp_path / "resolved.json").write_text(read_job(job_file, []).model_dump_json(by_alias=True))
+    connections = {
+        "uid": "ab", "job_file": str(tmp_path / "resolved.json"), "base_folder": str(tmp_path),
+        "folder": str(tmp_path), "nats_url": "nats://127.0.0.1:1", "weights_folder": str(tmp_path),
+    }  # fmt: skip
+    (tmp_path / "connections.json").write_text(json.dumps(connections))
+    arguments = ["-m", "rlhfspec.reward", "--connections", str(tmp_path / "connections.json"), "--worker", "0"]
+    done = python(*arguments)
+    assert done.returncode == 75, done.stderr
+    assert "nats://127.0.0.1:1" in json.loads(done.stderr.splitlines()[-1])["message"]
+    done = python(*arguments[:1], "rlhfspec.critic", *arguments[2:])
+    assert done.returncode == 78
+    assert "this job runs prompts, generator, reward, reference, trainer" in done.stderr

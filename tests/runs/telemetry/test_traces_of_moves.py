@@ -1,0 +1,80 @@
+"""Samples that move, in a run's traces: a span for each stay at a generator, one for each move, as moves.jsonl says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from advice import Adviser
+from runs import train
+from traced_moves import check_traces, told_by_trace
+from typer.testing import CliRunner
+
+from rlhfspec.cli.main import app
+from rlhfspec.messages.records import Moved
+from rlhfspec.rebalancer.knowledge import FleetKnowledge
+from rlhfspec.rebalancer.service import RebalancerService
+
+TWO = ("roles.generator.workers=2", "training.steps=3")
+LONG = (
+    "generation.maxTokens=256",
+    "generation.ignoreEos=true",
+    "generation.kvCacheTokens=65536",
+    "rebalance.intervalSeconds=0.02",
+)
+
+
+@pytest.fixture
+def moved_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the rebalancer's place: a move of any sample to the other generator, whenever it hears anything."""
+    adviser = Adviser(Path("none"), seed=1, every_seconds=0.0)
+    hear = FleetKnowledge.moved
+
+    def moved(knowledge: FleetKnowledge, moved: Moved, now: float) -> None:
+        adviser.heard(moved)
+        hear(knowledge, moved, now)
+
+    async def plan(service: Any) -> None:
+        adviser.loads = {worker: each.load for worker, each in service.knowledge._generators.items()}
+        for move in adviser.advice("letters"):
+            await service._bus.publish(move)
+
+    monkeypatch.setattr(FleetKnowledge, "moved", moved)
+    monkeypatch.setattr(RebalancerService, "_plan", plan)
+
+
+def trace(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["trace", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("speculation", ["off", "suffix"])
+def test_a_sample_that_moves_has_a_span_for_each_stay_and_each_move(
+    job_file: Path, moved_at_random: None, speculation: str
+) -> None:
+    steps = "training.steps=8"  # a quick machine has few moves a step
+    train(job_file, "run", *TWO, *LONG, steps, f"generation.speculation.mode={speculation}")
+    run = job_file.parent / "run"
+    num_moves, most = check_traces(run)
+    print(f"{num_moves} moves, at most {most} of one sample")
+    assert num_moves >= 20
+    assert most >= 2, "one came back"
+    check_what_is_shown(run)
+
+
+def check_what_is_shown(run: Path) -> None:
+    """Of one that moved several times, but not so often that its row is broken."""
+    ids = [f"letters/{step}/{prompt}/{replica}" for step in (2, 3) for prompt in range(3) for replica in range(3)]
+    told = {id: told_by_trace(trace(str(run), id, "--json")) for id in ids}
+    chains = {id: [span["worker"] for span in spans if span["name"] == "generation"] for id, spans in told.items()}
+    id, workers = max(((id, chain) for id, chain in chains.items() if len(chain) < 6), key=lambda each: len(each[1]))
+    assert len(workers) > 1
+    shown = trace(str(run), id)
+    for source, destination in pairwise(workers):
+        assert f"generator {source} -> {destination}" in shown
+    rows = trace(str(run), "--slowest", "9", "--step", id.split("/")[1]).splitlines()
+    [row] = [line for line in rows if id in line]
+    assert row.rstrip().endswith(f"generator {', '.join(map(str, workers))}")

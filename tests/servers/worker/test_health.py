@@ -1,0 +1,192 @@
+"""Whether a process can be relied on is said over gRPC and HTTP, at once and truly; with credentials to ours alone."""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rlhfspec.messages.servers.certificates import channel_credentials
+from rlhfspec.messages.transport.clock import FakeClock
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.worker.health import Health
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def health(clock: FakeClock) -> Iterator[Health]:
+    with Health("reward", 0, Vitals(clock), metrics=lambda: "rlhfspec_things_total 3\n") as health:
+        yield health
+
+
+def asked(health: Health, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(health.http_address, timeout=10)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def status(health: Health, *, role: str = "reward", credentials: Path | None = None) -> int:
+    address = health.grpc_address
+    with (
+        grpc.insecure_channel(address)
+        if credentials is None
+        else grpc.secure_channel(address, channel_credentials(credentials, role))
+    ) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status)
+
+
+def test_it_serves_from_ready_to_draining(health: Health) -> None:
+    assert (status(health), asked(health, "/readyz")) == (NOT_SERVING, (503, "reward 0 is being built\n"))
+    assert asked(health, "/healthz") == (200, "ok\n"), "it lives, and is not to be restarted while it is built"
+    health.ready()
+    assert (status(health), asked(health, "/readyz")) == (SERVING, (200, "ok\n"))
+    health.draining()
+    assert (status(health), asked(health, "/readyz")) == (NOT_SERVING, (503, "reward 0 is draining\n"))
+
+
+def test_work_past_its_deadline_is_not_ready_but_alive(clock: FakeClock) -> None:
+    vitals = Vitals(clock)
+    with Health("reward", 0, vitals) as health:
+        health.ready()
+        with vitals.worker("reward", 0).working("reward of sums/3/7/1", deadline_seconds=60.0):
+            clock._now = 59.0
+            assert status(health) == SERVING
+            clock._now = 61.0
+            assert status(health) == NOT_SERVING
+            late = "reward 0: reward of sums/3/7/1 takes 61 s, past its deadline\n"
+            assert asked(health, "/readyz") == (503, late)
+            assert asked(health, "/healthz")[0] == 200
+        assert status(health) == SERVING
+
+
+def test_a_loop_that_does_not_beat_is_neither(clock: FakeClock) -> None:
+    with Health("reward", 0, Vitals(clock), beat_seconds=0.0) as health:
+        health.ready()
+        code, why = asked(health, "/healthz")
+        assert (code, why) == (503, "reward 0: the event loop has not answered for 0 s\n")
+        assert asked(health, "/readyz") == (503, why)
+        assert status(health) == NOT_SERVING
+
+
+def test_a_beat_says_that_the_loop_answers(clock: FakeClock) -> None:
+    with Health("reward", 0, Vitals(clock), beat_seconds=600.0) as health:
+        health._last_beat -= 601.0
+        assert asked(health, "/healthz")[0] == 503
+        health.beat()
+        assert asked(health, "/healthz")[0] == 200
+
+
+def test_who_watches_is_told_of_a_change(clock: FakeClock) -> None:
+    vitals = Vitals(clock)
+    with Health("reward", 0, vitals) as health, grpc.insecure_channel(health.grpc_address) as channel:
+        watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        assert next(watched).status == NOT_SERVING
+        health.ready()
+        assert next(watched).status == SERVING
+        with vitals.worker("reward", 0).working("a long thing", deadline_seconds=1.0):
+            clock._now = 2.0
+            assert next(watched).status == NOT_SERVING, "nobody called anything: time passed"
+        assert next(watched).status == SERVING
+
+
+def test_metrics_and_what_is_not_there(health: Health) -> None:
+    assert asked(health, "/metrics") == (200, "rlhfspec_things_total 3\n")
+    assert asked(health, "/secrets") == (404, "there are /healthz, /readyz and /metrics\n")
+
+
+def test_others_add_their_handlers(clock: FakeClock) -> None:
+    def echo(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield request[::-1]
+
+    health = Health("trainer", 0, Vitals(clock))
+    handler = grpc.unary_stream_rpc_method_handler(echo)
+    health.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("rlhf.Echo", {"Back": handler}),))
+    with health, grpc.insecure_channel(health.grpc_address) as channel:
+        assert list(channel.unary_stream("/rlhf.Echo/Back")(b"abc", timeout=10)) == [b"cba"]
+
+
+def test_nothing_is_left_when_it_closes(clock: FakeClock) -> None:
+    before = {thread for thread in threading.enumerate() if not thread.daemon}
+    with Health("reward", 0, Vitals(clock)) as health:
+        health.ready()
+        assert status(health) == SERVING
+        half = socket.create_connection(health.http_address.split(":"))  # type: ignore[arg-type]
+        half.sendall(b"GET /heal")
+    for address in (health.http_address, health.grpc_address):
+        host, port = address.split(":")
+        with pytest.raises(OSError), socket.create_connection((host, int(port)), timeout=5):  # noqa: PT011
+            pass
+    half.close()
+    for thread in set(threading.enumerate()) - before:
+        assert thread.daemon or not thread.is_alive() or thread.join(10.0) is None
+
+
+def test_with_credentials_only_ours_are_heard(tmp_path: Path, clock: FakeClock) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    make_credentials(ours, "reward", "control")
+    make_credentials(theirs, "control")
+    with Health("reward", 0, Vitals(clock), ours) as health:
+        health.ready()
+        assert status(health, role="control", credentials=ours) == SERVING
+        (theirs / "ca.pem").write_bytes((ours / "ca.pem").read_bytes())  # it trusts us; we do not trust it
+        tries: list[Callable[[], object]] = [
+            lambda: status(health),
+            lambda: status(health, role="control", credentials=theirs),
+        ]
+        for refused in tries:
+            with pytest.raises(grpc.RpcError) as error:
+                refused()
+            assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def make_credentials(folder: Path, *roles: str) -> None:
+    """An authority of its own, and a certificate of each role by it."""
+    folder.mkdir()
+    authority = ec.generate_private_key(ec.SECP256R1())
+    root = _certificate("authority", authority, authority, "authority")
+    (folder / "ca.pem").write_bytes(root.public_bytes(serialization.Encoding.PEM))
+    for role in roles:
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = _certificate(role, key, authority, "authority")
+        (folder / f"{role}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        (folder / f"{role}.key").write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+
+
+def _certificate(
+    name: str, key: ec.EllipticCurvePrivateKey, by: ec.EllipticCurvePrivateKey, issuer: str
+) -> x509.Certificate:
+    def named(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(named(name)).issuer_name(named(issuer))
+    builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(now + datetime.timedelta(1))
+    builder = builder.add_extension(x509.BasicConstraints(ca=name == issuer, path_length=None), critical=True)
+    here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    return builder.add_extension(here, critical=False).sign(by, hashes.SHA256())

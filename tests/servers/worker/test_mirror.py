@@ -1,0 +1,173 @@
+"""A run folder and its copy in an object store: who comes after finds what was acknowledged, wherever sending ended."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec.common.object_store import ObjectStore
+from rlhfspec.errors import StorageUnavailable
+from rlhfspec.training.checkpoint import CheckpointStore
+from rlhfspec.worker.mirror import Mirror
+
+RUN = "runs/sums"
+pytestmark = pytest.mark.usefixtures("object_credentials")
+
+
+class Dies(ObjectStore):
+    """After so many objects were sent or removed."""
+
+    left = 1_000_000
+
+    def push(self, files: object) -> int:
+        self._one_more()
+        return super().push(files)  # type: ignore[arg-type]
+
+    def remove(self, paths: object) -> None:
+        for path in paths:  # type: ignore[attr-defined]
+            self._one_more()
+            super().remove([path])
+
+    def _one_more(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise StorageUnavailable(self.uri, "killed")
+
+
+def mirror_at(base: Path, prefix: str, stage: str = "trainer", worker: int = 0) -> Mirror:
+    (base / RUN).mkdir(parents=True, exist_ok=True)
+    return Mirror(Dies(f"s3://bucket/{prefix}", base), base / RUN, stage, worker)
+
+
+def train(folder: Path, checkpoints: CheckpointStore, step: int) -> None:
+    """As the trainer does: lines before the checkpoint."""
+    for name in ("samples.jsonl", "steps.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write(json.dumps({"step": step}) + "\n")
+    checkpoints.save(step, {"learner": {"step": step, "weights": [step] * 50}})
+
+
+def last_line(folder: Path, name: str) -> int:
+    return int(json.loads((folder / name).read_text().splitlines()[-1])["step"])
+
+
+@settings(max_examples=12, deadline=None)
+@given(steps=st.integers(2, 4), dies_after=st.integers(0, 14))
+def test_a_trainer_that_dies_while_it_sends_is_followed_by_one_that_goes_on(steps: int, dies_after: int) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        prefix, first, second = Path(place).name, Path(place, "first"), Path(place, "second")
+        mirror, acknowledged = mirror_at(first, prefix), 0
+        with CheckpointStore(first / RUN / "checkpoints", keep=1) as checkpoints:
+            for step in range(1, steps + 1):
+                train(first / RUN, checkpoints, step)
+                if step == steps:
+                    mirror.store.left = dies_after  # type: ignore[attr-defined]
+                try:
+                    mirror.send()
+                except StorageUnavailable:
+                    continue
+                acknowledged = step
+        after = mirror_at(second, prefix)
+        after.fetch_run()
+        with CheckpointStore(second / RUN / "checkpoints", keep=1) as checkpoints:
+            latest = checkpoints.latest()
+            assert latest is not None
+            assert latest >= acknowledged
+            assert checkpoints.load(latest)["learner"]["weights"] == [latest] * 50
+            for name in ("samples.jsonl", "steps.jsonl"):
+                assert last_line(second / RUN, name) >= latest
+            train(second / RUN, checkpoints, steps + 1)
+        after.send()
+        there = {path.removeprefix(f"{RUN}/checkpoints/").split("/")[0]
+                 for path in after.store.sizes(f"{RUN}/checkpoints")}  # fmt: skip
+        assert there == {f"step-{steps + 1:08d}"}, "what was half sent, or half removed, is gone"
+        assert after.last_checkpoint() == steps + 1
+
+
+def test_what_did_not_change_is_not_sent_again(tmp_path: Path) -> None:
+    mirror = mirror_at(tmp_path, "unchanged")
+    with CheckpointStore(tmp_path / RUN / "checkpoints", keep=2) as checkpoints:
+        train(tmp_path / RUN, checkpoints, 1)
+    mirror.send()
+    mirror.store.left = 0  # type: ignore[attr-defined]
+    mirror.send()
+    again = mirror_at(tmp_path / "again", "unchanged")
+    again.fetch_run()
+    again.store.left = 0  # type: ignore[attr-defined]
+    again.send()
+
+
+def test_each_fetches_what_it_reads_and_sends_what_it_wrote(tmp_path: Path) -> None:
+    trainer = mirror_at(tmp_path / "trainer", "shared")
+    (tmp_path / "trainer" / RUN / "processes").mkdir()
+    for name in ("processes/job.json", "steps.jsonl", ".lock"):
+        (tmp_path / "trainer" / RUN / name).write_text("{}")
+    trainer.send()
+    rebalancer = mirror_at(tmp_path / "rebalancer", "shared", "rebalancer")
+    rebalancer.fetch_run()
+    here = tmp_path / "rebalancer" / RUN
+    assert sorted(path.name for path in here.rglob("*.*")) == ["job.json"]
+    (here / "traces").mkdir()
+    for name in ("moves.jsonl", "traces/rebalancer-0.jsonl"):
+        (here / name).write_text("{}\n")
+    rebalancer.send()
+    trainer.send()  # and removes nothing of others
+    (tmp_path / "trainer" / RUN / "steps.jsonl").unlink()
+    trainer.send()
+    names = {path.removeprefix(f"{RUN}/") for path in trainer.store.sizes(RUN)}
+    assert names == {"processes/job.json", "moves.jsonl", "traces/rebalancer-0.jsonl"}
+    again = mirror_at(tmp_path / "again", "shared", "rebalancer")
+    again.fetch_run()
+    assert (tmp_path / "again" / RUN / "moves.jsonl").read_text() == "{}\n"
+
+
+def test_another_rank_of_a_trainer_leaves_alone_what_the_first_writes(tmp_path: Path) -> None:
+    first = mirror_at(tmp_path, "ranks")
+    (tmp_path / RUN / "processes").mkdir()
+    for name in ("processes/job.json", "steps.jsonl"):
+        (tmp_path / RUN / name).write_text("as it was sent")
+    first.send()
+    (tmp_path / RUN / "steps.jsonl").write_text("another line")
+    follower = Mirror(first.store, tmp_path / RUN, "trainer", 0, follows=True)
+    follower.fetch_run()
+    assert (tmp_path / RUN / "steps.jsonl").read_text() == "another line"
+
+
+def test_control_can_read_everybodys_traces(tmp_path: Path) -> None:
+    for worker in (0, 1):
+        generator = mirror_at(tmp_path / f"{worker}", "traced", "generator", worker)
+        (tmp_path / f"{worker}" / RUN / "traces").mkdir()
+        (tmp_path / f"{worker}" / RUN / "traces" / f"generator-{worker}.jsonl").write_text("{}\n")
+        generator.send()
+    control = mirror_at(tmp_path / "control", "traced", "control")
+    assert control.fetch_run() == 0
+    control.fetch_traces()
+    assert len(list((tmp_path / "control" / RUN / "traces").iterdir())) == 2
+
+
+def test_who_computes_nothing_gets_no_weights(tmp_path: Path) -> None:
+    base = tmp_path / "all"
+    (base / "policy").mkdir(parents=True)
+    for name in (
+        "policy/config.json",
+        "policy/model.safetensors",
+        "data.jsonl",
+        "rewards.py",
+        "helpers.py",
+        "other.txt",
+    ):
+        (base / name).write_text("x")
+    store = ObjectStore("s3://bucket/inputs", base)
+    store.push(path for path in base.rglob("*") if path.is_file())
+    job = {"spec": {"model": {"path": "policy"}, "dataset": {"path": "./data.jsonl"}}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    for stage, weights in (("prompts", False), ("prepare", False), ("generator", True)):
+        mirror_at(tmp_path / stage, "inputs", stage).fetch_inputs(tmp_path / "job.json")
+        names = {path.relative_to(tmp_path / stage).as_posix() for path in (tmp_path / stage).rglob("*.*")}
+        wanted = {"policy/config.json", "data.jsonl", "rewards.py", "helpers.py"}
+        assert names == wanted | ({"policy/model.safetensors"} if weights else set())

@@ -1,0 +1,53 @@
+"""Each stage is made by its own builder from the job and a context; on the device that the job says."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from stages import a_job
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.messages.loop import STAGES
+from rlhfspec.models.huggingface.devices import device_of
+from rlhfspec.training.modeling.packed import pack_sequences
+
+BUILDERS = [f"rlhfspec.{stage.name}.build" for stage in STAGES]
+
+
+def test_every_stage_has_a_builder() -> None:
+    assert all(callable(import_module(name).build) for name in BUILDERS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "has_gpu", "device"),
+    [
+        ({}, False, "cpu"),
+        ({}, True, "cuda"),
+        ({"training": {"exactOnPolicy": True}}, True, "cpu"),
+        ({"device": "cpu"}, True, "cpu"),
+        ({"device": "cuda:1"}, True, "cuda:1"),
+    ],
+)
+def test_a_job_that_sees_a_gpu_uses_it(
+    spec: dict[str, Any], has_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    job = a_job(training=spec.get("training", {}))
+    wanted = job.spec.model_copy(update={"device": spec.get("device", "auto")})
+    assert device_of(wanted) == device
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidRequest, match=r"spec\.device: there is no CUDA GPU on this machine"):
+        device_of(a_job().spec.model_copy(update={"device": "cuda"}))
+
+
+def test_a_batch_goes_to_its_device_whole() -> None:
+    batch = pack_sequences([(5, 6)], [(7, 8, 9)]).to(torch.device("meta"))
+    tensors = [value for name in batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)]
+    assert len(tensors) >= 4
+    assert {tensor.device.type for tensor in tensors} == {"meta"}

@@ -1,0 +1,171 @@
+"""The pictures show the numbers of the run, for runs of any size."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+
+from rlhfspec.messages.records.evaluations import example_evaluation
+from rlhfspec.messages.records.metrics import StepMetrics, example_step
+from rlhfspec.runs.view.plots import compare, comparison_figure, ends, overview, overview_figure
+
+
+def a_run(num_steps: int, *, kl: bool = True, slope: float = 0.01) -> list[StepMetrics]:
+    steps = [example_step(step=step, reward=slope * step) for step in range(1, num_steps + 1)]
+    return steps if kl else [replace(metrics, kl=None, accepted_per_verification=None) for metrics in steps]
+
+
+def panel(figure: Figure, title: str) -> Axes:
+    (found,) = [axis for axis in figure.axes if title in axis.get_title(loc="left")]
+    return found
+
+
+def values(axis: Axes, line: int = 0) -> list[float]:
+    return [float(value) for value in axis.lines[line].get_ydata()]  # type: ignore[union-attr]
+
+
+def patches(axis: Axes) -> list[StepPatch]:
+    return [patch for patch in axis.patches if isinstance(patch, StepPatch)]
+
+
+def test_every_panel_shows_its_numbers() -> None:
+    steps = a_run(12)
+    figure = overview_figure(steps, title="sums")
+    assert values(panel(figure, "reward")) == [metrics.reward.mean for metrics in steps]
+    assert values(panel(figure, "KL")) == [metrics.kl_k3 for metrics in steps]
+    assert values(panel(figure, "loss of the policy")) == [-0.01] * 12
+    assert values(panel(figure, "loss of the policy"), 1) == [0.002] * 12
+    assert values(panel(figure, "gradient norm")) == [0.8] * 12
+    assert values(panel(figure, "clipped")) == [2.0] * 12
+    assert values(panel(figure, "entropy")) == [1.5] * 12
+    assert values(panel(figure, "response length, tokens")) == [27.5] * 12
+    assert values(panel(figure, "response length, tokens"), 1) == [60] * 12
+    assert values(panel(figure, "tokens/s")) == [1234.5] * 12
+    assert values(panel(figure, "accepted per verification")) == [1.75] * 12
+    assert "0.0100 to 0.120" in panel(figure, "reward").get_title(loc="left")
+
+
+def test_seconds_are_stacked() -> None:
+    axis = panel(overview_figure(a_run(3), title="sums"), "seconds")
+    bottoms = {patch.get_label(): patch.get_data().baseline for patch in patches(axis) if patch.get_label() != "passed"}
+    tops = {patch.get_label(): patch.get_data().values[0] for patch in patches(axis)}
+    assert list(tops) == ["generation", "reward", "reference", "training", "checkpoint", "passed"], "no critic ran"
+    assert tops == pytest.approx(
+        {"generation": 2.0, "reward": 2.1, "reference": 2.5, "training": 4.0, "checkpoint": 4.2, "passed": 3.8}
+    )
+    assert [float(bottom[0]) for bottom in bottoms.values()] == pytest.approx([0.0, 2.0, 2.1, 2.5, 4.0])
+
+
+def test_histograms_are_of_the_first_and_last_step() -> None:
+    steps = a_run(5)
+    axis = panel(overview_figure(steps, title="sums"), "response lengths")
+    assert [patch.get_label() for patch in patches(axis)] == ["step 1", "step 5"]
+    for patch in patches(axis):
+        assert sum(patch.get_data().values) == pytest.approx(100.0)
+
+
+def test_the_smoothed_line_follows_the_means() -> None:
+    steps = a_run(100)
+    axis = panel(overview_figure(steps, title="sums"), "reward")
+    assert values(axis, 0) == [metrics.reward.mean for metrics in steps]
+    assert values(axis, 1)[20:80] == pytest.approx([metrics.reward.mean for metrics in steps][20:80])
+
+
+def test_what_a_job_does_not_have_takes_no_room() -> None:
+    steps = [replace(metrics, tokens_per_second=None) for metrics in a_run(9, kl=False)]
+    titles = " ".join(axis.get_title(loc="left") for axis in overview_figure(steps, title="sums").axes)
+    assert not any(word in titles for word in ("KL", "accepted", "tokens/s", "critic", "explained", "source"))
+
+
+def test_a_critic_and_several_rewards_get_panels() -> None:
+    steps = [
+        replace(
+            metrics,
+            value_loss=0.5,
+            explained_variance=-7.0 if metrics.step == 1 else 0.25,
+            learning={"critic_grad_norm": 0.4},
+            reward_components={"exact": 0.1, "format": 0.9},
+        )
+        for metrics in a_run(3)
+    ]
+    figure = overview_figure(steps, title="sums")
+    assert values(panel(figure, "loss of the critic")) == [0.5] * 3
+    assert values(panel(figure, "gradient norm"), 1) == [0.4] * 3
+    sources = panel(figure, "rewards by source")
+    assert [(line.get_label(), float(line.get_ydata()[0])) for line in sources.lines[:2]] == [  # type: ignore[index, arg-type]
+        ("exact", 0.1),
+        ("format", 0.9),
+    ]
+    explained = panel(figure, "explained variance")
+    assert values(explained) == [-1.0, 0.25, 0.25], "an early value far below hides no other"
+
+
+def test_the_estimator_of_the_kl_is_named_and_k3_stands_beside_it() -> None:
+    steps = [replace(metrics, kl={"k1": -0.01, "k3": 0.002}) for metrics in a_run(3)]
+    lines = panel(overview_figure(steps, title="sums"), "KL").lines[:2]
+    assert [(line.get_label(), float(line.get_ydata()[0])) for line in lines] == [("k1", -0.01), ("k3", 0.002)]  # type: ignore[index, arg-type]
+
+
+def test_evaluations_are_drawn_over_the_rewards_with_the_best_marked() -> None:
+    runs = [example_evaluation(step=step, reward=reward) for step, reward in ((0, 0.1), (5, 0.9), (10, 0.5))]
+    for figure in (
+        overview_figure(a_run(10), title="sums", evaluations=runs),
+        comparison_figure({"reward A": a_run(10)}, evaluations={"reward A": runs}),
+    ):
+        axis = panel(figure, "reward")
+        assert values(axis, 1) == [0.1, 0.9, 0.5]
+        assert (values(axis, 2), axis.lines[2].get_label()) == ([0.9], "best: 0.900 after step 5")
+        assert axis.get_xlim()[0] < 0, "an evaluation before training is seen"
+
+
+def test_compared_runs_share_their_scale() -> None:
+    figure = comparison_figure({"GRPO": a_run(9), "PPO": a_run(9, kl=False, slope=0.05), "DAPO": a_run(4)})
+    assert len(figure.axes) == 6
+    grpo, ppo = panel(figure, "GRPO"), panel(figure, "PPO")
+    assert grpo.get_ylim() == ppo.get_ylim()
+    assert ppo.get_ylim()[1] > 0.45
+    assert values(ppo) == pytest.approx([0.05 * step for step in range(1, 10)])
+    assert "PPO: 0.0500 to 0.450" in ppo.get_title(loc="left")
+
+
+def test_runs_without_reference_are_compared_by_reward_alone() -> None:
+    assert len(comparison_figure({"A": a_run(3, kl=False), "B": a_run(3, kl=False)}).axes) == 2
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 21])
+def test_a_picture_is_written_whole(tmp_path: Path, num_steps: int) -> None:
+    path = tmp_path / "plots" / "training.png"
+    overview(a_run(num_steps), path, title="costs $5 and $6_{")
+    assert [entry.name for entry in path.parent.iterdir()] == ["training.png"]
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert struct.unpack(">II", data[16:24]) == (1980, 1100)
+
+
+def test_letters_that_the_font_lacks_are_no_words_in_the_terminal(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overview(a_run(2), tmp_path / "training.png", title="奖励")
+    compare({"奖励": a_run(2), "b": a_run(2)}, tmp_path / "rewards.png")
+    assert list(recwarn) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
+    runs = {"A": a_run(4), "B": a_run(5)}
+    compare(runs, tmp_path / "a.png")
+    compare(runs, tmp_path / "b.png")
+    compare({"A": a_run(4), "B": a_run(6)}, tmp_path / "c.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert (tmp_path / "a.png").read_bytes() != (tmp_path / "c.png").read_bytes()
+
+
+@pytest.mark.parametrize(("num_steps", "first", "last"), [(1, 0.01, 0.01), (19, 0.01, 0.19), (100, 0.03, 0.98)])
+def test_ends_are_means_of_a_tenth(num_steps: int, first: float, last: float) -> None:
+    assert ends(a_run(num_steps)) == pytest.approx((first, last))

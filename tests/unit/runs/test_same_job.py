@@ -1,0 +1,38 @@
+"""A run is resumed with its own job, also one that was begun before the job had all its present fields."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfspec.runs.folder.run_folder import RunFolder, example_job
+from rlhfspec.runs.folder.same_job import as_content, first_difference, with_new_fields
+
+
+def test_a_run_from_before_the_engine_was_named_goes_on(tmp_path: Path) -> None:
+    job = example_job()
+    with RunFolder(tmp_path) as folder:
+        folder.begin(job, resume=False)
+    content = as_content(job)
+    del content["spec"]["generation"]["engine"]
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(content))
+    with RunFolder(tmp_path) as folder:
+        folder.check(job, resume=True)  # raises, where it is of another
+
+
+@given(st.data())
+def test_a_field_that_was_not_there_had_its_default(data: st.DataObject) -> None:
+    """Of any block whose fields all have defaults."""
+    content = as_content(example_job())
+    before = copy.deepcopy(content)
+    block = before["spec"][data.draw(st.sampled_from(["generation", "training", "checkpoint", "observability"]))]
+    del block[data.draw(st.sampled_from(sorted(block)))]
+    assert first_difference(with_new_fields(before), content) is None
+
+
+def test_what_this_release_cannot_read_is_compared_as_it_is() -> None:
+    assert with_new_fields({"spec": {"gone": 1}}) == {"spec": {"gone": 1}}
