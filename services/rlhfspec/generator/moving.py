@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+
+from google.protobuf.message import DecodeError
 
 from rlhfspec.errors import MalformedRecord
 from rlhfspec.migration.base import Peer
@@ -16,6 +17,8 @@ from rlhfspec.records import Move, Moved, WorkerInfo
 from rlhfspec.service.base import PULL_SECONDS, Service
 from rlhfspec.service.bus import Inbox, StageBus
 from rlhfspec.service.tasks import together
+from rlhfspec.wire import records_pb2
+from rlhfspec.wire.fields import read, write
 
 LEAVE_SECONDS = 3.5  # for all that runs here to go on elsewhere
 AGAIN_SECONDS = 0.02  # then who had no place for it is asked again
@@ -35,19 +38,20 @@ class Luggage:
     seconds: float  # of engines, so far
 
     def to_bytes(self) -> bytes:
-        return json.dumps([dict(self.headers), self.seconds]).encode() + b"\n" + self.record
+        message = records_pb2.Luggage()
+        write(message, self)
+        return message.SerializeToString()
 
     @classmethod
     def read(cls, data: bytes) -> Luggage:
-        head, _, record = data.partition(b"\n")
+        """Raises MalformedRecord."""
         try:
-            headers, seconds = json.loads(head)
-        except (ValueError, TypeError, RecursionError) as error:
+            luggage = read(records_pb2.Luggage.FromString(data), cls)
+        except DecodeError as error:
             raise MalformedRecord(f"no luggage of a sample: {error}") from error
-        are_texts = isinstance(headers, dict) and all(isinstance(value, str) for value in headers.values())
-        if not (are_texts and isinstance(seconds, float) and 0 <= seconds < float("inf")):
-            raise MalformedRecord("no luggage of a sample: must be headers and seconds")
-        return cls(record, headers, seconds)
+        if not 0 <= luggage.seconds < float("inf"):
+            raise MalformedRecord(f"no luggage of a sample: {luggage.seconds} seconds")
+        return luggage
 
 
 class Moving:
