@@ -9,7 +9,7 @@ from rich.text import Text
 
 from rlhfspec.plugin.output import shown
 from rlhfspec.plugin.pods import duration, node_of, worker_of
-from rlhfspec.service.silence import is_silent
+from rlhfspec.stage.silence import is_silent
 
 Json = dict[str, Any]
 

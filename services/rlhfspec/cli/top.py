@@ -84,7 +84,7 @@ def _table(view: LiveView) -> Table:
 
 def _row(snapshot: Snapshot, silent_seconds: float) -> tuple[str, ...]:
     from rlhfspec.runs.view.text import one_line
-    from rlhfspec.service.silence import is_silent
+    from rlhfspec.stage.silence import is_silent
 
     state, load = snapshot.state, snapshot.load
     silent = is_silent(silent_seconds)

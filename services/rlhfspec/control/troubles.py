@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from rlhfspec.cluster.report import Trouble
 from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.runs.view.roster import ProcessState
-from rlhfspec.service.silence import SILENT_SECONDS
 from rlhfspec.stage.logs import without_secrets
+from rlhfspec.stage.silence import SILENT_SECONDS
 from rlhfspec.stage.supervisor import is_overdue
 from rlhfspec.stage.vitals import WorkerState
 

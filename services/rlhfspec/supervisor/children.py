@@ -22,9 +22,9 @@ from rlhfspec.messages import loop
 from rlhfspec.messages.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.messages.servers.guardian import processes_of
 from rlhfspec.runs.view.roster import ProcessState, Roster
-from rlhfspec.service.silence import is_silent
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.silence import is_silent
 from rlhfspec.stage.supervisor import GRACE_SECONDS, STAGE_NAMES, is_overdue, raise_if_all_wait
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.supervisor.child import Child, Ended

@@ -24,8 +24,8 @@ from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.runs.view.roster import Roster
-from rlhfspec.service.silence import SILENT_SECONDS
 from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.silence import SILENT_SECONDS
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.supervisor.child import Child, Interpreters, Process
 from rlhfspec.supervisor.children import Children

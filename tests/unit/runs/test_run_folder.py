@@ -22,10 +22,10 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.yaml_text import parts_of
 from rlhfspec.messages.records.evaluations import Evaluation, example_evaluation
 from rlhfspec.messages.records.metrics import CURVE, MEASUREMENTS, Lengths, Spread, StepMetrics, curve, example_step
+from rlhfspec.runs.folder.evaluating import evaluation_of
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.same_job import as_content
 from rlhfspec.runs.folder.sample_lines import example_sample, sample_line
-from rlhfspec.telemetry.evaluating import evaluation_of
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
 

@@ -18,7 +18,7 @@ from rlhfspec.plugin.top import table_of
 from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.live.live import LiveView, Window
 from rlhfspec.runs.view.roster import Roster
-from rlhfspec.service.silence import SILENT_SECONDS
+from rlhfspec.stage.silence import SILENT_SECONDS
 
 INFO = WorkerInfo(id="w", job="sums", stage="reward", worker=0, host="h", pid=1, grpc_address="", http_address="")
 

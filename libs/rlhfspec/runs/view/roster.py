@@ -17,7 +17,7 @@ from typing import Literal
 from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.messages.records import Heartbeat, WorkerInfo
 from rlhfspec.messages.transport.clock import Clock
-from rlhfspec.service.silence import is_silent
+from rlhfspec.stage.silence import is_silent
 from rlhfspec.stage.vitals import WorkerState
 
 ORDER = {name: place for place, name in enumerate(BY_NAME)}
