@@ -83,7 +83,7 @@ bench: $(INSTALLED)  ## The benchmark, quick: at most 3 minutes (all of it: rlhf
 	$(BIN)/rlhfspec bench generate --quick
 
 protos: $(INSTALLED)  ## Generate the wire format's Python from protos/
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=libs --pyi_out=libs protos/rlhfspec/messages/wire/records.proto
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=libs --pyi_out=libs $$(find protos -name "*.proto")
 
 chart: $(INSTALLED)  ## Write what the chart takes from the code: custom resource, roles, network, values, tables
 	$(BIN)/python charts/generate.py

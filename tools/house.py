@@ -265,7 +265,7 @@ def class_names_mean_one_thing(house: House) -> Iterator[Fault]:
 def constants_have_one_value(house: House) -> Iterator[Fault]:
     """Public ones: a second place may repeat a value, not give the name another."""
     first: dict[str, tuple[Path, str]] = {}
-    for path in house.code:
+    for path in (each for each in house.code if not each.stem.endswith("_pb2")):  # which protoc names
         for line, name, value in _constants_of(house.tree(path)):
             there, known = first.setdefault(name, (path, value))
             if value != known:

@@ -17,6 +17,7 @@ from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepRe
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.runs.view.roster import Roster
+from rlhfspec.runs.view.run_state import RunState, RunWorker, after
 from rlhfspec.stage.silence import is_silent
 from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
 
@@ -51,8 +52,7 @@ class RunKnowledge:
         self._there: set[Worker] = set()  # who has said something, and not that it leaves
         self._infos: dict[Worker, WorkerInfo] = {}  # as they were last told, perhaps by processes that are gone
         self._failing: dict[Worker, Failing] = {}
-        self._loads: dict[int, tuple[Load, float]] = {}
-        self._wanted: tuple[int, str] | None = None
+        self._told = RunState()  # loads, and how many generators are wanted
         self._letters: list[str] = []
         self._answered_at = clock.now()
         self._answered_today = today()
@@ -93,11 +93,10 @@ class RunKnowledge:
                 self.roster.joined(info)
 
     def loaded(self, load: Load) -> None:
-        self._loads[load.worker] = load, self._clock.now()
+        self._told = after(self._told, [(self._clock.now(), load)])
 
     def planned(self, plan: Plan) -> None:
-        if plan.num_wanted > 0:
-            self._wanted = plan.num_wanted, plan.why_wanted
+        self._told = after(self._told, [(self._clock.now(), plan)])
 
     def read(self, info: DatasetInfo) -> None:
         """Where the data ends before the job's steps do."""
@@ -144,9 +143,9 @@ class RunKnowledge:
                 checkpoint_step=self._checkpoint_step,
                 workers=tuple(self.roster.states()),
                 overdue=frozenset((state.stage, state.worker) for state in states if is_overdue(state)),
-                loads={worker: load for worker, (load, at) in self._loads.items() if self._is_there(worker, at)},
+                loads={each.worker: each.load for each in self._told.generators if each.load and self._is_there(each)},
                 generators_wanted=self._generators_wanted(),
-                generators_wanted_because=self._wanted[1] if self._wanted else "",
+                generators_wanted_because=self._told.why_wanted,
                 troubles=tuple(self._troubles()),
             )
         )
@@ -170,8 +169,9 @@ class RunKnowledge:
     def _heard_for(self) -> float:
         return 0.0 if self._answers_since is None else self._clock.now() - self._answers_since
 
-    def _is_there(self, worker: int, heard_at: float) -> bool:
-        return ("generator", worker) in self._there and self._clock.now() - heard_at <= _QUIET_SECONDS
+    def _is_there(self, generator: RunWorker) -> bool:
+        is_new = self._clock.now() - generator.loaded_at <= _QUIET_SECONDS
+        return is_new and ("generator", generator.worker) in self._there
 
     def _left(self, key: Worker, what: str) -> None:
         self._failing.pop(key, None)
@@ -191,9 +191,9 @@ class RunKnowledge:
 
     def _generators_wanted(self) -> int | None:
         replicas = self._job.spec.roles.generator.replicas
-        if self._wanted is None or replicas is None:
+        if self._told.num_wanted is None or replicas is None:
             return None
-        return min(max(self._wanted[0], replicas.min), replicas.max)
+        return min(max(self._told.num_wanted, replicas.min), replicas.max)
 
 
 def lines_of(steps: Sequence[StepMetrics]) -> list[str]:

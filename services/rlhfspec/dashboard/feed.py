@@ -196,7 +196,7 @@ class Feed:
 
     async def _tell_on(self) -> None:
         while True:
-            many = len(self.live.loads) > MANY
+            many = self.live.num_generators > MANY
             await self._clock.sleep(TELL_MANY_SECONDS if many else _TELL_SECONDS)
             self._tell()
 

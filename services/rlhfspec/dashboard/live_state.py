@@ -3,80 +3,63 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from rlhfspec.messages import loop
-from rlhfspec.messages.records import Heartbeat, Load, Record
-from rlhfspec.runs.live.live import LiveView, WorkerSnapshot
-from rlhfspec.stage.silence import is_silent
+from rlhfspec.messages.records import Record
+from rlhfspec.runs.live.live import LiveView
+from rlhfspec.runs.view.run_state import RunState, RunWorker, Told, after, without_gone
 from rlhfspec.stage.vitals import WorkerState
 
 _GONE_SECONDS = 30.0
 _ORDER = {stage.name: place for place, stage in enumerate(loop.STAGES)}
 
 
-@dataclass(frozen=True, slots=True)
-class _LastHeard:
-    at: float
-    what: WorkerState | Heartbeat
-    host: str = ""
-    pid: int = 0
-
-
 class Live:
-    """Times are the clock's."""
+    """Draws a run's state for the page. Times are the clock's."""
 
     def __init__(self) -> None:
-        self.loads: dict[int, tuple[float, Load]] = {}
-        self._workers: dict[tuple[str, int], _LastHeard] = {}
-        self._owners: dict[str, str] = {}
+        self._run = RunState()
+        self._told: list[Told] = []  # since
+        self._owners: Mapping[str, str] = {}
+
+    @property
+    def num_generators(self) -> int:
+        return len(self._now().generators)
 
     def heard(self, record: Record, now: float) -> None:
-        if isinstance(record, Load):
-            self.loads[record.worker] = (now, record)
-        elif isinstance(record, Heartbeat) and record.stage in _ORDER:
-            before = self._workers.get((record.stage, record.worker))
-            host, pid = (before.host, before.pid) if before else ("", 0)
-            self._workers[record.stage, record.worker] = _LastHeard(now, record, host, pid)
+        self._told.append((now, record))
 
     def seen(self, view: LiveView, now: float) -> None:
-        for name, snapshot in view.workers.items():
-            self._snapshot(snapshot, now - view.silent_seconds[name])
+        self._told += [(now - view.silent_seconds[name], snapshot) for name, snapshot in view.workers.items()]
         self._owners = view.owners
 
     def owner(self, sample: str) -> str:
         """Which worker makes it now; empty: nobody says so."""
         return self._owners.get(sample, "")
 
-    def _snapshot(self, snapshot: WorkerSnapshot, at: float) -> None:
-        place = snapshot.state.stage, snapshot.state.worker
-        if place[0] in _ORDER and ((before := self._workers.get(place)) is None or before.at <= at or not before.pid):
-            self._workers[place] = _LastHeard(at, snapshot.state, snapshot.host, snapshot.pid)
-        load = snapshot.load
-        if load is not None and ((last := self.loads.get(load.worker)) is None or last[0] <= at):
-            self.loads[load.worker] = (at, load)
+    def _now(self) -> RunState:
+        self._run, self._told = after(self._run, self._told), []
+        return self._run
 
     def content(self, now: float) -> dict[str, Any]:
-        """For the page. Who has been silent for long is gone."""
-        self.loads = {worker: said for worker, said in self.loads.items() if now - said[0] < _GONE_SECONDS}
-        self._workers = {place: said for place, said in self._workers.items() if now - said.at < _GONE_SECONDS}
-        states = {place[1]: said for place, said in self._workers.items() if place[0] == "generator"}
+        """For the page. A worker that has been silent for long is gone."""
+        self._run = without_gone(self._now(), now=now, after_seconds=_GONE_SECONDS)
+        told = [(worker, worker.state) for worker in self._run.workers.values() if worker.state is not None]
+        told.sort(key=lambda each: (_ORDER[each[0].stage], each[0].worker))
         return {
-            "generators": [
-                _generator(load, at, states.get(worker), now) for worker, (at, load) in sorted(self.loads.items())
-            ],
-            "workers": [
-                _worker(said, now)
-                for _, said in sorted(self._workers.items(), key=lambda each: (_ORDER[each[0][0]], each[0][1]))
-            ],
+            "generators": [_generator(worker, now) for worker in self._run.generators],
+            "workers": [_worker(worker, state, now) for worker, state in told],
         }
 
 
-def _generator(load: Load, at: float, said: _LastHeard | None, now: float) -> dict[str, Any]:
+def _generator(worker: RunWorker, now: float) -> dict[str, Any]:
+    assert worker.load is not None
+    load = worker.load
     return {
         "worker": load.worker,
-        "host": load.host or (said.host if said else ""),
+        "host": load.host or worker.host,
         "step": load.step,
         "running": load.num_running,
         "waiting": load.num_waiting,
@@ -87,21 +70,21 @@ def _generator(load: Load, at: float, said: _LastHeard | None, now: float) -> di
         "strategy": load.strategy[:60],
         "version": load.weights_version,
         "leaving": load.is_leaving,
-        "silent": is_silent(now - at),
+        "silent": worker.is_load_silent(now),
     }
 
 
-def _worker(said: _LastHeard, now: float) -> dict[str, Any]:
-    silent = now - said.at
+def _worker(worker: RunWorker, state: WorkerState, now: float) -> dict[str, Any]:
+    is_silent = worker.is_silent(now)
     return {
-        "stage": said.what.stage,
-        "worker": said.what.worker,
-        "doing": "silent" if is_silent(silent) else said.what.doing,
-        "what": said.what.what[:200],
-        "seconds": round(silent if is_silent(silent) else said.what.since_seconds, 1),
-        "busy": round(said.what.busy_seconds, 1),
-        "host": said.host,
-        "pid": said.pid,
+        "stage": worker.stage,
+        "worker": worker.worker,
+        "doing": "silent" if is_silent else state.doing,
+        "what": state.what[:200],
+        "seconds": round(now - worker.heard_at if is_silent else state.since_seconds, 1),
+        "busy": round(state.busy_seconds, 1),
+        "host": worker.host,
+        "pid": worker.pid,
     }
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
+from google.protobuf.message import DecodeError
+
 from rlhfspec.errors import MalformedRecord
 from rlhfspec.messages.records import Move, Moved, WorkerInfo
+from rlhfspec.messages.wire import records_pb2
+from rlhfspec.messages.wire.fields import read, write
 from rlhfspec.moves.migration.base import Peer
 from rlhfspec.moves.migration.mover import Mover
 from rlhfspec.stage.base import PULL_SECONDS, Service
@@ -35,19 +38,20 @@ class MovedPrompt:
     seconds: float  # of engines, so far
 
     def to_bytes(self) -> bytes:
-        return json.dumps([dict(self.headers), self.seconds]).encode() + b"\n" + self.record
+        message = records_pb2.MovedPrompt()
+        write(message, self)
+        return message.SerializeToString()
 
     @classmethod
     def read(cls, data: bytes) -> MovedPrompt:
-        head, _, record = data.partition(b"\n")
+        """Raises MalformedRecord."""
         try:
-            headers, seconds = json.loads(head)
-        except (ValueError, TypeError, RecursionError) as error:
+            moved = read(records_pb2.MovedPrompt.FromString(data), cls)
+        except DecodeError as error:
             raise MalformedRecord(f"no moved prompt: {error}") from error
-        are_texts = isinstance(headers, dict) and all(isinstance(value, str) for value in headers.values())
-        if not (are_texts and isinstance(seconds, float) and 0 <= seconds < float("inf")):
-            raise MalformedRecord("no moved prompt: must be headers and seconds")
-        return cls(record, headers, seconds)
+        if not 0 <= moved.seconds < float("inf"):
+            raise MalformedRecord(f"no moved prompt: {moved.seconds} seconds")
+        return moved
 
 
 class Moving:

@@ -32,7 +32,7 @@ _OPTION, _CREDENTIALS = "--nats", "--nats-credentials"
 _SECONDS = 5.0
 LEAST_STORAGE_BYTES = 8 << 20
 NUM_STREAMS = len(loop.subjects("job", "uid"))
-BYTES_PER_TOKEN = 34  # a sample takes some 25, its dead letter a third more
+BYTES_PER_TOKEN = 34  # a sample takes some 25, its dead letter hardly more; and some room
 BYTES_BESIDES = 64 << 10  # its texts and columns
 RIGHTS = "docs/servers.md lists what a run needs"
 

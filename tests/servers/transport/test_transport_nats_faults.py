@@ -215,15 +215,15 @@ def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Path) ->
 def test_dead_letters_of_what_no_letter_has_room_for(tmp_path: Path) -> None:
     async def check(server: NatsServer) -> None:
         transport = await opened(server.url, REWARD)
-        await transport.publish(SUBJECT, bytes(60_000), id="large")
+        await transport.publish(SUBJECT, bytes(65_000), id="large")
         with pytest.raises(MessageTooLarge, match=r"sample: huge has 700\d\d bytes, the server takes 65536"):
             await transport.publish(SUBJECT, bytes(70_000), id="huge")
         [message] = await (await transport.subscribe(SUBJECT, REWARD)).pull(9, 5.0)
-        await message.term("no sample")
+        await message.term("no sample " * 60)
         [seen] = await (await transport.watch(DEAD)).pull(1, 5.0)
         letter = dead_letters.decode(seen.data)
         assert (letter.id, letter.data) == ("large", b"")
-        assert "60000 bytes that are left out" in letter.reason
+        assert "65000 bytes that are left out" in letter.reason
         await transport.close()
 
     run(tmp_path, check, "max_payload: 65536")

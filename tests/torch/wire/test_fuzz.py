@@ -8,7 +8,7 @@ run. A failure prints the seed and the bytes; FUZZ_SEED draws the same ones agai
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import random
 import time
@@ -23,12 +23,16 @@ from wire_records import records
 from rlhfspec.engine.base import KVRange, Manifest, SequenceState
 from rlhfspec.engine.state_bytes import checksum_of, from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError, WeightsVersionError
+from rlhfspec.generator.moving import MovedPrompt
 from rlhfspec.messages.records import Record
 from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.wire.codec import decode, encode
 
 CASES = int(os.environ.get("FUZZ_CASES", "12000"))
 SEED = int(os.environ.get("FUZZ_SEED", str(time.time_ns())))
+
+
+MOVED_PROMPT = MovedPrompt(b"record", {"traceparent": "00-ab-cd-01", "": "\N{PILE OF POO}"}, 1.5)
 
 
 def letter() -> dead_letters.DeadLetter:
@@ -116,6 +120,11 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], Callable[[], list[bytes]], 
     "records": (lambda data: encode(decode(data)), some_records, MalformedRecord),
     "moving sequences": (read_and_import, moving, MalformedRecord),
     "moving sequences, sealed": (resealed(read_and_import), moving, MalformedRecord),
+    "moved-prompt": (
+        lambda data: MovedPrompt.read(data).to_bytes(),
+        lambda: [MOVED_PROMPT.to_bytes()],
+        MalformedRecord,
+    ),
     "dead letters": (dead_letters.decode, lambda: [dead_letters.encode(letter())], MalformedRecord),
 }
 
@@ -137,12 +146,32 @@ def test_damaged_bytes_are_a_record_or_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [1, [], {}, None, {"subject": 1}, {"data": "!"}, "x", {"subject": "s", "id": "i", "consumer": "c"}]
+    "data",
+    [
+        b"",
+        b"{}",
+        b"1",
+        b"x",
+        b'{"subject": "s"}',
+        *(dead_letters.encode(replace(letter(), **{name: ""})) for name in ("subject", "consumer")),
+    ],
 )
-def test_a_letter_that_nobody_wrote_is_refused(content: object) -> None:
+def test_a_letter_that_nobody_wrote_is_refused(data: bytes) -> None:
     with pytest.raises(MalformedRecord, match="no dead letter"):
-        dead_letters.decode(json.dumps(content).encode())
+        dead_letters.decode(data)
+
+
+def test_a_letter_whose_reason_no_utf8_can_say_is_written_all_the_same() -> None:
+    told = dead_letters.decode(dead_letters.encode(replace(letter(), reason="half of \ud83d", data=b"\xff\x00")))
+    assert (told.reason, told.data) == ("half of ?", b"\xff\x00")
 
 
 def test_what_is_in_order_passes() -> None:
     assert dead_letters.decode(dead_letters.encode(letter())) == letter()
+    assert MovedPrompt.read(MOVED_PROMPT.to_bytes()) == MOVED_PROMPT
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_a_moved_prompt_of_no_time_is_refused(seconds: float) -> None:
+    with pytest.raises(MalformedRecord, match="no moved prompt"):
+        MovedPrompt.read(replace(MOVED_PROMPT, seconds=seconds).to_bytes())

@@ -142,6 +142,11 @@ def test_a_name_that_means_one_thing_is_none(tmp_path: Path, text: str) -> None:
     assert house.faults_of(of(tmp_path, {CORE: first, "services/rlhfspec/cli/start.py": text})) == []
 
 
+def test_what_protoc_names_may_have_any_value(tmp_path: Path) -> None:
+    first, second = "libs/rlhfspec/engine/a_pb2.py", "libs/rlhfspec/engine/b_pb2.py"
+    assert house.faults_of(of(tmp_path, {first: "DESCRIPTOR = 1\n", second: "DESCRIPTOR = 2\n"})) == []
+
+
 @pytest.mark.parametrize(
     "back",
     [

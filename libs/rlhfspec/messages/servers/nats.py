@@ -27,7 +27,7 @@ from rlhfspec.messages.servers import find
 from rlhfspec.messages.servers.certificates import ServerTls
 from rlhfspec.messages.servers.program import ServerProgram, write_secret
 
-MAX_PAYLOAD_BYTES = 8 << 20  # a sample takes some 25 bytes a token, its dead letter a third more
+MAX_PAYLOAD_BYTES = 8 << 20  # a sample, and its dead letter, take some 25 bytes a token
 _ACCOUNT = "JOB"
 
 

@@ -1,4 +1,4 @@
-"""What nobody could handle: the message, whose it was, and why. It travels on the dead-letter subject as JSON.
+"""What nobody could handle: the message, whose it was, and why. protos/rlhfspec/transport has it as a message.
 
 Example:
     >>> letter = DeadLetter(
@@ -10,13 +10,12 @@ Example:
 
 from __future__ import annotations
 
-import base64
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+
+from google.protobuf.message import DecodeError
 
 from rlhfspec.errors import MalformedRecord
-
-_TYPES = {"subject": str, "id": str, "consumer": str, "num_deliveries": int, "reason": str, "data": str}  # in JSON
+from rlhfspec.messages.transport import dead_letters_pb2 as letters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +39,26 @@ def dead_letter_subject(subject: str) -> str:
 
 
 def encode(letter: DeadLetter) -> bytes:
-    return json.dumps(asdict(letter) | {"data": base64.b64encode(letter.data).decode()}).encode()
+    message = letters.DeadLetter(num_deliveries=letter.num_deliveries, data=letter.data)
+    for name in ("subject", "id", "consumer", "reason"):
+        setattr(message, name, _text(getattr(letter, name)))
+    return message.SerializeToString()
 
 
 def decode(data: bytes) -> DeadLetter:
     """Raises `MalformedRecord` for anything that `encode` did not make: every stage may write letters."""
     try:
-        fields = json.loads(data)
-        if {name: type(value) for name, value in fields.items()} != _TYPES:
-            raise ValueError(f"must hold {', '.join(_TYPES)}")
-        return DeadLetter(**fields | {"data": base64.b64decode(fields["data"], validate=True)})
-    except (ValueError, AttributeError, RecursionError) as error:
+        message = letters.DeadLetter.FromString(data)
+    except DecodeError as error:
         raise MalformedRecord(f"no dead letter: {error}") from error
+    if not (message.subject and message.consumer):
+        raise MalformedRecord("no dead letter: must say where it travelled, and whose it was")
+    return DeadLetter(**{field.name: getattr(message, field.name) for field in fields(DeadLetter)})
+
+
+def _text(value: str) -> str:
+    """Half characters cannot be written; a reason may hold some."""
+    return value.encode(errors="replace").decode()
 
 
 def without_data(letter: DeadLetter, why: str) -> DeadLetter:

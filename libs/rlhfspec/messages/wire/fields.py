@@ -1,8 +1,8 @@
 """How a dataclass is put into a protobuf message of the same fields and read again, by the types of its fields.
 
-A text, a number or a truth is the message's own; a tuple of them is `repeated`; another dataclass is a message in the
-message. A mapping, and a tuple of pairs, is a repeated message of two fields, whatever these are called, so that the
-order stays. What may be None is `optional`; a mapping that may be None is None where the message has none.
+A text, bytes, a number or a truth is the message's own; a tuple of them is `repeated`; another dataclass is a message
+in the message. A mapping, and a tuple of pairs, is a repeated message of two fields, whatever these are called, so that
+the order stays. What may be None is `optional`; a mapping that may be None is None where the message has none.
 
 Example:
     >>> from rlhfspec.messages.records import Plan
@@ -74,7 +74,7 @@ def _way(hint: Any) -> _Way:
     if dataclasses.is_dataclass(hint):
         return _nested(hint)
     if origin is not tuple:
-        assert origin is Literal or hint in (str, int, float, bool), hint
+        assert origin is Literal or hint in (str, bytes, int, float, bool), hint
         return _PLAIN
     if get_origin(parts[0]) is tuple:
         return _pairs(*map(_way, get_args(parts[0])), of=tuple, items=iter)

@@ -641,3 +641,20 @@ class WorkerInfo(_message.Message):
     moves_address: str
     models: _containers.RepeatedCompositeFieldContainer[WorkerInfo.LoadedModel]
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., moves_address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[WorkerInfo.LoadedModel, _Mapping]]] = ...) -> None: ...
+
+class MovedPrompt(_message.Message):
+    __slots__ = ("record", "headers", "seconds")
+    class Header(_message.Message):
+        __slots__ = ("name", "value")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        value: str
+        def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    record: bytes
+    headers: _containers.RepeatedCompositeFieldContainer[MovedPrompt.Header]
+    seconds: float
+    def __init__(self, record: _Optional[bytes] = ..., headers: _Optional[_Iterable[_Union[MovedPrompt.Header, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
