@@ -27,7 +27,7 @@ Body = Json | list[Json]
 APPLY, _MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 PATCH = "application/json-patch+json"
 ATTEMPT_SECONDS = 10.0
-_WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server say that nobody answers
+_WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server say that nothing answers
 _DEADLINE_SECONDS = 30.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.2, 5.0
 PAGE = 250  # objects of one page of a list
@@ -154,7 +154,7 @@ class Api:
 
     async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> ApiResponse:
         """The whole of it, which is the operator's alone: a server-side apply would make null of a map that became
-        empty. A conflict (409) when somebody wrote since `version`, or another job has the name by now."""
+        empty. A conflict (409) when it was written since `version`, or another job has the name by now."""
         said = {"/metadata/uid": uid, "/metadata/resourceVersion": version, "/status": status}
         patch = [{"op": "add", "path": path, "value": value} for path, value in said.items()]
         path = path_of(JOB_VERSION, names.KIND, namespace, name) + "/status"
@@ -314,7 +314,7 @@ class Api:
         return status
 
     async def lease(self, method: str, namespace: str, name: str, body: Body | None = None) -> ApiResponse:
-        """By whoever would be leader: asks nobody whether it may, and never twice. Its own deadline is the lease's."""
+        """Write without asking for leave, and once, since the caller would be leader. The deadline is the lease's."""
         path = path_of("coordination.k8s.io/v1", "Lease", namespace, "" if method == "POST" else name)
         return await self._try(method, path, body, {}, "application/json")
 

@@ -23,7 +23,7 @@ class Service(ABC):
 
     - `run` returns when the work is done, or soon after `stop`; it raises when it cannot go on.
     - All it does is said to `self.vitals`: `working` with a deadline, or `waiting` for something named.
-      Who says nothing counts as waiting.
+      A worker that says nothing counts as waiting.
     - What takes longer than a moment runs through `in_thread`, never in the event loop itself.
 
     Example:
@@ -65,7 +65,7 @@ class Service(ABC):
 
     @property
     def said_at_the_end(self) -> str:
-        """How far it came, for who looks at its process afterwards."""
+        """Return how far it came, for the state of its process afterwards."""
         return "left: it was asked to"
 
     async def unless_stopped(self, wait: Coroutine[Any, Any, list[_R]], *events: asyncio.Event) -> list[_R]:

@@ -70,7 +70,7 @@ class Held:
         self._ended("term")
 
     def leave(self, progress: SampleProgress | None) -> None:
-        """Another worker ends it, who has the token; or nobody, and it is delivered again. `progress`: what was made
+        """Another worker ends it, which has the token; or none, and it is delivered again. `progress`: what was made
         of it; None: it never began here."""
         self._forget()
         self._ended("moved", progress)
@@ -80,7 +80,7 @@ class Held:
             del self._kept[self._id]
 
     def watched(self, tell: Tell | None) -> None:
-        """From now on who looks on is told how it ends."""
+        """Tell the watcher from now on how it ends."""
         self._tell = tell
 
     def _ended(self, how: How, progress: SampleProgress | None = None) -> None:
@@ -175,9 +175,9 @@ class Inbox(Generic[_R]):
         return Delivery(record, held, message.num_deliveries, message.headers)
 
     async def adopt(self, data: bytes, id: str, token: str, headers: Mapping[str, str]) -> Delivery[_R]:
-        """What was delivered to another worker of the stage, who goes on with it no more. Raises MalformedRecord where
-        it is no such record with this id, InvalidRequest where the token is none of such a delivery. Whether anything
-        comes of it is not known yet: who looks on is told when it has `arrived`."""
+        """What was delivered to another worker of the stage, which goes on with it no more. Raises MalformedRecord
+        where it is no such record with this id, InvalidRequest where the token is none of such a delivery. Whether
+        anything comes of it is not known yet: the watcher is told when it has `arrived`."""
         record = self._bus.read(self._record_type, f"{self._bus.uid}/{id}", data)
         subject = self._bus.subject(self._record_type)
         receipt = await self._bus.transport.adopt(token, subject, self._place.stage)
@@ -191,7 +191,7 @@ class Inbox(Generic[_R]):
         delivery.held.watched(self._watched(delivery.record, delivered, True))
 
     def _watched(self, record: _R, delivered: Delivered, can_end: bool) -> Tell | None:
-        """Tells who looks on that it is taken; what tells that it was ended."""
+        """Tell the watcher that it is taken; return what tells that it was ended."""
         if self._watcher is None:
             return None
         self._watcher.taken(self._place, record, delivered)
@@ -206,7 +206,7 @@ async def ack_all(held: Iterable[Held]) -> None:
 
 
 async def give_back(held: Iterable[Held]) -> None:
-    """All at once, for somebody else: who leaves does not make them wait for the ack wait."""
+    """Give all back at once: a worker that exits makes no other wait for the ack wait."""
     await asyncio.gather(*(one.nak() for one in held))
 
 
@@ -312,7 +312,7 @@ class Bus:
         return StageBus(self, _known(name), worker)
 
     async def publish(self, record: Record, headers: Mapping[str, str] | None = None) -> bool:
-        """For who is no stage (the heartbeats of a process); a stage publishes through its `StageBus`."""
+        """Publish what no stage says (the heartbeats of a process); a stage publishes through its `StageBus`."""
         return await self.transport.publish(
             self.subject(type(record)),
             encode(record),
@@ -322,14 +322,14 @@ class Bus:
         )
 
     async def release(self, name: str) -> None:
-        """For who starts the only worker of a stage again: what the one that died held is delivered at once, not after
-        the ack wait."""
+        """Called before the only worker of a stage restarts: what the one that died held is delivered at once, not
+        after the ack wait."""
         for record_type in _known(name).consumes:
             if loop.KINDS[record_type] == "work":
                 await self.transport.release(self.subject(record_type), name)
 
     async def dead_letters(self) -> Subscription:
-        """What nobody could handle; the data is a `transport.dead_letters.DeadLetter`."""
+        """What no worker could handle; the data is a `transport.dead_letters.DeadLetter`."""
         return await self.transport.watch(loop.dead_letters(self.job, self.uid))
 
 

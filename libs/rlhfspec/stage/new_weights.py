@@ -22,8 +22,8 @@ Load = Callable[[dict[str, Any], int], None]
 class NewWeights:
     """Brings the newest announced version to `load(tensors, version)`, which runs in the worker's thread.
 
-    Whoever has them may just be starting again: what cannot be had for now is asked for again until it comes, the
-    worker is asked to stop, or `deadline_seconds` are over and supervision ends the run, naming the version.
+    The process that has them may just be starting again: what cannot be had for now is asked for again until it comes,
+    the worker is asked to stop, or `deadline_seconds` are over and supervision ends the run, naming the version.
     """
 
     def __init__(

@@ -76,6 +76,6 @@ async def to_the_end(part: Coroutine[Any, Any, None]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        task.exception()  # nobody is left who would hear of it
+        task.exception()  # no caller is left that would hear of it
         raise cancelled
     task.result()

@@ -37,7 +37,7 @@ class _Call:
             return
         try:
             result = self.call()
-        except BaseException as error:  # whatever it was, the one who awaits it must hear of it
+        except BaseException as error:  # whatever it was, the task that awaits it must hear of it
             self.outcome.set_exception(_as_exception(error))
         else:
             self.outcome.set_result(result)

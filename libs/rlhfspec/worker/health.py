@@ -42,7 +42,7 @@ from rlhfspec.stage.vitals import Vitals
 
 LOOPBACK = "127.0.0.1"
 BEAT_SECONDS = 10.0  # without a beat for so long the event loop hangs
-_LOOK_SECONDS = 1.0  # so often those who watch the health service are told of a change
+_LOOK_SECONDS = 1.0  # so often those that watch the health service are told of a change
 _CLOSE_SECONDS = 1.0  # for calls that are being answered
 _NUM_THREADS = 16  # each streams to one peer at a time
 HTTP_TIMEOUT_SECONDS = 5.0  # for a client to say what it wants
@@ -138,7 +138,7 @@ def _add_port(server: grpc.Server, address: str, credentials: Path | None, role:
 
 
 class _GrpcHealth(HealthServicer):  # type: ignore[misc]
-    """Says what is true when it is asked, and tells those who watch when they look."""
+    """Says what is true when it is asked, and tells those that watch when they look."""
 
     def __init__(self, problem: Callable[[], str]) -> None:
         super().__init__()

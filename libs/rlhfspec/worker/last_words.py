@@ -33,7 +33,7 @@ log = logging.getLogger("rlhfspec.stage")
 class Ending:
     """Around all that a process does: whatever ends it is its code and its last words. It swallows what was raised.
 
-    `file`: a place for them in memory, for a supervisor who finds nothing in the log when the disk is full.
+    `file`: a place for them in memory, for a supervisor that finds nothing in the log when the disk is full.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 Where storage is a claim, all pods of a job see one folder. Where it is an object store, each has a folder of its own:
 it fetches what it reads when it starts, and sends what changed there. The trainer sends before it acknowledges anything
-(`trainer.keeping`), so whoever comes after it finds all that it built on; of the others' traces and moves, the last
+(`trainer.keeping`), so the process after it finds all that it built on; of the others' traces and moves, the last
 half minute may be lost.
 
 Example:
@@ -150,7 +150,7 @@ class Mirroring(Service):
     next time; unblocked by: time."""
 
     def __init__(self, mirror: Mirror) -> None:
-        super().__init__("mirror", 0, Vitals())  # nobody has to hear of it
+        super().__init__("mirror", 0, Vitals())  # no supervisor has to hear of it
         self._mirror = mirror
 
     async def run(self) -> None:

@@ -119,7 +119,7 @@ class StageWorker:
             transport.hurry(LEAVING_SECONDS)
 
     async def _connect(self, stage: str, worker: int) -> Bus:
-        """With the rights of that stage. Who was started by hand may have a higher number than the job says."""
+        """With the rights of that stage. A worker started by hand may have a higher number than the job says."""
         transport = await connect(self._connections, stage, name=f"{stage}-{worker}", clock=self._vitals.clock)
         self._transports.append(transport)
         workers = workers_of(self._job)
@@ -130,7 +130,7 @@ class StageWorker:
         return bus
 
     async def _until_open(self, bus: Bus) -> None:
-        """Who opens the run may start at the same time."""
+        """Wait for the run to be opened, which may start at the same time."""
         [transport] = self._transports
         waiting = self._vitals.worker(self._stage, self._worker).waiting("the run to be opened")
         with waiting:
@@ -161,7 +161,7 @@ class StageWorker:
         return service.said_at_the_end
 
     def _beats(self, bus: Bus, service: Service) -> list[Service]:
-        """What it does right now: on the bus, for the supervisor; in Redis, for whoever looks."""
+        """What it does right now: on the bus, for the supervisor; in Redis, for those that read it."""
         beats: list[Service] = [Heartbeats(bus, self._vitals)]
         connections = self._connections
         if connections.redis_url is not None:

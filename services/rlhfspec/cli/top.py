@@ -69,7 +69,7 @@ def _look(connections: Connections) -> LiveView:
 def _table(view: LiveView) -> Table:
     from rlhfspec.messages.loop import STAGES
 
-    table = Table(caption=None if view.workers else "nobody has said anything yet")
+    table = Table(caption=None if view.workers else "no worker has said anything yet")
     for title in ("worker", "process", "does", "what"):
         table.add_column(title)
     for title in ("for", "busy", "runs", "queue", "tokens/s", "samples"):

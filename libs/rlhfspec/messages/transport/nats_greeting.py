@@ -35,7 +35,7 @@ async def read_info(url: str) -> dict[str, Any]:
         info: dict[str, Any] = json.loads(line.removeprefix(b"INFO "))
         return info
     except OSError as error:  # as of a server that is only just starting, behind something that is there already
-        raise TransportUnavailable(url, "whoever is there hangs up") from error
+        raise TransportUnavailable(url, "what listens there hangs up") from error
     except ValueError as error:
         raise InvalidRequest("nats", url, "is no NATS server") from error
     finally:
@@ -45,7 +45,7 @@ async def read_info(url: str) -> dict[str, Any]:
 
 
 def reason_of(error: OSError) -> str:
-    """Why a connection was not made; names that nobody knows have numbers of their own, below zero.
+    """Why a connection was not made; names that are not known have numbers of their own, below zero.
 
     >>> reason_of(ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 1)")), reason_of(OSError("no way"))
     ('connection refused', 'no way')
