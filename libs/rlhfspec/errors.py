@@ -15,7 +15,7 @@
     ├── MalformedRecord               bytes that are no record; says what was wrong with them
     ├── TransportClosed               a subject was used after the transport, or the subscription, was closed
     ├── ServerFailed                  NATS or Redis of a run does not start, or refuses us; which, and its reason
-    ├── TransportFull                 no room to publish for too long; names who has yet to read
+    ├── TransportFull                 no room to publish for too long; names the consumers that have yet to read
     ├── TransportUnavailable          the server between the processes does not answer; it may again
     ├── ClusterUnavailable            the API server does not answer, or not so that anything could be done about it
     │   └── ClusterRefused            it answered: no
@@ -25,7 +25,7 @@
     ├── StageError                    the run ended because of one stage's worker, which it names
     │   ├── StageFailed               it raised
     │   ├── StageStalled              its work took longer than its deadline
-    │   │   └── LoopStalled           everybody waits and nobody works; names every wait
+    │   │   └── LoopStalled           all wait and none works; names every wait
     │   └── RecordUndeliverable       no worker could handle a record; it is in the dead letters
     └── NumericalError                a model gave NaN or infinite logits for one sequence
 
@@ -253,7 +253,7 @@ class TransportUnavailable(RLHFSpecError):
 
 
 class ClusterUnavailable(RLHFSpecError):
-    """Temporary, or for whoever runs the cluster to put right: what was asked, and the answer.
+    """Temporary, or for the administrator of the cluster to put right: what was asked, and the answer.
 
     >>> str(ClusterUnavailable("list of Pod", "pods is forbidden"))
     'the API server, asked for list of Pod: pods is forbidden'
@@ -344,10 +344,10 @@ class StageStalled(StageError):
 
 
 class LoopStalled(StageStalled):
-    """Nobody has worked for too long. `waits`: (stage, worker, what it waits for, seconds), the longest wait first.
+    """No worker has worked for too long. `waits`: (stage, worker, what it waits for, seconds), the longest wait first.
 
     >>> print(LoopStalled(120.0, [("trainer", 0, "scores of step 3", 130.0), ("reward", 0, "samples", 121.0)]))
-    trainer 0: stalled: nobody has worked for 120 s
+    trainer 0: stalled: no worker has worked for 120 s
       trainer 0 waits for scores of step 3 (130 s)
       reward 0 waits for samples (121 s)
     """
@@ -357,7 +357,7 @@ class LoopStalled(StageStalled):
         self.waits = tuple(waits)
         stage, worker, what, _ = waits[0]
         lines = [f"{name} {index} waits for {wait} ({waited:.0f} s)" for name, index, wait, waited in waits]
-        problem = "\n  ".join([f"stalled: nobody has worked for {seconds:.0f} s", *lines])
+        problem = "\n  ".join([f"stalled: no worker has worked for {seconds:.0f} s", *lines])
         super().__init__(stage, worker, what, seconds, problem)
 
 

@@ -1,8 +1,8 @@
 """A worker that has nothing to do as one more worker of a scoring stage, until there is something to do again.
 
 The guest is the stage's own service, made by the stage's own builder, so its scores have the same bits; it pulls as the
-stage's workers do, with the stage's own rights, and so takes what none of them has. What it does, its host does: nobody
-else sees a worker of it, and who dies with it is started again as what it was.
+stage's workers do, with the stage's own rights, and so takes what none of them has. What it does, its host does: no
+other process sees a worker of it, and a host that dies with it is started again as what it was.
 
 Example:
     >>> async def main() -> list[str]:

@@ -74,7 +74,7 @@ class Supervisor:
         return not _pending(final or tasks)
 
     async def _ask_to_stop(self, tasks: Tasks) -> None:
-        """Who has not stopped after the grace is named; `run` cancels it then."""
+        """Name each service that has not stopped after the grace; `run` cancels it then."""
         asked = {_start(tasks[task], tasks[task].stop()): tasks[task] for task in _pending(tasks)}
         try:
             await self._wait_within_grace(tasks | asked)
@@ -157,7 +157,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _waits(states: Iterable[WorkerState]) -> list[tuple[str, int, str, float]]:
-    """Stages before those who only look on, the longest wait first, and with each who could end it."""
+    """Return stages before mere watchers, the longest wait first, and with each what could end it."""
     ordered = sorted(states, key=lambda state: (state.stage not in STAGE_NAMES, -state.since_seconds))
     return [(state.stage, state.worker, _wait(state), state.since_seconds) for state in ordered]
 

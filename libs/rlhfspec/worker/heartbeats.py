@@ -13,7 +13,7 @@ from rlhfspec.stage.vitals import Vitals, WorkerState
 
 class Heartbeats(Service):
     """consumes: the vitals of this process; produces: Heartbeat; waits for: the next beat; unblocked by: time, and
-    whoever begins something after a while in which nothing changed."""
+    a worker that begins something after a while in which nothing changed."""
 
     def __init__(self, bus: Bus, vitals: Vitals) -> None:
         super().__init__("heartbeats", 0, vitals)

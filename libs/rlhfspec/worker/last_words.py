@@ -95,7 +95,7 @@ def _class(error: BaseException) -> str:
 
 def leaves_at_once(when: str) -> None:
     """Of a process that was asked to: in its log, and in its pod's status. From a signal's handler, which must not wait
-    for whoever logs just now."""
+    for a thread that logs just now."""
     text = f"left: {when}"
     os.write(
         sys.stderr.fileno(), json.dumps({"level": "info", "message": text, "exit_code": exits.DONE}).encode() + b"\n"

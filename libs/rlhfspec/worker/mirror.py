@@ -97,8 +97,8 @@ class Mirror:
         return num_bytes
 
     def fetch_inputs(self, job_file: Path) -> int:
-        """What the job reads, with the modules at the top, which its rewards may import. Who computes nothing needs no
-        weights."""
+        """What the job reads, with the modules at the top, which its rewards may import. A process that computes
+        nothing needs no weights."""
         sizes = self.store.sizes(*input_paths(_spec_of(job_file), self.store.base))
         modules = {path: size for path, size in self.store.at_the_top().items() if path.endswith(".py")}
         computes = self._stage in TORCH_ROLES and self._stage != PREPARE
@@ -169,7 +169,7 @@ def _alone_in(base: Path) -> Iterator[None]:
 
 
 def _spec_of(job_file: Path) -> Mapping[str, object]:
-    """Whoever reads it for good says what is wrong with it."""
+    """What is wrong with it, its next reader says."""
     try:
         spec = json.loads(job_file.read_bytes())["spec"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -63,7 +63,7 @@ def _leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT)
 
 
 def _ask_itself_for_nothing() -> None:
-    """A reward function that sends SIGTERM to its own process would look like somebody who asks this worker to leave:
+    """A reward function that sends SIGTERM to its own process would look like a request to this worker to exit:
     it gets an error instead, and is named as any that fails. What C code sends is not seen."""
     own = os.getpid()
 

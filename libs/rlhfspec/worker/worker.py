@@ -268,7 +268,7 @@ async def _beat(health: Health) -> None:
 
 
 class _Saying:
-    """What a builder says is what the worker does then, for whoever watches; what is said later stands in its log, for
+    """What a builder says is what the worker does then, for those that watch; what is said later stands in its log, for
     the person who started the run."""
 
     def __init__(self, vitals: WorkerVitals, deadline_seconds: float) -> None:

@@ -49,7 +49,7 @@ def end_of(pod: PodView) -> PodEnd:
     message = (ended.message if ended else "") or ""
     if pod.phase == "Succeeded":
         if pod.role in BY_NAME and not message.startswith((COMPLETED, _LEFT)):  # such as a reward that ends its process
-            return PodEnd("failure", "error", 0, "Error", f"{said(0)}, and nobody had asked it to")
+            return PodEnd("failure", "error", 0, "Error", f"{said(0)}, and it was not asked to")
         return PodEnd("left" if pod.role == "trainer" and not message.startswith(COMPLETED) else "completed",
                    exit_code=0, reason="Completed", message=message)  # fmt: skip
     why = pod.why if pod.why and pod.why.reason in DISRUPTIONS else pod.disruption

@@ -59,7 +59,7 @@ def stalled(
     if waiting and len(waiting) == len(there) and quiet_seconds > stall_seconds:
         ordered = sorted(waiting, key=lambda state: -state.since_seconds)
         waits = _listed([f"{state.name} for {state.what}{_from(state)}" for state in ordered])
-        told.append(f"nobody has worked for {stall_seconds:.0f} s; there wait {waits}")
+        told.append(f"no worker has worked for {stall_seconds:.0f} s; there wait {waits}")
     return [_trouble("Stalled", _listed(told))] if told else []
 
 

@@ -1,7 +1,7 @@
 """One worker's process, over all its restarts: the system's side of it (`children` decides when).
 
-Its output goes to its log, a file that it writes itself: nothing is lost and nobody waits when the supervisor is busy,
-or dead.
+Its output goes to its log, a file that it writes itself: nothing is lost and no process waits when the supervisor is
+busy, or dead.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Child:
         self._began_at = 0  # in its log
         self._read_to = 0
         self._verdict = ""  # why we killed it
-        self._num_killed_before = 0  # for want of memory, by the system, whoever it was
+        self._num_killed_before = 0  # for want of memory, by the system, of any process
         self._process: Process | None = None
 
     @property
@@ -145,11 +145,11 @@ class Child:
         self._verdict = self._verdict or why
         if self.pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # not `Process.kill`, which may take its exit code from who waits
+                os.kill(self.pid, signal.SIGKILL)  # not `Process.kill`, which may take the exit code from a waiting task
             self._kill_family()
 
     def is_held(self) -> bool:
-        """Somebody stopped it, with SIGSTOP or in a debugger."""
+        """Return whether it is stopped, by SIGSTOP or in a debugger."""
         with suppress(OSError):
             return self.pid is not None and state_and_parent(self.pid)[0] in "Tt"
         return False
@@ -170,13 +170,13 @@ class Child:
         if told is not None and told["exit_code"] != exits.DONE:  # torchrun ends with a code of its own
             return Ended(exits.failure_of(int(told["exit_code"])), str(told["message"]))
         if code == exits.DONE:
-            return Ended("error", f"{exits.said(code)}{self._while()}, and nobody had asked it to")
+            return Ended("error", f"{exits.said(code)}{self._while()}, and it was not asked to")
         unexpected = [line for line in lines if line.get("level", "error") == "error"]
         last = f": {str(unexpected[-1]['message']).strip()}" if unexpected and code > 0 else ""
         return Ended(exits.failure_of(code), f"{exits.said(code)}{self._for_memory(code)}{self._while()}{last}")
 
     def _for_memory(self, code: int) -> str:
-        """The system does not say whom it kills; that nobody else kills a worker meanwhile is all but certain."""
+        """The system does not say which process it kills; nothing else is likely to kill a worker meanwhile."""
         ran_out = code == -signal.SIGKILL and exits.num_killed_for_memory() > self._num_killed_before
         return " as memory ran out" if ran_out else ""
 

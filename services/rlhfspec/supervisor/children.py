@@ -73,7 +73,7 @@ class Children(Service):
         self._last_step = 0
         self._ready = asyncio.Event()  # everybody was, once
         self._over = asyncio.Event()
-        self._leaving = asyncio.Event()  # whoever ends from now on was asked to
+        self._leaving = asyncio.Event()  # a child that exits from now on was asked to
         self.gone = asyncio.Event()  # all are
         self._keeping: dict[asyncio.Task[None], Child] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -139,7 +139,7 @@ class Children(Service):
                 self._left(child, ended)
                 return self._over.set()
             if ended.failure is None and not self.roster.is_only_worker(child.stage, child.worker):
-                self.say(f"{child.stage} {child.worker} left: it was asked to by somebody")
+                self.say(f"{child.stage} {child.worker} left: another program asked it to")
                 return self._left(child, ended)
             await self._before_restart(child, ended)
             if self._leaving.is_set():
@@ -250,8 +250,8 @@ class Children(Service):
         return info.pid if info and is_of_many and info.pid in processes_of(self._bus.uid) else None
 
     async def _leave(self) -> None:
-        """All are asked at once; who does not leave within the grace is killed, and named. Who has no process yet, or
-        none again, gets none any more."""
+        """All are asked at once; one that does not exit within the grace is killed, and named. One that has no process
+        yet, or none again, gets none any more."""
         self._leaving.set()
         grace = _LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
         for task, child in self._keeping.items():

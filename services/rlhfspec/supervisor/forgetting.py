@@ -22,7 +22,7 @@ RUN_FILE = "run.json"  # in that one: whose they are
 
 
 def note(credentials: Path, job: str, uid: str) -> None:
-    """For who comes when the supervisor is dead."""
+    """Written for the guardian that acts when the supervisor is dead."""
     write_secret(credentials / RUN_FILE, json.dumps({"job": job, "uid": uid}).encode())
 
 
@@ -44,7 +44,7 @@ async def forget(nats: GivenServer | None, redis: GivenServer | None, job: str, 
 
 
 def forget_dead(credentials: Path) -> str:
-    """Of a run that nobody looks after any more; as `forget`."""
+    """Forget a run that has no supervisor any more; as `forget`."""
     try:
         run = json.loads((credentials / RUN_FILE).read_bytes())
         nats, redis = given_server(credentials, NATS), given_server(credentials, REDIS)

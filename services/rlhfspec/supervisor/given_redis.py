@@ -68,7 +68,7 @@ async def _greet(given: GivenServer) -> None:
 
 
 async def _answer_to_ping(given: GivenServer, tls: ssl.SSLContext | None) -> bytes:
-    """Nothing: whoever is there hangs up, as at bytes that are no TLS."""
+    """Nothing: what listens there hangs up, as at bytes that are no TLS."""
     reader, writer = await _opened(given, tls)
     try:
         writer.write(b"PING\r\n")
@@ -133,7 +133,7 @@ def _check_server(given: GivenServer, about: dict[str, Any]) -> None:
 
 
 async def _try_out(redis: Redis, uid: str) -> None:
-    """All that the run's processes do, and who shows it."""
+    """All that the run's processes do, and those that show it."""
     key, index = worker_key(uid, "trial-0"), workers_key(uid)
     await redis.set(key, b"trial", px=KEEP_MILLISECONDS)
     await redis.get(key)

@@ -1,4 +1,4 @@
-"""Looks whether a NATS that the user gave is still there: everybody waits for it, and a run must not wait for ever."""
+"""Looks whether a NATS that the user gave is still there: all workers wait for it, and a run must not wait for ever."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GivenNatsWatch:
                 heard, is_away = self._clock.now(), False
             elif not is_away:
                 is_away = True
-                self._say(f"{self._url}: does not answer; everybody waits for it, {_AWAY_SECONDS:g} s at most")
+                self._say(f"{self._url}: does not answer; all workers wait for it, {_AWAY_SECONDS:g} s at most")
             elif self._clock.now() - heard > _AWAY_SECONDS:
                 raise ServerFailed("--nats", f"{self._url}: no answer for {_AWAY_SECONDS:g} s")
             await asyncio.sleep(_LOOK_SECONDS)

@@ -177,7 +177,7 @@ def main() -> None:
 
     tune_malloc()
     replies = os.dup(1)
-    os.dup2(2, 1)  # whoever prints does not reply
+    os.dup2(2, 1)  # a print is no reply
     for module in modules:
         import_module(module)
     gc.freeze()  # what is never collected again is never written to, and stays shared memory

@@ -1,5 +1,5 @@
-"""Starts the servers of a run again when they end: the same address, the same data. So it does with whoever cleans up
-after us, and whoever starts processes for us."""
+"""Starts the servers of a run again when they end: the same address, the same data. So it does with the guardian, which
+cleans up, and with the launcher, which starts processes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from rlhfspec.worker import exits
 LOOK_SECONDS = 1.0
 _AGAIN_SECONDS = 0.1  # between two starts of a guardian, should they end over and over
 _ROOM_BYTES = 64 << 10  # less is nothing
-ROOM_SECONDS = 5.0  # so long who finds the disk full may say where it met that; then the servers do
-_STEADY_SECONDS = 10.0  # who ran for so long did not end over and over
+ROOM_SECONDS = 5.0  # so long a process that finds the disk full may say where it met that; then the servers do
+_STEADY_SECONDS = 10.0  # a server that ran for so long did not end over and over
 
 
 class ServerWatch(Service):
-    """consumes: nothing; produces: nothing; waits for: the end of a server, which nobody asked for; unblocked by: the
+    """consumes: nothing; produces: nothing; waits for: the unasked end of a server; unblocked by: the
     end of the run. It raises `ServerFailed` when one ends over and over, `StorageError` when the disk is full: NATS
     leaves unanswered what it cannot store, and is not to be helped by room that comes later.
 
-    `until`: nobody needs the servers any more. Who leaves still does, so being asked to stop is not enough. `given`: of
-    a NATS that is not the run's."""
+    `until`: no process needs the servers any more. One that exits still does, so being asked to stop is not enough.
+    `given`: of a NATS that is not the run's."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ServerWatch(Service):
             await server.start()
 
     async def _keep_guardians(self) -> None:
-        """At once: until there is one again, nobody would clean up after us."""
+        """At once: until there is one again, nothing would clean up after us."""
         while True:
             if len(pids := self._guardians.pids) == NUM_GUARDIANS:
                 await _end_of_one(pids)
@@ -116,7 +116,7 @@ class ServerWatch(Service):
 
 
 async def _end_of_one(pids: Sequence[int]) -> None:
-    """Of our own processes, which nobody else waits for."""
+    """Of our own processes, which nothing else waits for."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     with ExitStack() as leaving:
         for pid in pids:

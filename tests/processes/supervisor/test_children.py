@@ -290,7 +290,7 @@ def test_a_worker_that_leaves_while_it_starts_is_not_waited_for(tmp_path: Path) 
         log = tmp_path / "generator-1.jsonl"
         await run.until(lambda: log.exists() and log.read_text())
         run.children["generator", 1].ask_to_leave()
-        await run.until(lambda: "generator 1 left: it was asked to by somebody" in run.said)
+        await run.until(lambda: "generator 1 left: another program asked it to" in run.said)
         await run.ready("generator")
         await run.until(lambda: children.roster.info("generator", 0))
         assert not starting.done(), "the trainer is awaited"
@@ -389,7 +389,7 @@ AT_WORK += "ActivityFile(Path(os.environ['NOTE']))('scoring sums/1/0/1 with sour
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        ("os._exit(0)", "ended with exit code 0 while scoring sums/1/0/1 with source digits, and nobody had asked it"),
+        ("os._exit(0)", "ended with exit code 0 while scoring sums/1/0/1 with source digits, and it was not asked to"),
         ("os._exit(5)", "ended with exit code 5 while scoring sums/1/0/1 with source digits; "),
         ("raise KeyError('x')", "ended with exit code 1 while scoring sums/1/0/1 with source digits: KeyError: 'x'"),
         ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV while scoring sums/1/0/1 with source digits; "),

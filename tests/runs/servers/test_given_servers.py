@@ -255,7 +255,7 @@ def test_servers_that_go_away_and_come_back_are_waited_for(
     run.until(BEGUN)
     place.nats.kill()
     place.redis.kill()
-    assert "everybody waits for it, 180 s at most" in run.until("does not answer")
+    assert "all workers wait for it, 180 s at most" in run.until("does not answer")
     hold.unlink()
     place.redis.start()
     place.nats.start()

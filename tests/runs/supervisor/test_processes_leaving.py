@@ -37,7 +37,7 @@ def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
         eventually(lambda: not named(run.connections["uid"], f"generator-{worker}"), "it is gone")
         code, output = run.ended()
     assert code == 0, output
-    assert f"generator {worker} left: it was asked to by somebody" in output, "by itself, before anybody ended it"
+    assert f"generator {worker} left: another program asked it to" in output, "by itself, before anybody ended it"
     assert run.curve() == whole
     one, many = ((job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many"))
     assert one == many

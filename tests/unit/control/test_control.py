@@ -140,7 +140,7 @@ def test_when_everybody_waits_for_too_long_every_wait_is_named() -> None:
     assert run.troubles(299.0) == []
     [(reason, message)] = run.troubles(3.0)
     assert reason == "Stalled"
-    assert message.startswith("nobody has worked for 300 s; there wait ")
+    assert message.startswith("no worker has worked for 300 s; there wait ")
     assert "trainer 0 for finished samples, from prompts or generator" in message
     run.beat("generator", doing="working")
     assert run.troubles(0.25) == []

@@ -210,7 +210,7 @@ def ends(code: int, message: str = "", reason: str = "", times: int = 1) -> Call
         (
             ends(0),
             "PodsNotReady",
-            "reward-0 ended: ended with exit code 0, and nobody had asked it to; it is started again",
+            "reward-0 ended: ended with exit code 0, and it was not asked to; it is started again",
         ),
         (ends(1, "boom", times=2), "CrashLoop", "reward-0: 2 failures since step 0, the last: boom"),
     ],

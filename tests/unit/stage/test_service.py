@@ -267,7 +267,7 @@ def test_a_deadlock_is_named_wait_by_wait() -> None:
     with pytest.raises(LoopStalled) as caught:
         supervised(("view", hang), ("generator", None), ("trainer", hang), seconds=70.0)
     assert str(caught.value).splitlines() == [
-        "generator 0: stalled: nobody has worked for 61 s",
+        "generator 0: stalled: no worker has worked for 61 s",
         "  generator 0 waits for prompts, from prompts or trainer (61 s)",
         "  trainer 0 waits for what never comes, from prompts or generator or reward or reference or critic (61 s)",
         "  view 0 waits for what never comes, from generator or trainer (61 s)",
