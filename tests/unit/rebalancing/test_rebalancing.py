@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from twins.planner import plan_slowly
 
 from rlhfspec.rebalancing.fleet import Fleet
-from rlhfspec.rebalancing.oracle import plan_slowly
 from rlhfspec.rebalancing.plan import plan
 from rlhfspec.rebalancing.planned import Planned
 from rlhfspec.rebalancing.settings import Settings

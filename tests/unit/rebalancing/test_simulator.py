@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from twins.simulator import simulate_slowly
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.rebalancing.calibrate import as_spans, calibrate
@@ -16,7 +17,6 @@ from rlhfspec.rebalancing.lengths import Shape, Workload, workload
 from rlhfspec.rebalancing.policies import NAMES, policy_named
 from rlhfspec.rebalancing.scenario import Kill, Outcome, Policy, Scenario
 from rlhfspec.rebalancing.simulator import simulate
-from rlhfspec.rebalancing.simulator_oracle import simulate_slowly
 from rlhfspec.rebalancing.step_curves import PRESETS
 from rlhfspec.rebalancing.trials import trials
 
