@@ -71,8 +71,8 @@ class LinkContract:
             send(sending, "a", b"first")
             first = landing.take("a", 5, timeout=10)
             send(sending, "b", b"other")
-            assert landing.take("b", 5, timeout=10) == b"other"
-            assert first == b"first"
+            assert bytes(landing.take("b", 5, timeout=10)) == b"other"
+            assert bytes(first) == b"first"
             del first
 
     def test_many_sources_at_once(self) -> None:
