@@ -59,8 +59,8 @@ def job_file(tmp_path: Path, models: Path) -> Path:
 def starting(job_file: Path) -> Iterator[Callable[..., Started]]:
     started: list[Started] = []
 
-    def start(out: str, *overrides: str, resume: bool = False, before: str = "") -> Started:
-        started.append(Started(job_file, out, *overrides, resume=resume, before=before))
+    def start(out: str, *overrides: str, resume: bool = False, before: str = "", fresh: bool = False) -> Started:
+        started.append(Started(job_file, out, *overrides, resume=resume, before=before, fresh=fresh))
         return started[-1]
 
     yield start
