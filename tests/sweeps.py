@@ -1,6 +1,6 @@
 """Sweeps: tests with many values of which each run takes a part, another one each day; `--whole` takes all.
 
-A test that is marked `sweep(parts=3)` is run with every third of its values. Which third follows from the date (or from
+A test that is marked `sweep(parts=3)` is run with a third of its values. Which third follows from the date (or from
 the variable SWEEP, a number), so that a few days of runs have seen all, and so has one nightly `make test-whole`. Every
 such test is run with some of its values in each run. A test that was named with its value (`test_it[value]`) is run.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
+from zlib import crc32
 
 import pytest
 
@@ -50,7 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for values in sweeps.values():
         [parts] = {item.get_closest_marker("sweep").kwargs["parts"] for item in values}  # type: ignore[union-attr]
         taken = part_of(len(values), parts, day)
-        left |= {item for place, item in enumerate(values) if place not in taken}
+        mixed = sorted(values, key=lambda item: crc32(item.name.encode()))  # else a part may be one of two types, say
+        left |= {item for place, item in enumerate(mixed) if place not in taken}
     if left:
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
