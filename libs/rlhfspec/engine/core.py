@@ -13,7 +13,7 @@ import torch
 
 from rlhfspec.engine import commit, text, verify
 from rlhfspec.engine.base import (
-    MOST_BYTES,
+    MOST_RANGE_BYTES,
     Bytes,
     Completion,
     EngineStats,
@@ -229,7 +229,7 @@ class Engine:
         return self.moves.reserve(manifest)
 
     def export_range(
-        self, request_id: str, start: Watermark, *, max_bytes: int = MOST_BYTES, out: Bytes | None = None
+        self, request_id: str, start: Watermark, *, max_bytes: int = MOST_RANGE_BYTES, out: Bytes | None = None
     ) -> KVRange:
         return self.moves.export_range(request_id, start, max_bytes=max_bytes, out=out)
 

@@ -30,7 +30,7 @@ from rlhfspec.training.weights import WeightStore
 from rlhfspec.worker.ends import MoveEndpoint
 
 log = logging.getLogger("rlhfspec.stage")
-IDLE_SECONDS = 0.5
+_IDLE_SECONDS = 0.5
 ON_THE_WAY_SECONDS = 0.05
 
 
@@ -188,7 +188,7 @@ class GeneratorService(Service):
             await self.unless_stopped(self._idle_for_a_while())
 
     async def _idle_for_a_while(self) -> list[None]:
-        await self._bus.clock.sleep(IDLE_SECONDS)
+        await self._bus.clock.sleep(_IDLE_SECONDS)
         return []
 
     async def _take_weights(self) -> None:
