@@ -142,11 +142,17 @@ def test_files_have_tests(house: House) -> Iterator[Fault]:
     for path in house.ending(".py"):
         if path.parts[0] not in ("tests", "e2e") or not path.name.startswith("test_"):
             continue
-        names = {node.name for node in ast.walk(house.tree(path)) if isinstance(node, ast.FunctionDef)}
-        if not any(name.startswith("test_") for name in names):
+        if not any(map(_is_collected, ast.walk(house.tree(path)))):
             yield Fault(path, 1, "nothing here would be collected: a test's name begins with test_")
         if path.parts[0] == "tests" and (len(path.parts) != 4 or path.parts[1] not in TIERS):
             yield Fault(path, 1, f"belongs into tests/TIER/ROOM, where the tier is one of {', '.join(TIERS)}")
+
+
+def _is_collected(node: ast.AST) -> bool:
+    """Of a class, the tests may all be those of the contract that it subclasses (`rlhfspec.testing`)."""
+    if isinstance(node, ast.ClassDef):
+        return node.name.startswith("Test") and any(ast.unparse(base).endswith("Contract") for base in node.bases)
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 
 
 def links_lead_somewhere(house: House) -> Iterator[Fault]:

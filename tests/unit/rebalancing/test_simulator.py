@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from twins.simulator import simulate_slowly
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.simulator.calibrate import as_spans, calibrate
@@ -16,7 +17,6 @@ from rlhfspec.simulator.lengths import LengthShape, Workload, workload
 from rlhfspec.simulator.policies import POLICY_NAMES, policy_named
 from rlhfspec.simulator.scenario import Kill, Policy, Scenario, StageOutcome
 from rlhfspec.simulator.simulator import simulate
-from rlhfspec.simulator.simulator_oracle import simulate_slowly
 from rlhfspec.simulator.step_curves import PRESETS
 from rlhfspec.simulator.trials import trials
 

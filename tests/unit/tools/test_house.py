@@ -49,6 +49,7 @@ PLANTED = {
     "long-test": ("tests/unit/engine/test_core.py", "def test_core() -> None: ...\n" * 601, 600, "has 601 lines"),
     "long-function": (CORE, LONG_FUNCTION, 2, "long has 61 lines, 60 are allowed"),
     "no-tests": ("tests/unit/engine/test_core.py", "def tes_core() -> None: ...\n", 1, "nothing here would be"),
+    "no-contract": ("tests/unit/engine/test_core.py", "class TestCore(Base): ...\n", 1, "nothing here would be"),
     "no-tier": ("tests/test_core.py", "def test_core() -> None: ...\n", 1, "belongs into tests/TIER/ROOM"),
     "no-room": ("tests/unit/test_core.py", "def test_core() -> None: ...\n", 1, "belongs into tests/TIER/ROOM"),
     "dead-link": ("docs/job.md", "\n[it](nowhere.md#there)\n", 2, "nowhere.md does not exist"),
@@ -183,3 +184,8 @@ def test_faults_are_printed_and_end_with_1(
 def test_the_tiers_are_those_of_the_folders() -> None:
     assert tuple(TIERS) == house.TIERS
     assert {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))} == set(TIERS)
+
+
+def test_the_tests_of_a_contract_are_tests(tmp_path: Path) -> None:
+    path = "tests/unit/engine/test_core.py"
+    assert house.faults_of(of(tmp_path, {path: "class TestCore(EngineContract): ...\n"})) == []
