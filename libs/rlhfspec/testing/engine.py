@@ -23,7 +23,7 @@ from rlhfspec.models.tiny import perturbed, random_model
 from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE
 
 PROMPTS: tuple[tuple[int, ...], ...] = ((1, 2, 3), (7,) * 20, (4,), (1, 2, 3, 1, 2, 3, 1, 2))
-MOST_STEPS = 500  # an engine that spins is a failure, not a hang
+_MOST_STEPS = 500  # an engine that spins is a failure, not a hang
 NEAR_TIE = 1e-5  # of two perturbed scores in float32, where the order of sums may decide
 
 
@@ -48,7 +48,7 @@ def bits(done: Completion) -> tuple[object, ...]:
 def drain(engine: EngineProtocol) -> dict[str, Completion]:
     """Step until there is no work. Return what finished, by id."""
     done: dict[str, Completion] = {}
-    for _ in range(MOST_STEPS):
+    for _ in range(_MOST_STEPS):
         engine.check_integrity()
         if not engine.has_work:
             return done

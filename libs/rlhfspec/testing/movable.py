@@ -14,7 +14,7 @@ from rlhfspec.errors import InvalidRequest, SequenceStateError
 from rlhfspec.models.tiny import perturbed
 from rlhfspec.testing.engine import EngineMaker, bits, drain, reference, request, run
 
-PROMPT = tuple(range(40))
+_PROMPT = tuple(range(40))
 SHORT = 5  # tokens, of a response that is over soon
 Way = Callable[[Movable, Movable, str, np.random.Generator], list[Completion]]
 
@@ -67,13 +67,13 @@ class MovableContract(EngineMaker):
     def alone(self, *seeds: int, max_tokens: int = 30) -> dict[str, tuple[object, ...]]:
         """Return what sequences give that never move, by seed."""
         engine = self.engine(self.modes[0])
-        done = run(engine, *(request(str(seed), PROMPT, seed=seed, max_tokens=max_tokens) for seed in seeds))
+        done = run(engine, *(request(str(seed), _PROMPT, seed=seed, max_tokens=max_tokens) for seed in seeds))
         return {name: bits(each) for name, each in done.items()}
 
     def begun(self, mode: Any, *, num_steps: int = 4, max_tokens: int = 30) -> tuple[Movable, Movable]:
         """Return two engines, in the first of which sequence 7 has run some steps."""
         here, there = self.pair(mode)
-        here.submit(request("7", PROMPT, max_tokens=max_tokens))
+        here.submit(request("7", _PROMPT, max_tokens=max_tokens))
         for _ in range(num_steps):
             here.step()
         return here, there
@@ -85,7 +85,7 @@ class MovableContract(EngineMaker):
             rng = np.random.default_rng(3)
             engines, done, moves = self.pair(mode), dict[str, Completion](), 0
             for seed in range(3):
-                engines[seed % 2].submit(request(str(seed), PROMPT, seed=seed, max_tokens=30))
+                engines[seed % 2].submit(request(str(seed), _PROMPT, seed=seed, max_tokens=30))
             while any(engine.has_work for engine in engines):
                 for engine in engines:
                     done.update({each.id: each for each in (engine.step().finished if engine.has_work else ())})
@@ -188,7 +188,7 @@ class MovableContract(EngineMaker):
             here, there = self.begun(mode)
             start = there.reserve(here.manifest("7"))
             first = here.export_range("7", start, max_bytes=3000)
-            assert 0 < first.num_positions < len(PROMPT)
+            assert 0 < first.num_positions < len(_PROMPT)
             assert first.start == start
             assert isinstance(first.end, Watermark)
             rest = here.export_range("7", first.end)
@@ -200,13 +200,13 @@ class MovableContract(EngineMaker):
     def test_views_tell_what_waits_and_what_was_generated(self) -> None:
         for mode in self.modes:
             here, _ = self.pair(mode)
-            here.submit(request("7", PROMPT, max_tokens=30))
+            here.submit(request("7", _PROMPT, max_tokens=30))
             [view] = here.sequences()
-            expected = ("7", True, 0, len(PROMPT), len(PROMPT))
+            expected = ("7", True, 0, len(_PROMPT), len(_PROMPT))
             assert (view.id, view.is_waiting, view.num_generated, view.num_held, view.num_prefill) == expected
             for _ in range(4):
                 here.step()
             [view] = here.sequences()
             assert not view.is_waiting
             assert view.num_generated > 0
-            assert (view.num_held, view.num_prefill) == (len(PROMPT) + view.num_generated, 0)
+            assert (view.num_held, view.num_prefill) == (len(_PROMPT) + view.num_generated, 0)

@@ -145,7 +145,7 @@ class Child:
         self._verdict = self._verdict or why
         if self.pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # not `Process.kill`, which may take the exit code from a waiting task
+                os.kill(self.pid, signal.SIGKILL)  # `Process.kill` may take the exit code from a waiting task
             self._kill_family()
 
     def is_held(self) -> bool:
