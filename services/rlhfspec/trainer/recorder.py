@@ -9,7 +9,7 @@ from typing import Any
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Sample, Score
 from rlhfspec.messages.records.evaluations import Evaluation, best
-from rlhfspec.messages.records.metrics import LengthHistogram, Seconds, Spread, StepMetrics, learner_fields
+from rlhfspec.messages.records.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
 from rlhfspec.runs.folder.evaluating import evaluation_of
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.trackers import Trackers
@@ -124,7 +124,7 @@ def step_metrics(job: RLHFJob, trained: Trained) -> StepMetrics:
         reward=Spread.of(trained.rollouts.rewards.tolist()),
         reward_components={name: float(v.mean()) for name, v in trained.rollouts.reward_components.items()},
         advantage=Spread.of(trained.report.advantages.tolist()),
-        response_length=LengthHistogram.of(lengths, max_tokens=job.spec.generation.max_tokens),
+        response_length=Lengths.of(lengths, max_tokens=job.spec.generation.max_tokens),
         num_response_tokens=trained.rollouts.num_tokens,
         equal_reward_groups=equal_reward_groups([s.group_id for s in samples], trained.rollouts.rewards.tolist()),
         tokens_per_second=num_generated / seconds.generation if seconds.generation > 0 else None,

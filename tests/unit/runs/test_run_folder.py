@@ -24,7 +24,7 @@ from rlhfspec.messages.records.evaluations import Evaluation, example_evaluation
 from rlhfspec.messages.records.metrics import (
     CURVE,
     MEASUREMENTS,
-    LengthHistogram,
+    Lengths,
     Spread,
     StepMetrics,
     curve,
@@ -79,7 +79,7 @@ def test_spread_does_not_know_the_order(values: list[float]) -> None:
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(100, 5000))
 def test_every_length_is_in_one_bin(lengths: list[int], max_tokens: int) -> None:
-    told = LengthHistogram.of(lengths, max_tokens=max_tokens)
+    told = Lengths.of(lengths, max_tokens=max_tokens)
     assert sum(told.histogram) == len(lengths)
     assert len(told.histogram) == len(told.edges) - 1
     assert told.edges[-1] == max_tokens

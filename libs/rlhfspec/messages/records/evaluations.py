@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pydantic import ConfigDict
 
-from rlhfspec.messages.records.metrics import LengthHistogram, Spread, json_line, parse_line
+from rlhfspec.messages.records.metrics import Lengths, Spread, json_line, parse_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Evaluation:
     num_failed: int  # that were not, and count nowhere else
     reward: Spread
     reward_components: Mapping[str, float]  # mean of each source, unweighted
-    response_length: LengthHistogram
+    response_length: Lengths
     truncated_fraction: float  # of responses that reached maxTokens
     seconds: float  # that the trainer waited for it
 
@@ -54,7 +54,7 @@ def example_evaluation(*, step: int = 1, reward: float = 0.5) -> Evaluation:
         num_failed=0,
         reward=Spread.of([reward - 0.25, reward, reward, reward + 0.25]),
         reward_components={"exact": reward},
-        response_length=LengthHistogram.of([10, 20, 20, 60], max_tokens=64),
+        response_length=Lengths.of([10, 20, 20, 60], max_tokens=64),
         truncated_fraction=0.0,
         seconds=1.5,
     )

@@ -53,7 +53,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthHistogram:
+class Lengths:
     """Of a step's responses, in tokens. Bin i of the histogram counts lengths in (edges[i], edges[i + 1]]."""
 
     mean: float
@@ -65,11 +65,11 @@ class LengthHistogram:
     histogram: tuple[int, ...]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], *, max_tokens: int) -> LengthHistogram:
+    def of(cls, lengths: Sequence[int], *, max_tokens: int) -> Lengths:
         """A response has at least one token. The edges depend on `max_tokens` alone, so that steps can be compared.
 
-        >>> LengthHistogram.of([1, 2, 2, 8], max_tokens=8)  # doctest: +NORMALIZE_WHITESPACE
-        LengthHistogram(mean=3.25, min=1, p50=2, p95=8, max=8, edges=(0, 1, 2, 3, 4, 5, 6, 7, 8),
+        >>> Lengths.of([1, 2, 2, 8], max_tokens=8)  # doctest: +NORMALIZE_WHITESPACE
+        Lengths(mean=3.25, min=1, p50=2, p95=8, max=8, edges=(0, 1, 2, 3, 4, 5, 6, 7, 8),
                 histogram=(1, 2, 0, 0, 0, 0, 0, 1))
         """
         ordered = sorted(lengths)
@@ -132,7 +132,7 @@ class StepMetrics:
     grad_norm: float  # before clipping
     learning_rate: float
     learning: Mapping[str, float]  # what else the learner says, by its names
-    response_length: LengthHistogram
+    response_length: Lengths
     truncated_fraction: float  # of responses that reached maxTokens
     num_response_tokens: int
     tokens_per_second: float | None  # generated, while generating; null where that was not measured
@@ -189,7 +189,7 @@ def curve(line: str) -> dict[str, Any]:
 def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
     """The fields of a StepMetrics that come from the learner; what has no field of its own goes to `learning`.
 
-    Rewards and lengths are left out: `Spread.of` and `LengthHistogram.of` tell more about them.
+    Rewards and lengths are left out: `Spread.of` and `Lengths.of` tell more about them.
 
     >>> said = {name: 0.5 for name in ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate")}
     >>> said |= {"truncated_fraction": 0.0, "log_prob_difference_max": 3e-7, "log_prob_difference_mean": 4e-8}
@@ -285,7 +285,7 @@ def example_step(*, step: int = 1, reward: float = 0.5) -> StepMetrics:
         grad_norm=0.8,
         learning_rate=3e-5,
         learning={"approximate_kl": 0.0001},
-        response_length=LengthHistogram.of([10, 20, 20, 60], max_tokens=64),
+        response_length=Lengths.of([10, 20, 20, 60], max_tokens=64),
         truncated_fraction=0.0,
         num_response_tokens=110,
         tokens_per_second=1234.5,

@@ -8,7 +8,7 @@ from statistics import fmean
 from rlhfspec.errors import RolloutError
 from rlhfspec.messages.records import Sample, Score
 from rlhfspec.messages.records.evaluations import Evaluation
-from rlhfspec.messages.records.metrics import LengthHistogram, Spread
+from rlhfspec.messages.records.metrics import Lengths, Spread
 
 
 def evaluation_of(
@@ -30,7 +30,7 @@ def evaluation_of(
         num_failed=len(samples) - len(scored),
         reward=Spread.of([score.values[0] for _, score in scored]),
         reward_components={name: fmean(of[name] for of in components) for name in components[0]},
-        response_length=LengthHistogram.of([len(sample.token_ids) for sample, _ in scored], max_tokens=max_tokens),
+        response_length=Lengths.of([len(sample.token_ids) for sample, _ in scored], max_tokens=max_tokens),
         truncated_fraction=fmean(sample.finish_reason == "length" for sample, _ in scored),
         seconds=seconds,
     )

@@ -22,7 +22,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob, Wandb
 from rlhfspec.job.file.secrets import shown_value
 from rlhfspec.messages.records.evaluations import Evaluation
-from rlhfspec.messages.records.metrics import LengthHistogram, StepMetrics
+from rlhfspec.messages.records.metrics import Lengths, StepMetrics
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.same_job import as_content
 
@@ -104,7 +104,7 @@ class TensorBoard:
         self._write(evaluation.step, time.time(), evaluation_scalars(evaluation), {})
 
     def _write(
-        self, step: int, wall_time: float, numbers: Mapping[str, float], histograms: Mapping[str, LengthHistogram]
+        self, step: int, wall_time: float, numbers: Mapping[str, float], histograms: Mapping[str, Lengths]
     ) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -176,7 +176,7 @@ def evaluation_scalars(evaluation: Evaluation) -> dict[str, float]:
     return dict(_numbers(content, "evaluation/"))
 
 
-def _histogram(lengths: LengthHistogram) -> Any:
+def _histogram(lengths: Lengths) -> Any:
     from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
     return HistogramProto(
