@@ -69,12 +69,16 @@ class Overlay:
                 mirror.unlink()
                 mirror.write_text(with_entry(original.read_text(), block.table, block.text))
 
-    @staticmethod
-    def _mirror(package: Path, mirror: Path) -> None:
-        if not mirror.exists():
-            mirror.mkdir(parents=True)
-            for file in package.iterdir():
-                (mirror / file.name).symlink_to(file)
+    def _mirror(self, package: Path, mirror: Path) -> None:
+        """Make real folders of the package and of those that it lies in, up to the namespace `rlhfspec`."""
+        if mirror.is_dir() and not mirror.is_symlink():
+            return
+        if mirror.parent.name != "rlhfspec":
+            self._mirror(package.parent, mirror.parent)
+            mirror.unlink()
+        mirror.mkdir(parents=True)
+        for file in package.iterdir():
+            (mirror / file.name).symlink_to(file)
 
     def pytest(self, block: Shown) -> subprocess.CompletedProcess[str]:
         """Run a block that is a test; the suites that it subclasses lie outside of the overlay."""
