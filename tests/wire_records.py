@@ -26,7 +26,7 @@ from rlhfspec.messages.records import (
     WorkerInfo,
 )
 from rlhfspec.messages.records.evaluations import Evaluation
-from rlhfspec.messages.records.metrics import Lengths, LogProbDifference, Seconds, Spread, StepMetrics
+from rlhfspec.messages.records.metrics import LengthHistogram, LogProbDifference, Seconds, Spread, StepMetrics
 from rlhfspec.messages.records.models import ModelReport
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -66,7 +66,9 @@ some = st.lists(counts, max_size=8).map(tuple)
 by_name = st.dictionaries(texts, real, max_size=3)
 names = st.lists(texts, max_size=3).map(tuple)
 spreads = st.builds(Spread, mean=real, std=real, min=real, max=real)
-lengths = st.builds(Lengths, mean=real, min=counts, p50=counts, p95=counts, max=counts, edges=some, histogram=some)
+lengths = st.builds(
+    LengthHistogram, mean=real, min=counts, p50=counts, p95=counts, max=counts, edges=some, histogram=some
+)
 step_seconds = st.builds(Seconds, **{field.name: real for field in fields(Seconds)})
 metrics = st.builds(
     StepMetrics,
