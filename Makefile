@@ -17,7 +17,7 @@ TESTS ?= tests
 SEED ?= 0
 E2E ?= e2e
 
-.PHONY: help chart setup setup-vllm setup-trl check test test-fast e2e-tools e2e e2e-ci faults bench protos demo clean
+.PHONY: help chart setup setup-vllm setup-trl check test test-whole test-fast e2e-tools e2e e2e-ci faults bench protos demo clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,8 +59,11 @@ check: $(INSTALLED)  ## Lint, types, import directions, and the shape of the hou
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: $(INSTALLED)  ## All tests (TESTS=tests/unit/job for some, WORKERS=n)
+test: $(INSTALLED)  ## All tests, of sweeps a part that changes from day to day (TESTS=tests/unit/job for some, WORKERS=n)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
+
+test-whole: $(INSTALLED)  ## All tests with every value of those that are sweeps, and more random examples: nightly
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --whole --hypothesis-profile=whole $(TESTS)
 
 test-fast: $(INSTALLED)  ## Those of tests/unit and tests/torch that your change calls for (CHANGED=libs/rlhfspec/errors.py: as if that had changed)
 	$(BIN)/python tools/choose_tests.py --run --workers $(WORKERS) $(CHANGED)

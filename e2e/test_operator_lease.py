@@ -14,7 +14,7 @@ from cluster import ControlPlane
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api, ApiResponse
 from rlhfspec.errors import LeadershipLost
-from rlhfspec.operator.lease import LEASE_SECONDS, LOOK_SECONDS, RENEW_SECONDS, Lease
+from rlhfspec.operator.lease import LEADER_LEASE_SECONDS, LEADER_LOOK_SECONDS, RENEW_SECONDS, Lease
 
 pytestmark = pytest.mark.ci
 LIVES, LIFE_SECONDS, STEP_SECONDS = 15, 240.0, 0.1
@@ -57,7 +57,7 @@ class World:
         await replica.attempt()
         self._busy[number] = False
         pause = self.draw.choice([0.0] * 6 + [12.0, 30.0])  # it was stopped, or its machine slept
-        self._due[number] = self.time + (RENEW_SECONDS if replica.is_held else LOOK_SECONDS) + pause
+        self._due[number] = self.time + (RENEW_SECONDS if replica.is_held else LEADER_LOOK_SECONDS) + pause
 
 
 class Road:
@@ -119,7 +119,7 @@ def test_who_does_not_hold_it_cannot_write(kubernetes: ControlPlane) -> None:
             await lease.attempt()
             async with Api(KubeAccess(), may_write=lambda: lease.is_held) as writing:
                 assert not (await writing.apply(config)).is_refused
-                time = LEASE_SECONDS
+                time = LEADER_LEASE_SECONDS
                 with pytest.raises(LeadershipLost):
                     await writing.apply(config | {"data": {"too": "late"}})
                 assert "data" not in (await writing.get("v1", "ConfigMap", "default", "written")).body

@@ -22,7 +22,7 @@ from runs import write_data, write_job, write_models
 from shared_servers import SharedServers
 from started import Started
 
-pytest_plugins = ["reruns", "skips", "tiers"]
+pytest_plugins = ["reruns", "skips", "sweeps", "tiers"]
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
@@ -59,8 +59,8 @@ def job_file(tmp_path: Path, models: Path) -> Path:
 def starting(job_file: Path) -> Iterator[Callable[..., Started]]:
     started: list[Started] = []
 
-    def start(out: str, *overrides: str, resume: bool = False, before: str = "") -> Started:
-        started.append(Started(job_file, out, *overrides, resume=resume, before=before))
+    def start(out: str, *overrides: str, resume: bool = False, before: str = "", fresh: bool = False) -> Started:
+        started.append(Started(job_file, out, *overrides, resume=resume, before=before, fresh=fresh))
         return started[-1]
 
     yield start

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import warmed
 import yaml
 from shared_servers import SharedServers, free_port
 
@@ -145,7 +146,7 @@ class Job:
         arguments += ["--worker", str(worker)] if role not in ("control", "prepare") else []
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TERMINATION_LOG": str(self.words(role))}
         with (self._folder / f"{role}.log").open("ab") as log:
-            process = subprocess.Popen([sys.executable, *arguments], env=environment, stderr=log)
+            process = warmed.Popen([sys.executable, *arguments], env=environment, stderr=log)
         self._processes.append(process)
         return process
 

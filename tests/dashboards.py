@@ -20,7 +20,7 @@ from rlhfspec.dashboard.server import Dashboard
 from rlhfspec.dashboard.source import JobSource
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.connections import Connections
-from rlhfspec.messages.access.rights import CONTROL, ROLES, inbox_of, rights_of
+from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of, rights_of
 from rlhfspec.messages.records import Heartbeat, Load, Moved, Record, Score, StepReport
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.servers.certificates import ServerTls, client_tls, create_credentials
@@ -187,7 +187,7 @@ class LiveRun:
     async def __aenter__(self) -> Self:
         place, credentials = self._place, self._place / "credentials"
         place.mkdir()
-        keys = create_credentials(credentials, ROLES)
+        keys = create_credentials(credentials, BUS_ROLES)
         users = {role: User.of(key, rights_of(role, "sums", UID, declares=True)) for role, key in keys.items()}
         self._nats = NatsServer(place / "nats", run=UID, users=users, tls=ServerTls.of(credentials, "nats"))
         self._sockets = TemporaryDirectory(prefix="rlhfspec-")  # pytest's folders may be too long for one

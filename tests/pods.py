@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import warmed
 import yaml
 from shared_servers import SharedServers
 
@@ -95,7 +96,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         with (place / "log").open("wb") as log:
-            process = subprocess.Popen(
+            process = warmed.Popen(
                 [sys.executable, "-m", f"rlhfspec.{role}", *arguments], stdout=log, stderr=log, env=environment
             )
         self.pods.append(Pod(process, place / "log", place / "message", host))

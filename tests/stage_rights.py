@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhfspec.messages import loop
-from rlhfspec.messages.access.rights import CONTROL, ROLES, inbox_of
+from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of
 from rlhfspec.messages.transport.nats_streams import stream_name
 
 JOB, UID = "sums", "3f2a"
@@ -38,7 +38,7 @@ def may_publish(*, in_a_cluster: bool = False) -> dict[str, set[str]]:
     for record, kind in loop.KINDS.items():
         stream = stream_name(subject(record))
         producers = everybody if record in loop.OF_A_PROCESS else {n for n, s in STAGES.items() if record in s.produces}
-        lookers = {role for role in ROLES if record in looked_at_by(role)}
+        lookers = {role for role in BUS_ROLES if record in looked_at_by(role)}
         pullers = {n for n, s in STAGES.items() if record in s.consumes} if kind == "work" else set()
         may[f"{subject(record)}.x" if kind == "state" else subject(record)] = producers
         may[f"{subject(record)}.x.y"] = set()
@@ -50,7 +50,7 @@ def may_publish(*, in_a_cluster: bool = False) -> dict[str, set[str]]:
         may[f"$JS.API.CONSUMER.LIST.{stream}"] = producers if kind == "work" else set()
         for verb in ("STREAM.DELETE", "STREAM.PURGE", "STREAM.UPDATE", "STREAM.MSG.DELETE", "STREAM.SNAPSHOT"):
             may[f"$JS.API.{verb}.{stream}"] = set()
-        for name in ROLES:
+        for name in BUS_ROLES:
             pulls = {name} & pullers
             may[f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}"] = pulls
             may[f"$JS.ACK.{stream}.{name}.1.1.1.1.0"] = pulls | (opening if pulls else set())
@@ -65,7 +65,7 @@ def may_publish(*, in_a_cluster: bool = False) -> dict[str, set[str]]:
     may[f"$JS.API.STREAM.CREATE.{stream_name(DEAD)}"] = opening
     for other in ("$JS.API.STREAM.LIST", "$JS.API.STREAM.NAMES", "$JS.API.INFO", "$SYS.REQ.SERVER.PING", "anything"):
         may[other] = set()
-    for name in ROLES:
+    for name in BUS_ROLES:
         may[f"{inbox_of(name, UID)}.1.2"] = set()
     return may
 
@@ -73,12 +73,12 @@ def may_publish(*, in_a_cluster: bool = False) -> dict[str, set[str]]:
 def may_subscribe() -> dict[str, set[str]]:
     may: dict[str, set[str]] = {}
     for record, kind in loop.KINDS.items():
-        lookers = {role for role in ROLES if record in looked_at_by(role)}
+        lookers = {role for role in BUS_ROLES if record in looked_at_by(role)}
         may[f"latest.{subject(record)}.*"] = lookers if kind == "state" else set()
         may[subject(record)] = set() if kind == "state" else lookers
         may[f"{subject(record)}.*"] = set()
     may[f"latest.{DEAD}.*"] = {CONTROL}
-    for name in ROLES:
+    for name in BUS_ROLES:
         may[f"{inbox_of(name, UID)}.>"] = {name}
     for other in (">", "rlhf.>", "latest.>", "*.>", "_INBOX.>", "$JS.>", "$JS.ACK.>", "$SYS.>", f"rlhf.{JOB}.{UID}.*"):
         may[other] = set()

@@ -1,4 +1,4 @@
-"""A run of processes, started as a user does, and a reward that holds it."""
+"""A run of processes, started by the command that a user gives, and a reward that holds it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import warmed
 from faults.processes import named
 from runs import curve_of
 
@@ -25,7 +26,8 @@ TWO = ("roles.generator.workers=2", "roles.reward.workers=2")
 
 
 class Started:
-    """A run with processes, in a folder beside the job. `before`: what the interpreter does first."""
+    """A run with processes, in a folder beside the job. `before`: what the interpreter does first. `fresh`: that is a
+    new one, as a shell starts it; else it has imported torch before (`warmed`)."""
 
     def __init__(
         self,
@@ -35,13 +37,15 @@ class Started:
         resume: bool = False,
         options: Sequence[str] = (),
         before: str = "",
+        fresh: bool = False,
     ) -> None:
         self.job_file, self.out, self.folder = job_file, out, job_file.parent / out
         sets = [word for override in (OFF, *overrides) for word in ("--set", override)]
         start = ["-c", f"{before}; from rlhfspec.cli.start import main; main()"] if before else ["-m", START]
         command = [sys.executable, *start, "run", "--processes", str(job_file), *options]
         command += ["--out", str(self.folder), *sets, *(["--resume"] if resume else [])]
-        self.process = subprocess.Popen(
+        popen = subprocess.Popen if fresh else warmed.Popen
+        self.process = popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -70,7 +70,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
-    if _running not in ALONE or event not in ("subprocess.Popen", "os.fork"):
+    if event not in ("subprocess.Popen", "os.fork") or _running not in ALONE:
         return
     command = [str(word) for word in arguments[1]] if event == "subprocess.Popen" else ["a copy of itself"]
     if Path(command[0]).name not in TOOLS:

@@ -142,11 +142,17 @@ def test_files_have_tests(house: House) -> Iterator[Fault]:
     for path in house.ending(".py"):
         if path.parts[0] not in ("tests", "e2e") or not path.name.startswith("test_"):
             continue
-        names = {node.name for node in ast.walk(house.tree(path)) if isinstance(node, ast.FunctionDef)}
-        if not any(name.startswith("test_") for name in names):
+        if not any(map(_is_collected, ast.walk(house.tree(path)))):
             yield Fault(path, 1, "nothing here would be collected: a test's name begins with test_")
         if path.parts[0] == "tests" and (len(path.parts) != 4 or path.parts[1] not in TIERS):
             yield Fault(path, 1, f"belongs into tests/TIER/ROOM, where the tier is one of {', '.join(TIERS)}")
+
+
+def _is_collected(node: ast.AST) -> bool:
+    """Of a class, the tests may all be those of the contract that it subclasses (`rlhfspec.testing`)."""
+    if isinstance(node, ast.ClassDef):
+        return node.name.startswith("Test") and any(ast.unparse(base).endswith("Contract") for base in node.bases)
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 
 
 def links_lead_somewhere(house: House) -> Iterator[Fault]:
@@ -253,6 +259,43 @@ def circles_of(imports: dict[str, set[str]]) -> set[frozenset[str]]:
     return {frozenset(other for other in behind[name] if name in behind[other]) for name in imports} - {frozenset()}
 
 
+def class_names_mean_one_thing(house: House) -> Iterator[Fault]:
+    """Private and nested ones too: who searches for a name finds one class."""
+    first: dict[str, Path] = {}
+    for path in house.code:
+        for node in ast.walk(house.tree(path)):
+            if isinstance(node, ast.ClassDef) and (there := first.setdefault(node.name, path)) != path:
+                yield Fault(path, node.lineno, f"the class {node.name} is in {there} too: name what sets it apart")
+
+
+def constants_have_one_value(house: House) -> Iterator[Fault]:
+    """Public ones: a second place may repeat a value, not give the name another."""
+    first: dict[str, tuple[Path, str]] = {}
+    for path in (each for each in house.code if not each.stem.endswith("_pb2")):  # which protoc names
+        for line, name, value in _constants_of(house.tree(path)):
+            there, known = first.setdefault(name, (path, value))
+            if value != known:
+                problem = f"the constant {name} has another value in {there}"
+                yield Fault(path, line, f"{problem}: name what sets it apart, or begin it with _")
+
+
+def _constants_of(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Line, name and value, as code, of each public one.
+
+    >>> list(_constants_of(ast.parse("A, _B = 1, 2\\nC: int = 3")))
+    [(1, 'A', '1'), (2, 'C', '3')]
+    """
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=False))
+                for each, value in pairs:
+                    if isinstance(each, ast.Name) and each.id.isupper() and not each.id.startswith("_"):
+                        yield node.lineno, each.id, ast.unparse(value)
+
+
 def _code_of(markdown: str) -> Iterator[tuple[int, str]]:
     """Lines of fenced blocks and `inline` code, each with the number of its line."""
     fenced = False
@@ -279,6 +322,8 @@ RULES: tuple[Callable[[House], Iterator[Fault]], ...] = (
     no_traces_of_one_machine,
     no_broad_except,
     no_circles_within_a_package,
+    class_names_mean_one_thing,
+    constants_have_one_value,
 )
 
 

@@ -26,7 +26,7 @@
     │   ├── StageFailed               it raised
     │   ├── StageStalled              its work took longer than its deadline
     │   │   └── LoopStalled           everybody waits and nobody works; names every wait
-    │   └── RecordUndeliverable       nobody could handle a record; it is in the dead letters
+    │   └── RecordUndeliverable       no worker could handle a record; it is in the dead letters
     └── NumericalError                a model gave NaN or infinite logits for one sequence
 
 Example:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import warmed
+
 from faults import processes
 from faults.schedule import SUPERVISOR, Fault
 from rlhfspec.cli.exit_codes import STOPPED
@@ -89,7 +91,7 @@ class FaultyRun:
     def _start(self) -> None:
         resume = ["--resume"] if (self.out / "manifest.json").exists() else []
         with self._log.open("ab") as log:
-            self._supervisor = subprocess.Popen(
+            self._supervisor = warmed.Popen(
                 [*self._command, *resume], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env=os.environ | self.environment,
             )  # fmt: skip

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import warmed
+
 from faults.harness import Disturbed, FaultyRun
 from faults.proxy import Proxy
 from rlhfspec.messages.access.connections import Connections
@@ -56,7 +58,7 @@ class Joined:
         command = [sys.executable, "-m", "rlhfspec.generator", "--connections", str(file), "--worker", str(NUMBER)]
         environment = os.environ | {MARK: connections.uid}
         with self._log.open("wb") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+            process = warmed.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
             yield process
         finally:

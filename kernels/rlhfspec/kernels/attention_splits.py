@@ -28,7 +28,7 @@ from rlhfspec.kernels.cpu import build
 
 SPLIT = 4096  # positions; contexts up to here are one softmax
 UNIT = 64  # splits are multiples of this: the largest tile of the Triton kernel
-MERGE = struct.Struct("@7q")  # mirrors struct MergeCall of csrc/attention_splits.cpp
+_MERGE = struct.Struct("@7q")  # mirrors struct MergeCall of csrc/attention_splits.cpp
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def merge_reference(numbers: torch.Tensor, sinks: torch.Tensor | None) -> torch.
 def _kernel(isa: str | None = None) -> Any:
     kernel = build.function("merge_partials", isa)
     kernel.argtypes = [ctypes.c_void_p]
-    build.check_sizes("attention_splits", MERGE.size)
+    build.check_sizes("attention_splits", _MERGE.size)
     return kernel
 
 
@@ -106,5 +106,5 @@ def _native(numbers: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     out = torch.empty((num_rows, num_heads, width - 2))
     sinks_at = 0 if sinks is None else sinks.data_ptr()
     call = (numbers.data_ptr(), sinks_at, out.data_ptr(), num_rows, num_heads, num_splits, width - 2)
-    _kernel()(MERGE.pack(*call))
+    _kernel()(_MERGE.pack(*call))
     return out

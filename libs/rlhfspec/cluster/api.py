@@ -24,12 +24,12 @@ from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
 
 Json = dict[str, Any]
 Body = Json | list[Json]
-APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
+APPLY, _MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 PATCH = "application/json-patch+json"
 ATTEMPT_SECONDS = 10.0
-WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server say that nobody answers
-DEADLINE_SECONDS = 30.0
-FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
+_WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server say that nothing answers
+_DEADLINE_SECONDS = 30.0
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.2, 5.0
 PAGE = 250  # objects of one page of a list
 WATCH_SECONDS = 60  # a connection that says nothing for longer is broken
 CONNECTIONS = 64
@@ -120,7 +120,7 @@ class Api:
         count: Callable[[str, str], None] = lambda verb, kind: None,
         agent: str = names.FIELD_MANAGER,
         connections: int = CONNECTIONS,
-        deadline_seconds: float = DEADLINE_SECONDS,
+        deadline_seconds: float = _DEADLINE_SECONDS,
         draw: random.Random | None = None,
     ) -> None:
         self._access = access
@@ -154,7 +154,7 @@ class Api:
 
     async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> ApiResponse:
         """The whole of it, which is the operator's alone: a server-side apply would make null of a map that became
-        empty. A conflict (409) when somebody wrote since `version`, or another job has the name by now."""
+        empty. A conflict (409) when it was written since `version`, or another job has the name by now."""
         said = {"/metadata/uid": uid, "/metadata/resourceVersion": version, "/status": status}
         patch = [{"op": "add", "path": path, "value": value} for path, value in said.items()]
         path = path_of(JOB_VERSION, names.KIND, namespace, name) + "/status"
@@ -165,7 +165,7 @@ class Api:
         self, version: str, kind: str, namespace: str, name: str, patch: Json, *, status: bool = False
     ) -> ApiResponse:
         path = path_of(version, kind, namespace, name) + ("/status" if status else "")
-        return await self._write("PATCH", "merge", f"{kind}Status" if status else kind, path, patch, content=MERGE)
+        return await self._write("PATCH", "merge", f"{kind}Status" if status else kind, path, patch, content=_MERGE)
 
     async def delete(
         self, version: str, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int | None
@@ -314,7 +314,7 @@ class Api:
         return status
 
     async def lease(self, method: str, namespace: str, name: str, body: Body | None = None) -> ApiResponse:
-        """By whoever would be leader: asks nobody whether it may, and never twice. Its own deadline is the lease's."""
+        """Write without asking for leave, and once, since the caller would be leader. The deadline is the lease's."""
         path = path_of("coordination.k8s.io/v1", "Lease", namespace, "" if method == "POST" else name)
         return await self._try(method, path, body, {}, "application/json")
 
@@ -322,12 +322,12 @@ class Api:
         self, method: str, path: str, body: Body | None = None, query: Mapping[str, str] | None = None,
         content: str = "application/json", *, is_write: bool = False,
     ) -> ApiResponse:  # fmt: skip
-        began, wait = time.monotonic(), FIRST_WAIT_SECONDS
+        began, wait = time.monotonic(), _FIRST_WAIT_SECONDS
         while True:
             if is_write and not self._may_write():
                 raise LeadershipLost(f"{method} {path}")
             try:
-                seconds = WRITE_SECONDS if is_write else ATTEMPT_SECONDS
+                seconds = _WRITE_SECONDS if is_write else ATTEMPT_SECONDS
                 answer = await self._try(method, path, body, query or {}, content, seconds)
                 if not answer.may_pass:
                     return answer
@@ -337,7 +337,7 @@ class Api:
             if time.monotonic() - began + wait > self._deadline_seconds:
                 raise ClusterUnavailable(f"{method} {path}", problem)
             await asyncio.sleep(wait * self._draw.uniform(0.5, 1.0))
-            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     async def _try(
         self, method: str, path: str, body: Body | None, query: Mapping[str, str], content: str,

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhfspec.job import Spec
 from rlhfspec.job.block import Mark, marked
-from rlhfspec.job.cluster import OPERATOR
+from rlhfspec.job.cluster import DEFAULT_MANAGER
 from rlhfspec.job.file.checks import OWN_LABELS
 from rlhfspec.job.file.rules.sources import MODULE_MEMBER, NOT_A_MEMBER, PATH, SOURCES_RULES
 from rlhfspec.job.file.rules.table import RULES
@@ -32,7 +32,8 @@ def job_rules(schema: dict[str, Any]) -> list[dict[str, Any]]:
 def _one_manager() -> dict[str, Any]:
     """From its first moment on: two that manage one job would undo each other's work."""
     has, had = _is_there("self", "managedBy"), _is_there("oldSelf", "managedBy")
-    same = f"({has} ? self.spec.managedBy : {_text(OPERATOR)}) == ({had} ? oldSelf.spec.managedBy : {_text(OPERATOR)})"
+    default = _text(DEFAULT_MANAGER)
+    same = f"({has} ? self.spec.managedBy : {default}) == ({had} ? oldSelf.spec.managedBy : {default})"
     return _rule(same, "cannot be changed; make another job", ".spec.managedBy")
 
 

@@ -26,11 +26,11 @@ from typing import Any, NoReturn
 
 from rlhfspec.errors import InvalidRequest, RLHFSpecError, StorageError, StorageUnavailable
 
-FIELD = "spec.storage.uri"
+_FIELD = "spec.storage.uri"
 MOST_PARTS = 9_000  # a store takes 10,000 of one object
 PART_BYTES = 8 << 20  # sent at once
 NUM_CONNECTIONS = 8
-PATIENCE_SECONDS = 60.0  # with a request that fails
+_PATIENCE_SECONDS = 60.0  # with a request that fails
 REQUEST_SECONDS = 3600.0  # of an object, on a slow line
 STALLED_READ_SECONDS = 60.0  # of one
 _OF_THE_JOB = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError", "UnknownConfigurationKeyError")
@@ -42,7 +42,7 @@ class ObjectStore:
     Raises StorageUnavailable where the store does not answer, InvalidRequest where it refuses us: another try would be
     in vain."""
 
-    def __init__(self, uri: str, base: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, uri: str, base: Path, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         from obstore.store import from_url
 
         self.uri = uri.rstrip("/")
@@ -156,12 +156,12 @@ class ObjectStore:
     def _raise(self, error: Exception) -> NoReturn:
         text = _first_line(error)
         if "NoSuchBucket" in str(error):
-            raise InvalidRequest(FIELD, self.uri, "there is no such bucket") from None
+            raise InvalidRequest(_FIELD, self.uri, "there is no such bucket") from None
         if isinstance(error, FileNotFoundError):  # of one object: its caller knows what that means
             raise error
         is_of_the_job = isinstance(error, ValueError) or type(error).__name__ in _OF_THE_JOB
         if is_of_the_job or re.match(r"Generic (Config error|\w+ error: Missing )", text):
-            raise InvalidRequest(FIELD, self.uri, f"the store refuses: {text}") from None
+            raise InvalidRequest(_FIELD, self.uri, f"the store refuses: {text}") from None
         raise StorageUnavailable(self.uri, text) from None
 
 

@@ -20,7 +20,7 @@ from rlhfspec.errors import InvalidRequest
 if TYPE_CHECKING:
     from rlhfspec.messages.records.models import ModelReport
 
-MOST_BYTES = 4 << 20  # of one range, to be copied in about a millisecond between two steps
+MOST_RANGE_BYTES = 4 << 20  # of one range, to be copied in about a millisecond between two steps
 Bytes = npt.NDArray[np.uint8]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -290,7 +290,7 @@ class Movable(EngineProtocol, Protocol):
         ...
 
     def export_range(
-        self, request_id: str, start: Watermark, *, max_bytes: int = MOST_BYTES, out: Bytes | None = None
+        self, request_id: str, start: Watermark, *, max_bytes: int = MOST_RANGE_BYTES, out: Bytes | None = None
     ) -> KVRange:
         """Copy committed KV behind `start`, at most `max_bytes` but at least a position, while the sequence decodes.
         If `out` is given, write into it: flat, for `max_bytes` and at least a position; the parts are views of it, one

@@ -13,7 +13,7 @@ import torch
 
 from rlhfspec.engine import commit, text, verify
 from rlhfspec.engine.base import (
-    MOST_BYTES,
+    MOST_RANGE_BYTES,
     Bytes,
     Completion,
     EngineStats,
@@ -51,6 +51,7 @@ class Engine:
         self.state = state
         self.scheduler = Scheduler(state)
         self.speculation = Speculator(state, self.scheduler)
+        self.scheduler.watch(self.speculation)
         self.moves = Moves(state, self.scheduler, self.speculation)
         self._undelivered: list[Completion] = []  # for the next step's report
         self._num_steps = 0
@@ -147,7 +148,6 @@ class Engine:
         verify_seconds = time.perf_counter() - verify_began
 
         walk = accept(forest, len(decode_rows), *verify.choices(batch, sampled, len(decode_rows)))
-        drafted_for = self.speculation.batch(decode_rows)  # as it was before the commit
         commit.keep_accepted(state, schedule, walk, node_index)
         new = verify.gather(batch, walk, len(decode_rows), sampled)
         kept, reasons = commit.truncate(rows, new)
@@ -157,7 +157,7 @@ class Engine:
         rows.count_step(decode_rows, proposal.plan.name)
 
         self.speculation.learn(
-            proposal, walk, drafted_for, num_committed=int(kept[: len(decode_rows)].sum()),
+            proposal, walk, num_committed=int(kept[: len(decode_rows)].sum()),
             verify_seconds=verify_seconds, step_seconds=time.perf_counter() - began,
         )  # fmt: skip
         finished = [self._finish(row, reason) for row, reason in reasons.items()]
@@ -229,7 +229,7 @@ class Engine:
         return self.moves.reserve(manifest)
 
     def export_range(
-        self, request_id: str, start: Watermark, *, max_bytes: int = MOST_BYTES, out: Bytes | None = None
+        self, request_id: str, start: Watermark, *, max_bytes: int = MOST_RANGE_BYTES, out: Bytes | None = None
     ) -> KVRange:
         return self.moves.export_range(request_id, start, max_bytes=max_bytes, out=out)
 

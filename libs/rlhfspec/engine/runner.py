@@ -44,7 +44,7 @@ from rlhfspec.models.huggingface.native import native_decoder
 from rlhfspec.models.huggingface.probes import choose
 from rlhfspec.models.huggingface.reference import TOLERANCES, Rounding, ask
 
-ATTENTION_NAME = "rlhfspec_tree"
+_ATTENTION_NAME = "rlhfspec_tree"
 SPARE_BYTES = 1 << 30  # of KV; an 8B model's keys and values of 8,000 tokens, one sixteenth of its weights
 # Its products are torch's, in fewer bits. In bfloat16 a sound model was seen to be .011 to .017 from the reference.
 _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
@@ -213,8 +213,8 @@ class ModelRunner:
         fused.model.to(device=self.config.device)
         computed_in = self.activation_dtype
         cast(fused.model, precision if computed_in == self.config.dtype else Precision(computed_in))
-        AttentionInterface.register(ATTENTION_NAME, attend)
-        model.set_attn_implementation(ATTENTION_NAME)
+        AttentionInterface.register(_ATTENTION_NAME, attend)
+        model.set_attn_implementation(_ATTENTION_NAME)
         use_eager_experts(model)
         return fused
 

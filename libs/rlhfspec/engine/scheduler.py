@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, MutableSequence
+from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 
@@ -41,6 +42,18 @@ class StepRows:
         return not len(self.decode_rows) and not len(self.prefill_rows)
 
 
+class RowWatcher(Protocol):
+    """Told by the scheduler which sequences have a row and run there."""
+
+    def start(self, sequence: Sequence) -> None:
+        """Take note of a sequence that has taken a row, with all of its tokens."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept of a sequence that leaves its row; it still has it."""
+        ...
+
+
 class Scheduler:
     """Owns the queue, and who has a row and blocks."""
 
@@ -57,9 +70,12 @@ class Scheduler:
         self.promised: dict[bytes, int] = {}  # prefix hash -> whole prompt block that one of the arriving will fill
         self.num_preemptions = 0
         self.num_found_tokens = 0  # that had to run before their sequence could decode, and whose KV was there
-        self.on_start: Callable[[Sequence], None] = lambda sequence: None
-        self.on_leave: Callable[[Sequence], None] = lambda sequence: None
+        self._watchers: list[RowWatcher] = []
         self._epochs = count(time.time_ns())  # another engine's, or an earlier life's, are never taken for ours
+
+    def watch(self, watcher: RowWatcher) -> None:
+        """Tell this one too, from now on, of sequences that come to a row and leave it."""
+        self._watchers.append(watcher)
 
     def find(self, request_id: str) -> Sequence | None:
         """Waiting, running, on its way, or staying."""
@@ -99,7 +115,7 @@ class Scheduler:
             self.num_found_tokens += int(self.state.target.cached[sequence.row])
             self.running.append(sequence)
             self.prefixes.register(sequence)
-            self.on_start(sequence)
+            self._started(sequence)
         self.waiting.extendleft(reversed(passed))
 
     def schedule(self) -> StepRows:
@@ -281,7 +297,11 @@ class Scheduler:
             self.prefixes.register(sequence)
             for space in self.state.spaces:
                 space.mark_prefix(sequence)
-            self.on_start(sequence)
+            self._started(sequence)
+
+    def _started(self, sequence: Sequence) -> None:
+        for watcher in self._watchers:
+            watcher.start(sequence)
 
     # -- rows and blocks ------------------------------------------------------------------------------------
 
@@ -349,7 +369,8 @@ class Scheduler:
 
     def _leave_row(self, sequence: Sequence) -> None:
         if sequence.request.id not in self.arriving:
-            self.on_leave(sequence)
+            for watcher in self._watchers:
+                watcher.forget(sequence)
         self._withdraw_promises(sequence)
         for space in self.state.spaces:
             space.leave(sequence.row)

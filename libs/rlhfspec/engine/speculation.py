@@ -45,6 +45,7 @@ class Proposal:
 
     plan: DraftPlan
     state: BatchState
+    batch: DraftBatch  # the decoding sequences, as they are before this step's commit
     forest: Forest  # the nodes to verify
     num_proposed: int = 0
     choice: DraftChoice | None = None
@@ -52,12 +53,11 @@ class Proposal:
 
 
 class Speculator:
-    """Holds drafters, statistics and the selector, and runs one proposal."""
+    """Holds drafters, statistics and the selector, and runs one proposal. Implements `RowWatcher`."""
 
     def __init__(self, state: EngineState, scheduler: Scheduler) -> None:
         self.state = state
         self.scheduler = scheduler
-        scheduler.on_start, scheduler.on_leave = self.start, self.forget
         self.drafters = _drafters(state)
         self.acceptance = AcceptanceModel(state.config.max_sequences)
         self.costs = CostModel()
@@ -95,17 +95,18 @@ class Speculator:
         """Choose a plan, draft trees for it, and keep the nodes worth verifying."""
         decode_rows, state = schedule.decode_rows, self._batch_state(schedule)
         plan = self.selector.plan(state) if len(decode_rows) else PLAIN
-        if plan.drafter is None:
-            return Proposal(plan=plan, state=state, forest=empty_forest())
         began = time.perf_counter()
+        batch = self.batch(decode_rows)
+        if plan.drafter is None:
+            return Proposal(plan=plan, state=state, batch=batch, forest=empty_forest())
         wanted = min(plan.depth * plan.width * plan.branch, self.state.config.tree_slots)
         self.scheduler.make_tree_room(decode_rows, wanted)
         rule = self.selector.rule(plan, state)
-        forest = self.drafters[plan.drafter].propose(self.batch(decode_rows), plan, self.acceptance, rule)
+        forest = self.drafters[plan.drafter].propose(batch, plan, self.acceptance, rule)
         seconds = time.perf_counter() - began
         choice = self.selector.budget(plan, state, forest, seconds)
         return Proposal(
-            plan=plan, state=state, forest=self._fitting(forest.take(choice.keep), decode_rows),
+            plan=plan, state=state, batch=batch, forest=self._fitting(forest.take(choice.keep), decode_rows),
             num_proposed=forest.size, choice=choice, seconds=seconds,
         )  # fmt: skip
 
@@ -120,15 +121,15 @@ class Speculator:
         )
 
     def learn(
-        self, proposal: Proposal, walk: Walk, drafted_for: DraftBatch, *,
-        num_committed: int, verify_seconds: float, step_seconds: float,
-    ) -> None:  # fmt: skip
-        """Tell drafters and selector what happened; `drafted_for` is the batch before the commit."""
-        if not drafted_for.size:
+        self, proposal: Proposal, walk: Walk, *, num_committed: int, verify_seconds: float, step_seconds: float
+    ) -> None:
+        """Tell drafters and selector what happened, after the commit."""
+        batch = proposal.batch
+        if not batch.size:
             return
-        lengths = self.state.rows.lengths[drafted_for.rows]
+        lengths = self.state.rows.lengths[batch.rows]
         for drafter in self.used:
-            drafter.observe(drafted_for, lengths)
+            drafter.observe(batch, lengths)
         outcome = DraftOutcome(
             plan=proposal.plan, state=proposal.state, forest=proposal.forest,
             reached=walk.reached, accepted=walk.accepted,

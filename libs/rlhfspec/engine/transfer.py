@@ -19,7 +19,7 @@ from rlhfspec.engine.state import EngineState, KVSpace
 from rlhfspec.engine.state_bytes import checksum_of
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 
-SCHEMA = 3
+_SCHEMA = 3
 
 
 class Moves:
@@ -56,7 +56,7 @@ class Moves:
     def manifest(self, request_id: str) -> Manifest:
         sequence, target = self._ours(request_id), self.state.target
         return Manifest(
-            schema=SCHEMA,
+            schema=_SCHEMA,
             fingerprints=tuple(space.runner.fingerprint() for space in self.state.spaces),
             architecture=target.runner.architecture,
             weights_version=self.state.weights_version,
@@ -220,7 +220,7 @@ class Moves:
 
     def _new(self, manifest: Manifest, *, history: tuple[tuple[int, ...], ...]) -> Sequence:
         """Raises for what can never run here."""
-        arrival.check_manifest(manifest, self.state, SCHEMA)
+        arrival.check_manifest(manifest, self.state, _SCHEMA)
         request = replace(manifest.request, history=history)
         self.state.validate(request)
         sequence = self.state.new_sequence(request, Generated.of_prompt(request.prompt_token_ids))

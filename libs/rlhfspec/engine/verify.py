@@ -15,7 +15,15 @@ from rlhfspec.engine.state import EngineState
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
-SampledTokens = tuple[IntArray, FloatArray, FloatArray, BoolArray]  # tokens, log-probs, tempered log-probs, finite
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """The target's choice at every wanted row of a `VerifyBatch`, in their order."""
+
+    tokens: IntArray  # [B + F + M]
+    log_probs: FloatArray  # [B + F + M] under the untempered target
+    tempered: FloatArray  # [B + F + M] log-probs under the distribution really sampled from
+    finite: BoolArray  # [B + F + M] False: the logits held NaN or infinity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,28 +125,28 @@ def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
     logits = state.target.runner.forward(batch.tokens, batch.positions, batch.meta, batch.logit_rows)
     rows, table = batch.sampled_rows, state.rows
     if not len(rows):  # chunks in the middle of prompts
-        return np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.float32), np.empty(0, np.bool_)
+        none = np.empty(0, np.float32)
+        return SampledTokens(tokens=np.empty(0, np.int32), log_probs=none, tempered=none, finite=np.empty(0, np.bool_))
     result = gumbel.sample(
         logits, table.seeds[rows], batch.noise_positions, table.temperatures[rows],
         table.top_k[rows], table.top_p[rows],
     )  # fmt: skip
-    return (
-        result.tokens.cpu().numpy(),
-        result.log_probs.cpu().numpy(),
-        result.tempered_log_probs.cpu().numpy(),
-        result.finite.cpu().numpy(),
+    return SampledTokens(
+        tokens=result.tokens.cpu().numpy(),
+        log_probs=result.log_probs.cpu().numpy(),
+        tempered=result.tempered_log_probs.cpu().numpy(),
+        finite=result.finite.cpu().numpy(),
     )
 
 
 def choices(batch: VerifyBatch, sampled: SampledTokens, num_decode: int) -> tuple[IntArray, IntArray]:
     """Of all sampled tokens, those after the roots and those after the tree nodes."""
-    tokens = sampled[0]
+    tokens = sampled.tokens
     return tokens[:num_decode], tokens[num_decode + len(batch.finishing) :]
 
 
 def gather(batch: VerifyBatch, walk: Walk, num_decode: int, sampled: SampledTokens) -> Committed:
     """Read the target's choice after the root and after every accepted node."""
-    tokens, log_probs, tempered, finite = sampled
     num_first = len(batch.finishing)
     first_node = num_decode + num_first
     path = np.full((first_node, walk.path.shape[1]), 0, np.int64)
@@ -148,9 +156,9 @@ def gather(batch: VerifyBatch, walk: Walk, num_decode: int, sampled: SampledToke
     counts[:num_decode] += walk.num_accepted
     return Committed(
         rows=batch.sampled_rows[:first_node],
-        tokens=tokens[path],
-        log_probs=log_probs[path],
-        tempered=tempered[path],
-        finite=finite[path],
+        tokens=sampled.tokens[path],
+        log_probs=sampled.log_probs[path],
+        tempered=sampled.tempered[path],
+        finite=sampled.finite[path],
         counts=counts,
     )

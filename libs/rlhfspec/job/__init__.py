@@ -24,8 +24,8 @@ from rlhfspec.job.block import MOST_SECONDS, Block, Fraction, Mark, Natural, Pos
 from rlhfspec.job.choices.algorithms import ALGORITHMS, AlgorithmEntry
 from rlhfspec.job.choices.engines import ENGINES
 from rlhfspec.job.cluster import (  # fmt: skip
+    DEFAULT_MANAGER,
     MANAGER,
-    OPERATOR,
     DeletionPolicy,
     PodTemplate,
     Restart,
@@ -355,7 +355,7 @@ class Spec(Block):
     restart: Annotated[Restart, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Restart()
     managed_by: Annotated[str | None, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
         None, max_length=63, pattern=MANAGER,
-        description=f"Controller that manages the job, such as kueue.x-k8s.io/multikueue; null: {OPERATOR}. The "
+        description=f"Controller that manages the job, such as kueue.x-k8s.io/multikueue; null: {DEFAULT_MANAGER}. The "
         "operator ignores jobs of other controllers. Immutable.",
     )  # fmt: skip
 

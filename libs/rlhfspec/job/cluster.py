@@ -21,7 +21,7 @@ Role = Literal[
     "prepare", "control", "prompts", "generator", "reward", "reference", "critic", "trainer", "rebalancer"
 ]  # fmt: skip
 Name = Annotated[str, Field(min_length=1, max_length=253)]
-OPERATOR = "rlhfspec.io/operator"  # as managedBy names it
+DEFAULT_MANAGER = "rlhfspec.io/operator"  # as managedBy names it
 MANAGER = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9][A-Za-z0-9._/-]*$"
 OBJECT_STORE = r"^(s3|gs|az|abfss)://[^/]+(/.*)?$"
 PodTemplate = dict[Literal["metadata", "spec"], dict[str, Any]]

@@ -149,7 +149,7 @@ def subject(job: str, uid: str, record: type) -> str:
 
 
 def dead_letters(job: str, uid: str) -> str:
-    """Where records go that nobody could handle: state, so that whoever looks sees all of them."""
+    """Where records go that no worker could handle: state, so that every watcher sees all of them."""
     return f"rlhf.{job}.{uid}.dead"
 
 

@@ -15,7 +15,7 @@ from rlhfspec.stage.vitals import Vitals
 
 PULL_SECONDS = 5.0  # for records; whatever comes ends the wait at once, and so does a stop
 P = ParamSpec("P")
-R = TypeVar("R")
+_R = TypeVar("_R")
 
 
 class Service(ABC):
@@ -23,7 +23,7 @@ class Service(ABC):
 
     - `run` returns when the work is done, or soon after `stop`; it raises when it cannot go on.
     - All it does is said to `self.vitals`: `working` with a deadline, or `waiting` for something named.
-      Who says nothing counts as waiting.
+      A worker that says nothing counts as waiting.
     - What takes longer than a moment runs through `in_thread`, never in the event loop itself.
 
     Example:
@@ -65,10 +65,10 @@ class Service(ABC):
 
     @property
     def said_at_the_end(self) -> str:
-        """How far it came, for who looks at its process afterwards."""
+        """Return how far it came, for the state of its process afterwards."""
         return "left: it was asked to"
 
-    async def unless_stopped(self, wait: Coroutine[Any, Any, list[R]], *events: asyncio.Event) -> list[R]:
+    async def unless_stopped(self, wait: Coroutine[Any, Any, list[_R]], *events: asyncio.Event) -> list[_R]:
         """What the wait brings; nothing, and the wait is cancelled, as soon as the worker is asked to stop, or one of
         these is set."""
         waiting = asyncio.create_task(wait)
@@ -85,7 +85,7 @@ class Service(ABC):
         with self.vitals.waiting(what), suppress(TimeoutError):
             await asyncio.wait_for(self.stopping.wait(), seconds)
 
-    async def in_thread(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    async def in_thread(self, function: Callable[P, _R], /, *args: P.args, **kwargs: P.kwargs) -> _R:
         """Computes in this worker's own thread (`ComputeThread`)."""
         return await self._thread.in_thread(function, *args, **kwargs)
 

@@ -35,8 +35,8 @@ from rlhfspec.stage.logs import about
 from rlhfspec.telemetry.base import Delivered, How, SampleProgress, Watcher, WorkerPlace
 
 log = logging.getLogger("rlhfspec.stage")
-R = TypeVar("R", bound=Record)
-AT_ONCE = 512  # acknowledgements on their way together
+_R = TypeVar("_R", bound=Record)
+_AT_ONCE = 512  # acknowledgements on their way together
 Tell = Callable[[How, SampleProgress | None], None]
 
 
@@ -70,7 +70,7 @@ class Held:
         self._ended("term")
 
     def leave(self, progress: SampleProgress | None) -> None:
-        """Another worker ends it, who has the token; or nobody, and it is delivered again. `progress`: what was made
+        """Another worker ends it, which has the token; or none, and it is delivered again. `progress`: what was made
         of it; None: it never began here."""
         self._forget()
         self._ended("moved", progress)
@@ -80,7 +80,7 @@ class Held:
             del self._kept[self._id]
 
     def watched(self, tell: Tell | None) -> None:
-        """From now on who looks on is told how it ends."""
+        """Tell the watcher from now on how it ends."""
         self._tell = tell
 
     def _ended(self, how: How, progress: SampleProgress | None = None) -> None:
@@ -88,11 +88,11 @@ class Held:
             self._tell(how, progress)
 
 
-class Delivery(Generic[R]):
+class Delivery(Generic[_R]):
     """A record to handle. Exactly one of ack, nak and term ends it. `held` alone may be kept, without the record."""
 
-    def __init__(self, record: R, held: Held, num_deliveries: int, headers: Mapping[str, str]) -> None:
-        self.record: R = record
+    def __init__(self, record: _R, held: Held, num_deliveries: int, headers: Mapping[str, str]) -> None:
+        self.record: _R = record
         self.held = held
         self.num_deliveries = num_deliveries
         self.headers = headers
@@ -107,7 +107,7 @@ class Delivery(Generic[R]):
         await self.held.term(reason)
 
 
-class Inbox(Generic[R]):
+class Inbox(Generic[_R]):
     """Records of one type for one worker. What cannot be decoded goes to the dead letters and is never seen.
 
     Inside `async with`, nothing that was pulled and not ended is delivered to anybody else, however long it takes.
@@ -116,13 +116,13 @@ class Inbox(Generic[R]):
     def __init__(
         self,
         bus: Bus,
-        record_type: type[R],
+        record_type: type[_R],
         subscription: Subscription,
         place: WorkerPlace,
         watcher: Watcher | None = None,
     ) -> None:
         self._bus = bus
-        self._record_type: type[R] = record_type
+        self._record_type: type[_R] = record_type
         self._subscription = subscription
         self._clock = bus.clock
         self._place = place
@@ -130,7 +130,7 @@ class Inbox(Generic[R]):
         self._kept: dict[str, Receipt] = {}  # in progress, by message
         self._keeping: asyncio.Task[None] | None = None
 
-    async def pull(self, *, max_records: int, timeout_seconds: float) -> list[Delivery[R]]:
+    async def pull(self, *, max_records: int, timeout_seconds: float) -> list[Delivery[_R]]:
         """At least one as soon as there is one, at most `max_records`; an empty list at the timeout."""
         end = self._clock.now() + timeout_seconds
         while True:
@@ -160,7 +160,7 @@ class Inbox(Generic[R]):
             for receipt in list(self._kept.values()):
                 await receipt.in_progress()
 
-    async def _decoded(self, message: Message) -> Delivery[R] | None:
+    async def _decoded(self, message: Message) -> Delivery[_R] | None:
         try:
             record = self._bus.read(self._record_type, message.id, message.data)
         except MalformedRecord as error:
@@ -174,10 +174,10 @@ class Inbox(Generic[R]):
         held = Held(message, message.id, kept, tell)
         return Delivery(record, held, message.num_deliveries, message.headers)
 
-    async def adopt(self, data: bytes, id: str, token: str, headers: Mapping[str, str]) -> Delivery[R]:
-        """What was delivered to another worker of the stage, who goes on with it no more. Raises MalformedRecord where
-        it is no such record with this id, InvalidRequest where the token is none of such a delivery. Whether anything
-        comes of it is not known yet: who looks on is told when it has `arrived`."""
+    async def adopt(self, data: bytes, id: str, token: str, headers: Mapping[str, str]) -> Delivery[_R]:
+        """What was delivered to another worker of the stage, which goes on with it no more. Raises MalformedRecord
+        where it is no such record with this id, InvalidRequest where the token is none of such a delivery. Whether
+        anything comes of it is not known yet: the watcher is told when it has `arrived`."""
         record = self._bus.read(self._record_type, f"{self._bus.uid}/{id}", data)
         subject = self._bus.subject(self._record_type)
         receipt = await self._bus.transport.adopt(token, subject, self._place.stage)
@@ -185,13 +185,13 @@ class Inbox(Generic[R]):
         held = Held(receipt, f"{self._bus.uid}/{record.id}", self._kept)
         return Delivery(record, held, receipt.num_deliveries, headers)
 
-    def arrived(self, delivery: Delivery[R], progress: SampleProgress) -> None:
+    def arrived(self, delivery: Delivery[_R], progress: SampleProgress) -> None:
         """What was adopted goes on here."""
         delivered = Delivered(delivery.headers, delivery.num_deliveries, progress)
         delivery.held.watched(self._watched(delivery.record, delivered, True))
 
-    def _watched(self, record: R, delivered: Delivered, can_end: bool) -> Tell | None:
-        """Tells who looks on that it is taken; what tells that it was ended."""
+    def _watched(self, record: _R, delivered: Delivered, can_end: bool) -> Tell | None:
+        """Tell the watcher that it is taken; return what tells that it was ended."""
         if self._watcher is None:
             return None
         self._watcher.taken(self._place, record, delivered)
@@ -201,12 +201,12 @@ class Inbox(Generic[R]):
 async def ack_all(held: Iterable[Held]) -> None:
     """Many at a time: one after the other, thousands would wait for a round trip each."""
     waiting = list(held)
-    for start in range(0, len(waiting), AT_ONCE):
-        await asyncio.gather(*(one.ack() for one in waiting[start : start + AT_ONCE]))
+    for start in range(0, len(waiting), _AT_ONCE):
+        await asyncio.gather(*(one.ack() for one in waiting[start : start + _AT_ONCE]))
 
 
 async def give_back(held: Iterable[Held]) -> None:
-    """All at once, for somebody else: who leaves does not make them wait for the ack wait."""
+    """Give all back at once: a worker that exits makes no other wait for the ack wait."""
     await asyncio.gather(*(one.nak() for one in held))
 
 
@@ -233,7 +233,7 @@ class StageBus:
             watcher.published(self._place, record, began, is_new)
             return is_new
 
-    async def subscribe(self, record_type: type[R]) -> Inbox[R]:
+    async def subscribe(self, record_type: type[_R]) -> Inbox[_R]:
         """A stage's workers compete for work. State and signals they watch, as an observer does everything."""
         if record_type not in (*self.stage.consumes, *self.stage.watches, *loop.SEEN_BY_ALL):
             raise InvalidRequest("record", record_type.__name__, f"{self.stage.name} does not consume it (loop.py)")
@@ -293,7 +293,7 @@ class Bus:
     def subject(self, record_type: type) -> str:
         return loop.subject(self.job, self.uid, record_type)
 
-    def read(self, record_type: type[R], message_id: str, data: bytes) -> R:
+    def read(self, record_type: type[_R], message_id: str, data: bytes) -> _R:
         """Raises `MalformedRecord` for whatever is no such record of this run, under its own id."""
         record = decode(data)
         if not isinstance(record, record_type):
@@ -312,7 +312,7 @@ class Bus:
         return StageBus(self, _known(name), worker)
 
     async def publish(self, record: Record, headers: Mapping[str, str] | None = None) -> bool:
-        """For who is no stage (the heartbeats of a process); a stage publishes through its `StageBus`."""
+        """Publish what no stage says (the heartbeats of a process); a stage publishes through its `StageBus`."""
         return await self.transport.publish(
             self.subject(type(record)),
             encode(record),
@@ -322,14 +322,14 @@ class Bus:
         )
 
     async def release(self, name: str) -> None:
-        """For who starts the only worker of a stage again: what the one that died held is delivered at once, not after
-        the ack wait."""
+        """Called before the only worker of a stage restarts: what the one that died held is delivered at once, not
+        after the ack wait."""
         for record_type in _known(name).consumes:
             if loop.KINDS[record_type] == "work":
                 await self.transport.release(self.subject(record_type), name)
 
     async def dead_letters(self) -> Subscription:
-        """What nobody could handle; the data is a `transport.dead_letters.DeadLetter`."""
+        """What no worker could handle; the data is a `transport.dead_letters.DeadLetter`."""
         return await self.transport.watch(loop.dead_letters(self.job, self.uid))
 
 

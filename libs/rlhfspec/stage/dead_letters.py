@@ -1,4 +1,4 @@
-"""Ends the run when nobody could handle a record: without it a step would wait for ever."""
+"""Ends the run when no worker could handle a record: without it a step would wait for ever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DeadLetterWatch(Service):
     consumes: the dead letters of the job; produces: nothing; waits for: a record that a stage refused for good, or
     never acknowledged; unblocked by: any stage. It raises `RecordUndeliverable` with the first.
 
-    What is no record of this run, no step waits for: whoever sent that ends nothing, and the log tells of it.
+    What is no record of this run, no step waits for: it ends nothing, and the log tells of it.
     """
 
     def __init__(self, bus: Bus, vitals: Vitals) -> None:
@@ -34,7 +34,7 @@ class DeadLetterWatch(Service):
     async def run(self) -> None:
         letters = await self._bus.dead_letters()
         while not self.stopping.is_set():
-            with self.vitals.waiting("records that nobody could handle"):
+            with self.vitals.waiting("records that no worker could handle"):
                 messages = await self.unless_stopped(letters.pull(1, LOOK_EVERY_SECONDS))
             for message in messages:
                 if (problem := undeliverable(self._bus, message)) is not None:

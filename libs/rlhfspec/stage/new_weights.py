@@ -14,7 +14,7 @@ from rlhfspec.stage.base import Service
 if TYPE_CHECKING:
     from rlhfspec.training.weights import WeightStore
 
-RETRY_SECONDS = 0.25
+_RETRY_SECONDS = 0.25
 log = logging.getLogger("rlhfspec.stage")
 Load = Callable[[dict[str, Any], int], None]
 
@@ -22,8 +22,8 @@ Load = Callable[[dict[str, Any], int], None]
 class NewWeights:
     """Brings the newest announced version to `load(tensors, version)`, which runs in the worker's thread.
 
-    Whoever has them may just be starting again: what cannot be had for now is asked for again until it comes, the
-    worker is asked to stop, or `deadline_seconds` are over and supervision ends the run, naming the version.
+    The process that has them may just be starting again: what cannot be had for now is asked for again until it comes,
+    the worker is asked to stop, or `deadline_seconds` are over and supervision ends the run, naming the version.
     """
 
     def __init__(
@@ -61,5 +61,5 @@ class NewWeights:
         return None
 
     async def _pause(self) -> list[None]:
-        await self._clock.sleep(RETRY_SECONDS)
+        await self._clock.sleep(_RETRY_SECONDS)
         return []

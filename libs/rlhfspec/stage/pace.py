@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhfspec.stage.vitals import Vitals
 
-BEAT_SECONDS, IDLE_BEAT_SECONDS = 0.25, 2.0
+LIVE_BEAT_SECONDS, IDLE_BEAT_SECONDS = 0.25, 2.0
 
 
 class Pace:
@@ -36,14 +36,14 @@ class Beats:
 
     def __init__(self, vitals: Vitals) -> None:
         self._vitals = vitals
-        self._pace = Pace(BEAT_SECONDS, IDLE_BEAT_SECONDS)
+        self._pace = Pace(LIVE_BEAT_SECONDS, IDLE_BEAT_SECONDS)
         self._told: object = None
 
     async def next(self, told: object, stopping: asyncio.Event) -> None:
         """Returns when it is time, or when it is to stop. `told`: the last time, without what only time changes."""
         seconds, self._told = self._pace.after(told != self._told), told
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(stopping.wait())]
-        if seconds > BEAT_SECONDS:
+        if seconds > LIVE_BEAT_SECONDS:
             waits.append(asyncio.create_task(self._vitals.until_change()))
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -23,7 +23,7 @@ from rlhfspec.stage.vitals import Vitals, WorkerState
 
 log = logging.getLogger("rlhfspec.stage")
 STAGE_NAMES = {stage.name for stage in STAGES}
-STALL_SECONDS = 300.0  # so long everybody may wait for somebody
+STALL_SECONDS = 300.0  # so long all workers may wait for each other
 GRACE_SECONDS = 120.0  # for the trainer to end its step and write a checkpoint
 Tasks = dict[asyncio.Task[None], Service]
 
@@ -31,7 +31,7 @@ Tasks = dict[asyncio.Task[None], Service]
 class Supervisor:
     """Watches over one run.
 
-    `stall_seconds`: so long everybody may wait while nobody works. `grace_seconds`: so long services have to end when
+    `stall_seconds`: so long all may wait while none works. `grace_seconds`: so long services have to end when
     asked to (a trainer writes its checkpoint in it), and once more when cancelled. `final`: when every service of
     these stages has returned, the run is over; where there is none of them, when all services have.
     """

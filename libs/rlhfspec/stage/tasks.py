@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-AGAIN_SECONDS = 0.1
+_AGAIN_SECONDS = 0.1
 
 
 async def together(*parts: Coroutine[Any, Any, None]) -> None:
@@ -50,7 +50,7 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
     while left := [task for task in tasks if not task.done()]:
         for task in left:
             task.cancel()
-        await asyncio.wait(left, timeout=AGAIN_SECONDS)
+        await asyncio.wait(left, timeout=_AGAIN_SECONDS)
 
 
 async def to_the_end(part: Coroutine[Any, Any, None]) -> None:
@@ -76,6 +76,6 @@ async def to_the_end(part: Coroutine[Any, Any, None]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        task.exception()  # nobody is left who would hear of it
+        task.exception()  # no caller is left that would hear of it
         raise cancelled
     task.result()

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
-R = TypeVar("R")
+_R = TypeVar("_R")
 log = logging.getLogger("rlhfspec.stage")
 
 
@@ -37,7 +37,7 @@ class _Call:
             return
         try:
             result = self.call()
-        except BaseException as error:  # whatever it was, the one who awaits it must hear of it
+        except BaseException as error:  # whatever it was, the task that awaits it must hear of it
             self.outcome.set_exception(_as_exception(error))
         else:
             self.outcome.set_result(result)
@@ -55,13 +55,13 @@ class ComputeThread:
         self._jobs: queue.SimpleQueue[_Call | None] | None = None
         self._num_started = 0
 
-    async def in_thread(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    async def in_thread(self, function: Callable[P, _R], /, *args: P.args, **kwargs: P.kwargs) -> _R:
         context = contextvars.copy_context()  # what is logged there is about the same sample
         job = _Call(partial(context.run, function, *args, **kwargs))
         jobs = self._running()
         jobs.put(job)
         try:
-            result: R = await asyncio.wrap_future(job.outcome)
+            result: _R = await asyncio.wrap_future(job.outcome)
         except asyncio.CancelledError:
             self._leave_behind(job, jobs)
             raise

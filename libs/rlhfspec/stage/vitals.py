@@ -211,7 +211,7 @@ class Vitals:
         self.told: Told | None = None  # of every piece of work, when it ends
         self.note: Callable[[str], None] | None = None  # told what is done now, whenever that changes
         self._noting = threading.Lock()
-        self._awaited: list[Callable[[], object]] = []  # by who waits for the next change
+        self._awaited: list[Callable[[], object]] = []  # by what waits for the next change
         self._workers: dict[tuple[str, int], WorkerVitals] = {}
 
     def worker(self, stage: str, worker: int) -> WorkerVitals:
@@ -248,5 +248,5 @@ class Vitals:
         return tuple(worker.state() for worker in list(self._workers.values()))
 
     def quiet_seconds(self) -> float:
-        """Since anybody last worked; 0 while somebody does, and when nobody is there."""
+        """Return the time since a worker last worked; 0 while one does, and when there is none."""
         return min((worker.quiet_seconds() for worker in list(self._workers.values())), default=0.0)

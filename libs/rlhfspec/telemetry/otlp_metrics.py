@@ -18,7 +18,7 @@ from rlhfspec.telemetry.spans import Attribute
 
 EXPORT_SECONDS = 5.0
 EXPORT_TIMEOUT_SECONDS = 5.0
-CLOSE_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
 
 
 class OtlpMetrics:
@@ -39,7 +39,7 @@ class OtlpMetrics:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._closing.set()
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
         self._exporter.shutdown(timeout_millis=0)
 
     def _export_on(self) -> None:

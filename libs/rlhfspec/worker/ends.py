@@ -1,4 +1,4 @@
-"""What a generator needs so that samples leave it and come to it: who it is, how others are asked, how KV lands.
+"""What a generator needs so that samples leave it and come to it: its name, how others are asked, how KV lands.
 
 In one process the ends of all generators share a `DirectControl`; between processes each worker has a server for them.
 """
@@ -38,7 +38,7 @@ class MoveEndpoint:
     address: str = ""
     host: str = "127.0.0.1"
     link_port: int = 0  # 0: any that is free
-    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None  # of who listens, of who connects
+    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None  # to listen, to connect
     close: Callable[[], None] = lambda: None
 
     @classmethod

@@ -39,7 +39,7 @@ _TEMPORARY = (
     TransportClosed, TransportFull, TransportUnavailable, StorageUnavailable, ConnectionError, TimeoutError,
 )  # fmt: skip
 _PERMANENT = (InvalidRequest, RewardError, NumericalError, RolloutError)
-# A crash of its own: nobody sends these from outside.
+# A crash of its own: no other program sends these.
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 

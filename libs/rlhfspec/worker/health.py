@@ -42,9 +42,9 @@ from rlhfspec.stage.vitals import Vitals
 
 LOOPBACK = "127.0.0.1"
 BEAT_SECONDS = 10.0  # without a beat for so long the event loop hangs
-LOOK_SECONDS = 1.0  # so often those who watch the health service are told of a change
-CLOSE_SECONDS = 1.0  # for calls that are being answered
-NUM_THREADS = 16  # each streams to one peer at a time
+_LOOK_SECONDS = 1.0  # so often those that watch the health service are told of a change
+_CLOSE_SECONDS = 1.0  # for calls that are being answered
+_NUM_THREADS = 16  # each streams to one peer at a time
 HTTP_TIMEOUT_SECONDS = 5.0  # for a client to say what it wants
 
 Metrics = Callable[[], str]
@@ -76,7 +76,7 @@ class Health:
         self._not_ready = "is being built"
         self._last_beat = time.monotonic()
         self._grpc_health = _GrpcHealth(self.problem)
-        pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"grpc-{stage}-{worker}")
+        pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"grpc-{stage}-{worker}")
         # Never share the port: another process of ours that asks for any port must get its own.
         self.server: grpc.Server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(self._grpc_health, self.server)
@@ -94,7 +94,7 @@ class Health:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._http.close()
         self._grpc_health.enter_graceful_shutdown()
-        self.server.stop(CLOSE_SECONDS).wait()
+        self.server.stop(_CLOSE_SECONDS).wait()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def beat(self) -> None:
@@ -138,7 +138,7 @@ def _add_port(server: grpc.Server, address: str, credentials: Path | None, role:
 
 
 class _GrpcHealth(HealthServicer):  # type: ignore[misc]
-    """Says what is true when it is asked, and tells those who watch when they look."""
+    """Says what is true when it is asked, and tells those that watch when they look."""
 
     def __init__(self, problem: Callable[[], str]) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _GrpcHealth(HealthServicer):  # type: ignore[misc]
 
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
-    timeout = LOOK_SECONDS
+    timeout = _LOOK_SECONDS
 
     def __init__(self, place: tuple[str, int], health: Health, metrics: Metrics, tell: Callable[[], None]) -> None:
         self.health = health
@@ -173,7 +173,7 @@ class _Http(ThreadingHTTPServer):
     def close(self) -> None:
         self._is_closing = True
         host, port = self.server_address[:2]
-        with suppress(OSError), socket.create_connection((str(host), port), LOOK_SECONDS):
+        with suppress(OSError), socket.create_connection((str(host), port), _LOOK_SECONDS):
             """Nothing is asked: it only ends the wait for a request."""
         self._thread.join()
         self.server_close()

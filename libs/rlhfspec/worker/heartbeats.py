@@ -1,4 +1,4 @@
-"""Says on the bus what the workers of this process do, for whoever looks on from another."""
+"""Publishes what the workers of this process do, for the other processes of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Heartbeats(Service):
                 await self._bus.publish(self._beat(state))
             with self.vitals.waiting("the next beat"):
                 await beats.next([state.without_times() for state in states], self.stopping)
-        for state in self._all.snapshot():  # the last: who leaves is not taken for one that died
+        for state in self._all.snapshot():  # the last: a worker that exits is not taken for one that died
             await self._bus.publish(self._beat(replace(state, doing="stopped", what="leaves")))
 
     def _beat(self, state: WorkerState) -> Heartbeat:

@@ -26,14 +26,14 @@ from rlhfspec.worker import exits
 TERMINATION_LOG = "TERMINATION_LOG"  # in the environment: where the line goes
 IN_A_POD = "RLHFSPEC_HOST"  # in the environment of every pod
 OF_KUBERNETES = Path("/dev/termination-log")
-MOST_BYTES = 4096  # that Kubernetes keeps
+_MOST_BYTES = 4096  # that Kubernetes keeps
 log = logging.getLogger("rlhfspec.stage")
 
 
 class Ending:
     """Around all that a process does: whatever ends it is its code and its last words. It swallows what was raised.
 
-    `file`: a place for them in memory, for a supervisor who finds nothing in the log when the disk is full.
+    `file`: a place for them in memory, for a supervisor that finds nothing in the log when the disk is full.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def write_last_words(text: str) -> None:
     given = os.environ.get(TERMINATION_LOG)
     if given is None and (IN_A_POD not in os.environ or not OF_KUBERNETES.exists()):
         return
-    line = without_secrets(" ".join(text.split())).encode()[:MOST_BYTES]
+    line = without_secrets(" ".join(text.split())).encode()[:_MOST_BYTES]
     try:
         Path(given or OF_KUBERNETES).write_bytes(line)
     except OSError as error:

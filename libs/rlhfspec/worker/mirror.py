@@ -2,7 +2,7 @@
 
 Where storage is a claim, all pods of a job see one folder. Where it is an object store, each has a folder of its own:
 it fetches what it reads when it starts, and sends what changed there. The trainer sends before it acknowledges anything
-(`trainer.keeping`), so whoever comes after it finds all that it built on; of the others' traces and moves, the last
+(`trainer.keeping`), so the process after it finds all that it built on; of the others' traces and moves, the last
 half minute may be lost.
 
 Example:
@@ -38,8 +38,8 @@ from rlhfspec.telemetry.folder import TRACES
 SEND_SECONDS = 30.0
 FETCH_PATIENCE_SECONDS = 5.0  # a pod that cannot begin says why, and begins again
 CHECKPOINTS, MANIFEST, MOVES = "checkpoints", "manifest.json", "moves.jsonl"
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-JOB_FILE = "processes/job.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_JOB_FILE = "processes/job.json"
 _READ_BY = {
     PREPARE: ("job.yaml", "manifest.json", "steps.jsonl"),
     CONTROL: ("steps.jsonl",),
@@ -73,7 +73,7 @@ def is_read_by(stage: str, worker: int, name: str) -> bool:
         return name == f"{TRACES}/{stage}-{worker}.jsonl"
     if stage == "trainer":
         return top not in (MOVES, "export", "plots")
-    return name == JOB_FILE or name in _READ_BY.get(stage, ())
+    return name == _JOB_FILE or name in _READ_BY.get(stage, ())
 
 
 class Mirror:
@@ -102,7 +102,7 @@ class Mirror:
         sizes = self.store.sizes(*input_paths(_spec_of(job_file), self.store.base))
         modules = {path: size for path, size in self.store.at_the_top().items() if path.endswith(".py")}
         computes = self._stage in TORCH_ROLES and self._stage != PREPARE
-        needed = {path: size for path, size in sizes.items() if computes or not path.endswith(WEIGHTS)}
+        needed = {path: size for path, size in sizes.items() if computes or not path.endswith(_WEIGHTS)}
         return self.store.fetch(modules | needed)
 
     def fetch_traces(self) -> None:
@@ -150,7 +150,7 @@ class Mirroring(Service):
     next time; unblocked by: time."""
 
     def __init__(self, mirror: Mirror) -> None:
-        super().__init__("mirror", 0, Vitals())  # nobody has to hear of it
+        super().__init__("mirror", 0, Vitals())  # no supervisor has to hear of it
         self._mirror = mirror
 
     async def run(self) -> None:

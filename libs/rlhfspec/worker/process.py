@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STARTED = "RLHFSPEC_WORKER"  # in the environment: by a supervisor, not by hand
 PR_SET_PDEATHSIG = 1
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGKILL}
-LEFT = b'{"level": "info", "message": "left: before it had begun", "exit_code": 0}\n'
+_LEFT = b'{"level": "info", "message": "left: before it had begun", "exit_code": 0}\n'
 
 
 def main(stage: str) -> NoReturn:
@@ -51,7 +51,7 @@ def main(stage: str) -> NoReturn:
     os._exit(code)
 
 
-def _leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, LEFT)) -> None:
+def _leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT)) -> None:
     """Until the event loop listens: the first process of a container hears no signal that it does not ask for."""
 
     def leave(number: int, frame: object) -> None:

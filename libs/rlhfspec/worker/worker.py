@@ -43,7 +43,7 @@ from rlhfspec.worker.worker_weights import WorkerWeights
 if TYPE_CHECKING:
     from rlhfspec.worker.ends import MoveEndpoint
 
-HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
+_HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
 LEAVING_SECONDS = 15.0  # for a server that is away, where this worker was asked to leave: it may be gone for good
 OPENING_SECONDS = 300.0  # for `control`, or the supervisor, to open the run
 log = logging.getLogger("rlhfspec.stage")
@@ -119,7 +119,7 @@ class StageWorker:
             transport.hurry(LEAVING_SECONDS)
 
     async def _connect(self, stage: str, worker: int) -> Bus:
-        """With the rights of that stage. Who was started by hand may have a higher number than the job says."""
+        """With the rights of that stage. A worker started by hand may have a higher number than the job says."""
         transport = await connect(self._connections, stage, name=f"{stage}-{worker}", clock=self._vitals.clock)
         self._transports.append(transport)
         workers = workers_of(self._job)
@@ -130,7 +130,7 @@ class StageWorker:
         return bus
 
     async def _until_open(self, bus: Bus) -> None:
-        """Who opens the run may start at the same time."""
+        """Wait for the run to be opened, which may start at the same time."""
         [transport] = self._transports
         waiting = self._vitals.worker(self._stage, self._worker).waiting("the run to be opened")
         with waiting:
@@ -161,7 +161,7 @@ class StageWorker:
         return service.said_at_the_end
 
     def _beats(self, bus: Bus, service: Service) -> list[Service]:
-        """What it does right now: on the bus, for the supervisor; in Redis, for whoever looks."""
+        """What it does right now: on the bus, for the supervisor; in Redis, for those that read it."""
         beats: list[Service] = [Heartbeats(bus, self._vitals)]
         connections = self._connections
         if connections.redis_url is not None:
@@ -234,12 +234,12 @@ class StageWorker:
 
 def host_told(environment: Mapping[str, str]) -> str:
     """
-    >>> host_told({HOST: "300.1.2.3"})  # doctest: +ELLIPSIS
+    >>> host_told({_HOST: "300.1.2.3"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     rlhfspec.errors.InvalidRequest: RLHFSPEC_HOST: in the environment, is no address of this machine: ...
     """
-    host = environment.get(HOST) or LOOPBACK
+    host = environment.get(_HOST) or LOOPBACK
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             listening.bind((host, 0))
@@ -247,7 +247,7 @@ def host_told(environment: Mapping[str, str]) -> str:
         if error.errno == errno.EADDRINUSE:
             raise TransportUnavailable(host, "no port is free (net.ipv4.ip_local_port_range)") from None
         raise InvalidRequest(
-            HOST, host, f"in the environment, is no address of this machine: {error.strerror}"
+            _HOST, host, f"in the environment, is no address of this machine: {error.strerror}"
         ) from None
     return host
 

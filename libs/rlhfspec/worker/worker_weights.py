@@ -1,4 +1,4 @@
-"""The weights as one process of a run has them: made at their first use, so that who needs none imports no torch."""
+"""The weights as one process of a run has them: made at their first use; without one, torch is not imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ READERS = ("generator", "critic")
 
 class WorkerWeights:
     """Implements rlhfspec.training.weights.WeightStore, by the one that the run names (`choices.weight_stores`). Those
-    who serve versions to each other are known by what each worker says of itself."""
+    which serve versions to each other are known by what each worker says of itself."""
 
     def __init__(self, connections: Connections, job: RLHFJob, bus: StageBus, health: Health) -> None:
         """Before the gRPC server of `health` starts."""

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from rlhfspec.cluster import names
 from rlhfspec.operator.observed import Said
 
-DIAL_SECONDS, DIAL_AGAIN_SECONDS, ANSWER_SECONDS = 3.0, 1.0, 2.0
+DIAL_SECONDS, DIAL_AGAIN_SECONDS, _ANSWER_SECONDS = 3.0, 1.0, 2.0
 MOST_MISSED = 2
 _DEFAULT_PORTS = {
     "nats": names.NATS_PORT,
@@ -62,7 +62,7 @@ async def _problem_of(url: str) -> str:
     """Empty: somebody answers. NATS speaks first, whether it wants TLS or not."""
     parts = urlsplit(url)
     try:
-        async with asyncio.timeout(ANSWER_SECONDS):
+        async with asyncio.timeout(_ANSWER_SECONDS):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port or _DEFAULT_PORTS[parts.scheme])
             try:
                 is_nats = parts.scheme in ("nats", "tls")
@@ -70,7 +70,7 @@ async def _problem_of(url: str) -> str:
             finally:
                 writer.close()
     except TimeoutError:
-        return f"no answer within {ANSWER_SECONDS:.0f} s"
+        return f"no answer within {_ANSWER_SECONDS:.0f} s"
     except OSError as error:
         return os.strerror(error.errno) if error.errno else str(error)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
-from rlhfspec.job.cluster import OPERATOR
+from rlhfspec.job.cluster import DEFAULT_MANAGER
 from rlhfspec.operator.observed import DryRunResult, JobView, Observed, PodView, Refusal, Said
 from rlhfspec.operator.queue import Key
 from rlhfspec.operator.views import job_view, owner_of, pod_view
@@ -24,7 +24,7 @@ from rlhfspec.operator.workloads import Workloads
 
 Json = dict[str, Any]
 Kind = Literal["job", "pod", "workload"]
-MOST_WARNINGS = 5  # of one pod
+_MOST_WARNINGS = 5  # of one pod
 MOST_GONE = 10_000  # uids that are remembered as gone
 WARNINGS = "type=Warning,involvedObject.kind=Pod"  # field selector of the events that are of use
 
@@ -34,7 +34,7 @@ class _Pod:
     view: PodView
     version: int
     marked: float | None = None  # when we first saw that it is being deleted
-    warnings: deque[tuple[str, Said]] = field(default_factory=lambda: deque(maxlen=MOST_WARNINGS))  # name of the event
+    warnings: deque[tuple[str, Said]] = field(default_factory=lambda: deque(maxlen=_MOST_WARNINGS))  # name of the event
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Cache:
     # --- what the watches say: each returns the job that it concerns -------------------------------------------------
 
     def put_job(self, job: Json) -> Key | None:
-        if job["spec"].get("managedBy", OPERATOR) != OPERATOR:
+        if job["spec"].get("managedBy", DEFAULT_MANAGER) != DEFAULT_MANAGER:
             return None  # somebody else's, for ever
         metadata = job["metadata"]
         key, version = (metadata["namespace"], metadata["name"]), int(metadata["resourceVersion"])

@@ -33,10 +33,10 @@ from typing import Self
 
 from rlhfspec.cluster import names
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.messages.access.rights import GUESTS, ROLES, RoleRights, inbox_of, rights_of
+from rlhfspec.messages.access.rights import BUS_ROLES, GUESTS, RoleRights, inbox_of, rights_of
 from rlhfspec.messages.servers import jwt, shared
 from rlhfspec.messages.servers.certificates import Authority
-from rlhfspec.messages.servers.derived import ACCOUNT, OPERATOR, USER, derived, nkey_seed
+from rlhfspec.messages.servers.derived import ACCOUNT_KEY, OPERATOR_KEY, USER_KEY, derived, nkey_seed
 from rlhfspec.runs.live import redis_users
 from rlhfspec.runs.live.redis_users import DASHBOARD, PASSWORD_FILE, USER_FILE, ClusterRun
 
@@ -77,7 +77,7 @@ def new_keys() -> Keys:
 
 
 def new_account_seed() -> bytes:
-    return nkey_seed(os.urandom(32), ACCOUNT).encode()
+    return nkey_seed(os.urandom(32), ACCOUNT_KEY).encode()
 
 
 def new_authority(begin: datetime) -> tuple[bytes, bytes]:
@@ -92,7 +92,7 @@ def credentials_of(
     keys: Keys, *, namespace: str, job: str, job_uid: str, run: str, role: str, created: datetime
 ) -> dict[str, bytes]:
     """The data of a role's Secret. `created`: of the job; `run`: its uid (`names.run_uid`)."""
-    if role not in (*names.ROLES, *ROLES):
+    if role not in (*names.ROLES, *BUS_ROLES):
         raise InvalidRequest("role", role, f"must be one of {', '.join(names.ROLES)}")
     secret = derived(keys.master, "job", job_uid)
     authority = _authority(secret, job_uid, created.replace(microsecond=0))
@@ -103,7 +103,7 @@ def credentials_of(
     data[USER_FILE] = redis_users.user_of(keys.master, ClusterRun(namespace, run), role).encode()
     data[PASSWORD_FILE] = redis_users.password_of(keys.master, run, role).encode()
     for acts_as in (role, *GUESTS.get(role, ())):
-        seed = nkey_seed(secret, USER, run, role, acts_as)
+        seed = nkey_seed(secret, USER_KEY, run, role, acts_as)
         name = f"{job}/{run}/{role}" + (f" as {acts_as}" if acts_as != role else "")
         issued = int(created.timestamp())
         data[f"{acts_as}.creds"] = _creds(keys, seed, name, rights_of(acts_as, job, run), issued)
@@ -140,7 +140,7 @@ def dashboard_creds(keys: Keys) -> bytes:
 
 def _release_creds(keys: Keys, role: str, publish: tuple[str, ...], subscribe: tuple[str, ...]) -> bytes:
     rights = RoleRights(publish, (f"{inbox_of(role, 'release')}.>", *subscribe))
-    return _creds(keys, nkey_seed(keys.master, USER, "release", role), f"rlhfspec/{role}", rights)
+    return _creds(keys, nkey_seed(keys.master, USER_KEY, "release", role), f"rlhfspec/{role}", rights)
 
 
 def install_secrets(keys: Keys, *, namespace: str, release: str, created: datetime) -> dict[str, dict[str, bytes]]:
@@ -152,7 +152,7 @@ def install_secrets(keys: Keys, *, namespace: str, release: str, created: dateti
         service = f"{release}-{name}"
         domains = ("", f".{namespace}", f".{namespace}.svc", f".{namespace}.svc.cluster.local")
         certificate, key = authority.issue(service, [f"{service}{domain}" for domain in domains])
-        return {shared.CERTIFICATE: certificate, shared.KEY: key, shared.AUTHORITY: keys.ca_pem}
+        return {shared.CERTIFICATE_FILE: certificate, shared.KEY: key, shared.AUTHORITY: keys.ca_pem}
 
     return {
         f"{release}-keys": keys.data(),
@@ -169,7 +169,10 @@ def install_secrets(keys: Keys, *, namespace: str, release: str, created: dateti
 
 
 def nats_config(keys: Keys) -> bytes:
-    operator, system = nkey_seed(keys.master, OPERATOR), jwt.public_key(nkey_seed(keys.master, ACCOUNT, "system"))
+    operator, system = (
+        nkey_seed(keys.master, OPERATOR_KEY),
+        jwt.public_key(nkey_seed(keys.master, ACCOUNT_KEY, "system")),
+    )
     jobs = jwt.public_key(keys.account_seed.decode())
     accounts = {
         system: jwt.account_jwt(operator, system, "SYS", jetstream=False),

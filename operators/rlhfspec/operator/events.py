@@ -14,8 +14,8 @@ from rlhfspec.cluster.api import JOB_VERSION, Api, ApiResponse
 from rlhfspec.operator.observed import JobView
 from rlhfspec.operator.plan import Event
 
-QUIET_SECONDS = 300.0  # the same event is written once in so long
-MOST_KNOWN = 5000
+_QUIET_SECONDS = 300.0  # the same event is written once in so long
+_MOST_KNOWN = 5000
 LONGEST_MESSAGE = 1000
 
 
@@ -38,10 +38,10 @@ class EventRecorder:
         digest = hashlib.sha256(f"{job.uid}/{event.type}/{event.reason}/{event.message}".encode()).hexdigest()[:16]
         said = self._said.setdefault(digest, _RecordedEvent(at))
         self._said.move_to_end(digest)
-        if len(self._said) > MOST_KNOWN:
+        if len(self._said) > _MOST_KNOWN:
             self._said.popitem(last=False)
         said.count += 1
-        if self._now() - said.written < QUIET_SECONDS:
+        if self._now() - said.written < _QUIET_SECONDS:
             return None
         said.written = self._now()
         about = {"apiVersion": JOB_VERSION, "kind": names.KIND, "namespace": job.namespace, "name": job.name}

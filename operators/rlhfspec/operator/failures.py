@@ -25,7 +25,7 @@ from rlhfspec.operator.observed import PodView
 from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker.exits import PERMANENT, Failure, failure_of, is_about_full_disk, said
 
-COMPLETED, LEFT = "completed:", "left:"  # how the last line of a worker begins
+COMPLETED, _LEFT = "completed:", "left:"  # how the last line of a worker begins
 # Reasons of a whole pod that its node, or the cluster, had for ending it: no fault of the job's.
 DISRUPTIONS = {
     "Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting", "UnexpectedAdmissionError", "NodeAffinity",
@@ -48,7 +48,7 @@ def end_of(pod: PodView) -> PodEnd:
     code = ended.exit_code if ended else None
     message = (ended.message if ended else "") or ""
     if pod.phase == "Succeeded":
-        if pod.role in BY_NAME and not message.startswith((COMPLETED, LEFT)):  # such as a reward that ends its process
+        if pod.role in BY_NAME and not message.startswith((COMPLETED, _LEFT)):  # such as a reward that ends its process
             return PodEnd("failure", "error", 0, "Error", f"{said(0)}, and nobody had asked it to")
         return PodEnd("left" if pod.role == "trainer" and not message.startswith(COMPLETED) else "completed",
                    exit_code=0, reason="Completed", message=message)  # fmt: skip

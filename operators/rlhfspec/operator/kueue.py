@@ -24,7 +24,7 @@ from rlhfspec.operator.draft import Draft
 from rlhfspec.operator.memory import Memory
 from rlhfspec.operator.plan import WorkloadWrite
 from rlhfspec.operator.times import text_of
-from rlhfspec.operator.workloads import ASKED, GROUP, KIND, PRIORITY, VERSION, WorkloadView
+from rlhfspec.operator.workloads import ASKED, KUEUE_GROUP, PRIORITY, WORKLOAD_KIND, WORKLOAD_VERSION, WorkloadView
 
 DEFAULT_QUEUE = "default"  # as Kueue itself takes where a namespace has a LocalQueue of this name
 NO_KUEUE_SECONDS = 5.0  # Kueue says something sooner, where it runs
@@ -66,9 +66,11 @@ def why_it_waits(draft: Draft) -> Iterator[str]:
     if not is_queued(draft) or draft.spec.suspend or draft.memory.state == "open":
         return
     for refusal in draft.observed.refusals:
-        if refusal.kind == KIND:
-            hint = f"; is Kueue installed, and does it serve {VERSION}?" if refusal.reason in _NOT_THERE else ""
-            yield f"{KIND} {refusal.name}: {refusal.message}{hint}"
+        if refusal.kind == WORKLOAD_KIND:
+            hint = (
+                f"; is Kueue installed, and does it serve {WORKLOAD_VERSION}?" if refusal.reason in _NOT_THERE else ""
+            )
+            yield f"{WORKLOAD_KIND} {refusal.name}: {refusal.message}{hint}"
     if (seen := draft.observed.queueing.workload) is not None:
         yield from _said_of(draft, seen)
 
@@ -179,7 +181,7 @@ def _give_back(draft: Draft, seen: WorkloadView) -> WorkloadWrite | None:
 def _create(draft: Draft) -> WorkloadWrite | None:
     workload = workload_of(draft)
     name = workload["metadata"]["name"]
-    return None if draft.is_refused(KIND, name) else WorkloadWrite("create", name, body=workload)
+    return None if draft.is_refused(WORKLOAD_KIND, name) else WorkloadWrite("create", name, body=workload)
 
 
 def _release(draft: Draft, seen: WorkloadView) -> WorkloadWrite:
@@ -239,8 +241,8 @@ def workload_of(draft: Draft) -> dict[str, Any]:
         "name": names.workload_name(draft.job.name, draft.job.uid),
         "annotations": {ASKED: hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]},
     }
-    metadata["labels"] = metadata["labels"] | {f"{GROUP}/job-uid": draft.job.uid}
-    return {"apiVersion": VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
+    metadata["labels"] = metadata["labels"] | {f"{KUEUE_GROUP}/job-uid": draft.job.uid}
+    return {"apiVersion": WORKLOAD_VERSION, "kind": WORKLOAD_KIND, "metadata": metadata, "spec": spec}
 
 
 def _asked(workload: dict[str, Any]) -> str:

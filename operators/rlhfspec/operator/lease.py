@@ -25,7 +25,7 @@ import aiohttp
 
 from rlhfspec.cluster.api import Api, ApiResponse
 
-LEASE_SECONDS, RENEW_SECONDS, LOOK_SECONDS = 10.0, 3.0, 1.0
+LEADER_LEASE_SECONDS, RENEW_SECONDS, LEADER_LOOK_SECONDS = 10.0, 3.0, 1.0
 ACT_SECONDS = 8.0
 LOG = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Lease:
                 LOG.info("%s the Lease %s", "acts: holds" if was_held else "stands by: does not hold", self._name)
                 self.changed.set()
             # From when it began: after one that took its whole time comes the next at once.
-            await asyncio.sleep(began + (RENEW_SECONDS if was_held else LOOK_SECONDS) - self._now())
+            await asyncio.sleep(began + (RENEW_SECONDS if was_held else LEADER_LOOK_SECONDS) - self._now())
 
     async def attempt(self) -> None:
         """Once: to renew it, or to take it if it is free."""
@@ -116,7 +116,7 @@ class Lease:
         version = answer.body["metadata"]["resourceVersion"]
         if self._seen[0] != version:
             self._seen = (version, self._now())
-        return holder in (self._identity, "", None) or self._now() - self._seen[1] > LEASE_SECONDS
+        return holder in (self._identity, "", None) or self._now() - self._seen[1] > LEADER_LEASE_SECONDS
 
     def _written(self, last: dict[str, Any]) -> dict[str, Any]:
         """`last`: as the API server has it, with the resourceVersion that it must still have."""
@@ -130,7 +130,7 @@ class Lease:
             "metadata": last.get("metadata", {"name": self._name, "namespace": self._namespace}),
             "spec": {
                 "holderIdentity": holder,
-                "leaseDurationSeconds": round(LEASE_SECONDS),
+                "leaseDurationSeconds": round(LEADER_LEASE_SECONDS),
                 "acquireTime": spec.get("acquireTime", now) if is_same else now,
                 "renewTime": now,
                 "leaseTransitions": spec.get("leaseTransitions", 0) + (not is_same and bool(last)),

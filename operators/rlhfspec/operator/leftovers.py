@@ -27,7 +27,7 @@ from rlhfspec.runs.live.redis_client import words_of
 from rlhfspec.runs.live.redis_users import ClusterRun
 from rlhfspec.stage.tasks import ended, to_the_end
 
-GATHER_SECONDS = 0.2  # what happens meanwhile is one look
+_GATHER_SECONDS = 0.2  # what happens meanwhile is one look
 MOST_SEEN = 100_000  # runs that are remembered
 LOG = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class Tending:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._server.seconds):
                     await self._told.wait()
-                    await asyncio.sleep(GATHER_SECONDS)
+                    await asyncio.sleep(_GATHER_SECONDS)
 
     async def _look(self) -> None:
         try:

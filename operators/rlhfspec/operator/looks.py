@@ -142,7 +142,7 @@ class Reconciler:
         """409: it is there already, or somebody wrote since: the watch tells."""
         if write is None:
             return False
-        version, kind, known = workloads.VERSION, workloads.KIND, self._cache.workloads
+        version, kind, known = workloads.WORKLOAD_VERSION, workloads.WORKLOAD_KIND, self._cache.workloads
         if write.verb == "create":
             answer = await self._api.create(write.body)
         elif write.verb == "status":

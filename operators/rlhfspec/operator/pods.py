@@ -19,16 +19,16 @@ from rlhfspec.operator.observed import Worker
 from rlhfspec.operator.quantity import amount
 from rlhfspec.operator.wanted import restart_id_of
 
-USER = 65532  # the images' own; any other works as well
+_USER = 65532  # the images' own; any other works as well
 SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences
 # Kubernetes comes back to a namespace that is deleted after half of the longest grace of its pods, gone or not: with 80
 # seconds all is gone within a minute. A trainer whose run is to go on from its checkpoint is asked with more patience.
-GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 80
+_GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 80
 CHECKPOINT_SECONDS = 600
 NODE_SECONDS = 60  # a node may be away so long before its pods are made elsewhere
 TOKEN_SECONDS = 3600
 LOAD_SECONDS = 600  # for a start: libraries, and a file system that is slow
-FETCH_SECONDS = 4 * 3600  # where models are fetched from an object store first
+_FETCH_SECONDS = 4 * 3600  # where models are fetched from an object store first
 
 
 def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _spec(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
         "serviceAccountName": names.SERVICE_ACCOUNT,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": LONG_GRACE_SECONDS if role in SLOW_LEAVERS else GRACE_SECONDS,
+        "terminationGracePeriodSeconds": LONG_GRACE_SECONDS if role in SLOW_LEAVERS else _GRACE_SECONDS,
         "securityContext": _security(draft),
         "tolerations": [
             {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute",
@@ -94,7 +94,7 @@ def _spec(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
 
 
 def _security(draft: Draft) -> dict[str, Any]:
-    user = {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"}
+    user = {"runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}
     return {
         "runAsNonRoot": True,
         **(user if draft.settings.chooses_user else {}),
@@ -131,7 +131,7 @@ def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }  # fmt: skip
     if role != names.PREPARE:
-        container |= {"ports": _ports(role), **_probes(FETCH_SECONDS if draft.spec.storage.uri else LOAD_SECONDS)}
+        container |= {"ports": _ports(role), **_probes(_FETCH_SECONDS if draft.spec.storage.uri else LOAD_SECONDS)}
     return container
 
 

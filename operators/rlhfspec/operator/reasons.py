@@ -22,11 +22,11 @@ from rlhfspec.operator.failures import is_about_storage_away
 from rlhfspec.operator.memory import WorkerMemory
 from rlhfspec.operator.observed import PodView, Refusal, Said
 from rlhfspec.operator.wanted import wanted_workers
-from rlhfspec.operator.workloads import KIND as WORKLOAD
+from rlhfspec.operator.workloads import WORKLOAD_KIND as WORKLOAD
 from rlhfspec.worker.exits import is_about_full_disk
 
 READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # so long a pod may take after the job ran, and before
-STEADY_SECONDS = 30.0  # so long a worker that failed again and again must be ready to count as back
+_STEADY_SECONDS = 30.0  # so long a worker that failed again and again must be ready to count as back
 PULL_REASONS = {
     "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError",
     "RegistryUnavailable",
@@ -120,7 +120,7 @@ def _down(draft: Draft) -> Iterator[tuple[str, WorkerMemory]]:
         memory, pod = draft.memory.of_worker(worker_name(key)), draft.by_key.get(key)
         is_back = pod is not None and pod.ready and pod.uid != memory.pod
         if is_back and pod is not None and memory.num_failures >= 2:
-            is_back = draft.seconds_since(pod.ready_changed or pod.created) >= STEADY_SECONDS
+            is_back = draft.seconds_since(pod.ready_changed or pod.created) >= _STEADY_SECONDS
         if memory.reason and not is_back:
             yield worker_name(key), memory
 

@@ -13,16 +13,16 @@ from rlhfspec.operator.leftovers import Runs, ServerAway
 from rlhfspec.runs.live import redis_users as users
 from rlhfspec.runs.live.redis_client import client, close, failures, words_of
 
-LOOK_SECONDS = 3.0
+_LOOK_SECONDS = 3.0
 CALL_SECONDS = 2.0  # for one answer
 SWEEP_SECONDS = 60.0  # for all of them
-AT_ONCE = 100  # commands in one go: what is between two of these is our own CPU
+_AT_ONCE = 100  # commands in one go: what is between two of these is our own CPU
 
 
 class RedisUsers:
     """`login`: user and password of the operator itself; `authority`: whose certificate the server shows."""
 
-    name, seconds = "Redis", LOOK_SECONDS
+    name, seconds = "Redis", _LOOK_SECONDS
 
     def __init__(self, url: str, master: bytes, login: tuple[str, str], authority: bytes) -> None:
         user, password = login
@@ -78,7 +78,7 @@ class RedisUsers:
         await self._do([("ACL DELUSER", *some) for some in _parts(names)], runs)
 
     async def _keys_of(self, runs: set[str]) -> list[bytes]:
-        found = self._redis.scan_iter(match=f"{users.PREFIX}:*", count=1000)
+        found = self._redis.scan_iter(match=f"{users.REDIS_PREFIX}:*", count=1000)
         return [key async for key in found if _text(key).split(":")[1] in runs]
 
     async def _do(self, commands: Sequence[tuple[Any, ...]], runs: Runs) -> None:
@@ -103,4 +103,4 @@ def _parts(things: Sequence[T]) -> Iterator[Sequence[T]]:
     >>> [list(part) for part in _parts(range(150))][1][:2]
     [100, 101]
     """
-    return (things[begin : begin + AT_ONCE] for begin in range(0, len(things), AT_ONCE))
+    return (things[begin : begin + _AT_ONCE] for begin in range(0, len(things), _AT_ONCE))

@@ -25,7 +25,7 @@ from rlhfspec.runs.live.redis_users import OPERATOR, install_of, password_of
 
 REDIS_LOGIN = ("redis.username", "redis.password")
 NATS_ACCOUNT, AUTHORITIES = "nats.account.seed", ("nats.ca.pem", "redis.ca.pem")
-MOST_KNOWN = 2000  # Secrets that are kept, to sign none twice
+_MOST_KNOWN = 2000  # Secrets that are kept, to sign none twice
 
 
 def keys_of(folder: Path) -> Keys:
@@ -43,7 +43,7 @@ def keys_of(folder: Path) -> Keys:
 
 
 def credentials_by(keys: Keys) -> Credentials:
-    @lru_cache(MOST_KNOWN)
+    @lru_cache(_MOST_KNOWN)
     def made(namespace: str, job: str, job_uid: str, run: str, role: str, created: datetime) -> Mapping[str, bytes]:
         return credentials_of(keys, namespace=namespace, job=job, job_uid=job_uid, run=run, role=role, created=created)
 

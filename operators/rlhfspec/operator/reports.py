@@ -34,7 +34,7 @@ from rlhfspec.errors import ClusterUnavailable
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.queue import Key
 
-MOST_BYTES = 256 * 1024
+_MOST_BYTES = 256 * 1024
 LEAST_SECONDS = 0.5
 KNOWN_SECONDS = 60.0  # for so long a token that was good is not asked about again
 NOT_ASKED_SECONDS = 10.0  # nor for so long about one that was not: it may be of a pod that is too new
@@ -69,7 +69,7 @@ class Reports:
         self._last: dict[Key, float] = {}
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MOST_BYTES)
+        app = web.Application(client_max_size=_MOST_BYTES)
         app.add_routes([web.post(names.report_path("{namespace}", "{job}"), self._post)])
         return app
 
@@ -98,7 +98,7 @@ class Reports:
         try:
             report = Report.model_validate_json(await request.read())
         except web.HTTPRequestEntityTooLarge:
-            return _no(413, f"a report is {MOST_BYTES} bytes at most")
+            return _no(413, f"a report is {_MOST_BYTES} bytes at most")
         except ValidationError as error:
             first, *_ = error.errors(include_url=False, include_input=False)
             return _no(422, f"{'.'.join(map(str, first['loc'])) or 'report'}: {first['msg']}")

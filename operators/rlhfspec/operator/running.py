@@ -27,7 +27,7 @@ from rlhfspec.errors import ClusterUnavailable, LeadershipLost
 from rlhfspec.operator.broker import Dialling
 from rlhfspec.operator.cache import Cache
 from rlhfspec.operator.draft import worker_name
-from rlhfspec.operator.lease import LOOK_SECONDS, Lease
+from rlhfspec.operator.lease import LEADER_LOOK_SECONDS, Lease
 from rlhfspec.operator.leftovers import Runs, Server, Tending
 from rlhfspec.operator.looks import Reconciler
 from rlhfspec.operator.metrics import Metrics, Restarted
@@ -43,7 +43,7 @@ from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.stage.tasks import ended
 
 WORKERS = 4  # reconciles at a time; with 8, 200 jobs began no sooner, and the p99 of one was 2.5 s instead of 1
-RETRY_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 LOG = logging.getLogger(__name__)
 
 
@@ -171,7 +171,7 @@ class Operator:
                 return await what()
             except (ClusterUnavailable, LeadershipLost) as error:
                 LOG.warning("%s", error)
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def _label_leader(self) -> None:
         """On our pod, and on no other of the release."""
@@ -205,7 +205,7 @@ class Operator:
 
     async def _reconcile(self, key: Key) -> ReconcileResult:
         while not self._lease.is_held:  # until it is renewed, or we are ended
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(LEADER_LOOK_SECONDS)
         began = time.perf_counter()
         result = await self._reconciler.reconcile(key)
         self._metrics.reconcile_seconds.observe(time.perf_counter() - began)

@@ -18,7 +18,7 @@ from rlhfspec.cluster.api import Api, ApiResponse, Json
 from rlhfspec.errors import ClusterUnavailable, LeadershipLost
 
 MADE_ONCE = ("PersistentVolumeClaim", "RoleBinding")  # which refuse to become others; who made them may keep them
-RETRY_SECONDS = 15.0
+NAMESPACE_RETRY_SECONDS = 15.0
 LOG = logging.getLogger(__name__)
 
 
@@ -55,7 +55,7 @@ class Spaces:
                 if problem:
                     self._done.discard(namespace)
             try:
-                async with asyncio.timeout(None if self._namespaces <= self._done else RETRY_SECONDS):
+                async with asyncio.timeout(None if self._namespaces <= self._done else NAMESPACE_RETRY_SECONDS):
                     await self._changed.wait()
             except TimeoutError:
                 pass

@@ -22,7 +22,7 @@ from rlhfspec.operator.times import text_of
 from rlhfspec.operator.wanted import wanted_workers
 
 # So often, at most, is written what changes all the time: steps and counts of pods; gauges, such as tokens/s.
-COUNTS_SECONDS, GAUGES_SECONDS = 1.0, 5.0
+_COUNTS_SECONDS, GAUGES_SECONDS = 1.0, 5.0
 COUNTS = ("step", "totalSteps", "shown", "checkpointStep")  # of progress; the rest are gauges
 
 
@@ -72,7 +72,7 @@ def seconds_to_write(
         return None
     if last_write is None or _news(old) != _news(new):
         return 0.0
-    pause = GAUGES_SECONDS if _without_gauges(old) == _without_gauges(new) else COUNTS_SECONDS
+    pause = GAUGES_SECONDS if _without_gauges(old) == _without_gauges(new) else _COUNTS_SECONDS
     return max(0.0, pause - (now - last_write).total_seconds())
 
 

@@ -31,9 +31,9 @@ from rlhfspec.runs.live.redis_client import words_of
 from rlhfspec.runs.live.redis_users import ClusterRun
 from rlhfspec.stage.tasks import to_the_end
 
-LOOK_SECONDS = 3.0
+_LOOK_SECONDS = 3.0
 CALL_SECONDS = 2.0  # for one answer
-CLOSE_SECONDS = 0.5
+_CLOSE_SECONDS = 0.5
 SWEEP_SECONDS = 60.0  # for all of them
 RUNS_AT_ONCE = 16  # whose streams are made
 Call = tuple[str, dict[str, Any]]  # of JetStream, and its body
@@ -69,7 +69,7 @@ def calls_of(run: OpenRun, install: str, there: Collection[str]) -> list[Call]:
 class Streams:
     """`creds`: of a user who may make, find and delete them (`service.credentials.operator_creds`)."""
 
-    name, seconds = "NATS", LOOK_SECONDS
+    name, seconds = "NATS", _LOOK_SECONDS
 
     def __init__(self, url: str, install: str, creds: bytes | None, inbox: str, tls: ssl.SSLContext | None) -> None:
         options: dict[str, Any] = {"tls": tls} if tls is not None else {}
@@ -164,7 +164,7 @@ async def _call(client: Client, what: str, asked: dict[str, Any]) -> dict[str, A
 
 async def _closed(client: Client) -> None:
     with suppress(nats.errors.Error, OSError, TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS):
+        async with asyncio.timeout(_CLOSE_SECONDS):
             await client.close()
 
 

@@ -21,7 +21,7 @@ from rlhfspec.operator.draft import Draft
 _ONLY_A_TRIAL = ("dry run", "dryRun")  # a webhook that takes no part in one
 # What a webhook says that cannot be asked or denies it, or an admission policy: no fault of the job's words.
 _NOT_ABOUT_WORDS = ("webhook", "is forbidden: ", *_ONLY_A_TRIAL)
-MOST_CHARACTERS = 2000
+_MOST_CHARACTERS = 2000
 _TYPES_ARE_WRONG = "failed to create typed patch object"
 _CANNOT_READ = 'Pod in version "v1" cannot be handled as a Pod: '
 _WRONG_TYPE = re.compile(r"cannot unmarshal (\w+) into Go struct field \w+\.(\S+) of type (\S+)")
@@ -59,7 +59,7 @@ def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Se
     for pod, answer in zip(tried, answers, strict=True):
         if _is_about_words(answer):
             where = _where(job, pod["metadata"]["labels"][names.ROLE])
-            return f"{where}: no pod can be made of it: {_in_words(answer.message)}"[:MOST_CHARACTERS]
+            return f"{where}: no pod can be made of it: {_in_words(answer.message)}"[:_MOST_CHARACTERS]
     return ""
 
 

@@ -24,7 +24,7 @@ from rlhfspec.operator.observed import JobView, PodView, Said, Terminated, Worke
 from rlhfspec.operator.tidy import tidy
 from rlhfspec.operator.times import maybe_time_of, time_of
 
-MOST_WARNINGS = 8
+_MOST_WARNINGS = 8
 FINISHED = ("Succeeded", "Failed")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
@@ -176,7 +176,7 @@ def last_line(text: str) -> str:
 
 def _warnings(events: Iterable[Mapping[str, Any]]) -> tuple[Said, ...]:
     warnings = [event for event in events if event.get("type") == "Warning"]
-    return tuple(map(_said, sorted(warnings, key=_last_seen)[-MOST_WARNINGS:]))
+    return tuple(map(_said, sorted(warnings, key=_last_seen)[-_MOST_WARNINGS:]))
 
 
 def _last_seen(event: Mapping[str, Any]) -> str:

@@ -193,10 +193,12 @@ class Informers:
 
 def _workloads(known: Workloads) -> Iterator[WatchSource]:
     """Where Kueue is not installed they are tried again and again, and jobs say that they wait."""
-    yield WatchSource(workloads.VERSION, workloads.KIND, known.put, known.remove, "workload", labels=PODS)
+    yield WatchSource(
+        workloads.WORKLOAD_VERSION, workloads.WORKLOAD_KIND, known.put, known.remove, "workload", labels=PODS
+    )
 
 
 def _of_kueue(known: Workloads) -> Iterator[WatchSource]:
     """What has no namespace."""
-    yield WatchSource(workloads.VERSION, workloads.FLAVOR, known.put_flavor, known.remove_flavor)
+    yield WatchSource(workloads.WORKLOAD_VERSION, workloads.FLAVOR, known.put_flavor, known.remove_flavor)
     yield WatchSource(workloads.PRIORITY_VERSION, workloads.PRIORITY, known.put_priority, known.remove_priority)

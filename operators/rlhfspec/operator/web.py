@@ -12,8 +12,8 @@ from aiohttp import web
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.operator.metrics import Metrics
 
-CERTIFICATE, KEY = "tls.crt", "tls.key"  # of the Secret RELEASE-operator-tls
-CLOSE_SECONDS = 2.0
+_CERTIFICATE, KEY = "tls.crt", "tls.key"  # of the Secret RELEASE-operator-tls
+_CLOSE_SECONDS = 2.0
 
 
 def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
@@ -37,9 +37,9 @@ def tls_of(folder: Path) -> ssl.SSLContext:
     """To serve with; callers prove themselves by a token."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+        context.load_cert_chain(folder / _CERTIFICATE, folder / KEY)
     except (OSError, ssl.SSLError) as error:
-        problem = f"cannot be read: {CERTIFICATE} and {KEY} ({error})"
+        problem = f"cannot be read: {_CERTIFICATE} and {KEY} ({error})"
         raise InvalidRequest("--tls", str(folder), problem) from None
     return context
 
@@ -47,7 +47,7 @@ def tls_of(folder: Path) -> ssl.SSLContext:
 @asynccontextmanager
 async def served(app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
     """The port that it listens on."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port, ssl_context=tls)

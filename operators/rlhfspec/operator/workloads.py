@@ -22,8 +22,8 @@ from rlhfspec.operator.times import time_of
 
 Json = dict[str, Any]
 Key = tuple[str, str]  # namespace, name: of a job
-GROUP = "kueue.x-k8s.io"
-VERSION, KIND, FLAVOR = f"{GROUP}/v1beta2", "Workload", "ResourceFlavor"
+KUEUE_GROUP = "kueue.x-k8s.io"
+WORKLOAD_VERSION, WORKLOAD_KIND, FLAVOR = f"{KUEUE_GROUP}/v1beta2", "Workload", "ResourceFlavor"
 PRIORITY_VERSION, PRIORITY = "scheduling.k8s.io/v1", "PriorityClass"
 ASKED = f"{names.GROUP}/asked"  # annotation: a hash of what the job asked for
 MOST_GONE = 10_000  # uids that are remembered as gone

@@ -12,7 +12,7 @@ from rlhfspec.plugin.pods import is_running, name_of, node_of, worker_of
 if TYPE_CHECKING:
     from rlhfspec.plugin.cluster import Cluster
 
-LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 1.0
 
 
 def suspend(cluster: Cluster, job: str, *, is_on: bool) -> str:
@@ -74,7 +74,7 @@ def drain(
             still = ", ".join(sorted(waited_for))
             raise ClusterUnavailable("drain", f"still there after {timeout_seconds:g} s: {still}")
         if waited_for:
-            sleep(LOOK_SECONDS)
+            sleep(_LOOK_SECONDS)
 
 
 def _has_work(pod: dict[str, Any]) -> bool:

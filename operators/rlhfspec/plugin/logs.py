@@ -29,8 +29,8 @@ from rlhfspec.plugin.pods import name_of, worker_of
 if TYPE_CHECKING:
     from rlhfspec.plugin.cluster import Cluster
 
-LOOK_SECONDS = 2.0  # for pods that were made since
-ENDED = ("Succeeded", "Failed")
+_LOOK_SECONDS = 2.0  # for pods that were made since
+_ENDED = ("Succeeded", "Failed")
 _COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
@@ -102,7 +102,7 @@ def followed(cluster: Cluster, job: str, *, role: str | None = None, sample: str
     told: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
     threads: dict[str, threading.Thread] = {}  # by the uid of a pod
     while True:
-        is_over = (cluster.job(job).get("status") or {}).get("phase") in ENDED
+        is_over = (cluster.job(job).get("status") or {}).get("phase") in _ENDED
         for pod in cluster.pods(job, role):
             if _has_log(pod) and (uid := pod["metadata"]["uid"]) not in threads:
                 words = (cluster, name_of(pod), worker_of(pod), told)
@@ -116,7 +116,7 @@ def followed(cluster: Cluster, job: str, *, role: str | None = None, sample: str
 def _until_quiet(told: queue.SimpleQueue[Line | None], sample: str | None) -> Iterator[Line]:
     while True:
         try:
-            line = told.get(timeout=LOOK_SECONDS)
+            line = told.get(timeout=_LOOK_SECONDS)
         except queue.Empty:
             return
         if line is None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 HELPER_SECONDS = 3600  # it ends by itself, should nobody remove it
-START_SECONDS = 120.0
-USER = 65532  # as the job's own pods
+_START_SECONDS = 120.0
+_USER = 65532  # as the job's own pods
 
 
 def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image: str | None) -> int:
@@ -118,7 +118,7 @@ def helper_pod(name: str, namespace: str, claim: str | None, image: str, *, secr
             "terminationGracePeriodSeconds": 0,
             "automountServiceAccountToken": False,
             "securityContext": {
-                "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
+                "runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER,
                 "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [
@@ -149,9 +149,9 @@ def _wait_until_running(cluster: Cluster, name: str) -> None:
         if pod is not None and is_running(pod):
             return
         state = state_of(pod) if pod is not None else None
-        if time.monotonic() - began > START_SECONDS:
+        if time.monotonic() - began > _START_SECONDS:
             why = f"{state.word} {state.detail}" if state else "it is gone"
-            raise ClusterUnavailable(f"a start of {name}", f"not running after {START_SECONDS:g} s: {why}")
+            raise ClusterUnavailable(f"a start of {name}", f"not running after {_START_SECONDS:g} s: {why}")
         time.sleep(0.5)
 
 

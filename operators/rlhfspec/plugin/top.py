@@ -17,7 +17,7 @@ Json = dict[str, Any]
 def table_of(seen: Json, pods: list[Json]) -> Table:
     """Generators first: they are what differs."""
     nodes = {worker_of(pod): node_of(pod) for pod in pods}
-    table = Table(caption=None if seen["workers"] else "nobody has said anything yet")
+    table = Table(caption=None if seen["workers"] else "no worker has said anything yet")
     for title in ("worker", "node", "does", "strategy"):
         table.add_column(title)
     for title in ("for", "tokens/s", "runs", "queue", "accepted", "samples"):

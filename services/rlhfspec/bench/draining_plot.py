@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhfspec.bench.draining import DrainingStep, Trace
 
-COLORS = {"plain": "#30638e", "adaptive": "#d1495b"}
+_COLORS = {"plain": "#30638e", "adaptive": "#d1495b"}
 _SPEED_WINDOW = 15  # steps over which tokens/s is averaged
 
 
@@ -21,7 +21,7 @@ def draw(plain: Trace, adaptive: Trace, path: Path) -> None:
         3, 1, figsize=(9, 8.5), sharex=True, height_ratios=[2, 2, 1.6], layout="constrained"
     )
     for trace in (plain, adaptive):
-        color = COLORS[trace.mode]
+        color = _COLORS[trace.mode]
         label = f"{trace.mode}: {trace.tokens_per_second:.0f} tokens/s"
         speed.plot(*_speeds(trace.steps), color=color, label=label)
         active.step(_seconds(trace), [step.num_active for step in trace.steps], color=color, where="pre")
@@ -55,7 +55,7 @@ def _strategies(axis: Any, trace: Trace) -> None:
         [step.seconds for step in steps],
         [names.index(step.strategy) for step in steps],
         s=[8 + 5 * step.num_verified_nodes / max(step.num_active, 1) for step in steps],
-        color=COLORS["adaptive"],
+        color=_COLORS["adaptive"],
         alpha=0.5,
         linewidths=0,
     )

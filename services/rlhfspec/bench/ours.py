@@ -14,7 +14,7 @@ from rlhfspec.bench.rivals.serve import serve
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.drafting.fixed import static_grid
 
-MODES = {"plain": "off", "adaptive": "adaptive"}  # and static:NAME for every strategy of the grid
+_MODES = {"plain": "off", "adaptive": "adaptive"}  # and static:NAME for every strategy of the grid
 
 
 class OurWorker:
@@ -46,7 +46,7 @@ class OurWorker:
 
     def run(self, arguments: dict[str, Any]) -> dict[str, Any]:
         mode = arguments["mode"]
-        self._engine.set_speculation(MODES.get(mode) or mode.removeprefix("static:"))
+        self._engine.set_speculation(_MODES.get(mode) or mode.removeprefix("static:"))
         self._engine.speculation.selector.start_totals()
         self._num_runs += 1
         requests = requests_of(arguments, name=f"run-{self._num_runs}")

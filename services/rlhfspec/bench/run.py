@@ -18,12 +18,12 @@ from typing import Any
 from rlhfspec.bench.bars import bars
 from rlhfspec.bench.processor import processor
 from rlhfspec.bench.results import ResultRow, Results
-from rlhfspec.bench.scenarios import MAX_CONTEXT, NAMES, PAIRS, BenchScenario, scenarios
+from rlhfspec.bench.scenarios import MAX_CONTEXT, PAIRS, SCENARIO_NAMES, BenchScenario, scenarios
 from rlhfspec.bench.worker import Worker, WorkerFailed, hf_command, our_command, vllm_command
 from rlhfspec.errors import InvalidRequest
 
-OURS, STATIC, HF, VLLM_PLAIN, VLLM_DRAFT = ("plain", "adaptive"), "static", "hf", "vllm-plain", "vllm-draft"
-MODES = (*OURS, STATIC, HF, VLLM_PLAIN, VLLM_DRAFT)
+_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT = ("plain", "adaptive"), "static", "hf", "vllm-plain", "vllm-draft"
+_MODES = (*_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT)
 _WARM_UP_TOKENS = 12
 
 Report = Callable[[str], None]
@@ -39,8 +39,8 @@ class BenchSettings:
     target: str
     draft: str
     pair: str = PAIRS[0]
-    modes: tuple[str, ...] = MODES
-    scenarios: tuple[str, ...] = NAMES
+    modes: tuple[str, ...] = _MODES
+    scenarios: tuple[str, ...] = SCENARIO_NAMES
     threads: tuple[int, ...] = (1, 2)
     repeats: int = 5
     num_tokens: int = 128
@@ -51,9 +51,9 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         for mode in self.modes:
-            if mode not in MODES and not mode.startswith("static:"):
-                raise InvalidRequest("modes", mode, f"must be among {', '.join(MODES)} or static:NAME")
-        if not set(self.modes).intersection((*OURS, STATIC)) and not any("static:" in mode for mode in self.modes):
+            if mode not in _MODES and not mode.startswith("static:"):
+                raise InvalidRequest("modes", mode, f"must be among {', '.join(_MODES)} or static:NAME")
+        if not set(self.modes).intersection((*_OURS, _STATIC)) and not any("static:" in mode for mode in self.modes):
             raise InvalidRequest("modes", self.modes, "must hold at least one of ours: plain, adaptive, static")
         scenarios(self.scenarios, num_tokens=self.num_tokens)  # an unknown name is refused before anything starts
         if self.repeats < 1:
@@ -128,9 +128,9 @@ class Benchmark:
     def _our_modes(self, grid: list[str]) -> list[str]:
         modes: list[str] = []
         for mode in self._settings.modes:
-            if mode == STATIC:
+            if mode == _STATIC:
                 modes += [f"static:{name}" for name in grid]
-            elif mode in OURS:
+            elif mode in _OURS:
                 modes.append(mode)
             elif mode.startswith("static:"):
                 if mode.removeprefix("static:") not in grid:

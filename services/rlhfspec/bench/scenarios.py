@@ -19,7 +19,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.models.tiny import corpus, library
 
 BATCHES = (1, 4, 8, 16, 32, 64)
-NAMES = (*(f"batch-{size}" for size in BATCHES), "long-tail")
+SCENARIO_NAMES = (*(f"batch-{size}" for size in BATCHES), "long-tail")
 MAX_CONTEXT = 640  # prompts are shorter than 128 tokens, responses at most 512
 
 PAIRS = ("english", "library")  # of tiny models: target and draft, and the text they were trained on
@@ -58,8 +58,8 @@ def batch_scenario(size: int, num_tokens: int, pair: str = "english") -> BenchSc
 
 
 def _scenario(name: str, num_tokens: int, pair: str) -> BenchScenario:
-    if name not in NAMES:
-        raise InvalidRequest("scenarios", name, f"must be among {', '.join(NAMES)}")
+    if name not in SCENARIO_NAMES:
+        raise InvalidRequest("scenarios", name, f"must be among {', '.join(SCENARIO_NAMES)}")
     if name == "long-tail":
         return _of_lengths(name, _tail_lengths(num_tokens), pair)
     return batch_scenario(int(name.removeprefix("batch-")), num_tokens, pair)

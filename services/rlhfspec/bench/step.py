@@ -31,13 +31,13 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.models.tiny.corpus import prompts, text
 from rlhfspec.models.tiny.tokenizer import decode
 
-TRL, PLAIN, ADAPTIVE = "trl", "plain", "adaptive"
-MODES = (TRL, PLAIN, ADAPTIVE)
-ALGORITHMS = ("grpo", "ppo")
-STAGES = ("generation", "reward", "reference", "critic", "training", "waiting")
+TRL, PLAIN_STEP, ADAPTIVE = "trl", "plain", "adaptive"
+_MODES = (TRL, PLAIN_STEP, ADAPTIVE)
+_ALGORITHMS = ("grpo", "ppo")
+STEP_PARTS = ("generation", "reward", "reference", "critic", "training", "waiting")
 WARM_UP_STEPS = 1
 TOLERATED_DIFFERENCE = 0.02  # of tokens a step between modes; more would compare different work
-PATIENCE_SECONDS = 3600.0
+_PATIENCE_SECONDS = 3600.0
 _PROMPTS_SEED = 20  # of the corpus; training saw other seeds
 
 Report = Callable[[str], None]
@@ -53,7 +53,7 @@ class StepSettings:
 
     model: str
     draft: str
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] = _MODES
     trl_python: str | None = None
     algorithm: str = "grpo"  # or ppo, whose critic is a new head on the model
     num_prompt_tokens: int | None = None  # of every prompt; None: beginnings of documents, 24 to 96
@@ -70,10 +70,10 @@ class StepSettings:
 
     def __post_init__(self) -> None:
         for mode in self.modes:
-            if mode not in MODES:
-                raise InvalidRequest("modes", mode, f"must be among {', '.join(MODES)}")
-        if self.algorithm not in ALGORITHMS:
-            raise InvalidRequest("algorithm", self.algorithm, f"must be among {', '.join(ALGORITHMS)}")
+            if mode not in _MODES:
+                raise InvalidRequest("modes", mode, f"must be among {', '.join(_MODES)}")
+        if self.algorithm not in _ALGORITHMS:
+            raise InvalidRequest("algorithm", self.algorithm, f"must be among {', '.join(_ALGORITHMS)}")
         if self.samples_per_prompt < 2:
             raise InvalidRequest("samples_per_prompt", self.samples_per_prompt, "must be >= 2: GRPO compares samples")
         if self.num_prompt_tokens is not None and self.num_prompt_tokens < 2:
@@ -123,7 +123,7 @@ class StepRow:
     @classmethod
     def of(cls, mode: str, steps: Iterable[Step]) -> StepRow:
         steps = tuple(steps)
-        names = [name for name in STAGES if any(name in step.by_stage for step in steps)]
+        names = [name for name in STEP_PARTS if any(name in step.by_stage for step in steps)]
         return cls(
             mode=mode,
             seconds_per_step=statistics.median(step.seconds for step in steps),
@@ -149,7 +149,7 @@ class StepResults:
         return theirs.seconds_per_step / ours.seconds_per_step if ours and theirs else None
 
     def to_json(self) -> str:
-        ratios = {mode: self.times_as_fast(mode) for mode in (PLAIN, ADAPTIVE)}
+        ratios = {mode: self.times_as_fast(mode) for mode in (PLAIN_STEP, ADAPTIVE)}
         return json.dumps(asdict(self) | {"times_as_fast_as_trl": ratios}, indent=1)
 
 
@@ -164,7 +164,7 @@ class StepBenchmark:
     ) -> None:
         self._settings = settings
         self._report = report
-        self._measures = measures or {TRL: measure_trl, PLAIN: measure_plain, ADAPTIVE: measure_adaptive}
+        self._measures = measures or {TRL: measure_trl, PLAIN_STEP: measure_plain, ADAPTIVE: measure_adaptive}
         self._skipped: dict[str, str] = {}
 
     def run(self) -> StepResults:
@@ -244,7 +244,7 @@ def measure_trl(settings: StepSettings) -> list[Step]:
     command = [str(python), str(RIVALS / "trl_worker.py")]
     with (
         tempfile.TemporaryDirectory() as folder,
-        Worker.start(command, num_threads=settings.num_threads, patience_seconds=PATIENCE_SECONDS) as worker,
+        Worker.start(command, num_threads=settings.num_threads, patience_seconds=_PATIENCE_SECONDS) as worker,
     ):
         answer = worker.ask("train", **_trl_arguments(settings, folder))
     return [Step(**step) for step in answer["steps"]]
@@ -289,7 +289,7 @@ def run_ours(settings: StepSettings, speculation: str, *arguments: str) -> str:
             env=os.environ | environment(settings.num_threads),
             capture_output=True,
             text=True,
-            timeout=PATIENCE_SECONDS,
+            timeout=_PATIENCE_SECONDS,
             check=False,
         )
         if ended.returncode != 0:
@@ -337,7 +337,7 @@ def steps_of(lines: str) -> list[Step]:
     return [
         Step(
             seconds=line["finished_unix_seconds"] - before,
-            by_stage={name: line["seconds"][name] or 0.0 for name in STAGES if name in line["seconds"]},
+            by_stage={name: line["seconds"][name] or 0.0 for name in STEP_PARTS if name in line["seconds"]},
             num_tokens=line["num_response_tokens"],
         )
         for line, before in zip(metrics, began, strict=False)

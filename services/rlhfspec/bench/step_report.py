@@ -6,14 +6,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfspec.bench.step import ADAPTIVE, PLAIN, STAGES, TRL, StepResults, StepRow
+from rlhfspec.bench.step import ADAPTIVE, PLAIN_STEP, STEP_PARTS, TRL, StepResults, StepRow
 
 WANTED = 2.0  # times as fast as TRL
 
 
 def render(results: StepResults) -> Group:
     parts: list[RenderableType] = [_heading(results), _table(results)]
-    parts += [_bar(mode, ratio) for mode in (PLAIN, ADAPTIVE) if (ratio := results.times_as_fast(mode)) is not None]
+    parts += [
+        _bar(mode, ratio) for mode in (PLAIN_STEP, ADAPTIVE) if (ratio := results.times_as_fast(mode)) is not None
+    ]
     parts += [Text(f"left out: {line}", style="yellow") for line in results.skipped]
     return Group(*parts)
 
@@ -33,7 +35,7 @@ def _heading(results: StepResults) -> Text:
 
 def _table(results: StepResults) -> Table:
     table = Table(title="seconds a training step", title_style="bold")
-    for name in ("mode", "step", *STAGES, "tokens a step", "times TRL"):
+    for name in ("mode", "step", *STEP_PARTS, "tokens a step", "times TRL"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row in results.rows:
         ratio = results.times_as_fast(row.mode)
@@ -43,7 +45,7 @@ def _table(results: StepResults) -> Table:
 
 
 def _stages(row: StepRow) -> list[str]:
-    return [f"{row.by_stage[name]:.2f}" if name in row.by_stage else "-" for name in STAGES]
+    return [f"{row.by_stage[name]:.2f}" if name in row.by_stage else "-" for name in STEP_PARTS]
 
 
 def _bar(mode: str, ratio: float) -> Text:

@@ -22,7 +22,7 @@ NODES = (4, 8, 32)
 WANTED_GAIN = {4: 1.05, 8: 1.05, 32: 1.10}
 TREE_SLOTS = 256  # a surely predicted sequence may get several times its share
 # (depth, width, branch) drafted before the budget prunes: narrow and deep where the draft is good, wide where it is not
-SHAPES = {
+_SHAPES = {
     4: ((8, 2, 3), (10, 3, 3)),
     8: ((12, 3, 3), (16, 2, 2)),
     32: ((64, 2, 2), (96, 2, 2), (96, 2, 3)),
@@ -77,7 +77,7 @@ def _gain(engine: Any, scenario: BenchScenario, num_nodes: int) -> TreeGain:
     chain = DraftPlan(drafter="model", depth=num_nodes)
     trees = [
         DraftPlan(drafter="model", depth=depth, width=width, branch=branch, max_nodes=num_nodes)
-        for depth, width, branch in SHAPES[num_nodes]
+        for depth, width, branch in _SHAPES[num_nodes]
     ]
     measured = {plan.name: tokens_per_verification(engine, scenario, plan) for plan in (chain, *trees)}
     best = max((plan.name for plan in trees), key=measured.__getitem__)

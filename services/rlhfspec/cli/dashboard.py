@@ -11,7 +11,7 @@ import typer
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.errors import InvalidRequest
 
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free port.")]
@@ -34,6 +34,6 @@ def dashboard(runs: Runs, port: Port = 8000) -> None:
         access = LaptopAccess()
 
         def ready(at: int) -> None:
-            typer.echo(f"http://{HOST}:{at}/?token={access.token}")
+            typer.echo(f"http://{_HOST}:{at}/?token={access.token}")
 
-        asyncio.run(serve(Dashboard(LaptopSource(runs), access), HOST, port, ready=ready))
+        asyncio.run(serve(Dashboard(LaptopSource(runs), access), _HOST, port, ready=ready))

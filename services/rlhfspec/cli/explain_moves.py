@@ -50,12 +50,12 @@ def explain_moves(run: Run, as_json: AsJson = False, follow: Follow = False) -> 
 
 
 def _lines(run: Path, follow: bool) -> Iterator[dict[str, Any]]:
-    from rlhfspec.runs.folder.moves import NAME
+    from rlhfspec.runs.folder.moves import MOVES_FILE
 
     if not run.is_dir():
         raise InvalidRequest("RUN", str(run), "is no folder of a run")
-    if not (run / NAME).exists() and not follow:
-        problem = f"has no {NAME}: nothing was planned (one generator, or rebalance.mode: off)"
+    if not (run / MOVES_FILE).exists() and not follow:
+        problem = f"has no {MOVES_FILE}: nothing was planned (one generator, or rebalance.mode: off)"
         raise InvalidRequest("RUN", str(run), problem)
     return _read(run, follow)
 

@@ -35,7 +35,7 @@ EXAMPLES = {
     NATS_OPTION: "nats://host:4222, or tls://me:${NATS_PASSWORD}@host:4222",
     REDIS_OPTION: "redis://host:6379, or rediss://me:${REDIS_PASSWORD}@host:6379/0",
 }
-SCHEMES = {NATS_OPTION: ("nats", "tls"), REDIS_OPTION: ("redis", "rediss")}
+_SCHEMES = {NATS_OPTION: ("nats", "tls"), REDIS_OPTION: ("redis", "rediss")}
 PORTS = {NATS_OPTION: "4222", REDIS_OPTION: "6379"}
 PASSWORDS = {NATS_OPTION: "${NATS_PASSWORD}", REDIS_OPTION: "${REDIS_PASSWORD}"}
 ALONE = {NATS_OPTION: "${NATS_TOKEN}", REDIS_OPTION: "${REDIS_USER}"}  # before the @, without a colon
@@ -185,7 +185,7 @@ class GivenOptions:
                 password = _password_in(FILE_OPTIONS[option], file)
             else:
                 key_file = file
-        with_tls = place.startswith(SCHEMES[option][1])
+        with_tls = place.startswith(_SCHEMES[option][1])
         return GivenServer(
             url=place,
             user=user,
@@ -216,7 +216,7 @@ def _parts(option: str, url: str) -> tuple[str, str, str]:
         scheme, _, login = login.partition("://")
         place = f"{scheme}://{place}"
     found = _URL.fullmatch(filled_in(place, option))
-    if found is None or found["scheme"] not in SCHEMES[option] or (found["database"] and option == NATS_OPTION):
+    if found is None or found["scheme"] not in _SCHEMES[option] or (found["database"] and option == NATS_OPTION):
         raise InvalidRequest(option, shown, f"must be a URL such as {EXAMPLES[option]}")
     if int(found["port"] or 1) not in range(1, 1 << 16):
         raise InvalidRequest(option, shown, "its port must be from 1 to 65535")

@@ -88,11 +88,11 @@ def _check_own(path: str, max_context: int) -> int:
     """Prints what was found; returns the exit code."""
     from rlhfspec.models.huggingface.causal_lm import within_positions
     from rlhfspec.models.huggingface.loading import load_model
-    from rlhfspec.models.tiny.paths import PREFIX, resolve
+    from rlhfspec.models.tiny.paths import TINY_PREFIX, resolve
     from rlhfspec.sweep.verdict import judge
 
     with StatusLine() as status, exit_on_problems():
-        folder = resolve(path, status) if path.startswith(PREFIX) else path
+        folder = resolve(path, status) if path.startswith(TINY_PREFIX) else path
         status(f"{path}: loading")
         model = load_model(folder)
         size = model.num_parameters()

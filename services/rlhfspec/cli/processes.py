@@ -25,7 +25,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.memory import weights_bytes
 from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
-from rlhfspec.messages.access.rights import CONTROL, ROLES, rights_of
+from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, rights_of
 from rlhfspec.messages.loop import MOST_PENDING, workers_of
 from rlhfspec.messages.records import DatasetInfo, WorkerInfo
 from rlhfspec.messages.servers.certificates import ServerTls, create_credentials
@@ -195,7 +195,7 @@ class ProcessRun(JobRun):
 
     async def _start_servers(self) -> Connections:
         credentials = self._credentials
-        keys = create_credentials(credentials, ROLES)
+        keys = create_credentials(credentials, BUS_ROLES)
         if self._given:
             self._given.keep(credentials)
             forgetting.note(credentials, self._job.metadata.name, self._uid)
@@ -226,7 +226,7 @@ class ProcessRun(JobRun):
     @property
     def _credentials(self) -> Path:
         """Those of the user's own servers are in memory alone."""
-        return (self._scratch.path if self._given else self._place) / forgetting.CREDENTIALS
+        return (self._scratch.path if self._given else self._place) / forgetting.CREDENTIALS_FOLDER
 
     def _own_nats(self, keys: Mapping[str, str]) -> NatsServer:
         name = self._job.metadata.name

@@ -180,9 +180,9 @@ def _local_run(status: StatusLine) -> type[JobRun]:
 
 def _forget(memory: Path, status: StatusLine) -> None:
     """What a dead run has on servers of its user's."""
-    from rlhfspec.supervisor.forgetting import CREDENTIALS, forget_dead
+    from rlhfspec.supervisor.forgetting import CREDENTIALS_FOLDER, forget_dead
 
-    if left := forget_dead(memory / CREDENTIALS):
+    if left := forget_dead(memory / CREDENTIALS_FOLDER):
         status(left)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhfspec.messages.access.connections import Connections
     from rlhfspec.runs.live.live import LiveView, WorkerSnapshot
 
-EVERY_SECONDS = 1.0
+_EVERY_SECONDS = 1.0
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with --processes.", show_default=False)]
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
@@ -37,7 +37,7 @@ def top(run: Run, watch: Watch = False) -> None:
             return
         with Live(table, console=wide_console(), auto_refresh=False) as live, suppress(KeyboardInterrupt):
             while True:
-                time.sleep(EVERY_SECONDS)
+                time.sleep(_EVERY_SECONDS)
                 live.update(_table(_look(connections)), refresh=True)
 
 
@@ -69,7 +69,7 @@ def _look(connections: Connections) -> LiveView:
 def _table(view: LiveView) -> Table:
     from rlhfspec.messages.loop import STAGES
 
-    table = Table(caption=None if view.workers else "nobody has said anything yet")
+    table = Table(caption=None if view.workers else "no worker has said anything yet")
     for title in ("worker", "process", "does", "what"):
         table.add_column(title)
     for title in ("for", "busy", "runs", "queue", "tokens/s", "samples"):

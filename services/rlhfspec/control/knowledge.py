@@ -23,7 +23,7 @@ from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
 
 AWAY_SECONDS = 3.5  # the broker is asked every second
 GONE_SECONDS = 60.0  # a silent worker whose stage has others is not waited for any longer
-QUIET_SECONDS = 5.0  # a generator's load that is older says nothing
+_QUIET_SECONDS = 5.0  # a generator's load that is older says nothing
 MOST_LETTERS = 12
 Worker = tuple[str, int]
 
@@ -170,7 +170,7 @@ class RunKnowledge:
         return 0.0 if self._answers_since is None else self._clock.now() - self._answers_since
 
     def _is_there(self, generator: RunWorker) -> bool:
-        is_new = self._clock.now() - generator.loaded_at <= QUIET_SECONDS
+        is_new = self._clock.now() - generator.loaded_at <= _QUIET_SECONDS
         return is_new and ("generator", generator.worker) in self._there
 
     def _left(self, key: Worker, what: str) -> None:

@@ -24,13 +24,13 @@ from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.dead_letters import undeliverable
 from rlhfspec.stage.vitals import Vitals
 
-LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.1
 FOLDER_SECONDS, STORE_SECONDS = (
     1.0,
     5.0,
 )  # between two looks at which checkpoints there are: each is paid for in a store
 FOLDER_DEADLINE_SECONDS = 600.0  # a storage that hangs is no reason to end
-ASK_SECONDS, ANSWER_SECONDS = 1.0, 2.0
+ASK_SECONDS, _ANSWER_SECONDS = 1.0, 2.0
 _STEP = re.compile(r"step-(\d+)")
 log = logging.getLogger("rlhfspec.stage")
 
@@ -72,7 +72,7 @@ class Looking(Service):
             await self._hear_letters(letters)
             await self._hear_infos(infos)
             await self._look_at_folder()
-            await self.pause("something said", LOOK_SECONDS)
+            await self.pause("something said", _LOOK_SECONDS)
 
     async def _hear_letters(self, letters: Subscription) -> None:
         for message in await letters.pull(64, 0.0):
@@ -144,7 +144,7 @@ class BrokerWatch(Service):
     async def run(self) -> None:
         was_away = False
         while not self.stopping.is_set():
-            if await self._transport.answers(self._subject, ANSWER_SECONDS):
+            if await self._transport.answers(self._subject, _ANSWER_SECONDS):
                 self._knowledge.broker_answered()
                 if was_away:
                     log.info("the broker answers again")

@@ -22,7 +22,7 @@ from rlhfspec.runs.view.text import one_line
 
 RECENT_STEPS = 16  # that the time left is estimated from
 MOST_TOLD = 1000  # workers
-MOST_CHARACTERS = 200  # of what a worker does
+_MOST_CHARACTERS = 200  # of what a worker does
 _Doing = Literal["working", "waiting", "silent"]
 
 
@@ -112,7 +112,7 @@ def _worker(state: ProcessState, overdue: frozenset[tuple[str, int]]) -> WorkerS
         stage=state.stage,
         worker=state.worker,
         doing=doing,
-        what=one_line(state.what)[:MOST_CHARACTERS],
+        what=one_line(state.what)[:_MOST_CHARACTERS],
         since_seconds=state.since_seconds,
         overdue=(state.stage, state.worker) in overdue,
     )
@@ -124,5 +124,5 @@ def _generator(load: Load) -> GeneratorSays:
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         tokens_per_second=load.tokens_per_second,
-        strategy=one_line(load.strategy)[:MOST_CHARACTERS],
+        strategy=one_line(load.strategy)[:_MOST_CHARACTERS],
     )

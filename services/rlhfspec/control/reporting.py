@@ -13,10 +13,10 @@ from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.vitals import Vitals
 
-LOOK_SECONDS = 0.25
+_LOOK_SECONDS = 0.25
 AT_MOST_EVERY_SECONDS = 1.0
-LONGEST_WAIT_SECONDS = 10.0  # before a report that was not taken is tried again
-DEADLINE_SECONDS = 60.0
+LONGEST_REPORT_WAIT_SECONDS = 10.0  # before a report that was not taken is tried again
+_DEADLINE_SECONDS = 60.0
 log = logging.getLogger("rlhfspec.stage")
 
 
@@ -48,7 +48,7 @@ class Turn:
     def was_not_taken(self, now: float) -> bool:
         """Whether that is news. Many jobs lose their operator at the same moment, and come back one by one."""
         self._num_failures += 1
-        wait = min(AT_MOST_EVERY_SECONDS * 2.0 ** min(self._num_failures - 1, 10), LONGEST_WAIT_SECONDS)
+        wait = min(AT_MOST_EVERY_SECONDS * 2.0 ** min(self._num_failures - 1, 10), LONGEST_REPORT_WAIT_SECONDS)
         self._not_before = self._at_latest = now + wait * self._draw.uniform(0.5, 1.0)
         return self._num_failures == 1
 
@@ -71,11 +71,11 @@ class Reporter(Service):
             report = self._look()
             if self._turn.is_due(report, self._clock.now()):
                 await self._tell(report)
-            await self.pause("something to report", LOOK_SECONDS)
+            await self.pause("something to report", _LOOK_SECONDS)
 
     async def _tell(self, report: Report) -> None:
         try:
-            with self.vitals.working("a report to the operator", deadline_seconds=DEADLINE_SECONDS):
+            with self.vitals.working("a report to the operator", deadline_seconds=_DEADLINE_SECONDS):
                 await self.in_thread(self._post, report.model_dump_json(exclude_defaults=True).encode())
         except NotTaken as error:
             if self._turn.was_not_taken(self._clock.now()):

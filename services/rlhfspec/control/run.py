@@ -47,10 +47,10 @@ from rlhfspec.worker.health import BEAT_SECONDS, LOOPBACK, Health
 from rlhfspec.worker.last_words import IN_A_POD
 from rlhfspec.worker.mirror import Mirror
 
-RETRY_SECONDS = 1.0
-LOOK_SECONDS = 0.2  # between two looks at whether the run is open
+_RETRY_SECONDS = 1.0
+_LOOK_SECONDS = 0.2  # between two looks at whether the run is open
 OPENED_SECONDS = 15.0  # after which an operator that has not opened it is worth a word
-GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 5.0
 log = logging.getLogger("rlhfspec.stage")
 
 
@@ -88,7 +88,7 @@ class Control:
         ) as health:  # fmt: skip
             beating = asyncio.create_task(_beat(health))
             services = [_LookingOn(self, health), *self._reporter(), *self._live()]
-            supervisor = Supervisor(self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=())
+            supervisor = Supervisor(self._vitals, stall_seconds=float("inf"), grace_seconds=_GRACE_SECONDS, final=())
             try:
                 await supervisor.run(services, self._stop)
             finally:
@@ -138,7 +138,9 @@ class Control:
             if await self._until_open(service, transport, bus):
                 health.ready()
                 log.info("the run is open")
-                supervisor = Supervisor(self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=())
+                supervisor = Supervisor(
+                    self._vitals, stall_seconds=float("inf"), grace_seconds=_GRACE_SECONDS, final=()
+                )
                 await supervisor.run([looking, watch], service.stopping)
             await asking.stop()
 
@@ -154,7 +156,7 @@ class Control:
             if clock.now() >= tell_at:
                 log.warning("the operator has not made the run's streams in NATS yet; its log says why")
                 tell_at = float("inf")
-            await service.pause("the operator, to make the run's streams", LOOK_SECONDS)
+            await service.pause("the operator, to make the run's streams", _LOOK_SECONDS)
         return False
 
     async def _connected(self, service: Service) -> NatsTransport | None:
@@ -169,7 +171,7 @@ class Control:
                 if not is_told:
                     log.warning("%s; it is tried until it is there", error)
                 is_told = True
-            await service.pause("the broker", RETRY_SECONDS)
+            await service.pause("the broker", _RETRY_SECONDS)
         return None
 
 

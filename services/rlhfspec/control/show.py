@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhfspec.runs.live.live import LiveView
 
 SHOW_SECONDS = 0.5
-READ_SECONDS = 60.0  # a terminal that takes nothing for so long is gone
+_READ_SECONDS = 60.0  # a terminal that takes nothing for so long is gone
 OF_SAMPLES = ("sample_ids", "num_generated", "num_held")  # of a load: `owned` says whose it has
 
 
@@ -168,7 +168,7 @@ async def _end_when_nobody_reads(stop: asyncio.Event) -> None:
             await asyncio.wait_for(stop.wait(), SHOW_SECONDS)
         if select.select([], [sys.stdout], [], 0.0)[1]:
             read_at = time.monotonic()
-        elif time.monotonic() - read_at > READ_SECONDS:
+        elif time.monotonic() - read_at > _READ_SECONDS:
             os._exit(exits.DONE)
 
 

@@ -19,8 +19,8 @@ from rlhfspec.stage.supervisor import is_overdue
 from rlhfspec.stage.vitals import WorkerState
 
 LASTING_SECONDS = 2.0  # a call that fails once and then is answered is no trouble
-MOST_CHARACTERS = 1000
-MOST_NAMED = 8
+_MOST_CHARACTERS = 1000
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ def _listed(told: Sequence[str]) -> str:
     >>> _listed(["a", "b"]), _listed([str(number) for number in range(10)])
     ('a; b', '0; 1; 2; 3; 4; 5; 6; 7; and 2 more')
     """
-    more = [f"and {len(told) - MOST_NAMED} more"] if len(told) > MOST_NAMED else []
-    return "; ".join([*told[:MOST_NAMED], *more])
+    more = [f"and {len(told) - _MOST_NAMED} more"] if len(told) > _MOST_NAMED else []
+    return "; ".join([*told[:_MOST_NAMED], *more])
 
 
 def _trouble(reason: str, message: str) -> Trouble:
     line = " ".join(without_secrets(message).split())
-    return Trouble.model_validate({"reason": reason, "message": line[:MOST_CHARACTERS]})
+    return Trouble.model_validate({"reason": reason, "message": line[:_MOST_CHARACTERS]})

@@ -16,8 +16,8 @@ from rlhfspec.dashboard.source import Address, Condition, JobDetail, JobHead, Jo
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.runs.live.redis_users import DASHBOARD
 
-LIST_SECONDS = 2.0
-MOST_CHARACTERS = 500  # of a message
+_LIST_SECONDS = 2.0
+_MOST_CHARACTERS = 500  # of a message
 SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run has somebody to listen to
 
 
@@ -41,8 +41,8 @@ class ClusterSource:
         self._server = server
         self._servers = servers
         self._namespaces = tuple(namespaces) or ("",)
-        self._lists: Kept[Sequence[dict[str, Any]]] = Kept(seconds=LIST_SECONDS)
-        self._pods: Kept[Sequence[dict[str, Any]]] = Kept(seconds=LIST_SECONDS)
+        self._lists: Kept[Sequence[dict[str, Any]]] = Kept(seconds=_LIST_SECONDS)
+        self._pods: Kept[Sequence[dict[str, Any]]] = Kept(seconds=_LIST_SECONDS)
 
     async def jobs(self) -> Sequence[JobHead]:
         return [head_of(job) for job in (await self._all()).values()]
@@ -154,7 +154,7 @@ def head_of(job: Mapping[str, Any]) -> JobHead:
         created=_unix(metadata.get("creationTimestamp")),
         started=_unix(status.get("startTime")),
         ended=_unix(status.get("completionTime")),
-        message=shown(": ".join(filter(None, (reason, message))), 2 * MOST_CHARACTERS),
+        message=shown(": ".join(filter(None, (reason, message))), 2 * _MOST_CHARACTERS),
     )
 
 
@@ -163,7 +163,7 @@ def _condition(found: Mapping[str, Any]) -> Condition:
         type=str(found.get("type", "")),
         status=str(found.get("status", "")),
         reason=str(found.get("reason") or ""),
-        message=shown(str(found.get("message") or ""), 2 * MOST_CHARACTERS),
+        message=shown(str(found.get("message") or ""), 2 * _MOST_CHARACTERS),
         since=_unix(found.get("lastTransitionTime")),
     )
 
@@ -186,7 +186,7 @@ def pod_of(pod: Mapping[str, Any]) -> Pod:
         node=str(_at(pod, "spec").get("nodeName") or ""),
         restarts=sum(int(each.get("restartCount") or 0) for each in statuses),
         since=_unix(metadata.get("creationTimestamp")),
-        message=shown(" ".join(said.split()), MOST_CHARACTERS),
+        message=shown(" ".join(said.split()), _MOST_CHARACTERS),
     )
 
 
@@ -200,7 +200,7 @@ def _state(container: Mapping[str, Any]) -> str:
 
 def last_words_of(pod: Mapping[str, Any]) -> str:
     """What its processes wrote when they ended, the end of it: the kubelet takes that from their logs."""
-    return " ".join(" ".join(dict.fromkeys(_last_words(pod))).split())[-MOST_CHARACTERS:]
+    return " ".join(" ".join(dict.fromkeys(_last_words(pod))).split())[-_MOST_CHARACTERS:]
 
 
 def _last_words(pod: Mapping[str, Any]) -> Iterator[str]:

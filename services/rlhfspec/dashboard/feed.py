@@ -30,15 +30,15 @@ from rlhfspec.runs.live.live import LiveView, read_live
 from rlhfspec.stage.tasks import ended
 from rlhfspec.stage.threads import ComputeThread
 
-TELL_SECONDS = 0.5
+_TELL_SECONDS = 0.5
 TELL_MANY_SECONDS = 1.0  # where an event is large: of many generators
 MANY = 50
 REDIS_SECONDS = 0.5
 FOLDER_SECONDS = 1.0
 SOURCE_SECONDS = 1.0
-MOST_MOVES = 200
+_MOST_MOVES = 200
 MOST_POINTS = 600  # of a curve that a new browser is told; a longer one is thinned out
-MOST_SAMPLES = 8
+_MOST_SAMPLES = 8
 
 log = logging.getLogger("rlhfspec.dashboard")
 
@@ -57,7 +57,7 @@ class Feed:
         self._place = RunPlace()
         self._address: Address | None = None  # that is listened at
         self._rows: dict[int, Row] = {}
-        self._moves: deque[dict[str, Any]] = deque(maxlen=MOST_MOVES)
+        self._moves: deque[dict[str, Any]] = deque(maxlen=_MOST_MOVES)
         self._told_moves: set[str] = set()
         self._new_rows: dict[int, Row] = {}
         self._new_moves: list[dict[str, Any]] = []
@@ -149,7 +149,7 @@ class Feed:
             if head.id not in self._heads:
                 content = {"id": head.id, "prompt": shown(head.prompt, 200), "text": shown(head.text, 200)}
                 self._heads[head.id] = content
-        while len(self._heads) > MOST_SAMPLES:
+        while len(self._heads) > _MOST_SAMPLES:
             del self._heads[next(iter(self._heads))]
 
     async def _read_folder(self) -> None:
@@ -167,7 +167,7 @@ class Feed:
             self._new_rows.clear()
         for row in changes.rows:
             self._row(row)
-        for move in changes.moves[-MOST_MOVES:]:
+        for move in changes.moves[-_MOST_MOVES:]:
             self._move(move)
         if changes.anew:
             self.events.anew(self._whole)
@@ -186,7 +186,7 @@ class Feed:
 
     def _move(self, move: dict[str, Any]) -> None:
         if move["id"] not in self._told_moves:
-            if len(self._told_moves) > 10 * MOST_MOVES:
+            if len(self._told_moves) > 10 * _MOST_MOVES:
                 self._told_moves = {each["id"] for each in self._moves}
             self._told_moves.add(move["id"])
             self._moves.append(move)
@@ -197,12 +197,12 @@ class Feed:
     async def _tell_on(self) -> None:
         while True:
             many = self.live.num_generators > MANY
-            await self._clock.sleep(TELL_MANY_SECONDS if many else TELL_SECONDS)
+            await self._clock.sleep(TELL_MANY_SECONDS if many else _TELL_SECONDS)
             self._tell()
 
     def _tell(self) -> None:
         rows, self._new_rows = self._new_rows, {}
-        moves, self._new_moves = self._new_moves[-MOST_MOVES:], []
+        moves, self._new_moves = self._new_moves[-_MOST_MOVES:], []
         if rows:
             self.events.keep("steps", thinned(rows))
         if moves:

@@ -24,7 +24,7 @@ from rlhfspec.runs.view.text import visible
 from rlhfspec.runs.view.waterfall import by_whom, notes, pieces
 from rlhfspec.telemetry.read import Life, life_of
 
-MOST_CHARACTERS = 20_000  # of a text that is shown whole
+_MOST_CHARACTERS = 20_000  # of a text that is shown whole
 HEAD_CHARACTERS = 240  # of one in a list
 MOST_LISTED = 25
 MOST_LINE_BYTES = 16 << 20  # a longer line is no sample of ours
@@ -156,7 +156,7 @@ class Samples:
         if len(parts) == 4 and re.fullmatch(r"\d{1,9}", parts[1]):
             for line in self._read(int(parts[1])):
                 head = _SAMPLE.match(line)
-                if head is not None and json.loads(head[1]) == id and (sample := _sample_of(line, MOST_CHARACTERS)):
+                if head is not None and json.loads(head[1]) == id and (sample := _sample_of(line, _MOST_CHARACTERS)):
                     return sample
         raise InvalidRequest(
             "sample", id[:200], "is not in samples.jsonl, where a sample stands once it was trained on"

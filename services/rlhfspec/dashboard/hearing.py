@@ -25,7 +25,7 @@ from rlhfspec.runs.live.redis_client import words_of
 from rlhfspec.stage.tasks import to_the_end
 
 HEARD: tuple[type[Record], ...] = (Load, Moved, StepReport, Heartbeat)
-AGAIN_SECONDS = 2.0
+_AGAIN_SECONDS = 2.0
 
 
 class Hearing:
@@ -52,7 +52,7 @@ class Hearing:
                 self.problem = f"NATS: {words_of(error)}"
             finally:
                 await to_the_end(_closed(client))
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _connect(self, client: Client) -> None:
         assert self._address.nats_url is not None

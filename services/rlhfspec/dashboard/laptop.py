@@ -22,8 +22,8 @@ from rlhfspec.messages.access.connections import Connections
 from rlhfspec.stage.threads import ComputeThread
 
 NAMESPACE = "laptop"
-ROLE = "view"
-PHASES = {"running": "Running", "completed": "Succeeded", "stopped": "Suspended", "failed": "Failed"}
+_ROLE = "view"
+_PHASES = {"running": "Running", "completed": "Succeeded", "stopped": "Suspended", "failed": "Failed"}
 
 
 class LaptopSource:
@@ -97,7 +97,7 @@ class _Run:
         training, roles = _under(spec, "training"), _under(spec, "roles")
         step, total = int(_of(row, "step") or 0), training.get("steps")
         total_steps = total if isinstance(total, int) else 0
-        running = PHASES.get(str(manifest.get("outcome")), "Pending")
+        running = _PHASES.get(str(manifest.get("outcome")), "Pending")
         seconds = _of(row, "seconds")
         return JobHead(
             namespace=NAMESPACE,
@@ -145,7 +145,7 @@ class _Run:
             nats_url=connections.nats_url,
             redis_url=connections.redis_url,
             credentials=connections.credentials,
-            role=ROLE,
+            role=_ROLE,
         )
 
     def manifest(self) -> dict[str, Any]:

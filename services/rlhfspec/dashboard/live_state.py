@@ -12,8 +12,8 @@ from rlhfspec.runs.live.live import LiveView
 from rlhfspec.runs.view.run_state import RunState, RunWorker, Told, after, without_gone
 from rlhfspec.stage.vitals import WorkerState
 
-GONE_SECONDS = 30.0
-ORDER = {stage.name: place for place, stage in enumerate(loop.STAGES)}
+_GONE_SECONDS = 30.0
+_ORDER = {stage.name: place for place, stage in enumerate(loop.STAGES)}
 
 
 class Live:
@@ -45,9 +45,9 @@ class Live:
 
     def content(self, now: float) -> dict[str, Any]:
         """For the page. A worker that has been silent for long is gone."""
-        self._run = without_gone(self._now(), now=now, after_seconds=GONE_SECONDS)
+        self._run = without_gone(self._now(), now=now, after_seconds=_GONE_SECONDS)
         told = [(worker, worker.state) for worker in self._run.workers.values() if worker.state is not None]
-        told.sort(key=lambda each: (ORDER[each[0].stage], each[0].worker))
+        told.sort(key=lambda each: (_ORDER[each[0].stage], each[0].worker))
         return {
             "generators": [_generator(worker, now) for worker in self._run.generators],
             "workers": [_worker(worker, state, now) for worker, state in told],

@@ -12,9 +12,11 @@ from rlhfspec.dashboard.api_server import ApiServer
 from rlhfspec.dashboard.kept import Kept
 from rlhfspec.messages.transport.clock import Clock
 
-COUNTS_SECONDS = 10.0  # and an open page is asked about every server.BEAT_SECONDS: together how long a lost right lasts
-MOST_AT_ONCE = 16  # reviews: a flood of wrong tokens is no flood for the API server
-ASKED: dict[What, dict[str, str]] = {
+_COUNTS_SECONDS = (
+    10.0  # and an open page is asked about every server.BEAT_SECONDS: together how long a lost right lasts
+)
+_MOST_AT_ONCE = 16  # reviews: a flood of wrong tokens is no flood for the API server
+_ASKED: dict[What, dict[str, str]] = {
     "jobs": {"group": names.GROUP, "resource": names.PLURAL, "verb": "get"},
     # What a sample says may also stand in the logs of a pod: who may read these may read samples. And what a process
     # said last, in its pod's status, is the end of its log.
@@ -27,9 +29,9 @@ class ClusterAccess:
 
     def __init__(self, server: ApiServer, *, clock: Clock | None = None) -> None:
         self._server = server
-        self._visitors: Kept[Visitor | None] = Kept(seconds=COUNTS_SECONDS, clock=clock)
-        self._rights: Kept[bool] = Kept(seconds=COUNTS_SECONDS, most=20_000, clock=clock)
-        self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
+        self._visitors: Kept[Visitor | None] = Kept(seconds=_COUNTS_SECONDS, clock=clock)
+        self._rights: Kept[bool] = Kept(seconds=_COUNTS_SECONDS, most=20_000, clock=clock)
+        self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
 
     async def visitor(self, token: str) -> Visitor | None:
         key = hashlib.sha256(token.encode()).hexdigest()
@@ -59,4 +61,4 @@ class ClusterAccess:
             "extra": {name: list(values) for name, values in visitor.extra},
         }
         async with self._at_once:
-            return await self._server.review_access(user, {"namespace": namespace, **ASKED[what]})
+            return await self._server.review_access(user, {"namespace": namespace, **_ASKED[what]})

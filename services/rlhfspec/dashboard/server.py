@@ -24,9 +24,9 @@ from rlhfspec.dashboard.source import JobHead, JobKey, JobSource
 from rlhfspec.errors import InvalidRequest, RLHFSpecError, ServerFailed
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-BEAT_SECONDS = 15.0
-WRITE_SECONDS = 10.0  # who takes nothing for so long is cut off
-LIST_SECONDS = 1.0
+KEEP_ALIVE_SECONDS = 15.0
+_WRITE_SECONDS = 10.0  # who takes nothing for so long is cut off
+_LIST_SECONDS = 1.0
 MOST_STREAMS = 500
 MOST_STREAMS_OF_ONE = 20  # visitor, whichever of their tokens they show
 OF_LOGS = ("samples", "last_words")  # events for those who may read logs
@@ -246,7 +246,7 @@ class Dashboard:
 
     async def _look_on(self, visitor: Visitor, events: EventStream) -> None:
         while True:
-            await asyncio.sleep(LIST_SECONDS)
+            await asyncio.sleep(_LIST_SECONDS)
             try:
                 events.latest("jobs", await self._visible(visitor))
                 events.latest("problem", "")
@@ -310,15 +310,15 @@ class Dashboard:
     ) -> None:
         """The beat comes though there is always something to tell."""
         loop = asyncio.get_running_loop()
-        data, beat_at = b"retry: 1000\n\n", loop.time() + BEAT_SECONDS
+        data, beat_at = b"retry: 1000\n\n", loop.time() + KEEP_ALIVE_SECONDS
         while not reader.is_cut.is_set():
             if data:
-                async with asyncio.timeout(WRITE_SECONDS):
+                async with asyncio.timeout(_WRITE_SECONDS):
                     await response.write(data)
             data = b""
             if loop.time() >= beat_at:
                 await still()
-                data, beat_at = b": still here\n\n", loop.time() + BEAT_SECONDS
+                data, beat_at = b": still here\n\n", loop.time() + KEEP_ALIVE_SECONDS
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(beat_at):

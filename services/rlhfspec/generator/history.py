@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 Tokens = tuple[int, ...]
-MOST_PROMPTS = 4096
+_MOST_PROMPTS = 4096
 
 
 class Histories:
@@ -28,5 +28,5 @@ class Histories:
     def add(self, prompt: Tokens, response: Tokens) -> None:
         self._responses[prompt] = (*self.of(prompt), response)[-self._keep :]
         self._responses.move_to_end(prompt)
-        if len(self._responses) > MOST_PROMPTS:
+        if len(self._responses) > _MOST_PROMPTS:
             self._responses.popitem(last=False)

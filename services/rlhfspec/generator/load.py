@@ -13,7 +13,7 @@ from rlhfspec.engine.base import EngineProtocol, EngineStep, SequenceView
 from rlhfspec.messages.records import Load
 from rlhfspec.moves.rebalancing.curve import LearnedCurve
 
-EVERY_SECONDS, IDLE_EVERY_SECONDS = 0.25, 1.0
+_EVERY_SECONDS, IDLE_EVERY_SECONDS = 0.25, 1.0
 Experts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -152,4 +152,4 @@ class LoadMeter:
         )
 
     def _is_due(self, last: float) -> bool:
-        return self._now() - last >= EVERY_SECONDS or not self._engine.has_work
+        return self._now() - last >= _EVERY_SECONDS or not self._engine.has_work

@@ -20,8 +20,8 @@ from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.stage.tasks import together
 
-LEAVE_SECONDS = 3.5  # for all that runs here to go on elsewhere
-AGAIN_SECONDS = 0.02  # then who had no place for it is asked again
+_LEAVE_SECONDS = 3.5  # for all that runs here to go on elsewhere
+_AGAIN_SECONDS = 0.02  # then who had no place for it is asked again
 MOST_ADVICE = 32  # followed at once; the rest of a flood is lost, as advice may be
 
 
@@ -77,13 +77,13 @@ class Moving:
         nothing, is asked once: when a whole run ends nobody waits for anybody."""
         await self.mover.refuse()
         with suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_SECONDS):
+            async with asyncio.timeout(_LEAVE_SECONDS):
                 turn = 0
                 while ((samples := await begun()) and self._peers) or self._moves:
                     workers = sorted(self._peers)
                     going = enumerate(samples if workers else (), turn)
                     await asyncio.gather(*(self._away(each, workers[n % len(workers)]) for n, each in going))
-                    await asyncio.sleep(AGAIN_SECONDS)
+                    await asyncio.sleep(_AGAIN_SECONDS)
                     turn += 1
         await self.mover.close()
 

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import deque
+from functools import partial
 from typing import Any
 
-from rlhfspec.engine.base import Completion, EngineProtocol, Movable, Request
-from rlhfspec.engine.params import SamplingParams
+from rlhfspec.engine.base import Completion, EngineProtocol, Movable
 from rlhfspec.generator.dry import IdleScoring
+from rlhfspec.generator.engine_loop import EngineLoop, sampling_params
 from rlhfspec.generator.history import Histories
-from rlhfspec.generator.load import Experts, LoadMeter
-from rlhfspec.generator.moving import MovedPrompt, Moving
+from rlhfspec.generator.leases import PromptLeases
+from rlhfspec.generator.load import LoadMeter
+from rlhfspec.generator.moving import Moving
+from rlhfspec.generator.publishing import Made, SamplePublisher
+from rlhfspec.generator.queue import PromptQueue
+from rlhfspec.generator.seconds import SharedSeconds
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.generation import Generation
-from rlhfspec.messages.records import Load, Prompt, Sample, Weights
-from rlhfspec.messages.wire.codec import encode
+from rlhfspec.messages.records import Load, Prompt, Weights
 from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.stage.base import PULL_SECONDS, Service
-from rlhfspec.stage.bus import Delivery, Inbox, StageBus, give_back
+from rlhfspec.stage.bus import Inbox, StageBus, give_back
 from rlhfspec.stage.guest import HostedScoring
 from rlhfspec.stage.new_weights import NewWeights
 from rlhfspec.stage.tasks import together
 from rlhfspec.stage.vitals import Vitals
-from rlhfspec.telemetry.base import SampleProgress
 from rlhfspec.training.weights import WeightStore
 from rlhfspec.worker.ends import MoveEndpoint
 
 log = logging.getLogger("rlhfspec.stage")
-IDLE_SECONDS = 0.5
+_IDLE_SECONDS = 0.5
 ON_THE_WAY_SECONDS = 0.05
-BURST_SECONDS = 0.05  # so long the engine steps between two looks at what came; a finished sample ends it sooner
 
 
 class GeneratorService(Service):
@@ -40,8 +39,8 @@ class GeneratorService(Service):
     prompts, trainer. A prompt is acknowledged once its sample is published, so a lost generator loses no sample.
 
     It pulls what its engine can run, and a few prompts more; all others stay where whoever has room first takes them.
-    Samples go to other generators and come from them while they run (`moving`); of these it is the `Custody`. Asked to
-    stop, it hands what runs to the others, and back what is left.
+    Samples go to other generators and come from them while they run (`moving`). Asked to stop, it hands what runs to
+    the others, and back what is left.
     """
 
     def __init__(
@@ -62,58 +61,60 @@ class GeneratorService(Service):
         self._job = job
         self._engine = engine
         self._deadline = spec.roles.generator.deadline_seconds
-        self._params = sampling_params(spec.generation)
         self._new_weights = NewWeights(self, weights, self._load, deadline_seconds=self._deadline, clock=bus.clock)
         self._announced: list[Weights] = []  # newer than the engine's
-        self._prefetch = spec.prefetch
-        self._piece = spec.pulled_at_a_time
-        self._room = 0  # prompts that may still be pulled
-        self._has_room = asyncio.Event()  # for a piece
         self._news = asyncio.Event()  # prompts or weights came, or the worker is asked to stop
         self._idle_scoring = IdleScoring(self, bus, hosted_scoring, self._news)
-        self._pulled: deque[Delivery[Prompt]] = deque()  # not yet in the engine: just come, or before their weights
-        self._running: dict[str, Delivery[Prompt]] = {}
         self._last_load: Load | None = None
-        self._publishing: asyncio.Task[None] | None = None  # the samples of the last burst
-        self._shares: dict[str, float] = {}  # of what runs: `_share_seconds` when it came
-        self._share_seconds = 0.0  # of each piece of work, what fell to each sample that was there
-        self._histories = Histories(keep=spec.algorithm.samples_per_prompt)
-        movable = engine if isinstance(engine, Movable) else None  # else its samples stay where they began
-        self._sequences = movable.sequences if movable is not None else tuple
+        self._queue = PromptQueue(self, prefetch=spec.prefetch, piece=spec.pulled_at_a_time)
+        self._publisher = SamplePublisher(bus)
         incarnation = move_endpoint.incarnation if move_endpoint is not None else ""
         name = f"generator-{worker}"
+        movable = engine if isinstance(engine, Movable) else None  # else its samples stay where they began
+        sequences = movable.sequences if movable is not None else tuple
         self._meter = LoadMeter(
-            job.metadata.name, name, engine, worker=worker, incarnation=incarnation, sequences=self._sequences
+            job.metadata.name, name, engine, worker=worker, incarnation=incarnation, sequences=sequences
         )
-        self._prompts: Inbox[Prompt]
+        self._seconds = SharedSeconds()
+        self._leases = PromptLeases(self._seconds, self._meter.submitted)
         self._calls = EngineCalls(self._news.set)
+        histories, params = Histories(keep=spec.algorithm.samples_per_prompt), sampling_params(spec.generation)
+        self._loop = EngineLoop(
+            engine, sequences, params, self._meter, self._calls, histories=histories, has_news=self._news.is_set
+        )  # fmt: skip
         self._moving: Moving | None = None
         if move_endpoint is not None and movable is not None:
             link = spec.roles.generator.link
-            mover = move_endpoint.mover(movable, self._calls, self, bus.clock, name=name, link=link)
+            mover = move_endpoint.mover(movable, self._calls, self._leases, bus.clock, name=name, link=link)
             self._moving = Moving(self, bus, mover, job.metadata.name)
+            self._loop.prefill_took = partial(mover.costs.learn_prefill, 1)
 
     async def run(self) -> None:
-        async with await self._bus.subscribe(Prompt) as self._prompts, await self._bus.subscribe(Weights) as weights:
-            self._look_for_room()
-            parts = [self._pull(self._prompts), self._follow(weights), self._idle_scoring.follow(), self._work()]
+        async with await self._bus.subscribe(Prompt) as prompts, await self._bus.subscribe(Weights) as weights:
+            self._leases.inbox = prompts
+            self._queue.look_for_room(self._engine.stats())
+            parts = [
+                self._queue.pull(prompts, self._news.set),
+                self._follow(weights),
+                self._idle_scoring.follow(),
+                self._work(),
+            ]
             if self._moving is not None:
                 parts += [self._moving.run(), self._say_idle()]
             try:
                 await together(*parts)
                 await self._leave()
-                await self._published()
+                await self._publisher.done()
             finally:
                 self._calls.close()
-                if self._publishing is not None:
-                    self._publishing.cancel()
+                self._publisher.cancel()
 
     async def _leave(self) -> None:
         """What runs goes on elsewhere where it can; the rest is handed back."""
-        num_running = len(self._running)
+        num_running = len(self._leases)
         if self._moving is not None:
             with self.vitals.working("handing over what runs", deadline_seconds=self._deadline):
-                leaving = asyncio.create_task(self._moving.leave(self._begun))
+                leaving = asyncio.create_task(self._moving.leave(self._loop.begun))
                 leaving.add_done_callback(lambda _: self._news.set())
                 while not leaving.done():
                     await self._news.wait()
@@ -123,28 +124,12 @@ class GeneratorService(Service):
                 await leaving
                 self._meter.is_leaving = True
                 await self._bus.publish(self._meter.now())
-                await self.in_thread(self._check_nothing_leaked)
-        left = len(self._running)
+                await self.in_thread(self._loop.check_nothing_leaked)
+        left = len(self._leases)
         log.info(
             "left: of %d running samples %d go on elsewhere, %d are handed back", num_running, num_running - left, left
         )
-        await give_back([delivery.held for delivery in (*self._pulled, *self._running.values())])
-
-    async def _begun(self) -> list[str]:
-        """What is worth more than its prompt."""
-
-        def begun() -> list[str]:
-            return [each.id for each in self._sequences() if each.num_generated or not each.is_waiting]
-
-        return await self._calls.call(begun)
-
-    def _check_nothing_leaked(self) -> None:
-        """Without what still runs an engine is empty: no row, no block and no lease of any move is left in it."""
-        for each in self._sequences():
-            self._engine.cancel(each.id)
-        self._engine.check_integrity()
-        stats = self._engine.stats()
-        assert stats.num_free_blocks == stats.num_blocks, f"{stats.num_blocks - stats.num_free_blocks} blocks leaked"
+        await give_back([delivery.held for delivery in (*self._queue, *self._leases)])
 
     @property
     def load(self) -> Load | None:
@@ -152,49 +137,14 @@ class GeneratorService(Service):
 
     @property
     def owned(self) -> list[str]:
-        return [*self._running, *(delivery.record.id for delivery in self._pulled)]
+        return [*self._leases.ids, *self._queue.ids]
 
     async def stop(self) -> None:
         await super().stop()
         self._news.set()
-        self._has_room.set()
-
-    # -- the custody of prompts, for those who move samples ---------------------------------------------------
-
-    def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
-        delivery = self._running.get(sample_id)
-        if delivery is None:
-            return None
-        seconds = self._share_seconds - self._shares[sample_id]
-        return MovedPrompt(encode(delivery.record), delivery.headers, seconds).to_bytes(), delivery.held.token
-
-    async def taken(self, sample_id: str, prompt: bytes, token: str) -> None:
-        moved = MovedPrompt.read(prompt)
-        delivery = await self._prompts.adopt(moved.record, sample_id, token, moved.headers)
-        self._running[sample_id] = delivery
-        self._shares[sample_id] = self._share_seconds - moved.seconds
-        self._meter.submitted(delivery.record.step)
-
-    def arrived(self, sample_id: str, progress: SampleProgress) -> None:
-        seconds = self._share_seconds - self._shares[sample_id]
-        self._prompts.arrived(self._running[sample_id], progress._replace(seconds=seconds))
-
-    def given(self, sample_id: str, progress: SampleProgress | None) -> None:
-        held, seconds = self._running.pop(sample_id).held, self._share_seconds - self._shares.pop(sample_id)
-        held.leave(progress and progress._replace(seconds=seconds))
-
-    forgotten = given  # nobody ends it: if need be it is delivered again
+        self._queue.wake()
 
     # -- what comes, while the engine works -----------------------------------------------------------------
-
-    async def _pull(self, inbox: Inbox[Prompt]) -> None:
-        while not self.stopping.is_set():
-            await self._has_room.wait()
-            pulling = inbox.pull(max_records=self._piece, timeout_seconds=PULL_SECONDS)
-            if arrived := await self.unless_stopped(pulling):
-                self._pulled.extend(arrived)
-                self._set_room(self._room - len(arrived))
-                self._news.set()
 
     async def _follow(self, inbox: Inbox[Weights]) -> None:
         while not self.stopping.is_set():
@@ -204,18 +154,6 @@ class GeneratorService(Service):
                 self._announced.extend(policies)
                 self._news.set()
 
-    def _look_for_room(self) -> None:
-        """Between two steps of the engine."""
-        stats = self._engine.stats()
-        self._set_room(stats.room + self._prefetch - stats.num_waiting - len(self._pulled))
-
-    def _set_room(self, room: int) -> None:
-        self._room = room
-        if room >= self._piece:
-            self._has_room.set()
-        elif not self.stopping.is_set():
-            self._has_room.clear()
-
     # -- the engine -----------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
@@ -223,7 +161,7 @@ class GeneratorService(Service):
             self._news.clear()
             await self._take_weights()
             self._submit_ready()
-            self._look_for_room()
+            self._queue.look_for_room(self._engine.stats())
             if self._engine.has_work:
                 await self._generate()
             elif self._calls.waiting:
@@ -233,24 +171,24 @@ class GeneratorService(Service):
 
     async def _wait(self) -> None:
         with self.vitals.waiting("room to publish samples"):
-            await self._published()
-        if any(delivery.record.id in self._on_the_way for delivery in self._pulled):
+            await self._publisher.done()
+        if not self._on_the_way.isdisjoint(self._queue.ids):
             with self.vitals.waiting("what is on its way from or to another generator"):
                 return await self._bus.clock.sleep(ON_THE_WAY_SECONDS)
-        early = min((delivery.record.weights_version for delivery in self._pulled), default=None)
+        early = self._queue.earliest_version
         with self.vitals.waiting("prompts" if early is None else f"weights version {early}"):
             await self._idle_scoring.until_news()
 
     async def _say_idle(self) -> None:
         """Who has nothing to do says so, so that others may move samples here."""
         while not self.stopping.is_set():
-            if not self._running and (load := self._meter.idle()) is not None:
+            if not self._leases and (load := self._meter.idle()) is not None:
                 self._last_load = load
                 await self._bus.publish(load)
             await self.unless_stopped(self._idle_for_a_while())
 
     async def _idle_for_a_while(self) -> list[None]:
-        await self._bus.clock.sleep(IDLE_SECONDS)
+        await self._bus.clock.sleep(_IDLE_SECONDS)
         return []
 
     async def _take_weights(self) -> None:
@@ -265,124 +203,26 @@ class GeneratorService(Service):
 
     def _submit_ready(self) -> None:
         """What may be sampled now; the rest stays until its weights are here."""
-        version = self._engine.weights_version
-        on_the_way = self._on_the_way
-        waiting: deque[Delivery[Prompt]] = deque()
-        for delivery in self._pulled:
-            if delivery.record.weights_version > version or delivery.record.id in on_the_way:
-                waiting.append(delivery)
-                continue
-            if delivery.record.id not in self._running:  # a redelivery of what already runs here
-                self._submit(delivery.record)
-                self._shares[delivery.record.id] = self._share_seconds
-            self._running[delivery.record.id] = delivery
-        self._pulled = waiting
+        for delivery in self._queue.take_ready(self._engine.weights_version, self._on_the_way):
+            if delivery.record.id not in self._leases:  # else a redelivery of what already runs here
+                self._loop.submit(delivery.record)
+            self._leases.begin(delivery)
 
     @property
     def _on_the_way(self) -> frozenset[str]:
         return self._moving.mover.moving if self._moving is not None else frozenset()
 
-    def _submit(self, prompt: Prompt) -> None:
-        request = Request(
-            id=prompt.id,
-            prompt_token_ids=prompt.token_ids,
-            params=self._params,
-            seed=prompt.seed,
-            group=prompt.group_id,
-            history=self._histories.of(prompt.token_ids),
-        )
-        self._engine.submit(request)
-        self._meter.submitted(prompt.step)
-
     async def _generate(self) -> None:
-        what = f"generating {len(self._running)} samples, the first {next(iter(self._running), 'gone')}"
+        what = f"generating {len(self._leases)} samples, the first {next(iter(self._leases.ids), 'gone')}"
         with self.vitals.working(what, deadline_seconds=self._deadline) as worked:
-            finished = await self.in_thread(self._burst)
-        self._share_seconds += worked.seconds / max(len(self._running), 1)
-        await self._published()
+            finished = await self.in_thread(self._loop.burst)
+        self._seconds.worked(worked.seconds, num_running=len(self._leases))
+        await self._publisher.done()
         made = [self._finished(completion) for completion in finished]
         load = self._meter.load()
         self._last_load = load or self._last_load
-        self._publishing = asyncio.create_task(self._publish(load, made))
+        self._publisher.begin(load, made)
 
-    def _finished(self, completion: Completion) -> tuple[Delivery[Prompt], Sample]:
-        delivery = self._running.pop(completion.id)
-        self._histories.add(completion.prompt_token_ids, completion.token_ids)
-        seconds = self._share_seconds - self._shares.pop(completion.id)
-        experts = self._meter.experts()
-        return delivery, sample_of(delivery.record, completion, self._meter.name, seconds=seconds, experts=experts)
-
-    async def _publish(self, load: Load | None, made: list[tuple[Delivery[Prompt], Sample]]) -> None:
-        """While the engine goes on: the way to the server and back costs it nothing."""
-        if load is not None:
-            await self._bus.publish(load)
-        await asyncio.gather(*(self._answer(delivery, sample) for delivery, sample in made))
-
-    async def _answer(self, delivery: Delivery[Prompt], sample: Sample) -> None:
-        await self._bus.publish(sample)
-        await delivery.ack()
-
-    async def _published(self) -> None:
-        """The burst before is out: never more than one is on its way."""
-        if self._publishing is not None:
-            await self._publishing
-            self._publishing = None
-
-    def _burst(self) -> list[Completion]:
-        """Steps until something is finished, so that scoring begins with the first sample, or something came."""
-        end = time.monotonic() + BURST_SECONDS
-        finished: list[Completion] = []
-        self._calls.run()
-        while self._engine.has_work and not finished and time.monotonic() < end:
-            report = self._engine.step()
-            self._meter.stepped(report)
-            if report.num_prefill_tokens and self._moving is not None:
-                self._moving.mover.costs.learn_prefill(1, self._meter.prefill_seconds)
-            finished.extend(report.finished)
-            self._calls.run()
-            if self._news.is_set():
-                break
-        return finished
-
-
-def sampling_params(generation: Generation) -> SamplingParams:
-    return SamplingParams(
-        temperature=generation.temperature,
-        top_k=generation.top_k,
-        top_p=generation.top_p,
-        max_tokens=generation.max_tokens,
-        stop=tuple(generation.stop),
-        ignore_eos=generation.ignore_eos,
-    )
-
-
-def sample_of(
-    prompt: Prompt, completion: Completion, generator: str, *, seconds: float = 0.0, experts: Experts = ()
-) -> Sample:
-    """Pure: the record of a finished response."""
-    failed = completion.finish_reason not in ("stop", "length")
-    return Sample(
-        id=prompt.id,
-        job=prompt.job,
-        step=prompt.step,
-        prompt=prompt.prompt,
-        replica=prompt.replica,
-        prompt_text=prompt.text,
-        prompt_token_ids=prompt.token_ids,
-        columns_json=prompt.columns_json,
-        text=completion.text or "",
-        token_ids=completion.token_ids,
-        log_probs=completion.log_probs,
-        tempered_log_probs=completion.tempered_log_probs,
-        weights_versions=completion.weights_versions,
-        finish_reason="stop" if completion.finish_reason == "stop" else "error" if failed else "length",
-        error=completion.error or completion.finish_reason if failed else "",
-        num_verifications=completion.stats.num_verifications,
-        num_drafted=completion.stats.num_drafted,
-        num_accepted=completion.stats.num_accepted,
-        strategies=completion.stats.strategies,
-        experts=experts,
-        seconds=seconds,
-        generator=generator,
-        purpose=prompt.purpose,
-    )
+    def _finished(self, completion: Completion) -> Made:
+        delivery, seconds = self._leases.end(completion.id)
+        return delivery, self._loop.sample(delivery.record, completion, seconds=seconds)

@@ -26,7 +26,7 @@ from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.training.data.columns import columns_of_rows
 from rlhfspec.worker.mirror import mirrored
 
-ROOM_BYTES = 1 << 20  # with less no run can begin
+_ROOM_BYTES = 1 << 20  # with less no run can begin
 log = logging.getLogger("rlhfspec.stage")
 
 
@@ -113,6 +113,6 @@ def _needs_room(base: Path) -> Iterator[None]:
 def _refuse_full(base: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=base) as file:
-            os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
+            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
     except OSError as error:
         raise StorageError(base, f"cannot be written: {error.strerror}") from error

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from rlhfspec.messages.records import Prompt, Sample
 
-MOST_PROMPTS = 1 << 16
-NEWEST = 0.25  # weight of an answer against those before it: the policy's habits change
+_MOST_PROMPTS = 1 << 16
+_NEWEST = 0.25  # weight of an answer against those before it: the policy's habits change
 
 
 class PromptLengths:
@@ -34,10 +34,10 @@ class PromptLengths:
     def add_length(self, prompt: tuple[int, ...], length: int) -> None:
         key = hash(prompt)
         before = self._means.pop(key, None)
-        mean = float(length) if before is None else before + NEWEST * (length - before)
+        mean = float(length) if before is None else before + _NEWEST * (length - before)
         self._means[key] = mean
         self._sum += mean - (before or 0.0)
-        if len(self._means) > MOST_PROMPTS:
+        if len(self._means) > _MOST_PROMPTS:
             self._sum -= self._means.popitem(last=False)[1]
 
     def work(self, prompt: tuple[int, ...]) -> float:

@@ -29,7 +29,7 @@ from rlhfspec.simulator.lengths import Ints, Workload
 from rlhfspec.simulator.scenario import FleetSnapshot, Policy
 
 Name = Literal["none", "threshold", "knee", "counts", "ours", "ours-knowing"]
-NAMES: tuple[str, ...] = get_args(Name)
+POLICY_NAMES: tuple[str, ...] = get_args(Name)
 
 
 def policy_named(
@@ -49,8 +49,8 @@ def policy_named(
 
 def policy_known(name: str) -> None:
     """Raises InvalidRequest, with the nearest name."""
-    if name not in NAMES:
-        reason = f"must be one of {', '.join(NAMES)}{did_you_mean(name, NAMES)}"
+    if name not in POLICY_NAMES:
+        reason = f"must be one of {', '.join(POLICY_NAMES)}{did_you_mean(name, POLICY_NAMES)}"
         raise InvalidRequest("policy", name, reason)
 
 

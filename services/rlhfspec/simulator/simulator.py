@@ -2,7 +2,7 @@
 
 All sequences of a generator advance by one token a step, so a generator is a count of steps, and a sequence ends at a
 count known when it starts. An event brings its generator from the last event's step to its own in one multiplication;
-10,000 generators with 1,000,000 sequences take minutes. `simulator_oracle.py` does the same one step at a time.
+10,000 generators with 1,000,000 sequences take minutes. `tests/twins/simulator.py` does the same one step at a time.
 
 Events of one moment go by kind, then by number. A generator acts between two steps only: what happens to it in
 mid-step waits for the step's end.

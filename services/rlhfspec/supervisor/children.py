@@ -33,8 +33,8 @@ from rlhfspec.worker import exits
 
 log = logging.getLogger("rlhfspec.stage")
 CHECK_SECONDS = 0.5
-LATE_SECONDS = 5.0  # past the deadline of its work: it has not ended itself
-LEAVE_SECONDS = 15.0  # to leave a run whose last step is trained
+_LATE_SECONDS = 5.0  # past the deadline of its work: it has not ended itself
+_LEAVE_SECONDS = 15.0  # to leave a run whose last step is trained
 Say = Callable[[str], None]
 
 
@@ -226,7 +226,7 @@ class Children(Service):
         deadline = getattr(self._job.spec.roles, stage).deadline_seconds
         self.roster.held(stage, worker, child.is_held())
         for state in self.roster.worker_states():
-            if (state.stage, state.worker) == (stage, worker) and is_overdue(state, LATE_SECONDS):
+            if (state.stage, state.worker) == (stage, worker) and is_overdue(state, _LATE_SECONDS):
                 child.kill(f"stalled: {state.what} takes {state.since_seconds:.0f} s, longer than its deadline")
         if silence > deadline and is_silent(silence) and not child.is_held():
             child.kill(f"stalled: it said nothing for {silence:.0f} s")
@@ -253,7 +253,7 @@ class Children(Service):
         """All are asked at once; who does not leave within the grace is killed, and named. Who has no process yet, or
         none again, gets none any more."""
         self._leaving.set()
-        grace = LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
+        grace = _LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
         for task, child in self._keeping.items():
             if child.pid is None:
                 task.cancel()

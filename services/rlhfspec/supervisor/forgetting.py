@@ -16,8 +16,8 @@ from rlhfspec.errors import RLHFSpecError
 from rlhfspec.messages.servers.given import NATS, REDIS, GivenServer, given_server
 from rlhfspec.messages.servers.program import write_secret
 
-SECONDS = 15.0  # for all of it
-CREDENTIALS = "credentials"  # in the run's folder in memory
+_SECONDS = 15.0  # for all of it
+CREDENTIALS_FOLDER = "credentials"  # in the run's folder in memory
 RUN_FILE = "run.json"  # in that one: whose they are
 
 
@@ -28,7 +28,12 @@ def note(credentials: Path, job: str, uid: str) -> None:
 
 def command_for(scratch: list[Path]) -> list[str]:
     """`scratch`: where the run's folder in memory may be."""
-    return [sys.executable, "-m", "rlhfspec.supervisor.forgetting", *(str(path / CREDENTIALS) for path in scratch)]
+    return [
+        sys.executable,
+        "-m",
+        "rlhfspec.supervisor.forgetting",
+        *(str(path / CREDENTIALS_FOLDER) for path in scratch),
+    ]
 
 
 async def forget(nats: GivenServer | None, redis: GivenServer | None, job: str, uid: str) -> str:
@@ -56,18 +61,18 @@ async def _forget_streams(nats: GivenServer, job: str, uid: str) -> str:
     problem = "the server refuses, or does not answer"
     try:
         access = access_to(nats)
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(_SECONDS):
             transport = await NatsTransport.connect(
                 nats.url, name="forgetting", inbox_prefix=access.inbox_prefix, proof=access.proof, tls=access.tls,
-                publish_timeout_seconds=SECONDS,
+                publish_timeout_seconds=_SECONDS,
             )  # fmt: skip
             try:
-                if all([await transport.undeclare(subject, SECONDS) for subject in loop.subjects(job, uid)]):
+                if all([await transport.undeclare(subject, _SECONDS) for subject in loop.subjects(job, uid)]):
                     return ""
             finally:
                 await transport.close()
     except TimeoutError:
-        problem = f"no answer within {SECONDS:g} s"
+        problem = f"no answer within {_SECONDS:g} s"
     except RLHFSpecError as error:
         problem = str(error)
     return f"streams rlhf_{job}_{uid}_* are still at {nats.url}: {problem}"
@@ -77,9 +82,9 @@ async def _forget_keys(redis: GivenServer, uid: str) -> None:
     from rlhfspec.runs.live.redis_client import client, close, failures, options_of
     from rlhfspec.runs.live.redis_users import window_key, worker_keys, workers_key
 
-    connection = client(redis.url, SECONDS, options_of(redis))
+    connection = client(redis.url, _SECONDS, options_of(redis))
     try:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(_SECONDS):
             workers = worker_keys(uid, await connection.smembers(workers_key(uid)))
             await connection.delete(window_key(uid), workers_key(uid), *workers)
     except failures():

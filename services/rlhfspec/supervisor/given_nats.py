@@ -28,8 +28,8 @@ from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.messages.transport.nats_connection import Connection, status_of
 from rlhfspec.messages.transport.nats_greeting import read_info
 
-OPTION, CREDENTIALS = "--nats", "--nats-credentials"
-SECONDS = 5.0
+_OPTION, _CREDENTIALS = "--nats", "--nats-credentials"
+_SECONDS = 5.0
 LEAST_STORAGE_BYTES = 8 << 20
 NUM_STREAMS = len(loop.subjects("job", "uid"))
 BYTES_PER_TOKEN = 34  # a sample takes some 25, its dead letter hardly more; and some room
@@ -41,13 +41,13 @@ async def check_nats(given: GivenServer, max_context: int) -> None:
     """`max_context`: tokens of the longest prompt and the longest response together."""
     needed_bytes = max_context * BYTES_PER_TOKEN + BYTES_BESIDES
     with named(given):
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(_SECONDS):
             info = await read_info(given.url)
         _check_tls(given, info)
         connection = await _opened(given, shows_certificate=bool(info.get("tls_verify")))
         try:
             if connection.max_payload < needed_bytes:
-                raise InvalidRequest(OPTION, given.url, _too_small(connection.max_payload, needed_bytes))
+                raise InvalidRequest(_OPTION, given.url, _too_small(connection.max_payload, needed_bytes))
             _check_account(given, await _account(connection))
         finally:
             await connection.close()
@@ -60,14 +60,14 @@ async def _opened(given: GivenServer, *, shows_certificate: bool) -> Connection:
     try:
         return await Connection.open(
             given.url, name="preflight", inbox_prefix=access.inbox_prefix, proof=access.proof, tls=access.tls,
-            clock=SystemClock(), patience_seconds=SECONDS, connect_timeout_seconds=SECONDS,
+            clock=SystemClock(), patience_seconds=_SECONDS, connect_timeout_seconds=_SECONDS,
         )  # fmt: skip
     except (TransportUnavailable, InvalidRequest) as error:
         hangs_up = isinstance(error.__cause__, ConnectionError)
         if shows_certificate and (
             hangs_up or (isinstance(error.__cause__, ssl.SSLError) and is_alert(error.__cause__))
         ):
-            raise InvalidRequest(OPTION, given.url, refused) from None
+            raise InvalidRequest(_OPTION, given.url, refused) from None
         raise
 
 
@@ -80,7 +80,7 @@ def _check_tls(given: GivenServer, info: Mapping[str, Any]) -> None:
     elif info.get("tls_verify") and given.certificate is None:
         problem = f"the server asks its clients for a certificate: name yours with {CERTIFICATE}"
     if problem:
-        raise InvalidRequest(OPTION, given.url, problem)
+        raise InvalidRequest(_OPTION, given.url, problem)
 
 
 def _too_small(have: int, needed: int) -> str:
@@ -91,9 +91,9 @@ def _too_small(have: int, needed: int) -> str:
 
 
 async def _account(connection: Connection) -> dict[str, Any]:
-    answer = await connection.ask("$JS.API.INFO", seconds=SECONDS)
+    answer = await connection.ask("$JS.API.INFO", seconds=_SECONDS)
     if answer is None:
-        raise TransportUnavailable(connection.url, f"no answer to $JS.API.INFO within {SECONDS:g} s")
+        raise TransportUnavailable(connection.url, f"no answer to $JS.API.INFO within {_SECONDS:g} s")
     if status_of(answer) == "503":
         return {"error": {"code": 503, "description": "JetStream not enabled for account"}}
     found: dict[str, Any] = json.loads(answer.data)
@@ -106,7 +106,7 @@ def _check_account(given: GivenServer, account: dict[str, Any]) -> None:
     else:
         problem = _limit_problem(account["tiers"].get("R1", {}) if account.get("tiers") else account)
     if problem:
-        raise InvalidRequest(OPTION, given.url, f"this user's account {problem}")
+        raise InvalidRequest(_OPTION, given.url, f"this user's account {problem}")
 
 
 def _limit_problem(account: dict[str, Any]) -> str:
@@ -130,7 +130,7 @@ async def try_out(given: GivenServer, connections: Connections) -> None:
     """Its streams are gone afterwards."""
     job, uid = connections.job().metadata.name, connections.uid
     with named(given):
-        transport = await connect(connections, CONTROL, name="preflight", publish_timeout_seconds=SECONDS)
+        transport = await connect(connections, CONTROL, name="preflight", publish_timeout_seconds=_SECONDS)
         try:
             await _there_and_back(transport, loop.trial(job, uid, "work"), loop.trial(job, uid, "state"))
         finally:
@@ -150,11 +150,11 @@ async def _there_and_back(transport: NatsTransport, work: str, state: str) -> No
         await (await _arrives(pulling, work)).ack()
     finally:
         for subject in (work, state):
-            await transport.undeclare(subject, SECONDS)
+            await transport.undeclare(subject, _SECONDS)
 
 
 async def _arrives(reading: Subscription, subject: str) -> Any:
-    messages = await reading.pull(1, SECONDS)
+    messages = await reading.pull(1, _SECONDS)
     if not messages:
         raise InvalidRequest("permission denied", subject, "what is published there does not arrive")
     return messages[0]
@@ -169,24 +169,24 @@ def named(given: GivenServer) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise InvalidRequest(OPTION, given.url, f"no answer within {SECONDS:g} s") from None
+        raise InvalidRequest(_OPTION, given.url, f"no answer within {_SECONDS:g} s") from None
     except TransportUnavailable as error:
-        raise InvalidRequest(OPTION, given.url, error.problem) from None
+        raise InvalidRequest(_OPTION, given.url, error.problem) from None
     except InvalidRequest as error:
         raise _in_the_users_words(error, given) from None
 
 
 def _in_the_users_words(error: InvalidRequest, given: GivenServer) -> InvalidRequest:
-    if error.field in (OPTION, CA, CERTIFICATE):
+    if error.field in (_OPTION, CA, CERTIFICATE):
         return error
     if error.field in ("creds", "nkey_seed"):
         no_kind = error.problem.startswith("is no ")
         problem = "is neither a .creds file nor the seed of a user's NKEY" if no_kind else error.problem
-        return InvalidRequest(CREDENTIALS, error.value, problem)
+        return InvalidRequest(_CREDENTIALS, error.value, problem)
     if error.field == "permission denied":
-        return InvalidRequest(OPTION, error.value, f"{_not_allowed(error)}; {RIGHTS}")
+        return InvalidRequest(_OPTION, error.value, f"{_not_allowed(error)}; {RIGHTS}")
     value = given.url if error.field == "subject" else error.value
-    return InvalidRequest(OPTION, value, error.problem + _help(error))
+    return InvalidRequest(_OPTION, value, error.problem + _help(error))
 
 
 def _not_allowed(error: InvalidRequest) -> str:
@@ -198,5 +198,5 @@ def _help(error: InvalidRequest) -> str:
     if is_of_unknown_authority(error.__cause__):
         return f"; {CA} FILE names who signed it"
     if "without credentials" in error.problem:
-        return f": a user goes into the URL (nats://me:${{NATS_PASSWORD}}@host:4222), a file into {CREDENTIALS}"
+        return f": a user goes into the URL (nats://me:${{NATS_PASSWORD}}@host:4222), a file into {_CREDENTIALS}"
     return ""

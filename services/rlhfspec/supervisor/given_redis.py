@@ -20,9 +20,9 @@ from rlhfspec.runs.live.redis_users import worker_key, workers_key
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-OPTION = "--redis"
-OLDEST_SERVER = (7, 0)  # of Redis; of Valkey every version
-SECONDS = 5.0
+_OPTION = "--redis"
+_OLDEST_SERVER = (7, 0)  # of Redis; of Valkey every version
+_SECONDS = 5.0
 DEFAULT_PORT = 6379
 KEEP_MILLISECONDS = 1000
 RIGHTS = "docs/servers.md lists what a run needs"
@@ -30,9 +30,9 @@ RIGHTS = "docs/servers.md lists what a run needs"
 
 async def check_redis(given: GivenServer, uid: str) -> None:
     try:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(_SECONDS):
             await _greet(given)
-        redis = client(given.url, SECONDS, options_of(given))
+        redis = client(given.url, _SECONDS, options_of(given))
         try:
             _check_server(given, await redis.info("server"))
             await _try_out(redis, uid)
@@ -41,7 +41,7 @@ async def check_redis(given: GivenServer, uid: str) -> None:
         finally:
             await close(redis)
     except TimeoutError:
-        raise InvalidRequest(OPTION, given.url, f"no answer within {SECONDS:g} s") from None
+        raise InvalidRequest(_OPTION, given.url, f"no answer within {_SECONDS:g} s") from None
 
 
 # ---- before any credentials -----------------------------------------------------------------------------------------
@@ -62,9 +62,9 @@ async def _greet(given: GivenServer) -> None:
         else:
             problem = "is no Redis server"
     except OSError as error:
-        raise InvalidRequest(OPTION, given.url, f"no server there ({reason_of(error)})") from None
+        raise InvalidRequest(_OPTION, given.url, f"no server there ({reason_of(error)})") from None
     if problem:
-        raise InvalidRequest(OPTION, given.url, problem)
+        raise InvalidRequest(_OPTION, given.url, problem)
 
 
 async def _answer_to_ping(given: GivenServer, tls: ssl.SSLContext | None) -> bytes:
@@ -124,12 +124,12 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
 def _check_server(given: GivenServer, about: dict[str, Any]) -> None:
     version = str(about.get("redis_version", ""))
     numbers = tuple(int(number) for number in version.split(".")[:2] if number.isdecimal())
-    if "valkey_version" not in about and numbers < OLDEST_SERVER:
-        oldest = ".".join(map(str, OLDEST_SERVER))
-        raise InvalidRequest(OPTION, version, f"the server at {given.url} must be Redis {oldest} or newer, or Valkey")
+    if "valkey_version" not in about and numbers < _OLDEST_SERVER:
+        oldest = ".".join(map(str, _OLDEST_SERVER))
+        raise InvalidRequest(_OPTION, version, f"the server at {given.url} must be Redis {oldest} or newer, or Valkey")
     if "cluster" in (about.get("redis_mode"), about.get("server_mode")):
         problem = "is a cluster, which spreads keys over its servers: a run needs one server that has all of them"
-        raise InvalidRequest(OPTION, given.url, problem)
+        raise InvalidRequest(_OPTION, given.url, problem)
 
 
 async def _try_out(redis: Redis, uid: str) -> None:
@@ -149,14 +149,14 @@ def _in_the_users_words(error: Exception, given: GivenServer) -> InvalidRequest:
 
     words = words_of(error)
     if isinstance(error, exceptions.AuthenticationError):
-        return InvalidRequest(OPTION, given.url, _login_problem(words, given))
+        return InvalidRequest(_OPTION, given.url, _login_problem(words, given))
     if isinstance(error, exceptions.NoPermissionError):
-        return InvalidRequest(OPTION, given.url, f"{words}; {RIGHTS}")
+        return InvalidRequest(_OPTION, given.url, f"{words}; {RIGHTS}")
     if isinstance(error, exceptions.ReadOnlyError):
-        return InvalidRequest(OPTION, given.url, "is a replica that takes no writes: name its primary")
+        return InvalidRequest(_OPTION, given.url, "is a replica that takes no writes: name its primary")
     if isinstance(error, exceptions.ResponseError):
-        return InvalidRequest(OPTION, given.url, f"the server refuses: {words}")
-    return InvalidRequest(OPTION, given.url, words)  # it is loading, or went away
+        return InvalidRequest(_OPTION, given.url, f"the server refuses: {words}")
+    return InvalidRequest(_OPTION, given.url, words)  # it is loading, or went away
 
 
 def _login_problem(words: str, given: GivenServer) -> str:

@@ -9,9 +9,9 @@ from rlhfspec.errors import ServerFailed
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.messages.transport.nats import NatsTransport
 
-AWAY_SECONDS = 180.0  # less than a run may wait for itself, so that the line names the server
-ANSWER_SECONDS = 5.0
-LOOK_SECONDS = 1.0
+_AWAY_SECONDS = 180.0  # less than a run may wait for itself, so that the line names the server
+_ANSWER_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 
 
 class GivenNatsWatch:
@@ -30,13 +30,13 @@ class GivenNatsWatch:
         """Raises ServerFailed when it stays away."""
         heard, is_away = self._clock.now(), False
         while True:
-            if await self._transport.answers(self._subject, ANSWER_SECONDS):
+            if await self._transport.answers(self._subject, _ANSWER_SECONDS):
                 if is_away:
                     self._say(f"{self._url}: is back")
                 heard, is_away = self._clock.now(), False
             elif not is_away:
                 is_away = True
-                self._say(f"{self._url}: does not answer; everybody waits for it, {AWAY_SECONDS:g} s at most")
-            elif self._clock.now() - heard > AWAY_SECONDS:
-                raise ServerFailed("--nats", f"{self._url}: no answer for {AWAY_SECONDS:g} s")
-            await asyncio.sleep(LOOK_SECONDS)
+                self._say(f"{self._url}: does not answer; everybody waits for it, {_AWAY_SECONDS:g} s at most")
+            elif self._clock.now() - heard > _AWAY_SECONDS:
+                raise ServerFailed("--nats", f"{self._url}: no answer for {_AWAY_SECONDS:g} s")
+            await asyncio.sleep(_LOOK_SECONDS)

@@ -33,7 +33,7 @@ from rlhfspec.worker.process import STARTED, end_with_the_supervisor
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 MOST_KILLS = 20  # of a launcher while it starts one process
-START_SECONDS = 120.0  # the first one waits for all imports
+_START_SECONDS = 120.0  # the first one waits for all imports
 _ROOM = "launcher".ljust(60, ".")  # a worker's name is written over it
 STAGES_NEED = (
     "rlhfspec.training.data",
@@ -110,7 +110,7 @@ class Launcher:
         async with self._one_at_a_time:
             for _ in range(MOST_KILLS):
                 try:
-                    async with asyncio.timeout(START_SECONDS):
+                    async with asyncio.timeout(_START_SECONDS):
                         return Launched(await self._ask(request))
                 except (ConnectionError, ValueError):
                     if await self.close() >= 0:  # it ended by itself, and would again; kills pass

@@ -23,10 +23,10 @@ from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker import exits
 
 LOOK_SECONDS = 1.0
-AGAIN_SECONDS = 0.1  # between two starts of a guardian, should they end over and over
-ROOM_BYTES = 64 << 10  # less is nothing
+_AGAIN_SECONDS = 0.1  # between two starts of a guardian, should they end over and over
+_ROOM_BYTES = 64 << 10  # less is nothing
 ROOM_SECONDS = 5.0  # so long who finds the disk full may say where it met that; then the servers do
-STEADY_SECONDS = 10.0  # who ran for so long did not end over and over
+_STEADY_SECONDS = 10.0  # who ran for so long did not end over and over
 
 
 class ServerWatch(Service):
@@ -77,7 +77,7 @@ class ServerWatch(Service):
         while True:
             began = self._clock.now()
             reason = exits.said(await server.wait())
-            if self._clock.now() - began > STEADY_SECONDS:
+            if self._clock.now() - began > _STEADY_SECONDS:
                 restarts.forget()
             delay = restarts.delay_after("killed")
             if delay is None:
@@ -93,7 +93,7 @@ class ServerWatch(Service):
                 await _end_of_one(pids)
             self._guardians.start()
             self._say("a guardian of this run ended; it is started again")
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _keep_starter(self) -> None:
         while True:
@@ -112,7 +112,7 @@ class ServerWatch(Service):
 
     def _look_for_room(self) -> None:
         for server in self._servers:
-            refuse_full_disk(server.folder, ROOM_BYTES, f"{server.name}'s data")
+            refuse_full_disk(server.folder, _ROOM_BYTES, f"{server.name}'s data")
 
 
 async def _end_of_one(pids: Sequence[int]) -> None:

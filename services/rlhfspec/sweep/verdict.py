@@ -45,7 +45,7 @@ from rlhfspec.models.huggingface.casting import Precision, cast
 from rlhfspec.models.huggingface.causal_lm import anatomy_of, within_positions
 from rlhfspec.models.huggingface.trace import first_line
 from rlhfspec.models.tiny import perturbed
-from rlhfspec.sweep.by_position import MOST, Band, judge_positions
+from rlhfspec.sweep.by_position import MOST_TIMES_WORSE, Band, judge_positions
 from rlhfspec.sweep.ways import Samples, Wrong, check_same, moving, one_by_one, preempt, together
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared
@@ -236,7 +236,7 @@ class _Judge:
         for seed in range(_ROWS):
             bands = judge_positions(self.make, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
             worst = max(bands, key=lambda band: band.ratio)
-            if worst.ratio <= MOST:
+            if worst.ratio <= MOST_TIMES_WORSE:
                 return worst
         raise Wrong(f"the trainer's log-probs in bfloat16 are {worst}")
 

@@ -30,7 +30,7 @@ from rlhfspec.training.learning.learner import LearnReport
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.weights import WeightStore
 
-LATE_SECONDS = 0.5  # a sample may come after its last score
+_LATE_SECONDS = 0.5  # a sample may come after its last score
 
 
 class Learns(Protocol):
@@ -218,7 +218,7 @@ class TrainerService(Service):
 
     async def _complete(self, collector: Collector) -> bool:
         """Takes in what arrives, of whatever step, until this is whole; False: asked to stop before."""
-        pace = Pace(LATE_SECONDS, PULL_SECONDS)
+        pace = Pace(_LATE_SECONDS, PULL_SECONDS)
         while not collector.is_complete:
             if self.stopping.is_set():
                 return False

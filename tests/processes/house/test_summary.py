@@ -39,15 +39,28 @@ def test_before(run): assert run == 1
 def test_it(run): assert run == 2
 def test_behind(run): assert run == 2
 """
+SWEEPING = """
+import pytest
+
+@pytest.mark.sweep(parts=3)
+@pytest.mark.parametrize("value", range(7))
+def test_values(value): ...
+
+@pytest.mark.sweep(parts=3)
+@pytest.mark.parametrize("value", ["only"])
+def test_one(value): ...
+
+def test_plain(): ...
+"""
 IMPORTING = "def test_it():\n    import torch\n"
 
 
 def pytest_says(folder: Path, place: str, code: str, *options: str) -> str:
     """Of a repository with this one file of tests."""
-    for name in ("places", "reruns", "skips", "tiers"):
+    for name in ("places", "reruns", "skips", "sweeps", "tiers"):
         (folder / "tests").mkdir(exist_ok=True)
         shutil.copy(TESTS / f"{name}.py", folder / "tests")
-    (folder / "tests" / "conftest.py").write_text('pytest_plugins = ["reruns", "skips", "tiers"]\n')
+    (folder / "tests" / "conftest.py").write_text('pytest_plugins = ["reruns", "skips", "sweeps", "tiers"]\n')
     (folder / "pytest.ini").write_text(
         "[pytest]\npythonpath = tests\naddopts = --strict-markers --import-mode=importlib\n"
     )
@@ -99,3 +112,24 @@ def test_unit_tests_import_no_torch_when_they_are_collected() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=TESTS.parent, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
     assert "error" not in done.stdout.splitlines()[-3], done.stdout[-2000:]
+
+
+def test_a_run_takes_a_part_of_a_sweep_and_days_in_succession_take_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = "tests/unit/room/test_values.py"
+    values = {f"test_values[{value}]" for value in range(7)}
+    days = []
+    for day in (0, 1, 2):
+        monkeypatch.setenv("SWEEP", str(day))
+        (folder := tmp_path / str(day)).mkdir()
+        said = pytest_says(folder, place, SWEEPING, "--collect-only")
+        days.append({line.split("::")[1] for line in said.splitlines() if "::" in line})
+        assert f"{9 - len(days[-1])} deselected" in said
+        assert {"test_one[only]", "test_plain"} < days[-1]
+    assert set().union(*days) >= values
+    assert max(map(len, days)) == 5
+    for option in (["--whole"], [f"{place}::test_values[4]", f"{place}::test_values[5]"]):
+        (folder := tmp_path / option[0].replace("/", "-")).mkdir()
+        said = pytest_says(folder, place, SWEEPING, *option)
+        assert ("9 passed" if "--whole" in option else "2 passed") in said, said

@@ -28,7 +28,16 @@ class Shown:
 
 
 def shown(title: str) -> list[Shown]:
-    """The blocks under one title."""
+    """The blocks under one title that become part of the package."""
+    return [block for block in blocks_of(title) if not block.path.startswith("tests/")]
+
+
+def shown_test(title: str) -> Shown:
+    (test,) = [block for block in blocks_of(title) if block.path.startswith("tests/")]
+    return test
+
+
+def blocks_of(title: str) -> list[Shown]:
     document = (ROOT / "docs" / "adding.md").read_text()
     (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", document, re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"```python\n# (\S+?\.py)(?:, in (\w+))?\n(.*?)```", section, re.DOTALL)
@@ -67,6 +76,14 @@ class Overlay:
             for file in package.iterdir():
                 (mirror / file.name).symlink_to(file)
 
+    def pytest(self, block: Shown) -> subprocess.CompletedProcess[str]:
+        """Run a block that is a test; the suites that it subclasses lie outside of the overlay."""
+        path = self._folder / block.path
+        path.parent.mkdir(parents=True)
+        path.write_text(block.text)
+        settings = ("-c", os.devnull, "--rootdir", str(self._folder), "-p", "no:cacheprovider", "-W", "error")
+        return self.python("-m", "pytest", "-q", *settings, str(path))
+
     def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         paths = [str(self._folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -89,6 +106,14 @@ def test_blocks_are_one_new_file_and_one_entry_each() -> None:
 def test_an_engine_is_short() -> None:
     engine = next(block.text for block in shown("An engine") if block.table is None)
     assert len(engine[engine.index("class ") :].strip().splitlines()) <= MOST_LINES_OF_AN_ENGINE
+
+
+@pytest.mark.parametrize("title", ["A drafter", "An engine"])
+def test_it_keeps_what_all_of_its_kind_promise(title: str, tmp_path: Path) -> None:
+    """The suites of `rlhfspec.testing`, subclassed as the document shows it, and in all modes that it names."""
+    ran = Overlay(tmp_path, shown(title)).pytest(shown_test(title))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     steps = "training.steps=6"
     whole = train(job_file, "one", steps, *TWO)
     (hold := job_file.parent / "hold").touch()
-    run = starting("many", steps, *TWO)
+    run = starting("many", steps, *TWO, fresh=True)
     run.until("(8 of 8)")
     uid, connections = run.connections["uid"], run.folder / "processes" / "connections.json"
     assert len(named(uid, "launcher")) == 1

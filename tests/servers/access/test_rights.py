@@ -16,7 +16,7 @@ from stage_rights import DEAD, JOB, STAGES, UID, WORK, looked_at_by, may_publish
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages import loop
-from rlhfspec.messages.access.rights import CONTROL, ROLES, inbox_of, rights_of
+from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of, rights_of
 from rlhfspec.messages.records import Prompt, Sample
 from rlhfspec.messages.servers.keys import new_nkey
 from rlhfspec.messages.servers.nats import User, nats_config
@@ -43,7 +43,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("rights")
     users = {}
-    for role in ROLES:
+    for role in BUS_ROLES:
         seed, public_key = new_nkey()
         (folder / f"{role}.seed").write_text(seed)
         users[role] = User.of(public_key, rights_of(role, JOB, UID, declares=True))
@@ -63,7 +63,7 @@ async def everybody(place: Place) -> AsyncIterator[dict[str, NatsTransport]]:
             proof=NatsProof(nkey_seed=place.seed(role)),
             publish_timeout_seconds=20.0,
         )
-        for role in ROLES
+        for role in BUS_ROLES
     }
     try:
         await Bus.open(transports[CONTROL], JOB, uid=UID, workers=WORKERS)
@@ -92,7 +92,7 @@ def test_all_that_a_role_does_works(place: Place) -> None:
             for name, stage in STAGES.items():
                 for record in set(stage.consumes) & set(WORK):
                     pulled[name, record] = await transports[name].subscribe(subject(record), loop.work_consumer(stage))
-            for role in ROLES:
+            for role in BUS_ROLES:
                 for record in looked_at_by(role):
                     watched[role, record] = await transports[role].watch(subject(record))
             published: dict[type, set[str]] = {}
@@ -143,7 +143,7 @@ def test_a_refusal_names_the_subject_and_comes_at_once(place: Place) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", BUS_ROLES)
 def test_everything_else_is_denied(place: Place, role: str) -> None:
     """By a client of no manners: it tries every subject there is."""
 

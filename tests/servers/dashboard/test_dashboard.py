@@ -343,7 +343,7 @@ def test_what_one_may_not_see_is_not_sent() -> None:
 def test_a_beat_comes_when_nothing_happens_and_asks_again_who_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
 
     async def check() -> None:
         access = Fickle()

@@ -125,7 +125,7 @@ def test_all_visitors_together_have_a_limit_too(tmp_path: Path, monkeypatch: pyt
 def test_a_token_that_is_no_longer_good_ends_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(server_module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
 
     async def check() -> None:
         people = People(a=("jobs",))
@@ -145,7 +145,7 @@ def test_a_token_that_is_no_longer_good_ends_the_stream(
 def test_last_words_are_for_those_who_may_read_logs_for_as_long_as_they_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
 
     async def check() -> None:
         people, source = People(reader=("jobs", "texts"), looker=("jobs",)), Failing([write_run(tmp_path / "run")])
@@ -179,7 +179,7 @@ def test_last_words_are_for_those_who_may_read_logs_for_as_long_as_they_may(
 
 def test_who_is_told_something_all_the_time_is_asked_about_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue that is never empty never waits, and waiting is what a time-out ends."""
-    monkeypatch.setattr(server_module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
 
     async def check() -> None:
         events = EventStream()
@@ -204,7 +204,7 @@ def test_who_is_told_something_all_the_time_is_asked_about_too(monkeypatch: pyte
 
 
 def test_a_quiet_stream_says_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
 
     async def check() -> None:
         source = LaptopSource([write_run(tmp_path / "run")])

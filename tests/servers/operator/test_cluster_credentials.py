@@ -24,7 +24,7 @@ from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
-from rlhfspec.messages.access.rights import CONTROL, GUESTS, ROLES, inbox_of
+from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, GUESTS, inbox_of
 from rlhfspec.messages.records import Sample
 from rlhfspec.messages.servers.certificates import client_tls, server_tls, servers_tls
 from rlhfspec.messages.servers.jwt import claims_of
@@ -173,7 +173,7 @@ async def denied(servers: SharedServers, creds: Path, publish: list[str], subscr
     return refused
 
 
-@pytest.mark.parametrize("role", [role for role in ROLES if role != "view"])
+@pytest.mark.parametrize("role", [role for role in BUS_ROLES if role != "view"])
 def test_every_role_has_its_own_rights_and_no_other(servers: SharedServers, role: str) -> None:
     """As on the laptop (test_rights.py), by tokens; but nobody makes a stream or a consumer."""
 
@@ -203,7 +203,7 @@ def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, run: str
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", BUS_ROLES)
 def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServers, role: str) -> None:
     """Whatever their names: of a stream of its own one could have what another run says, and of a consumer too."""
 

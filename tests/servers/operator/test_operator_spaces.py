@@ -54,7 +54,7 @@ async def working(server: Server, folder: Path) -> AsyncIterator[tuple[Spaces, C
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spaces, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(spaces, "NAMESPACE_RETRY_SECONDS", 0.02)
 
 
 CLAIM, ACCOUNT = f"POST {WHERE}/persistentvolumeclaims", f"PATCH {WHERE}/serviceaccounts/it"

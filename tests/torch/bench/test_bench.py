@@ -22,7 +22,7 @@ from rlhfspec.bench.processor import Processor
 from rlhfspec.bench.ratios import against_best, paired
 from rlhfspec.bench.results import ResultRow, Results
 from rlhfspec.bench.run import BenchSettings, find_vllm_python
-from rlhfspec.bench.scenarios import MAX_CONTEXT, NAMES, PAIRS, scenarios
+from rlhfspec.bench.scenarios import MAX_CONTEXT, PAIRS, SCENARIO_NAMES, scenarios
 from rlhfspec.bench.worker import environment
 from rlhfspec.cli import main as cli
 from rlhfspec.engine import Completion, EngineStep
@@ -35,8 +35,8 @@ SLOW = replace(FAST, arithmetic="fma")
 
 
 def test_scenarios_fit_the_engine_and_never_change() -> None:
-    made = scenarios(NAMES, num_tokens=128)
-    assert made == scenarios(NAMES, num_tokens=128)
+    made = scenarios(SCENARIO_NAMES, num_tokens=128)
+    assert made == scenarios(SCENARIO_NAMES, num_tokens=128)
     assert [s.num_sequences for s in made] == [1, 4, 8, 16, 32, 64, 64]
     for scenario in made:
         pairs = zip(scenario.prompts, scenario.max_tokens, strict=True)

@@ -82,15 +82,6 @@ def test_stop_strings_end_at_the_first_token_that_completes_one(model: Any) -> N
         assert stop not in engine.state.tokenizer.decode(list(free.token_ids[: kept - 1]))
 
 
-def test_the_models_own_end_token_stops_unless_ignored(model: Any) -> None:
-    engine = make(model)
-    [free] = engine.generate([[1, 2]], SamplingParams(max_tokens=20, ignore_eos=True), seeds=[5])
-    engine.state.eos_token_ids = (free.token_ids[6],)
-    [ended] = engine.generate([[1, 2]], SamplingParams(max_tokens=20), seeds=[5])
-    assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[6]) + 1]
-    assert ended.finish_reason == "stop"
-
-
 def test_samples_stream_out_when_they_finish(engine: Engine) -> None:
     engine.submit(request("long", max_tokens=40))
     engine.submit(request("short", max_tokens=2))

@@ -155,13 +155,6 @@ def test_equal_to_the_oracle(model: Any, dtype: str, temperature: float) -> None
     print(f"{dtype} T={temperature}: {flips} flips at near-ties")
 
 
-def test_another_seed_gives_other_tokens_and_the_same_seed_the_same(model: Any) -> None:
-    engine = engine_for(model, speculation="model")
-    first, again, other = engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=24), seeds=[5, 5, 6])
-    assert what_counts(first) == what_counts(again)
-    assert first.token_ids != other.token_ids
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_and_chunks_do_not_matter(model: Any, threads: int) -> None:
     prompts = [list(np.random.default_rng(index).integers(0, VOCAB, 45)) for index in range(3)]

@@ -19,7 +19,7 @@ from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.models.tiny import perturbed
-from rlhfspec.models.tiny.classes import VOCAB_SIZE, tiny_config, tiny_model
+from rlhfspec.models.tiny.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
 from rlhfspec.sweep.ways import check_same, moving, one_by_one, together
 
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
@@ -30,7 +30,7 @@ MAX_CONTEXT = 430
 def requests(lengths: tuple[int, int], seed: int) -> list[Request]:
     draw = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True)
-    prompts = [tuple(draw.integers(0, VOCAB_SIZE, length).tolist()) for length in lengths]
+    prompts = [tuple(draw.integers(0, CLASSES_VOCAB_SIZE, length).tolist()) for length in lengths]
     return [Request(id=str(n), prompt_token_ids=p, params=params, seed=seed + n) for n, p in enumerate(prompts)]
 
 

@@ -441,19 +441,6 @@ def test_an_engine_tells_what_it_has() -> None:
     assert [view.id for view in engine.sequences()] == ["a", "c"]
 
 
-def test_a_reservation_is_given_up_by_cancelling_it() -> None:
-    here, there = make(), make()
-    here.submit(request("x"))
-    here.step()
-    mark = there.reserve(here.manifest("x"))
-    there.import_range(here.export_range("x", mark))
-    assert there.stats().num_free_blocks < there.stats().num_blocks
-    assert not there.has_work
-    assert there.cancel("x")
-    there.check_integrity()
-    assert there.stats().num_free_blocks == there.stats().num_blocks
-
-
 def test_bytes_bring_everything_back_bit_for_bit() -> None:
     here, there = make(), make()
     here.submit(replace(request("x", temperature=0.1 + 0.2, top_p=1 / 3, seed=2**63 + 1), history=((1, 2), (3,))))

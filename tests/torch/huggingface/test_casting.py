@@ -53,6 +53,7 @@ def buffers_of(model: nn.Module) -> dict[str, tuple[torch.dtype, Tensor]]:
     return {name: (buffer.dtype, buffer.clone()) for name, buffer in model.named_buffers()}
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("model_type", AS_HUGGING_FACE)
 def test_parameters_are_what_hugging_face_makes_of_them(model_type: str) -> None:
     model = tiny_model(tiny_config(model_type))
@@ -213,6 +214,7 @@ def held(engine: Any, name: str) -> Tensor:
     return module.unpacked_weight() if isinstance(module, PackedLinear) else getattr(module, leaf)
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("model_type", MIXED)
 def test_the_engine_keeps_in_float32_what_hugging_face_does(model_type: str) -> None:
     model, other = (tiny_model(tiny_config(model_type), seed=seed) for seed in (0, 1))
@@ -230,6 +232,7 @@ def test_the_engine_keeps_in_float32_what_hugging_face_does(model_type: str) -> 
     assert model_type == "hunyuan_v1_moe" or {packed.dtype for packed in guard._packed.values()} == {torch.float32}
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("model_type", MIXED)
 def test_the_exact_trainer_has_the_engines_bits_of_them(model_type: str) -> None:
     model = tiny_model(tiny_config(model_type))
@@ -239,6 +242,7 @@ def test_the_exact_trainer_has_the_engines_bits_of_them(model_type: str) -> None
     assert exact(pack_sequences([prompt], [response])).log_probs.tolist() == scorer.log_probs(prompt, response)
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("model_type", MIXED)
 def test_trained_weights_reach_engine_and_export_as_they_are_kept(model_type: str, tmp_path: Path) -> None:
     policy = prepared(tiny_model(tiny_config(model_type)), dtype="bfloat16", max_context=128)

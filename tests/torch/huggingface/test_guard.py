@@ -96,6 +96,7 @@ def bits_are_own(function: Function, rows: Tensor) -> bool:
     return all(alone) and behind
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize(("name", "function"), [pytest.param(*each, id=each[0]) for each in functions()])
 def test_what_the_audit_lets_through_gives_a_row_its_own_bits(name: str, function: Function) -> None:
     with torch.inference_mode():
@@ -110,6 +111,7 @@ def test_a_function_of_the_other_rows_is_seen() -> None:
     assert not bits_are_own(lambda x: x.roll(1, 0), rows_of(7))
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("terms", [1, 2, 3, 4, 8, 33])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_sums_over_the_terms_of_a_row_are_its_own(terms: int, width: int) -> None:

@@ -47,6 +47,7 @@ def engine_of(model: Any, *, draft: Any = None, **options: Any) -> Engine:
 # ---- what it finds --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("window", [1, 2, 3, 11, 12, 13, 24, 63, 64, 100, 127])
 def test_windows_are_found_whatever_the_module_calls_them(window: int) -> None:
     assert [spec.window for spec in anatomy_of("mistral", sliding_window=window).attentions] == [window] * 4
@@ -56,6 +57,7 @@ def test_a_window_beyond_the_context_is_none() -> None:
     assert [spec.window for spec in anatomy_of("mistral", sliding_window=128).attentions] == [None] * 4
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("chunk", [2, 3, 13, 24, 40, 63])
 def test_chunks_are_found(chunk: int) -> None:
     layers = ["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"]

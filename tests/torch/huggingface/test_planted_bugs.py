@@ -148,6 +148,7 @@ def load(make: Callable[[], Any], dtype: str = "float32") -> Any:
     return make_engine(make(), config)
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", BUGS)
 def test_the_proof_at_load_refuses_it(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +161,7 @@ def test_the_proof_at_load_refuses_it(name: str, dtype: str, monkeypatch: pytest
         load(bug.make(), dtype)
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
 def test_the_judge_finds_it_without_the_proof(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference.Reference, "check", lambda *given, **named: 0.0)

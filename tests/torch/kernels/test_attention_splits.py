@@ -225,6 +225,7 @@ def test_parts_of_any_placement_merge_to_the_bits_of_one_call(
 COMPARED = list(product((64, 256, 1024, SPLIT), (700, 4200, 9000), (1, 7, 33), (torch.float32, torch.bfloat16)))
 
 
+@pytest.mark.sweep(parts=3)
 @needs_native
 @pytest.mark.parametrize(("split", "committed", "rows", "dtype"), COMPARED)
 def test_no_bit_of_a_long_context_depends_on_where_it_is_computed(
@@ -346,6 +347,7 @@ TRITON_OPTIONS = [
 ]
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", TRITON_OPTIONS)
 def test_triton_agrees_with_the_other_kernels(options: Options, dtype: torch.dtype) -> None:
@@ -360,6 +362,7 @@ def test_triton_agrees_with_the_other_kernels(options: Options, dtype: torch.dty
         assert (found - case.run(split=64, **options)).abs().max() < 2e-6
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("options", TRITON_OPTIONS)
 def test_triton_gives_a_row_the_same_bits_alone_in_parts_and_wherever(options: Options) -> None:
     together = make_case(TRITON, Shape()).run(triton_kernel, split=64, **options)
@@ -382,6 +385,7 @@ def test_triton_merges_as_many_rows_at_a_time_as_there_is_room_for(monkeypatch: 
     assert_same_bits(make_case(TRITON, Shape()).run(triton_kernel, split=64), together)
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("options", TRITON_OPTIONS)
 def test_triton_gives_short_contexts_the_bits_of_one_softmax(options: Options) -> None:
     """However much room the slot table has: what a context of up to a split is merged with is nothing."""

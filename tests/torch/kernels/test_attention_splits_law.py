@@ -74,6 +74,7 @@ every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(parts=3)
 @every_dtype
 @every_kind
 def test_samples_are_the_same_bits_in_every_way(kind: str, dtype: str) -> None:
@@ -155,6 +156,7 @@ def test_a_split_that_tiles_do_not_fit_into_is_refused_by_name(split: int) -> No
 # ---- trainer and scorer ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(parts=3)
 @every_dtype
 @every_kind
 def test_the_exact_trainer_differs_by_nothing(kind: str, dtype: str) -> None:

@@ -132,6 +132,7 @@ def restored_threads() -> Iterator[None]:
 # ---- the C++ kernels -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(parts=3)
 @needs_native
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
 @pytest.mark.parametrize("shape", SHAPES_OF_LOGITS)
@@ -424,6 +425,7 @@ def test_k_out_of_range_is_named(k: int) -> None:
 # ---- Triton, in its interpreter without a GPU ------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("shape", SHAPES_OF_LOGITS)
 @pytest.mark.parametrize("vocab_size", [1, 17, 1100])
 def test_triton_equals_reference(vocab_size: int, shape: Callable[..., Tensor]) -> None:

@@ -118,6 +118,7 @@ def test_an_impossible_arithmetic_names_what_there_is() -> None:
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(parts=2)
 @every_native
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int], dtype: torch.dtype, arithmetic: str) -> None:
@@ -202,6 +203,7 @@ def rounded(x: Tensor, arithmetic: str) -> Tensor:
     return (x.to(BF16) if arithmetic in ("amx", "dpbf16") else x).double()
 
 
+@pytest.mark.sweep(parts=2)
 @every_arithmetic
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_against_float64(shape: tuple[int, int], dtype: torch.dtype, arithmetic: str) -> None:
@@ -216,6 +218,7 @@ def test_values_against_float64(shape: tuple[int, int], dtype: torch.dtype, arit
     assert ((layer(x).double() - exact).abs() / magnitude).max() < tolerance
 
 
+@pytest.mark.sweep(parts=2)
 @every_arithmetic
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_gated_mlp_values_against_float64(dtype: torch.dtype, arithmetic: str, activation: str) -> None:

@@ -61,6 +61,7 @@ def test_row_has_the_same_bits_alone_and_anywhere(
     assert_same_bits(make_case(forest, shape, place_seed=place_seed).run(**options), together)
 
 
+@pytest.mark.sweep(parts=3)
 @needs_native
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 19, 40])

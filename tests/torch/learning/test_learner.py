@@ -153,6 +153,7 @@ RESUMES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("stop_after", [0, 1, 2])
 @pytest.mark.parametrize(("name", "settings"), RESUMES)
 def test_a_resumed_run_is_the_run(name: str, settings: dict[str, Any], stop_after: int) -> None:

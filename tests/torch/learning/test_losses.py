@@ -72,6 +72,7 @@ def policy_loss(case: Case, algorithm: Algorithm, advantages: str) -> tuple[Toke
     return terms, log_probs.grad
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("case", cases("trl.loss"))
 def test_policy_loss_equals_trl(case: Case) -> None:
     given = case["parameters"]
@@ -92,6 +93,7 @@ def test_policy_loss_equals_trl(case: Case) -> None:
         assert terms.sums[f"clip_fraction_{side}"] / num_tokens == pytest.approx(case["outputs"][side], abs=1e-7)
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("case", cases("verl.vanilla") + cases("verl.gspo"))
 def test_policy_loss_equals_verl(case: Case) -> None:
     level = "sequence" if case["of"] == "verl.gspo" else "token"

@@ -14,7 +14,7 @@ from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.base import NoReply, Peer
 from rlhfspec.moves.migration.control import (
     HEADER,
-    MOST_BYTES,
+    MOST_FRAME_BYTES,
     QUESTION,
     REFUSED,
     DirectControl,
@@ -124,7 +124,9 @@ def frame(content: bytes, *, kind: int = QUESTION, length: int | None = None) ->
     return HEADER.pack(len(content) if length is None else length, 7, kind) + content
 
 
-@pytest.mark.parametrize("sent", [frame(b"", length=MOST_BYTES + 1), frame(b"x", kind=9), b"GET / HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize(
+    "sent", [frame(b"", length=MOST_FRAME_BYTES + 1), frame(b"x", kind=9), b"GET / HTTP/1.1\r\n\r\n"]
+)
 def test_what_is_no_question_is_refused_and_hung_up_on(sent: bytes) -> None:
     async def main() -> None:
         async with served(gone) as (peer, server):
@@ -238,7 +240,7 @@ def test_a_reply_that_is_none_is_no_reply() -> None:
     async def main() -> None:
         async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readexactly(HEADER.size)
-            writer.write(frame(b"", length=MOST_BYTES + 1))
+            writer.write(frame(b"", length=MOST_FRAME_BYTES + 1))
             await reader.read()
             writer.close()
 

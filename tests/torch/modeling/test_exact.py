@@ -65,6 +65,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trainers_log_probs_are_the_generators_at_every_step(kind: str, dtype: str) -> None:
@@ -348,6 +349,7 @@ def test_a_large_vocabulary_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPa
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.9])
 @pytest.mark.parametrize("vocab_size", [1, 2, 97, 4099])
 def test_a_given_tokens_log_prob_has_the_bits_of_sampling_it(vocab_size: int, temperature: float) -> None:

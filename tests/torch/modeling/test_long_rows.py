@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhfspec.engine import runner
-from rlhfspec.models.tiny.classes import VOCAB_SIZE, tiny_config, tiny_model
+from rlhfspec.models.tiny.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TorchForward
 from rlhfspec.training.modeling.packed import pack_sequences
@@ -54,7 +54,7 @@ def sharp_model(family: str) -> Any:
     return model
 
 
-TOKENS = torch.randint(VOCAB_SIZE, (NUM_TOKENS + 1,), generator=torch.Generator().manual_seed(1)).tolist()
+TOKENS = torch.randint(CLASSES_VOCAB_SIZE, (NUM_TOKENS + 1,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 @torch.inference_mode()

@@ -127,6 +127,7 @@ def model_of(kind: str) -> Any:
     return tiny_model(tiny_config(kind)) if kind in OTHER_TYPES else random_model(kind, seed=1)
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("kind", [*KINDS, *OTHER_TYPES])
 def test_log_probs_and_gradients_are_the_slow_twins(kind: str) -> None:
     forward = TorchForward(prepared(model_of(kind), max_context=CONTEXT), 0.7)
@@ -154,6 +155,7 @@ def test_values_and_their_gradients_are_the_slow_twins(kind: str) -> None:
     assert_same_gradients(*(gradients(critic, numbers) for numbers in (slow, shared)))
 
 
+@pytest.mark.sweep(parts=3)
 @NEEDS_KERNELS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [*KINDS, *OTHER_TYPES])
@@ -183,6 +185,7 @@ def test_groups_that_were_generated_are_exactly_on_policy(dtype: str) -> None:
 # -- the learner ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("tokens_per_micro_batch", [4096, 40])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_update_is_the_slow_twins(name: str, tokens_per_micro_batch: int) -> None:

@@ -86,6 +86,7 @@ def test_of_many_processes_those_that_have_something_to_tell_are_shown() -> None
     assert any("and 33 more" in line for line in lines)
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 @pytest.mark.parametrize("texts", ["12+34", "漢字" * 60, HOSTILE, "x" * 500, "line\n" * 50, ""])
 def test_the_picture_fits(width: int, texts: str) -> None:

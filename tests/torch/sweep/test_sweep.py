@@ -41,6 +41,7 @@ def table_of(document: str) -> dict[str, tuple[str, str]]:
     return found
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("model_type", RIGHT)
 def test_types_that_are_right(model_type: str) -> None:
     verdict = judge_case(Case(model_type, ""))

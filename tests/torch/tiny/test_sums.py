@@ -19,7 +19,7 @@ from rlhfspec.job import Dataset
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
 from rlhfspec.models.tiny import check, paths, resolve, sums
-from rlhfspec.models.tiny.recipe import DRAFT, RECIPES, SUMS, SUMS_DRAFT, TARGET, WIDE
+from rlhfspec.models.tiny.recipe import DRAFT, RECIPES, SUMS, SUMS_DRAFT, TARGET_RECIPE, WIDE
 from rlhfspec.models.tiny.tokenizer import BOS, EOS, PAD, decode
 from rlhfspec.models.tiny.train import _lessons, train
 from rlhfspec.training.data import load_rows
@@ -108,7 +108,7 @@ def test_a_start_learns_from_the_lessons() -> None:
 
 
 def test_what_was_made_before_keeps_its_name() -> None:
-    names = {recipe.name: recipe.folder_name for recipe in (TARGET, DRAFT, WIDE)}
+    names = {recipe.name: recipe.folder_name for recipe in (TARGET_RECIPE, DRAFT, WIDE)}
     assert names == {
         "target": "target-2e9955ebf3d2",
         "draft": "draft-2455cf378411",

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from rlhfspec.models.tiny import KINDS, perturbed, random_model, widened
 from rlhfspec.models.tiny import models as tiny_models
 from rlhfspec.models.tiny.corpus import documents, prompts, token_stream
-from rlhfspec.models.tiny.recipe import DRAFT, TARGET, WIDE, Recipe
+from rlhfspec.models.tiny.recipe import DRAFT, TARGET_RECIPE, WIDE, Recipe
 from rlhfspec.models.tiny.tokenizer import BOS, EOS, VOCAB_SIZE, decode, encode, hugging_face_tokenizer
 from rlhfspec.models.tiny.train import build, held_out_loss, train
 
@@ -125,11 +125,11 @@ def test_widened_model_saves_and_loads(tmp_path: Path) -> None:
 
 
 def test_recipes_are_of_the_promised_sizes() -> None:
-    sizes = {recipe.name: _num_parameters(recipe) / 1e6 for recipe in (TARGET, DRAFT, WIDE)}
+    sizes = {recipe.name: _num_parameters(recipe) / 1e6 for recipe in (TARGET_RECIPE, DRAFT, WIDE)}
     assert 3.2 < sizes["target"] < 3.5
     assert sizes["draft"] < 0.3
     assert 76 < sizes["wide"] < 78
-    assert len({recipe.folder_name for recipe in (TARGET, DRAFT, WIDE)}) == 3
+    assert len({recipe.folder_name for recipe in (TARGET_RECIPE, DRAFT, WIDE)}) == 3
 
 
 def test_perturbed_model_agrees_partly() -> None:

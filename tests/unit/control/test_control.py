@@ -15,7 +15,7 @@ import pytest
 from rlhfspec.cluster.report import Report
 from rlhfspec.control.knowledge import AWAY_SECONDS, GONE_SECONDS, MOST_LETTERS, RunKnowledge
 from rlhfspec.control.report import eta_seconds, news
-from rlhfspec.control.reporting import LONGEST_WAIT_SECONDS, Turn
+from rlhfspec.control.reporting import LONGEST_REPORT_WAIT_SECONDS, Turn
 from rlhfspec.control.show import trace_lines
 from rlhfspec.control.troubles import LASTING_SECONDS
 from rlhfspec.errors import InvalidRequest
@@ -255,8 +255,8 @@ def test_an_operator_that_is_away_is_asked_less_and_less_often() -> None:
             times.append(now)
         now += 0.25
     waits = [later - earlier for earlier, later in pairwise(times)]
-    assert max(waits) <= LONGEST_WAIT_SECONDS + 0.25
-    assert min(waits[5:]) >= LONGEST_WAIT_SECONDS / 2
+    assert max(waits) <= LONGEST_REPORT_WAIT_SECONDS + 0.25
+    assert min(waits[5:]) >= LONGEST_REPORT_WAIT_SECONDS / 2
     assert len(set(waits[5:])) > 3, "many jobs do not come back at once"
 
 

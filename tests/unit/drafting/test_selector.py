@@ -200,6 +200,7 @@ def adaptive_in(
     return world, AdaptiveSelector(world.profiled(), acceptance, default_plans(tuple(agreement))), acceptance
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("batch", [1, 4, 8, 16, 32, 64])
 def test_adaptive_is_as_good_as_the_best_static_strategy(machine: str, batch: int) -> None:

@@ -18,49 +18,15 @@ from rlhfspec.engine.drafting.contexts import ORDERS, ContextIndex
 from rlhfspec.engine.drafting.fixed import Always
 from rlhfspec.engine.drafting.noise import gumbel, gumbels, philox
 from rlhfspec.engine.drafting.suffix import SuffixDrafter
+from rlhfspec.testing.drafter import DrafterContract, DraftTable
 
 CHAIN = DraftPlan(drafter="suffix", depth=8)
 TREE = DraftPlan(drafter="suffix", depth=6, width=2, branch=3)
 
 
-class Table:
-    """Token rows as an engine keeps them."""
-
-    def __init__(self, num_rows: int, *, temperature: float = 1.0) -> None:
-        self.tokens = np.zeros((num_rows, 2048), np.int32)
-        self.lengths = np.zeros(num_rows, np.int32)
-        self.prompt_lengths = np.zeros(num_rows, np.int32)
-        self.room = np.full(num_rows, 500, np.int32)
-        self.temperatures = np.full(num_rows, temperature, np.float32)
-
-    def begin(
-        self,
-        drafter: SuffixDrafter,
-        row: int,
-        prompt: list[int],
-        group: str = "",
-        history: tuple[tuple[int, ...], ...] = (),
-    ) -> None:
-        self.tokens[row, : len(prompt)] = prompt
-        self.lengths[row] = self.prompt_lengths[row] = len(prompt)
-        drafter.start(row, self.tokens[row, : len(prompt)], group, history)
-
-    def write(self, row: int, tokens: list[int]) -> None:
-        end = int(self.lengths[row]) + len(tokens)
-        self.tokens[row, int(self.lengths[row]) : end] = tokens
-        self.lengths[row] = end
-
-    def batch(self, *rows: int) -> DraftBatch:
-        index = np.array(rows, np.int32)
-        return DraftBatch(
-            rows=index,
-            lengths=self.lengths[index],
-            prompt_lengths=self.prompt_lengths[index],
-            room=self.room[index],
-            seeds=(index + 11).astype(np.uint64),
-            temperatures=self.temperatures[index],
-            tokens=self.tokens,
-        )
+class TestSuffix(DrafterContract):
+    def make(self, table: DraftTable) -> SuffixDrafter:
+        return SuffixDrafter()
 
 
 def propose(drafter: SuffixDrafter, batch: DraftBatch, plan: DraftPlan = CHAIN) -> Forest:
@@ -136,7 +102,7 @@ def test_chances_are_a_distribution_over_what_followed_the_longest_context(token
 
 
 def test_it_goes_on_as_the_text_did_before() -> None:
-    table, drafter = Table(1, temperature=0.0), SuffixDrafter()
+    table, drafter = DraftTable(1, temperature=0.0), SuffixDrafter()
     table.begin(drafter, 0, [*range(40), 7, 8, 9, 10])
     forest = propose(drafter, table.batch(0))
     assert forest.token.tolist() == [11, 12, 13, 14, 15, 16, 17, 18]
@@ -148,7 +114,7 @@ def test_it_goes_on_as_the_text_did_before() -> None:
 def test_it_learns_from_siblings_finished_siblings_and_history() -> None:
     prompt, answer = [1, 2, 3, 4, 5], [50, 51, 52, 53, 54, 55, 56]
     for source in ("running", "finished", "history"):
-        table, drafter = Table(3, temperature=0.0), SuffixDrafter()
+        table, drafter = DraftTable(3, temperature=0.0), SuffixDrafter()
         if source == "history":
             table.begin(drafter, 1, prompt, "g", history=((*prompt, *answer),))
         else:
@@ -166,7 +132,7 @@ def test_it_learns_from_siblings_finished_siblings_and_history() -> None:
 
 
 def test_strangers_do_not_see_each_other() -> None:
-    table, drafter = Table(2, temperature=0.0), SuffixDrafter()
+    table, drafter = DraftTable(2, temperature=0.0), SuffixDrafter()
     table.begin(drafter, 0, list(range(30)), "a")
     table.begin(drafter, 1, [90, 3, 4, 5], "b")
     propose(drafter, table.batch(0))
@@ -175,7 +141,7 @@ def test_strangers_do_not_see_each_other() -> None:
 
 def test_trees_keep_the_contract() -> None:
     random = np.random.default_rng(0)
-    table, drafter = Table(6), SuffixDrafter()
+    table, drafter = DraftTable(6), SuffixDrafter()
     for row in range(6):
         table.begin(drafter, row, random.integers(0, 3, 300).tolist(), "shared" if row < 3 else "")
     table.room[:] = [500, 4, 3, 2, 1, 0]
@@ -221,7 +187,7 @@ def target_of(text: list[int], order: int) -> Callable[[int, int, IntArray], int
 
 def generate(
     drafter: SuffixDrafter,
-    table: Table,
+    table: DraftTable,
     rows: list[int],
     sample: Callable[[int, int, IntArray], int],
     steps: int,
@@ -275,7 +241,7 @@ def test_shared_noise_finds_more_of_the_targets_choices() -> None:
     sample = target_of(text, 3)
     accepted = {}
     for shift in (0, 1000):
-        table, drafter = Table(4), SuffixDrafter()
+        table, drafter = DraftTable(4), SuffixDrafter()
         for row in range(4):
             table.begin(drafter, row, text[:600], "g")
 
@@ -291,7 +257,7 @@ def test_what_is_remembered_equals_what_is_found_anew() -> None:
     random = np.random.default_rng(3)
     block = random.integers(0, 2, 20).tolist()
     prompt = random.integers(0, 2, 500).tolist()
-    table, drafter = Table(1), SuffixDrafter()
+    table, drafter = DraftTable(1), SuffixDrafter()
     table.begin(drafter, 0, prompt)
     propose(drafter, table.batch(0), TREE)
     for _ in range(6):
@@ -308,7 +274,7 @@ def test_what_is_remembered_equals_what_is_found_anew() -> None:
 
 def test_calibration_learns_how_far_to_trust_a_context() -> None:
     text = templated_text(1, 400)
-    table, drafter = Table(4), SuffixDrafter()
+    table, drafter = DraftTable(4), SuffixDrafter()
     for row in range(4):
         table.begin(drafter, row, text[:400], "g")
     num_accepted, acceptance = generate(drafter, table, [0, 1, 2, 3], target_of(text, 4), 80, plan=TREE)
@@ -323,7 +289,7 @@ def test_calibration_learns_how_far_to_trust_a_context() -> None:
 
 def test_memory_is_bounded_and_given_back() -> None:
     random = np.random.default_rng(0)
-    table, drafter = Table(4), SuffixDrafter(max_contexts=4000, max_idle_groups=3)
+    table, drafter = DraftTable(4), SuffixDrafter(max_contexts=4000, max_idle_groups=3)
     for generation in range(60):
         row = generation % 4
         table.begin(drafter, row, random.integers(0, 200, 900).tolist(), f"group {generation}")
@@ -336,7 +302,7 @@ def test_memory_is_bounded_and_given_back() -> None:
 
 
 def test_a_late_member_finds_its_group_and_a_restart_does_not_leak() -> None:
-    table, drafter = Table(2, temperature=0.0), SuffixDrafter(max_idle_groups=1)
+    table, drafter = DraftTable(2, temperature=0.0), SuffixDrafter(max_idle_groups=1)
     table.begin(drafter, 0, list(range(30)), "g")
     propose(drafter, table.batch(0))
     drafter.forget(0)
@@ -351,7 +317,7 @@ def test_a_late_member_finds_its_group_and_a_restart_does_not_leak() -> None:
 
 
 def test_a_cleared_drafter_remembers_no_finished_group() -> None:
-    table, drafter = Table(2, temperature=0.0), SuffixDrafter()
+    table, drafter = DraftTable(2, temperature=0.0), SuffixDrafter()
     table.begin(drafter, 0, list(range(30)), "gone")
     table.begin(drafter, 1, list(range(30)), "here")
     for _ in range(2):
@@ -364,7 +330,7 @@ def test_a_cleared_drafter_remembers_no_finished_group() -> None:
 
 
 def test_a_backlog_is_worked_off_bit_by_bit() -> None:
-    table, drafter = Table(1, temperature=0.0), SuffixDrafter()
+    table, drafter = DraftTable(1, temperature=0.0), SuffixDrafter()
     table.begin(drafter, 0, [])
     table.write(0, [*range(1500), 3, 4, 5])
     batch = table.batch(0)
@@ -379,7 +345,7 @@ def test_a_proposal_takes_few_calls_a_token() -> None:
     """Calls of functions are what it costs, and their number is the same on every machine."""
     text = templated_text(2, 800)
     sample = target_of(text, 4)
-    table, drafter = Table(64), SuffixDrafter()
+    table, drafter = DraftTable(64), SuffixDrafter()
     rows = list(range(64))
     for row in rows:
         table.begin(drafter, row, text[row : row + 200], f"group {row // 8}")

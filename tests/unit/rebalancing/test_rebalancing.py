@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from twins.planner import plan_slowly
 
 from rlhfspec.moves.rebalancing.fleet import Fleet
 from rlhfspec.moves.rebalancing.plan import plan
 from rlhfspec.moves.rebalancing.planned import PlannedMoves
 from rlhfspec.moves.rebalancing.settings import PlannerSettings
-from rlhfspec.simulator.oracle import plan_slowly
 
 NOW = 100.0
 PROMPT = PlannerSettings(pause_seconds=0.001)

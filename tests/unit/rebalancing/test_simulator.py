@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from twins.simulator import simulate_slowly
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.simulator.calibrate import as_spans, calibrate
 from rlhfspec.simulator.lengths import LengthShape, Workload, workload
-from rlhfspec.simulator.policies import NAMES, policy_named
+from rlhfspec.simulator.policies import POLICY_NAMES, policy_named
 from rlhfspec.simulator.scenario import Kill, Policy, Scenario, StageOutcome
 from rlhfspec.simulator.simulator import simulate
-from rlhfspec.simulator.simulator_oracle import simulate_slowly
 from rlhfspec.simulator.step_curves import PRESETS
 from rlhfspec.simulator.trials import trials
 
@@ -90,7 +90,7 @@ def told(outcome: StageOutcome) -> tuple[object, ...]:
 @given(
     scenario=scenarios(),
     kind=st.sampled_from(["independent", "groups", "skew", "adversarial"]),
-    policy=st.sampled_from([*NAMES, "random"]),
+    policy=st.sampled_from([*POLICY_NAMES, "random"]),
     seed=st.integers(0, 1000),
 )
 def test_events_do_what_single_steps_do(scenario: Scenario, kind: str, policy: str, seed: int) -> None:

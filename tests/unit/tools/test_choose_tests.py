@@ -10,8 +10,14 @@ import pytest
 from choose_tests import Repository, choose
 from places import ROOT
 
-# b imports a, c imports b; d is alone. What is in tests/ leads there directly, through a helper, or through a fixture.
+# b imports a, c imports b; d is alone; a command imports e when it is called.
+# What is in tests/ leads there directly, through a helper, or through a fixture.
 MODULES = {"rlhfspec.room.b": ["rlhfspec.room.a"], "rlhfspec.room.c": ["rlhfspec.room.b"], "rlhfspec.other.d": []}
+MODULES |= {
+    "rlhfspec.other.e": [],
+    "rlhfspec.cli.main": ["rlhfspec.cli.show"],
+    "rlhfspec.cli.show": ["rlhfspec.other.e"],
+}
 FILES = {
     "libs/rlhfspec/room/__init__.py": "",
     "libs/rlhfspec/room/a.py": "",
@@ -19,6 +25,9 @@ FILES = {
     "libs/rlhfspec/room/c.py": "",
     "libs/rlhfspec/room/csrc/a.cpp": "",
     "libs/rlhfspec/other/d.py": "",
+    "services/rlhfspec/cli/main.py": "from rlhfspec.cli import show\n",
+    "services/rlhfspec/cli/show.py": "def show_it():\n    from rlhfspec.other import e\n",
+    "libs/rlhfspec/other/e.py": "",
     "docs/d.md": "",
     "pyproject.toml": "",
     "tests/helper.py": "from rlhfspec.room import c\n",
@@ -34,6 +43,10 @@ FILES = {
     "tests/torch/room/test_helped.py": "import second\ndef test_it(): ...\n",
     "tests/torch/room/test_made.py": "def test_it(made_of_it): ...\n",
     "tests/torch/other/test_d.py": "import rlhfspec.other.d\nPAGE = 'd.md'\ndef test_it(plain): ...\n",
+    "tests/app.py": "from rlhfspec.cli import main\n",
+    "tests/unit/cli/test_show.py": "import app\nCOMMAND = ['show-it']\n",
+    "tests/unit/cli/test_other.py": "import app\nCOMMAND = ['hide-it']\n",
+    "tests/unit/cli/test_directly.py": "from rlhfspec.cli.show import show_it\n",
     "tests/runs/room/test_run.py": "import rlhfspec.room.a\ndef test_it(): ...\n",
 }
 
@@ -44,7 +57,7 @@ def repository(tmp_path: Path) -> Repository:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     graph = grimp.ImportGraph()
-    for name in ("rlhfspec", "rlhfspec.room", "rlhfspec.room.a", "rlhfspec.other", *MODULES):
+    for name in ("rlhfspec", "rlhfspec.room", "rlhfspec.room.a", "rlhfspec.other", "rlhfspec.cli", *MODULES):
         graph.add_module(name)
     for name, imported in MODULES.items():
         for each in imported:
@@ -56,7 +69,7 @@ def chosen(repository: Repository, *changed: str) -> set[str]:
     return {path.stem.removeprefix("test_") for path in choose(repository, map(Path, changed)).files}
 
 
-ALL = {"a", "c", "helped", "made", "d"}
+ALL = {"a", "c", "helped", "made", "d", "show", "other", "directly"}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +78,8 @@ ALL = {"a", "c", "helped", "made", "d"}
         ("libs/rlhfspec/room/a.py", {"a", "c", "helped", "made"}),
         ("libs/rlhfspec/room/b.py", {"c", "helped", "made"}),
         ("libs/rlhfspec/other/d.py", {"d"}),
+        ("libs/rlhfspec/other/e.py", {"show", "directly"}),
+        ("services/rlhfspec/cli/show.py", {"show", "other", "directly"}),
         ("libs/rlhfspec/room/__init__.py", {"a", "c", "helped", "made"}),
         ("libs/rlhfspec/room/csrc/a.cpp", {"a", "c", "helped", "made"}),
         ("libs/rlhfspec/room/gone.py", set()),
@@ -103,6 +118,7 @@ def test_of_this_repository() -> None:
     }
     assert chosen(repository, "operators/rlhfspec/operator/times.py") >= {"operator_reconcile", "operator_world"}
     assert "operator_world" not in chosen(repository, "libs/rlhfspec/engine/core.py")
+    assert {"suffix", "selector"} <= chosen(repository, "libs/rlhfspec/engine/drafting/suffix.py"), "a table names it"
     native = chosen(repository, "kernels/rlhfspec/kernels/cpu/csrc/draft.cpp")
     assert {"draft_native", "engine", "cpu_build"} <= native
     assert "operator_world" not in native

@@ -49,6 +49,7 @@ PLANTED = {
     "long-test": ("tests/unit/engine/test_core.py", "def test_core() -> None: ...\n" * 601, 600, "has 601 lines"),
     "long-function": (CORE, LONG_FUNCTION, 2, "long has 61 lines, 60 are allowed"),
     "no-tests": ("tests/unit/engine/test_core.py", "def tes_core() -> None: ...\n", 1, "nothing here would be"),
+    "no-contract": ("tests/unit/engine/test_core.py", "class TestCore(Base): ...\n", 1, "nothing here would be"),
     "no-tier": ("tests/test_core.py", "def test_core() -> None: ...\n", 1, "belongs into tests/TIER/ROOM"),
     "no-room": ("tests/unit/test_core.py", "def test_core() -> None: ...\n", 1, "belongs into tests/TIER/ROOM"),
     "dead-link": ("docs/job.md", "\n[it](nowhere.md#there)\n", 2, "nowhere.md does not exist"),
@@ -89,6 +90,65 @@ def test_the_first_hall_has_no_more_names_than_a_newcomer_reads(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("path", "text", "line", "words"),
+    [
+        (
+            "services/rlhfspec/cli/start.py",
+            "class Cache: ...\n",
+            1,
+            "the class Cache is in libs/rlhfspec/engine/core.py too",
+        ),
+        (
+            "services/rlhfspec/cli/start.py",
+            "x = 1\nclass _Row: ...\n",
+            2,
+            "the class _Row is in libs/rlhfspec/engine/core.py too",
+        ),
+        (
+            "services/rlhfspec/cli/start.py",
+            "def f():\n    class Cache: ...\n",
+            2,
+            "the class Cache is in libs/rlhfspec/engine/core.py too",
+        ),
+        (
+            "services/rlhfspec/cli/start.py",
+            "WAIT = 3\n",
+            1,
+            "the constant WAIT has another value in libs/rlhfspec/engine/core.py",
+        ),
+        ("services/rlhfspec/cli/start.py", "WAIT: int = 3\n", 1, "the constant WAIT has another value in libs"),
+        ("services/rlhfspec/cli/start.py", "BOTH, WAIT = 2, 3\n", 1, "the constant WAIT has another value in libs"),
+    ],
+)
+def test_a_name_that_means_two_things_is_told(tmp_path: Path, path: str, text: str, line: int, words: str) -> None:
+    first = "class Cache: ...\nclass _Row: ...\nWAIT = 2\nclass Again:\n    WAIT = 1\n"
+    [fault] = house.faults_of(of(tmp_path, {CORE: first, path: text}))
+    assert (str(fault.path), fault.line) == (path, line)
+    assert words in fault.words
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "WAIT = 2\n",
+        "_WAIT = 3\n",
+        "wait = 3\n",
+        "def f():\n    WAIT = 3\n",
+        "class Stopped:\n    WAIT = 3\n",
+        "from rlhfspec.engine.core import Cache, WAIT\n",
+    ],
+)
+def test_a_name_that_means_one_thing_is_none(tmp_path: Path, text: str) -> None:
+    first = "class Cache: ...\nWAIT = 2\n"
+    assert house.faults_of(of(tmp_path, {CORE: first, "services/rlhfspec/cli/start.py": text})) == []
+
+
+def test_what_protoc_names_may_have_any_value(tmp_path: Path) -> None:
+    first, second = "libs/rlhfspec/engine/a_pb2.py", "libs/rlhfspec/engine/b_pb2.py"
+    assert house.faults_of(of(tmp_path, {first: "DESCRIPTOR = 1\n", second: "DESCRIPTOR = 2\n"})) == []
+
+
+@pytest.mark.parametrize(
     "back",
     [
         "from rlhfspec.engine.core import step\n",
@@ -124,3 +184,8 @@ def test_faults_are_printed_and_end_with_1(
 def test_the_tiers_are_those_of_the_folders() -> None:
     assert tuple(TIERS) == house.TIERS
     assert {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))} == set(TIERS)
+
+
+def test_the_tests_of_a_contract_are_tests(tmp_path: Path) -> None:
+    path = "tests/unit/engine/test_core.py"
+    assert house.faults_of(of(tmp_path, {path: "class TestCore(EngineContract): ...\n"})) == []

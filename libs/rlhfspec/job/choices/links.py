@@ -24,7 +24,7 @@ class LinkEntry(Entry):
 
     connect: str  # module:name
     between: str  # one line, for the docs
-    in_auto: bool = False  # offered when nobody chose; the source takes the first of them that leads from where it is
+    in_auto: bool = False  # offered when none is named; the source takes the first that leads from where it is
     in_a_job: bool = True  # a job may name it
     platform: str = ""  # as sys.platform names the only one that has it
 

@@ -1,4 +1,4 @@
-"""How new weights get from the trainer to generators (docs/weights.md). No job names one: whoever starts a run does.
+"""How new weights get from the trainer to generators (docs/weights.md). The command that starts a run picks one.
 
 `make` is a function of a `rlhfspec.training.weights.base.StorePlace`.
 
@@ -43,7 +43,7 @@ WEIGHT_STORES = Registry(
     ),
     WeightStoreEntry(
         name="grpc",
-        about="a stream from the trainer, passed on by whoever receives it",
+        about="a stream from the trainer, passed on by each process that receives it",
         between="processes of several machines",
         make=f"{_WEIGHTS}.grpc:make_store",
         is_served=True,

@@ -78,7 +78,7 @@ def _num_numbers(file: Path) -> int:
         try:
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
             return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-        except (ValueError, KeyError, TypeError, OverflowError, MemoryError):  # who loads it says what is wrong
+        except (ValueError, KeyError, TypeError, OverflowError, MemoryError):  # the loader says what is wrong
             return 0
 
 

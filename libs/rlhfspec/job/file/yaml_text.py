@@ -20,7 +20,7 @@ import yaml
 
 from rlhfspec.errors import JobError, Problem
 
-MOST_BYTES = 256 * 1024  # a job is a page of text; what is bigger is another kind of file
+_MOST_BYTES = 256 * 1024  # a job is a page of text; what is bigger is another kind of file
 MOST_VALUES = 20_000  # after aliases are expanded
 MOST_DEPTH = 30
 
@@ -69,8 +69,8 @@ def read_text(path: Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise _unreadable(path, f"cannot be read: {error.strerror}") from error
-    if len(data) > MOST_BYTES:
-        raise _unreadable(path, f"is {len(data)} bytes; a job file has at most {MOST_BYTES}")
+    if len(data) > _MOST_BYTES:
+        raise _unreadable(path, f"is {len(data)} bytes; a job file has at most {_MOST_BYTES}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -76,10 +76,10 @@ class Connections(BaseModel):
         return _parsed(RLHFJob, self.job_file, "job_file", "is no resolved job")
 
 
-M = TypeVar("M", bound=BaseModel)
+_M = TypeVar("_M", bound=BaseModel)
 
 
-def _parsed(model: type[M], path: Path, field: str, problem: str) -> M:
+def _parsed(model: type[_M], path: Path, field: str, problem: str) -> _M:
     try:
         return model.model_validate_json(path.read_bytes())
     except OSError as error:

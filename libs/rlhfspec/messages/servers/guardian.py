@@ -30,7 +30,7 @@ GUARDS = "RLHFSPEC_GUARDS"  # names it in a guardian's, too
 UID = "uid"  # the file in a run's folder that says whose it is
 RELEASED = b"released\n"
 # A child that is being started shows its mark a moment later only; on a busy machine, some moments later.
-QUIET_SECONDS = 1.0
+_QUIET_SECONDS = 1.0
 NOBODY_STARTS = 0.1  # so long to look, in place of that, where nobody is left who could start one
 NUM_GUARDIANS = 2
 FIRST_SECONDS = 45.0  # for that program
@@ -56,7 +56,7 @@ def main() -> None:
 def end_run(
     uid: str,
     remove: Iterable[Path],
-    quiet_seconds: float = QUIET_SECONDS,
+    quiet_seconds: float = _QUIET_SECONDS,
     first: Callable[[], bool] = lambda: True,
 ) -> None:
     """Kills the processes of this run, guardians excepted, until none has been seen for a while; does what is to be

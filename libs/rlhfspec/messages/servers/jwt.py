@@ -4,8 +4,8 @@ The server knows the operator and, preloaded, its accounts. A user shows a token
 proves with its seed that the token is its own; the server never has to hear of a user beforehand.
 
 Example:
-    >>> from rlhfspec.messages.servers.derived import ACCOUNT, USER, nkey_seed
-    >>> account, user = nkey_seed(bytes(32), ACCOUNT), nkey_seed(bytes(32), USER, "reward")
+    >>> from rlhfspec.messages.servers.derived import ACCOUNT_KEY, USER_KEY, nkey_seed
+    >>> account, user = nkey_seed(bytes(32), ACCOUNT_KEY), nkey_seed(bytes(32), USER_KEY, "reward")
     >>> token = user_jwt(account, user, "reward", publish=["rlhf.sums.3f2a.score"], subscribe=[])
     >>> claims_of(token)["nats"]["pub"], claims_of(token)["nats"]["sub"]
     ({'allow': ['rlhf.sums.3f2a.score']}, {'deny': ['>']})

@@ -28,7 +28,7 @@ from rlhfspec.messages.servers.certificates import ServerTls
 from rlhfspec.messages.servers.program import ServerProgram, write_secret
 
 MAX_PAYLOAD_BYTES = 8 << 20  # a sample, and its dead letter, take some 25 bytes a token
-ACCOUNT = "JOB"
+_ACCOUNT = "JOB"
 
 
 class NatsRights(Protocol):
@@ -67,7 +67,7 @@ def nats_config(users: Mapping[str, User], tls: ServerTls | None) -> str:
             "}",
         ]
     if users:
-        lines += ["accounts {", f"  {ACCOUNT} {{", "    jetstream: enabled", "    users: ["]
+        lines += ["accounts {", f"  {_ACCOUNT} {{", "    jetstream: enabled", "    users: ["]
         lines += [f"      {_user(user)}" for user in users.values()]
         lines += ["    ]", "  }", "}"]
     return "\n".join(lines)

@@ -13,8 +13,8 @@ from rlhfspec.errors import ServerFailed
 from rlhfspec.messages.servers.attached import attached
 from rlhfspec.messages.servers.guardian import MARK
 
-START_SECONDS = 20.0
-STOP_SECONDS = 5.0
+_START_SECONDS = 20.0
+_STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
 
 
@@ -35,7 +35,7 @@ class ServerProgram(ABC):
         """Of the running server."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    async def start(self, deadline_seconds: float = START_SECONDS) -> str:
+    async def start(self, deadline_seconds: float = _START_SECONDS) -> str:
         """Its URL once it answers. Again after it ended: the same URL, over the same data."""
         assert self.pid is None, f"{self.name} runs already"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -81,7 +81,7 @@ class ServerProgram(ABC):
         if self.pid is not None:
             self._signal(signal.SIGTERM)
             try:
-                async with asyncio.timeout(STOP_SECONDS):
+                async with asyncio.timeout(_STOP_SECONDS):
                     await self.wait()
             except TimeoutError:
                 await self._kill()

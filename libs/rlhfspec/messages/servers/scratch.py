@@ -22,7 +22,7 @@ from rlhfspec.errors import StorageError
 from rlhfspec.messages.servers.guardian import UID, end_run, guardians_of
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "rlhfspec-"
+_PREFIX = "rlhfspec-"
 PROCESSES = "processes"  # in a run's folder
 GUARDIANS_SECONDS = 90.0  # for those of a dead run to be done
 _PLACE, _LOCK = "place", ".lock"
@@ -36,7 +36,7 @@ class Scratch:
     def __init__(self, uid: str, place: Path) -> None:
         self._uid = uid
         self._path: Path | None = None  # until it is made there is nothing that may be removed
-        self.paths = [parent / f"{PREFIX}{uid}" for parent in _parents()]
+        self.paths = [parent / f"{_PREFIX}{uid}" for parent in _parents()]
         self._place = place.absolute()
         self.beginning = self._place.with_name(f".{PROCESSES}-{uid}")
         self._lock: int | None = None
@@ -78,7 +78,7 @@ class Scratch:
 def end_dead_runs(forget: Callable[[Path], object] = lambda path: None) -> list[str]:
     """Whose supervisor and guardians died together: their processes, keys and memory go. Their uids. `forget`: what a
     run has elsewhere, by its folder in memory; all that is here goes whatever comes of that."""
-    return [path.name.removeprefix(PREFIX) for path in _scratch_folders() if _end_if_dead(path, forget)]
+    return [path.name.removeprefix(_PREFIX) for path in _scratch_folders() if _end_if_dead(path, forget)]
 
 
 def end_run_in(place: Path) -> None:
@@ -107,7 +107,7 @@ def _parents() -> list[Path]:
 
 def _scratch_folders() -> Iterator[Path]:
     """Of this user, and open to nobody else: what others wrote is not believed."""
-    for path in [path for parent in _parents() for path in parent.glob(f"{PREFIX}*")]:
+    for path in [path for parent in _parents() for path in parent.glob(f"{_PREFIX}*")]:
         with suppress(OSError):
             found = path.lstat()
             is_mine = found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700
@@ -121,7 +121,7 @@ def _end_if_dead(path: Path, forget: Callable[[Path], object]) -> bool:
     except OSError:  # it lives
         return False
     try:
-        uid = path.name.removeprefix(PREFIX)
+        uid = path.name.removeprefix(_PREFIX)
         _wait_for_guardians(uid)
         place = Path((path / _PLACE).read_text())
         end_run(uid, [path], first=lambda: (forget(path), True)[1])

@@ -21,7 +21,7 @@ from pathlib import PurePosixPath
 from rlhfspec.messages.servers.nats import MAX_PAYLOAD_BYTES
 from rlhfspec.messages.servers.redis import MAX_MEMORY
 
-CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.pem"
+CERTIFICATE_FILE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.pem"
 NATS_FOLDER, REDIS_FOLDER = PurePosixPath("/etc/nats"), PurePosixPath("/etc/redis")  # where the pods have these files
 NATS_STORE = PurePosixPath("/data")
 NATS_PORT, NATS_HTTP_PORT, REDIS_PORT = 4222, 8222, 6379
@@ -39,7 +39,7 @@ def nats_config(operator: str, accounts: Mapping[str, str], system_account: str)
         f"max_control_line: {MAX_CONTROL_LINE_BYTES}",
         f"jetstream {{ store_dir: {_quoted(NATS_STORE)} }}",
         "tls {",
-        f"  cert_file: {_quoted(NATS_FOLDER / CERTIFICATE)}",
+        f"  cert_file: {_quoted(NATS_FOLDER / CERTIFICATE_FILE)}",
         f"  key_file: {_quoted(NATS_FOLDER / KEY)}",
         '  min_version: "1.2"',
         "}",
@@ -58,7 +58,7 @@ def redis_config() -> bytes:
     lines = [
         "port 0",
         f"tls-port {REDIS_PORT}",
-        f"tls-cert-file {REDIS_FOLDER / CERTIFICATE}",
+        f"tls-cert-file {REDIS_FOLDER / CERTIFICATE_FILE}",
         f"tls-key-file {REDIS_FOLDER / KEY}",
         f"tls-ca-cert-file {REDIS_FOLDER / AUTHORITY}",
         "tls-auth-clients no",  # users are known by name and password

@@ -5,20 +5,20 @@ is kept:
 
 - *work* is kept until every declared consumer acknowledged it. Subscriptions of one consumer compete (each message
   goes to one of them); each consumer sees every message. Declared without consumers, nothing is kept.
-- *state* keeps the latest message of each key. Whoever watches sees these first, then whatever comes.
-- *signal* keeps nothing. Whoever watches sees what comes while it watches, and may miss some.
+- *state* keeps the latest message of each key. A watcher sees these first, then whatever comes.
+- *signal* keeps nothing. A watcher sees what comes while it watches, and may miss some.
 
 Of work:
 - Not acknowledged within `ack_wait_seconds` of a delivery, or nak'ed: delivered again, after the delay, and before
   what is new; what expired comes oldest first. `in_progress` starts the waiting time anew.
-- After `max_deliveries` a message becomes a dead letter (`dead_letters`): written by whoever holds or pulls it.
+- After `max_deliveries` a message becomes a dead letter (`dead_letters`), which its holder or reader writes.
 - Publishing is de-duplicated by id, while the message is kept and for a time after: False means that it is there.
 - An acknowledgement that comes after its deadline still counts: the work is done.
 - Backpressure: a consumer never holds more than `max_unacknowledged` messages; `publish` waits while a subject holds
   `max_pending` messages that some consumer has yet to acknowledge, and raises `TransportFull`, naming the consumers,
   when that takes too long.
 
-Who watches is never waited for: it acknowledges nothing, and of what it is too slow to read the oldest is lost.
+A watcher is never waited for: it acknowledges nothing, and of what it is too slow to read the oldest is lost.
 
 Example:
     >>> Consumer(name="reward").max_deliveries
@@ -36,7 +36,7 @@ Kind = Literal["work", "state", "signal"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
-    """Who pulls work. `max_deliveries` None: as often as it takes."""
+    """A name under which work is pulled. `max_deliveries` None: as often as it takes."""
 
     name: str
     ack_wait_seconds: float = 15.0
@@ -91,7 +91,7 @@ class Message(Receipt, Protocol):
 
 
 class SeenMessage:
-    """A message of one who only looks on: there is nothing to end."""
+    """A message that a watcher got: there is nothing to end."""
 
     token = ""
     num_deliveries = 1
@@ -146,7 +146,7 @@ class Transport(Protocol):
         ...
 
     async def release(self, subject: str, name: str) -> None:
-        """Who held messages under this name is dead: they are delivered again at once, not after the ack wait.
+        """Declare dead what held messages under this name: they are delivered again at once, not after the ack wait.
 
         Only for a consumer with one worker; a living competitor would see its messages given to another.
         """

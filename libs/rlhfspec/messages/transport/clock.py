@@ -61,7 +61,7 @@ class FakeClock:
             await asyncio.sleep(0)
 
     async def advance(self, seconds: float) -> None:
-        """Lets time pass; who wakes on the way sees the time it asked for, and runs before time goes on."""
+        """Let time pass; a task that wakes on the way sees the time it asked for, and runs before time goes on."""
         end = self._now + seconds
         await self.settle()
         while self._sleepers and self._sleepers[0][0] <= end:

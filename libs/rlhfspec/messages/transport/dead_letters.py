@@ -1,4 +1,4 @@
-"""What nobody could handle: the message, whose it was, and why. protos/rlhfspec/transport has it as a message.
+"""What no consumer could handle: the message, whose it was, and why. protos/rlhfspec/transport has it as a message.
 
 Example:
     >>> letter = DeadLetter(

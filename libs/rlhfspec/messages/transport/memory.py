@@ -4,7 +4,7 @@ How it decides what `base` leaves open:
 - Memory is bounded: a work subject holds at most `max_pending` messages, a state subject as many keys, and of what a
   watcher has yet to read the newest `max_pending` stay.
 - Ids are remembered for de-duplication while their message is held, and the last `num_remembered_ids` of a subject.
-- Deadlines are looked at where somebody calls: each call first does what has fallen due, on all subjects, and a pull
+- Deadlines are looked at when a method is called: each call first does what has fallen due, on all subjects, and a pull
   that waits wakes for the next deadline of anybody.
 - It belongs to one event loop.
 
@@ -70,7 +70,7 @@ class MemoryTransport:
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
         wanted = {consumer.name: consumer for consumer in consumers}
         if kind != "work" and wanted:
-            raise InvalidRequest("consumers", list(wanted), f"{subject} is {kind}: who reads it watches")
+            raise InvalidRequest("consumers", list(wanted), f"{subject} is {kind}: a reader watches it")
         there = self._subjects.get(subject)
         if there is None:
             self._subjects[subject] = (
@@ -214,7 +214,7 @@ class MemoryTransport:
             queue.make_ready(number)
 
     def dead_letter(self, queue: ConsumerQueue, number: int, reason: str) -> None:
-        """To the dead letters, and done with. Where these are not declared, it is dropped: nobody wants to know."""
+        """To the dead letters, and done with. Where these are not declared, it is dropped: no process reads them."""
         stored = queue.subject.stored[number]
         letter = dead_letters.DeadLetter(
             subject=queue.subject.name,
@@ -233,7 +233,7 @@ class MemoryTransport:
 
     def _remember_due(self, when: float, number: int, queue: ConsumerQueue) -> None:
         if when < self._next_due():
-            wake(self._due_waiters)  # who waits now sleeps too long
+            wake(self._due_waiters)  # a task that waits now sleeps too long
         heapq.heappush(self._due, (when, next(self._order), number, queue))
 
     def _next_due(self) -> float:

@@ -94,7 +94,7 @@ class WorkSubject:
 
     def put(self, stored: Stored) -> None:
         if not self.queues:
-            return  # nobody will ever read it
+            return  # no consumer will ever read it
         self.stored[stored.number] = stored
         for queue in self.queues.values():
             queue.make_ready(stored.number)
@@ -133,7 +133,7 @@ class LatestSubject:
 
 
 class SubjectWatcher:
-    """What one who looks on has yet to read, the oldest first; of one key the latest only."""
+    """What a watcher has yet to read, the oldest first; of one key the latest only."""
 
     def __init__(self, subject: WorkSubject | LatestSubject, unread: dict[str, Stored]) -> None:
         self.subject = subject

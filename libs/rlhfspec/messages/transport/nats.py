@@ -5,9 +5,9 @@ How it decides what `base` leaves open:
 - While the server is away, everything waits and goes on; nothing raises for an outage shorter than
   `publish_timeout_seconds`. The same message sent twice is one message, by its id. Ids are known while their message
   is kept and for an hour; after a restart of the server only those of messages that are kept.
-- Fencing is ours: the server lets whoever knows a token refuse or prolong a delivery, whoever holds it by then
-  (`nats_deliveries`).
-- Dead letters are written by whoever holds or pulls a message that nobody could handle, with its id: one letter each.
+- Fencing is ours: the server lets any client that knows a token refuse or prolong a delivery, even when another one
+  holds it by then (`nats_deliveries`).
+- Dead letters are written by the process that holds or pulls a message that none could handle, with its id: one each.
 - A role that may not do something is told the subject that it lacks.
 """
 
@@ -37,7 +37,7 @@ from rlhfspec.messages.transport.nats_streams import (
 )
 
 FULL = 10077  # JetStream's number for a stream without room
-SHORTEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.01, 0.5
+SHORTEST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 0.5
 LAST_ANSWER_SECONDS = 1.0  # a last try is given these, or "no answer" would hide why the earlier ones failed
 
 
@@ -94,7 +94,7 @@ class NatsTransport:
         )
 
     def hurry(self, seconds: float) -> None:
-        """Whoever leaves waits for a server that is away only so long, also where it waits already."""
+        """Wait for a server that is away only so long from now on, also where it is waited for already."""
         self._connection.hurry(seconds)
 
     # --- subjects ------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class NatsTransport:
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
         wanted = Declared(kind, {consumer.name: consumer for consumer in consumers})
         if kind != "work" and wanted.consumers:
-            raise InvalidRequest("consumers", list(wanted.consumers), f"{subject} is {kind}: who reads it watches")
+            raise InvalidRequest("consumers", list(wanted.consumers), f"{subject} is {kind}: a reader watches it")
         there = await self._look(subject)
         if there is not None and there != wanted:
             raise InvalidRequest("subject", subject, f"was declared as {there.kind} for {dict(there.consumers)}")
@@ -122,12 +122,12 @@ class NatsTransport:
         return await self._look(subject) is not None
 
     async def until_declared(self, subject: str, seconds: float) -> None:
-        """Waits for who opens the run; TransportUnavailable when nobody has after so long."""
+        """Wait until the run is opened; TransportUnavailable when it is not after so long."""
         end = self._clock.now() + seconds
         while not await self.is_declared(subject):
             if self._clock.now() >= end:
-                raise TransportUnavailable(self._connection.url, f"nobody has declared {subject} for {seconds:g} s")
-            await self._clock.sleep(LONGEST_WAIT_SECONDS)
+                raise TransportUnavailable(self._connection.url, f"no process has declared {subject} for {seconds:g} s")
+            await self._clock.sleep(_LONGEST_WAIT_SECONDS)
 
     async def _declared(self, subject: str) -> Declared:
         self._connection.refuse_if_closed(subject)
@@ -139,7 +139,7 @@ class NatsTransport:
         return self._known[subject]
 
     async def undeclare(self, subject: str, within_seconds: float) -> bool:
-        """All of it goes, with what is in it; for who opened the run, at its end. Whether it is gone."""
+        """Remove all of it, with what is in it, at the end of a run, and return whether it is gone."""
         answer = await self._connection.ask(f"$JS.API.STREAM.DELETE.{stream_name(subject)}", seconds=within_seconds)
         if answer is None or status_of(answer) == "503":
             return False
@@ -180,7 +180,7 @@ class NatsTransport:
             if answer is None:
                 problem = "no answer"
             elif status_of(answer) == "503":
-                problem = "nobody stores it"
+                problem = "no stream stores it"
                 self._known.pop(subject, None)
                 await self._declared(subject)  # raises where it is gone; else the server is only just starting
             else:
@@ -195,7 +195,7 @@ class NatsTransport:
             if left <= 0.0:
                 raise await self._gave_up(subject, problem)
             await self._clock.sleep(min(wait, left))
-            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     def _patience_seconds(self, problem: str) -> float:
         """With a subject that is full as long as ever: it will have room again."""
@@ -236,7 +236,7 @@ class NatsTransport:
         return self._consuming.setdefault((subject, name), consuming)
 
     async def _bury(self, letter: dead_letters.DeadLetter) -> None:
-        """Where dead letters are not declared, it is dropped: nobody wants to know."""
+        """Where dead letters are not declared, it is dropped: no process reads them."""
         subject = dead_letters.dead_letter_subject(letter.subject)
         if subject not in self._known and await self._look(subject) is None:
             return
@@ -252,7 +252,7 @@ class NatsTransport:
     async def release(self, subject: str, name: str) -> None:
         """Refuses, for its dead holder, all that was delivered and not acknowledged, the oldest first.
 
-        The server takes this from whoever may acknowledge at all, for it looks at the message's number only.
+        The server takes this from any client that may acknowledge at all, for it looks at the message's number only.
         """
         await self._consumer(subject, name)
         stream = stream_name(subject)

@@ -1,7 +1,7 @@
 """One connection to a NATS server that outlives the server: requests are asked again until they are answered.
 
 What nats-py leaves to its user is here: a first connection that fails at once and says why, answers that were lost
-with a connection, refused subjects (which the server tells nobody but the connection), and a partition in which a
+with a connection, refused subjects (which the server tells the connection alone), and a partition in which a
 socket never closes.
 """
 
@@ -68,7 +68,7 @@ class Connection:
         connect_timeout_seconds: float,
         role: str = "",
     ) -> Connection:
-        """Raises at once: InvalidRequest for what has to be changed, TransportUnavailable where nobody answers."""
+        """Raises at once: InvalidRequest for what has to be changed, TransportUnavailable where nothing answers."""
         proof.check()
         connection, opened = cls(url, clock, patience_seconds, role), False
         try:
@@ -133,7 +133,7 @@ class Connection:
         *,
         seconds: float = ANSWER_SECONDS,
     ) -> Msg | None:
-        """One try. None: nobody answered; whether it was heard is not known."""
+        """One try. None: no answer came; whether it was heard is not known."""
         self.refuse("publish", subject)
         number = str(next(self._numbers))
         answer: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
@@ -255,7 +255,7 @@ class Connection:
 
     async def _on_closed(self) -> None:
         self.is_closed = True
-        self._connected.set()  # who waits for it is told
+        self._connected.set()  # the tasks that wait for it are told
         self._lose([answer for _, answer in self._answers.values()])
 
     def _lose(self, answers: list[asyncio.Future[Msg | None]]) -> None:
@@ -284,8 +284,8 @@ def status_of(message: Msg) -> str:
 
 
 class _Client(Client):
-    """Whoever answers in the server's place later, without TLS, is told nothing: nats-py takes TLS for what a server
-    may ask for, and would show a password to one that does not."""
+    """A program that answers in the server's place later, without TLS, is told nothing: nats-py takes TLS for what a
+    server may ask for, and would show a password to one that does not."""
 
     def _connect_command(self) -> bytes:
         socket = _socket_of(self)

@@ -1,7 +1,7 @@
-"""Deliveries of work: who holds one may end it, and what nobody could handle becomes a dead letter.
+"""Deliveries of work: the holder of one may end it, and what none could handle becomes a dead letter.
 
-The server looks at nothing but a message's number: it would take a refusal from whoever once held the message. So each
-delivery knows until when it is held, and does nothing after that but acknowledge, which counts at any time.
+The server looks at nothing but a message's number: it would take a refusal from any client that once held it. So
+each delivery knows until when it is held, and does nothing after that but acknowledge, which counts at any time.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Consuming:
         return most is not None and num_deliveries >= most
 
     async def data_of(self, number: int) -> tuple[str, bytes] | None:
-        """A stored message's id and data, for who has its token only."""
+        """A stored message's id and data, for the holder of its token only."""
         found = await self.connection.api(f"STREAM.MSG.GET.{stream_name(self.subject)}", {"seq": number})
         if "error" in found:
             return None
@@ -158,7 +158,7 @@ class NatsReceipt:
             await self._bury(f"refused after {self.num_deliveries} deliveries")
             return
         delay = json.dumps({"delay": round(delay_seconds * SECOND)}) if delay_seconds > 0 else ""
-        # Once only: heard twice, it would take the message from who has it by then. Lost, the deadline does its work.
+        # Once only: heard twice, it would take the message from its holder by then. Lost, the deadline does its work.
         await self._consuming.connection.ask(self.token, f"-NAK {delay}".rstrip().encode(), seconds=ACK_SECONDS)
 
     async def in_progress(self) -> None:
@@ -231,7 +231,7 @@ class NatsMessage(NatsReceipt):
         return True
 
     def watch_over(self) -> None:
-        """Handed out for the last time: when its deadline passes, nobody else need come for it."""
+        """Handed out for the last time: when its deadline passes, no other consumer need come for it."""
         if self._consuming.is_last(self.num_deliveries):
             self._consuming.start(self._bury_in_time())
 

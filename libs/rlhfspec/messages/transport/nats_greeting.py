@@ -16,7 +16,7 @@ from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.messages.servers.tls_words import tls_problem
 from rlhfspec.messages.transport.nats_proof import NatsProof
 
-OLDEST_SERVER = (2, 10, 26)  # before it, messages stay in a stream for ever after the server was killed
+_OLDEST_SERVER = (2, 10, 26)  # before it, messages stay in a stream for ever after the server was killed
 
 
 async def read_info(url: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ async def read_info(url: str) -> dict[str, Any]:
         info: dict[str, Any] = json.loads(line.removeprefix(b"INFO "))
         return info
     except OSError as error:  # as of a server that is only just starting, behind something that is there already
-        raise TransportUnavailable(url, "whoever is there hangs up") from error
+        raise TransportUnavailable(url, "what listens there hangs up") from error
     except ValueError as error:
         raise InvalidRequest("nats", url, "is no NATS server") from error
     finally:
@@ -45,7 +45,7 @@ async def read_info(url: str) -> dict[str, Any]:
 
 
 def reason_of(error: OSError) -> str:
-    """Why a connection was not made; names that nobody knows have numbers of their own, below zero.
+    """Why a connection was not made; names that are not known have numbers of their own, below zero.
 
     >>> reason_of(ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 1)")), reason_of(OSError("no way"))
     ('connection refused', 'no way')
@@ -58,8 +58,8 @@ def reason_of(error: OSError) -> str:
 def check_info(url: str, info: Mapping[str, Any], tls: ssl.SSLContext | None) -> None:
     version = str(info.get("version", ""))
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if numbers < OLDEST_SERVER:
-        oldest = ".".join(map(str, OLDEST_SERVER))
+    if numbers < _OLDEST_SERVER:
+        oldest = ".".join(map(str, _OLDEST_SERVER))
         raise InvalidRequest("nats", version, f"the server at {url} must be {oldest} or newer")
     if not info.get("jetstream"):
         raise InvalidRequest("nats", url, "the server must run with JetStream (nats-server -js)")

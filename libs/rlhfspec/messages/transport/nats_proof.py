@@ -40,7 +40,7 @@ class NatsProof:
         return "a connection without credentials"
 
     def check(self) -> None:
-        """Before the client reads them, who would not say which file it was."""
+        """Read them before the client does, which would not say which file it was."""
         if self.creds is not None:
             found = _CREDS.search(_read("creds", self.creds))
             if found is None:

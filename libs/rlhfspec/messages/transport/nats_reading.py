@@ -24,12 +24,12 @@ from rlhfspec.messages.transport.nats_deliveries import Consuming, NatsMessage, 
 from rlhfspec.messages.transport.nats_streams import SECOND, latest_of, stream_name
 
 SLICE_SECONDS = 5.0
-LATE_SECONDS = 0.5  # after a request has expired, its answer is not waited for any longer
+_LATE_SECONDS = 0.5  # after a request has expired, its answer is not waited for any longer
 PULL_BYTES = 32 << 20  # well below what a subscription may have unread before it drops messages
-CLOSE_SECONDS = 1.0
-AT_ONCE = 64
-ENDED = "ended"  # a request: its connection is gone, or enough has come
-EMPTY = ("404", "408", ENDED)
+_CLOSE_SECONDS = 1.0
+_AT_ONCE = 64
+_ENDED = "ended"  # a request: its connection is gone, or enough has come
+EMPTY = ("404", "408", _ENDED)
 
 
 class PullReading:
@@ -78,7 +78,7 @@ class PullReading:
     async def _ask(self, num_messages: int, seconds: float) -> str:
         """Says how the request ended; what came is in `_ready`."""
         if not await self._connection.until_connected(seconds):
-            return ENDED
+            return _ENDED
         seconds = min(seconds, SLICE_SECONDS)
         wanted = {"batch": num_messages, "max_bytes": PULL_BYTES}
         wanted |= {"expires": round(seconds * SECOND)} if seconds > 0 else {"no_wait": True}
@@ -88,10 +88,10 @@ class PullReading:
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream_name(self._consuming.subject)}.{self._consuming.consumer.name}"
         try:
             await self._connection.send(subject, json.dumps(wanted).encode(), reply=f"{self._inbox}.{number}")
-            async with asyncio.timeout(seconds + LATE_SECONDS):
+            async with asyncio.timeout(seconds + _LATE_SECONDS):
                 return await ended
         except TimeoutError:
-            return ENDED
+            return _ENDED
         finally:
             del self._requests[number]
 
@@ -112,15 +112,15 @@ class PullReading:
             self._ready.append(delivered)
             for wanted, ended in self._requests.values():
                 if len(self._ready) >= wanted:
-                    _end(ended, ENDED)
+                    _end(ended, _ENDED)
         elif (number := message.subject.rpartition(".")[2]) in self._requests:
             status, said = status_of(message), (message.headers or {}).get("Description", "")
             done = status == "409" and said == "Batch Completed"
-            _end(self._requests[number][1], ENDED if done else f"409 {said}".lower() if status == "409" else status)
+            _end(self._requests[number][1], _ENDED if done else f"409 {said}".lower() if status == "409" else status)
 
     def _end_requests(self) -> None:
         for _, ended in self._requests.values():
-            _end(ended, ENDED)
+            _end(ended, _ENDED)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -137,7 +137,7 @@ class PullReading:
         if self._heard is None or self._connection.is_closed:
             return
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
+            async with asyncio.timeout(_CLOSE_SECONDS):
                 if self._connection.is_connected:
                     await self._heard.drain()  # type: ignore[no-untyped-call]
                 else:
@@ -210,10 +210,10 @@ class WatchReading:
             raise InvalidRequest("subject", self._subject, "was not declared, or is gone")
         subjects = list(info["state"].get("subjects") or {}) if self._of_state else []
         found = []
-        for start in range(0, len(subjects), AT_ONCE):
+        for start in range(0, len(subjects), _AT_ONCE):
             asked = [
                 self._connection.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
-                for subject in subjects[start : start + AT_ONCE]
+                for subject in subjects[start : start + _AT_ONCE]
             ]
             found += [answer["message"] for answer in await asyncio.gather(*asked) if "error" not in answer]
         for each in sorted(found, key=lambda each: int(each["seq"])):

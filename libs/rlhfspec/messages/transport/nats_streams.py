@@ -1,8 +1,8 @@
 """How a subject is kept by JetStream: one stream each, which says itself for whom it was declared.
 
-- Work: an interest stream with a durable consumer for each who pulls; the server never gives a message up.
+- Work: an interest stream with a durable consumer for each name that pulls; the server never gives a message up.
 - State: the latest message of each key, which is the last word of the subject. What was stored is published again
-  under `latest.`, with its number, for whoever watches.
+  under `latest.`, with its number, for those that watch.
 - A signal is a plain subject; its stream keeps nothing, and is there to say that it was declared.
 
 Example:
@@ -38,7 +38,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """How long a message stays though nobody may have read it, by its kind (0: for ever), and what else each stream
+    """How long a message stays though it may not have been read, by its kind (0: for ever), and what else each stream
     says of itself."""
 
     work_seconds: float = 0.0
@@ -95,7 +95,7 @@ def _settings(subject: str, kind: Kind) -> dict[str, Any]:
 
 
 def consumer_config(consumer: Consumer) -> dict[str, Any]:
-    """Delivered for ever by the server: dead letters are written by whoever pulls."""
+    """Delivered for ever by the server: dead letters are written by the process that pulls."""
     return {
         "name": consumer.name,
         "durable_name": consumer.name,
@@ -124,6 +124,6 @@ def declared_of(subject: str, info: Mapping[str, Any]) -> Declared:
     """What a stream says of itself."""
     metadata = info["config"].get("metadata", {})
     if _KIND not in metadata:
-        raise InvalidRequest("subject", subject, f"the stream {stream_name(subject)} was made by somebody else")
+        raise InvalidRequest("subject", subject, f"the stream {stream_name(subject)} was made by another program")
     consumers = [Consumer(**fields) for fields in json.loads(metadata[_CONSUMERS])]
     return Declared(cast(Kind, metadata[_KIND]), {consumer.name: consumer for consumer in consumers})

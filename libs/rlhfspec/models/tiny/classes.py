@@ -23,10 +23,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
 _LEAST_ENTROPY = 1.0
-VOCAB_SIZE = 97  # prime: nothing may rely on a multiple of anything
+CLASSES_VOCAB_SIZE = 97  # prime: nothing may rely on a multiple of anything
 _POSITIONS = 512
 _SMALL: dict[str, Any] = {  # wherever a configuration has such a field
-    "vocab_size": VOCAB_SIZE, "text_vocab_size": VOCAB_SIZE, "max_position_embeddings": _POSITIONS,
+    "vocab_size": CLASSES_VOCAB_SIZE, "text_vocab_size": CLASSES_VOCAB_SIZE, "max_position_embeddings": _POSITIONS,
     "n_positions": _POSITIONS, "n_ctx": _POSITIONS, "max_target_positions": _POSITIONS, "max_seq_len": _POSITIONS,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim_model": 64, "word_embed_proj_dim": 64, "embedding_size": 64,
@@ -47,7 +47,7 @@ _DECODER = {"is_decoder": True}
 _HEADS = {"num_key_value_heads": 4}  # latent attention: every head has its own keys
 _INDEX = {**_HEADS, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 _MIXED = ["sliding_attention", "full_attention"] * 2
-_PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
+_PER_LAYER = {"vocab_size_per_layer_input": CLASSES_VOCAB_SIZE, "hidden_size_per_layer_input": 8}
 
 
 def _each(types: str, fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -97,14 +97,14 @@ _OF_TYPE: dict[str, dict[str, Any]] = {  # what the names do not say
         "indexer_compress_ratio": 2, "ple_embed_dim": 16, "ngram_vocab_size_base": 200, "split_ngram_parts": 2,
     },
     "reformer": {**_DECODER, "axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32]},
-    "xlm": {"n_words": VOCAB_SIZE, "emb_dim": 64},
+    "xlm": {"n_words": CLASSES_VOCAB_SIZE, "emb_dim": 64},
     "xmod": {**_DECODER, "default_language": "en_XX"},
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 _ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation", "ffn_act_fn")
-ACTIVATIONS = (
+_ACTIVATIONS = (
     "silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_10", "gelu_accurate", "gelu_python",
     "quick_gelu", "relu2", "relu6", "leaky_relu", "mish", "laplace", "sigmoid", "tanh", "hardswish", "linear",
 )  # fmt: skip
@@ -183,7 +183,7 @@ def tiny_model(config: PreTrainedConfig, *, seed: int = 0) -> Any:
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
     )
-    return stirred(model, vocab_size=VOCAB_SIZE)
+    return stirred(model, vocab_size=CLASSES_VOCAB_SIZE)
 
 
 @torch.no_grad()
@@ -216,7 +216,7 @@ def variants(model_type: str) -> Iterator[tuple[str, Callable[[], PreTrainedConf
     """(name, what makes its configuration): the plain one first, its name empty."""
     plain = _decoder_of(tiny_config(model_type))
     yield "", lambda: tiny_config(model_type)
-    activations = ACTIVATIONS if model_type in _TYPES_WITH_EVERY_ACTIVATION else _RARE_ACTIVATIONS
+    activations = _ACTIVATIONS if model_type in _TYPES_WITH_EVERY_ACTIVATION else _RARE_ACTIVATIONS
     for name, changes in _changes(plain, activations):
         yield name, partial(tiny_config, model_type, **changes)
 

@@ -31,7 +31,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from rlhfspec.common.folder_lock import take_lock
-from rlhfspec.models.tiny.recipe import LIBRARY, RECIPES, TARGET, Recipe, cache_folder, make_in_cache
+from rlhfspec.models.tiny.recipe import LIBRARY, RECIPES, TARGET_RECIPE, Recipe, cache_folder, make_in_cache
 from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.models.tiny.train import build, train
 
@@ -121,7 +121,7 @@ def _make(recipe: Recipe, folder: Path, report: Report) -> None:
 def _model(recipe: Recipe, report: Report) -> LlamaForCausalLM:
     if recipe.widened_from_intermediate is None:
         return train(recipe, report)
-    narrow_recipe = LIBRARY if recipe.task == "library" else TARGET
+    narrow_recipe = LIBRARY if recipe.task == "library" else TARGET_RECIPE
     narrow_recipe = replace(narrow_recipe, intermediate_size=recipe.widened_from_intermediate)
     narrow = build(narrow_recipe, seed=0)
     narrow_folder = ensure_recipe(narrow_recipe, report)

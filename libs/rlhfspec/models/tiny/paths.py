@@ -21,7 +21,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.models.tiny import sums
 from rlhfspec.models.tiny.recipe import RECIPES, cache_folder, make_in_cache
 
-PREFIX = "tiny:"
+TINY_PREFIX = "tiny:"
 TRAINING, HELD_OUT = "sums.jsonl", "held-out-sums.jsonl"
 DATA = {TRAINING: (2000, 11), HELD_OUT: (64, 12)}  # rows and seed
 
@@ -29,20 +29,20 @@ DATA = {TRAINING: (2000, 11), HELD_OUT: (64, 12)}  # rows and seed
 def check(path: str) -> None:
     """Raises InvalidRequest when nothing of that name can be made."""
     known = sorted([*RECIPES, *DATA])
-    if path.removeprefix(PREFIX) not in known or not path.startswith(PREFIX):
-        raise InvalidRequest("path", path, f"must be {PREFIX} and one of {', '.join(known)}")
+    if path.removeprefix(TINY_PREFIX) not in known or not path.startswith(TINY_PREFIX):
+        raise InvalidRequest("path", path, f"must be {TINY_PREFIX} and one of {', '.join(known)}")
 
 
 def resolve(path: str, report: Callable[[str], None] = print) -> str:
     """Where it lies; made first if it is not there yet."""
     check(path)
-    name = path.removeprefix(PREFIX)
+    name = path.removeprefix(TINY_PREFIX)
     return str(_data(name) if name in DATA else _model(name, report))
 
 
 def model_folder(path: str) -> Path | None:
     """Where the model of this name lies, made or not; None: it names no model."""
-    recipe = RECIPES.get(path.removeprefix(PREFIX)) if path.startswith(PREFIX) else None
+    recipe = RECIPES.get(path.removeprefix(TINY_PREFIX)) if path.startswith(TINY_PREFIX) else None
     return None if recipe is None else cache_folder() / recipe.folder_name
 
 

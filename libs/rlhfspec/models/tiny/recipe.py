@@ -57,7 +57,7 @@ class Recipe:
         return f"{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
-TARGET = Recipe(
+TARGET_RECIPE = Recipe(
     name="target",
     num_layers=4,
     hidden_size=256,
@@ -80,10 +80,10 @@ WIDE = Recipe(
     hidden_size=256,
     intermediate_size=24576,
     num_heads=4,
-    num_steps=TARGET.num_steps,
-    widened_from_intermediate=TARGET.intermediate_size,
+    num_steps=TARGET_RECIPE.num_steps,
+    widened_from_intermediate=TARGET_RECIPE.intermediate_size,
 )
-LIBRARY = replace(TARGET, name="library", num_steps=400, task="library")
+LIBRARY = replace(TARGET_RECIPE, name="library", num_steps=400, task="library")
 LIBRARY_DRAFT = replace(DRAFT, name="library-draft", num_steps=180, task="library")
 LIBRARY_WIDE = replace(WIDE, name="library-wide", num_steps=LIBRARY.num_steps, task="library")
 SUMS = Recipe(
@@ -107,7 +107,8 @@ SUMS_DRAFT = Recipe(
     task="sums",
 )
 RECIPES = {
-    recipe.name: recipe for recipe in (TARGET, DRAFT, WIDE, LIBRARY, LIBRARY_DRAFT, LIBRARY_WIDE, SUMS, SUMS_DRAFT)
+    recipe.name: recipe
+    for recipe in (TARGET_RECIPE, DRAFT, WIDE, LIBRARY, LIBRARY_DRAFT, LIBRARY_WIDE, SUMS, SUMS_DRAFT)
 }
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 LEAST_BYTES = 1 << 18  # of a range that tells of the way's speed
-NEWEST = 0.3  # the weight of what was measured last
+_NEWEST = 0.3  # the weight of what was measured last
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +68,4 @@ class Costs:
 
 
 def _newer(known: float | None, measured: float) -> float:
-    return measured if known is None else (1 - NEWEST) * known + NEWEST * measured
+    return measured if known is None else (1 - _NEWEST) * known + _NEWEST * measured

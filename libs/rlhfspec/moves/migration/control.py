@@ -22,12 +22,12 @@ from rlhfspec.moves.migration.links.tcp import keep_alive
 log = logging.getLogger(__name__)
 QUESTION, REPLY, REFUSED = range(3)
 HEADER = struct.Struct("!IIB")
-MOST_BYTES = 64 << 20  # of a frame's content
+MOST_FRAME_BYTES = 64 << 20  # of a frame's content
 MOST_BYTES_OF_OTHERS = 1 << 16  # of a question that is going to be refused anyway
 MOST_QUESTIONS = 64  # answered at once
 MOST_CONNECTIONS = 256
 FRAME_SECONDS = 10.0  # for a frame that has begun, for a handshake, and for a stranger's first word
-IDLE_SECONDS = 600.0
+_IDLE_SECONDS = 600.0
 Answer = Callable[[bytes], Awaitable[bytes]]
 
 
@@ -55,7 +55,7 @@ class DirectControl:
 class _Frames(asyncio.Protocol):
     """One end of a connection. `most_bytes`: of a frame's content; more ends the connection."""
 
-    most_bytes = MOST_BYTES
+    most_bytes = MOST_FRAME_BYTES
     transport: asyncio.Transport
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class StreamControl:
         self._lines: dict[str, asyncio.Task[_Line]] = {}
 
     async def ask(self, peer: Peer, message: bytes, *, timeout: float = TELL_SECONDS) -> bytes:
-        if len(message) > MOST_BYTES:
+        if len(message) > MOST_FRAME_BYTES:
             raise NoReply(peer.address, f"a question of {len(message)} bytes")
         try:
             async with asyncio.timeout(timeout):
@@ -208,7 +208,7 @@ class StreamControlServer:
         tls: ssl.SSLContext | None = None,
         askers: Collection[str] | None = None,
         frame_seconds: float = FRAME_SECONDS,
-        idle_seconds: float = IDLE_SECONDS,
+        idle_seconds: float = _IDLE_SECONDS,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

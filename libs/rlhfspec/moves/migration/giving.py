@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfspec.engine.base import MOST_BYTES, KVRange, Manifest, Movable, SequenceState, Watermark
+from rlhfspec.engine.base import MOST_RANGE_BYTES, KVRange, Manifest, Movable, SequenceState, Watermark
 from rlhfspec.engine.state_bytes import to_bytes
 from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
 from rlhfspec.messages.records import Move, Moved
@@ -25,8 +25,8 @@ from rlhfspec.moves.migration.source import Action, Detached, Event, Failed, Hea
 from rlhfspec.moves.migration.taking import watermark
 from rlhfspec.telemetry.base import SampleProgress
 
-ASK_SECONDS = 2.0  # for an answer that needs no engine
-LEAVE_SECONDS = 1.5  # for the first answer to who leaves: somebody else may be quicker
+_ASK_SECONDS = 2.0  # for an answer that needs no engine
+_LEAVE_SECONDS = 1.5  # for the first answer to who leaves: somebody else may be quicker
 _NO_KV = 1 << 30  # the position behind which there is none
 
 
@@ -131,7 +131,7 @@ class Giving:
             raise MalformedRecord("a watermark of other KV spaces")
         mark = self._mark or mark
         name, engine = self._move.sample_id, self._place.engine
-        way, room = await self._room(offer, MOST_BYTES)
+        way, room = await self._room(offer, MOST_RANGE_BYTES)
         is_packed = False
         try:
             self._packed_at = self._place.clock.now()
@@ -242,7 +242,7 @@ class Giving:
     def _ask(self, message: messages.Told) -> asyncio.Task[bytes]:
         """Not longer than until it is given up."""
         hurries = self._must_go and not self._was_answered
-        timeout = ASK_SECONDS if isinstance(message, messages.Ask) else LEAVE_SECONDS if hurries else TELL_SECONDS
+        timeout = _ASK_SECONDS if isinstance(message, messages.Ask) else _LEAVE_SECONDS if hurries else TELL_SECONDS
         question = messages.to_bytes(message)
         self._asking = asyncio.create_task(self._place.control.ask(self._peer, question, timeout=timeout))
         return self._asking

@@ -29,8 +29,8 @@ from rlhfspec.moves.migration.sendings import Links
 from rlhfspec.moves.migration.source import MoveSource
 from rlhfspec.moves.migration.taking import Taking
 
-MOST_MOVES = 4  # from here at once; others wait
-CLOSE_SECONDS = 0.5  # for those who wait for what does not come to be told so
+_MOST_MOVES = 4  # from here at once; others wait
+_CLOSE_SECONDS = 0.5  # for those who wait for what does not come to be told so
 T = TypeVar("T")
 
 
@@ -57,7 +57,7 @@ class Mover:
             costs=self.costs, part=self._part,
         )  # fmt: skip
         self._numbers = itertools.count(1)
-        self._free = asyncio.Semaphore(MOST_MOVES)
+        self._free = asyncio.Semaphore(_MOST_MOVES)
         self._giving: dict[str, Giving] = {}  # by sample
         self._tasks: set[asyncio.Task[Any]] = set()
         self._parting: set[asyncio.Task[Any]] = set()
@@ -104,7 +104,7 @@ class Mover:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._taking.close()
         if self._parting:
-            _, silent = await asyncio.wait(self._parting, timeout=CLOSE_SECONDS)
+            _, silent = await asyncio.wait(self._parting, timeout=_CLOSE_SECONDS)
             for each in silent:
                 each.cancel()
             await asyncio.gather(*silent, return_exceptions=True)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.links.base import Landing, QuickSending, Sending
 
-NUM_THREADS = 8  # that wait in links: neither the event loop nor the engine ever does
+_NUM_THREADS = 8  # that wait in links: neither the event loop nor the engine ever does
 T = TypeVar("T")
 
 
@@ -31,7 +31,7 @@ class Links:
         self.landing = landing
         self._open = open_sending
         self._ways: dict[str, SendingWay] = {}
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="moves")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="moves")
 
     async def in_thread(self, do: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)

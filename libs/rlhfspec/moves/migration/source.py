@@ -20,10 +20,10 @@ from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.destination import DOUBT_SECONDS
 from rlhfspec.moves.migration.messages import Reply, Told
 
-ASK_SECONDS = 0.5  # between two questions of one in doubt
+_ASK_SECONDS = 0.5  # between two questions of one in doubt
 MOST_ROUNDS = 3
 MOST_ATTEMPTS = 3  # of one move; each preemption costs one
-WEIGHTS = ("weights_version", "fingerprint")  # what differs while tokens alone are still welcome
+_WEIGHTS = ("weights_version", "fingerprint")  # what differs while tokens alone are still welcome
 How = Literal["kv", "tokens", "kept", "lost"]
 
 
@@ -313,7 +313,7 @@ class MoveSource:
             case SourceTick():
                 return [Tell(messages.Ask(**self._head()))]
             case Heard(messages.Unknown()) | Silence():
-                return [Wait(ASK_SECONDS)]
+                return [Wait(_ASK_SECONDS)]
         return []
 
     # -- otherwise ------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class MoveSource:
         return [*self._parting(), *self._keep(reason)]
 
     def _goes_without(self, field: str) -> bool:
-        return field in WEIGHTS or (self._must_go and field in ("link", "room"))
+        return field in _WEIGHTS or (self._must_go and field in ("link", "room"))
 
     def _parting(self) -> list[Action]:
         """The destination need not wait for its lease to run out."""

@@ -33,8 +33,8 @@ from rlhfspec.moves.migration.progress import progress_of
 from rlhfspec.moves.migration.sendings import Links
 
 LINK_SECONDS = 4.0  # for what is told of to come over the link
-TICK_SECONDS = 1.0
-MOST_BYTES = 1 << 30  # of one range: a lie, or a mistake
+_TICK_SECONDS = 1.0
+_MOST_BYTES = 1 << 30  # of one range: a lie, or a mistake
 
 
 class Taking:
@@ -167,7 +167,7 @@ class Taking:
 
     async def _arrived(self, message: messages.Range | messages.HandOver) -> memoryview:
         key, num_bytes, landing = message.key, message.num_bytes, self._links.landing
-        if num_bytes > MOST_BYTES:
+        if num_bytes > _MOST_BYTES:
             raise MalformedRecord(f"a range of {num_bytes} bytes")
         if landing.has(key):
             return landing.take(key, num_bytes, timeout=0.0)  # most do: they are sent before they are told of
@@ -221,7 +221,7 @@ class Taking:
 
     async def _tick(self) -> None:
         while True:
-            await self._clock.sleep(TICK_SECONDS)
+            await self._clock.sleep(_TICK_SECONDS)
             await self._free(self.machine.on(DestinationTick(), self._clock.now()))
 
     @asynccontextmanager

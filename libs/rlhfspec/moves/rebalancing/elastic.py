@@ -29,7 +29,7 @@ STAGES_FOR_MORE, STAGES_FOR_FEWER = 2, 3
 MOST_STAGES = 1 << 10  # that fewer may need to be believed
 COOLDOWN_SECONDS = 30.0  # between two changes
 LONG_STAGE_SECONDS = 30.0
-START_SECONDS = 30.0  # that another generator may take until it helps: a long stage must save more than that
+_START_SECONDS = 30.0  # that another generator may take until it helps: a long stage must save more than that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class Elastic:
         if now - self._began_at < LONG_STAGE_SECONDS or now - self._changed_at < COOLDOWN_SECONDS:
             return
         number, more = self._wanted.number, self._worth(outlook)
-        if more > number and outlook.seconds(number) - outlook.seconds(more) > START_SECONDS:
+        if more > number and outlook.seconds(number) - outlook.seconds(more) > _START_SECONDS:
             self._change(more, outlook, now)
 
     def _worth(self, outlook: StageOutlook) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhfspec.messages.records import Moved, Plan
 
-NAME = "moves.jsonl"
+MOVES_FILE = "moves.jsonl"
 _ENDS = {"num_samples", "num_generators", "latest_end", "latest_end_after"}
 _KEYS = {
     "plan": {"at", "id", "moves", "why_not", "dry", *_ENDS},
@@ -29,7 +29,7 @@ class MovesFile:
     """Of one run; one process writes."""
 
     def __init__(self, run: Path, *, now: Callable[[], float] = time.time) -> None:
-        self._path = run / NAME
+        self._path = run / MOVES_FILE
         self._now = now
         self._is_broken = False
         self._begun = False
@@ -66,7 +66,7 @@ def content_of(plan: Plan) -> dict[str, Any]:
 def read_moves(run: Path, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """Each whole line from there on, and where the next begins; also while the run goes on. Damaged lines are left
     out."""
-    path = run / NAME
+    path = run / MOVES_FILE
     if not path.exists():
         return
     with path.open("rb") as file:

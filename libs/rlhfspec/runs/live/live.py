@@ -38,7 +38,7 @@ from rlhfspec.messages.records import Load
 from rlhfspec.runs.live.redis_client import client_of, close, failures, words_of
 from rlhfspec.runs.live.redis_users import window_key, worker_key, worker_keys, workers_key
 from rlhfspec.stage.base import Service
-from rlhfspec.stage.pace import BEAT_SECONDS, Beats
+from rlhfspec.stage.pace import LIVE_BEAT_SECONDS, Beats
 from rlhfspec.stage.tasks import ended, to_the_end
 from rlhfspec.stage.vitals import Vitals, WorkerState, WorkerVitals
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 DEADLINE_SECONDS = 0.2  # of one write
 CONNECT_SECONDS = 2.0  # of one that has to connect first: by TLS, in a process that computes
-READ_SECONDS = 2.0
-KEPT_SECONDS = 30.0  # of a worker that says nothing any more
-_KEPT_MILLISECONDS = int(KEPT_SECONDS * 1000)
-MOST_STEPS, MOST_SAMPLES, MOST_CHARACTERS = 100, 50, 200
+_READ_SECONDS = 2.0
+_KEPT_SECONDS = 30.0  # of a worker that says nothing any more
+_KEPT_MILLISECONDS = int(_KEPT_SECONDS * 1000)
+MOST_STEPS, _MOST_SAMPLES, _MOST_CHARACTERS = 100, 50, 200
 
 log = logging.getLogger("rlhfspec.stage")
 
@@ -97,7 +97,7 @@ class RecentLines:
 
     def __init__(self) -> None:
         self._steps: deque[str] = deque(maxlen=MOST_STEPS)
-        self._samples: deque[SampleHead] = deque(maxlen=MOST_SAMPLES)
+        self._samples: deque[SampleHead] = deque(maxlen=_MOST_SAMPLES)
 
     def step(self, line: str) -> None:
         self._steps.append(line)
@@ -111,7 +111,7 @@ class RecentLines:
 
 def _head(text: str) -> str:
     """Half characters cannot be written; who looks does not miss them."""
-    return text[:MOST_CHARACTERS].encode(errors="replace").decode()
+    return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
 _SNAPSHOT = TypeAdapter(WorkerSnapshot)
@@ -159,7 +159,7 @@ class LiveState:
             except failures() as error:
                 self._unsent = sending | self._unsent
                 self._failed(error)
-                await asyncio.sleep(BEAT_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
+                await asyncio.sleep(LIVE_BEAT_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
                 self._news.set()
             else:
                 self._arrived()
@@ -256,9 +256,9 @@ class LiveView:
 
 async def read_live(url: str, uid: str, *, role: str, credentials: Path | None = None) -> LiveView:
     """All there is now; ServerFailed with the reason when Redis cannot be asked."""
-    redis = client_of(url, role, credentials, READ_SECONDS)
+    redis = client_of(url, role, credentials, _READ_SECONDS)
     try:
-        async with asyncio.timeout(READ_SECONDS):
+        async with asyncio.timeout(_READ_SECONDS):
             return await _read(redis, uid)
     except failures() as error:
         raise ServerFailed("redis", words_of(error)) from None
@@ -279,7 +279,7 @@ async def _read(redis: Redis, uid: str) -> LiveView:
         snapshot = _parsed(_SNAPSHOT, value)
         if snapshot is not None:
             workers[snapshot.worker] = snapshot
-            silent[snapshot.worker] = max(KEPT_SECONDS - milliseconds_left / 1000, 0.0)
+            silent[snapshot.worker] = max(_KEPT_SECONDS - milliseconds_left / 1000, 0.0)
     return LiveView(workers=workers, silent_seconds=silent, window=_parsed(_WINDOW, window) or Window())
 
 

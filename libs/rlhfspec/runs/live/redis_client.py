@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 Connected = Callable[[Any], Awaitable[None]]  # of a connection that was just made
-SCHEMES = ("unix", "redis", "rediss")
-CLOSE_SECONDS = 0.2
+_SCHEMES = ("unix", "redis", "rediss")
+_CLOSE_SECONDS = 0.2
 
 
 def client_of(
     url: str, role: str, credentials: Path | None, timeout_seconds: float, connected: Connected | None = None
 ) -> Redis:
     """`connected`: in place of a connection's own `on_connect`."""
-    if url.partition("://")[0] not in SCHEMES:
-        raise InvalidRequest("redis_url", url, f"must begin with one of {', '.join(f'{each}://' for each in SCHEMES)}")
+    if url.partition("://")[0] not in _SCHEMES:
+        raise InvalidRequest("redis_url", url, f"must begin with one of {', '.join(f'{each}://' for each in _SCHEMES)}")
     given = given_server(credentials, REDIS)
     if given is not None:
         return client(url, timeout_seconds, options_of(given), connected)
@@ -99,7 +99,7 @@ async def close(redis: Redis) -> None:
 
 async def _try_to_close(redis: Redis) -> None:
     with suppress(*failures()):
-        async with asyncio.timeout(CLOSE_SECONDS):
+        async with asyncio.timeout(_CLOSE_SECONDS):
             await redis.aclose()
 
 

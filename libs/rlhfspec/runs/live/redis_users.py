@@ -20,12 +20,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfspec.messages.access.rights import CONTROL, ROLES
+from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL
 from rlhfspec.messages.loop import STAGES
 from rlhfspec.messages.servers.derived import derived
 from rlhfspec.messages.servers.shared import redis_rules
 
-PREFIX = "rlhfspec"  # of all keys, and of all users but the operator's
+REDIS_PREFIX = "rlhfspec"  # of all keys, and of all users but the operator's
 OPERATOR = "operator"
 DASHBOARD = "dashboard"
 USER_FILE, PASSWORD_FILE = "redis.user", "redis.password"  # in a folder of credentials
@@ -52,12 +52,12 @@ def install_of(master: bytes) -> str:
 
 
 def worker_key(run: str, worker: str) -> str:
-    return f"{PREFIX}:{run}:worker:{worker}"
+    return f"{REDIS_PREFIX}:{run}:worker:{worker}"
 
 
 def workers_key(run: str) -> str:
     """Names of all workers that wrote; of some the key may be gone."""
-    return f"{PREFIX}:{run}:workers"
+    return f"{REDIS_PREFIX}:{run}:workers"
 
 
 def worker_keys(run: str, workers: Iterable[Any]) -> list[bytes]:
@@ -66,26 +66,26 @@ def worker_keys(run: str, workers: Iterable[Any]) -> list[bytes]:
 
 
 def window_key(run: str) -> str:
-    return f"{PREFIX}:{run}:window"
+    return f"{REDIS_PREFIX}:{run}:window"
 
 
 # ---- users ----------------------------------------------------------------------------------------------------------
 
 
 def user_of(master: bytes, run: ClusterRun, role: str) -> str:
-    return f"{PREFIX}:{install_of(master)}:{run.namespace}:{run.uid}:{role}"
+    return f"{REDIS_PREFIX}:{install_of(master)}:{run.namespace}:{run.uid}:{role}"
 
 
 def run_of(master: bytes, user: str) -> ClusterRun | None:
     """None: no user of a run of this install."""
     match user.split(":"):
-        case [prefix, install, namespace, uid, _] if (prefix, install) == (PREFIX, install_of(master)):
+        case [prefix, install, namespace, uid, _] if (prefix, install) == (REDIS_PREFIX, install_of(master)):
             return ClusterRun(namespace, uid)
     return None
 
 
 def dashboard_user(master: bytes) -> str:
-    return f"{PREFIX}:{install_of(master)}:{DASHBOARD}"
+    return f"{REDIS_PREFIX}:{install_of(master)}:{DASHBOARD}"
 
 
 def password_of(master: bytes, *whose: str) -> str:
@@ -96,19 +96,19 @@ def password_of(master: bytes, *whose: str) -> str:
 def rules_of(master: bytes, run: ClusterRun, role: str) -> list[str]:
     """For `ACL SETUSER`: a worker writes what it does itself, control the view's window; who looks on reads all of the
     run."""
-    if role not in ROLES:
+    if role not in BUS_ROLES:
         raise AssertionError(role)
     writes = [workers_key(run.uid), worker_key(run.uid, f"{role}-*")] if role in WRITERS else []
     writes += [window_key(run.uid)] if role == CONTROL else []
-    reads = [f"{PREFIX}:{run.uid}:*"] if role in _READERS else []
+    reads = [f"{REDIS_PREFIX}:{run.uid}:*"] if role in _READERS else []
     commands = (*(_WRITE if writes else ()), *(_READ if reads else ()))
     return redis_rules(password_of(master, run.uid, role), writes=writes, reads=reads, commands=commands)
 
 
 def rules_of_dashboard(master: bytes) -> list[str]:
-    return redis_rules(password_of(master, DASHBOARD), writes=(), reads=[f"{PREFIX}:*"], commands=_READ)
+    return redis_rules(password_of(master, DASHBOARD), writes=(), reads=[f"{REDIS_PREFIX}:*"], commands=_READ)
 
 
 def rules_of_operator(master: bytes) -> list[str]:
     """It makes users, so it could make one that may do anything; by itself it can take keys away and read none."""
-    return redis_rules(password_of(master, OPERATOR), writes=[f"{PREFIX}:*"], reads=(), commands=_MANAGE)
+    return redis_rules(password_of(master, OPERATOR), writes=[f"{REDIS_PREFIX}:*"], reads=(), commands=_MANAGE)

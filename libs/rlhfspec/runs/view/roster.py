@@ -20,7 +20,7 @@ from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.stage.silence import is_silent
 from rlhfspec.stage.vitals import WorkerState
 
-ORDER = {name: place for place, name in enumerate(BY_NAME)}
+_ORDER = {name: place for place, name in enumerate(BY_NAME)}
 Phase = Literal["starting", "running", "restarting", "held", "left"]
 ProcessDoing = Literal["starting", "working", "waiting", "silent", "restarting", "held", "left"]
 
@@ -147,7 +147,7 @@ class Roster:
 
     def states(self) -> list[ProcessState]:
         """By stage, in the order of the loop."""
-        members = sorted(self._members.values(), key=lambda member: (ORDER[member.stage], member.worker))
+        members = sorted(self._members.values(), key=lambda member: (_ORDER[member.stage], member.worker))
         return [self._state(member, members) for member in members]
 
     def gone_by_hand(self) -> list[str]:

@@ -11,7 +11,7 @@ from rlhfspec.stage.pace import Pace
 from rlhfspec.stage.supervisor import STAGE_NAMES
 from rlhfspec.stage.vitals import Vitals
 
-LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.1, 1.0
+_LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.1, 1.0
 
 
 class WatchService(Service):
@@ -40,7 +40,7 @@ class WatchService(Service):
     async def run(self) -> None:
         if not self._listens:
             await self.listen()
-        pace = Pace(LOOK_SECONDS, IDLE_LOOK_SECONDS)
+        pace = Pace(_LOOK_SECONDS, IDLE_LOOK_SECONDS)
         while True:
             last = self.stopping.is_set()  # what was published before the stop is still shown
             pace.after(await self._show_what_came())

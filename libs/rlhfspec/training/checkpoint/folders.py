@@ -15,7 +15,7 @@ from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.training.checkpoint.states import pack, unpack
 from rlhfspec.training.modeling.tensor_files import read_tensors, sync, write_tensors
 
-SCHEMA = 1
+_SCHEMA = 1
 MANIFEST = "manifest.json"
 STRUCTURE = "state.json"
 
@@ -30,7 +30,7 @@ def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
         write_tensors(folder / f"{part}.safetensors", named)
     _write_json(folder / STRUCTURE, document)
     files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
-    _write_json(folder / MANIFEST, {"schema": SCHEMA, "step": step, "files": files})
+    _write_json(folder / MANIFEST, {"schema": _SCHEMA, "step": step, "files": files})
     sync(folder)
 
 
@@ -62,8 +62,8 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         schema = manifest["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(folder, f"its {MANIFEST} cannot be read: {error}") from error
-    if schema != SCHEMA:
-        raise InvalidRequest(str(folder), schema, f"was written in another schema; this version reads {SCHEMA}")
+    if schema != _SCHEMA:
+        raise InvalidRequest(str(folder), schema, f"was written in another schema; this version reads {_SCHEMA}")
     files = manifest.get("files")
     if not isinstance(files, dict) or STRUCTURE not in files or not all(isinstance(f, dict) for f in files.values()):
         raise StorageError(folder, f"its {MANIFEST} does not list its files")

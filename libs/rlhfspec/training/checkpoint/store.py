@@ -20,7 +20,7 @@ from rlhfspec.training.checkpoint.folders import manifest_of, read_checkpoint, v
 from rlhfspec.training.modeling.tensor_files import sync
 
 log = logging.getLogger(__name__)
-PREFIX = "step-"
+_PREFIX = "step-"
 LOCK = ".lock"
 
 
@@ -55,7 +55,7 @@ class CheckpointStore:
 
         best: the step of one that stays however old it is, the best by evaluation.
         """
-        writing = self._folder / f".writing-{PREFIX}{step:08d}"
+        writing = self._folder / f".writing-{_PREFIX}{step:08d}"
         try:
             _remove(writing)
             writing.mkdir()
@@ -74,7 +74,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, sound or not."""
-        names = (path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*"))
+        names = (path.name.removeprefix(_PREFIX) for path in self._folder.glob(f"{_PREFIX}*"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def latest(self) -> int | None:
@@ -121,11 +121,11 @@ class CheckpointStore:
         self.close()
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"{PREFIX}{step:08d}"
+        return self._folder / f"{_PREFIX}{step:08d}"
 
     def _put_in_place(self, writing: Path, step: int) -> None:
         """One rename; where the step's folder is there already, it first steps aside and comes back if this fails."""
-        aside = self._folder / f".replaced-{PREFIX}{step:08d}"
+        aside = self._folder / f".replaced-{_PREFIX}{step:08d}"
         if self._path(step).exists():
             _remove(aside)
             self._path(step).rename(aside)
@@ -161,16 +161,16 @@ class CheckpointStore:
 
     def _discard(self, step: int) -> None:
         """Renamed first: half removed, it must not be taken for a damaged checkpoint."""
-        removing = self._folder / f".removing-{PREFIX}{step:08d}"
+        removing = self._folder / f".removing-{_PREFIX}{step:08d}"
         _remove(removing)
         self._path(step).rename(removing)
         _remove(removing)
 
     def _recover(self) -> None:
         """What a process that died left behind: put back what had stepped aside, remove the rest."""
-        for path in self._folder.glob(f".replaced-{PREFIX}*"):
+        for path in self._folder.glob(f".replaced-{_PREFIX}*"):
             self._settle(path)
-        for pattern in (f".writing-{PREFIX}*", f".removing-{PREFIX}*"):
+        for pattern in (f".writing-{_PREFIX}*", f".removing-{_PREFIX}*"):
             for path in self._folder.glob(pattern):
                 _remove(path)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlhfspec.errors import JobError, Problem
 
-FIELD = "spec.dataset.path"
+_FIELD = "spec.dataset.path"
 MOST_PROBLEMS = 10  # of one kind of file, then the rest is counted
 Found = tuple[int, Mapping[str, Any] | ValueError]  # a row's line, and the row or what is wrong with it
 
@@ -40,7 +40,7 @@ def read_text_rows(path: Path) -> tuple[list[Mapping[str, Any]], list[int]]:
     except ValueError as error:  # of the whole file
         raise unreadable(path, str(error)) from error
     problems = [
-        Problem(field=FIELD, problem=str(row), where=f"{unit} {number}")
+        Problem(field=_FIELD, problem=str(row), where=f"{unit} {number}")
         for number, row in rows
         if isinstance(row, ValueError)
     ]
@@ -132,4 +132,4 @@ def at_most(problems: list[Problem]) -> list[Problem]:
 
 
 def unreadable(source: object, problem: str) -> JobError:
-    return JobError(str(source), [Problem(field=FIELD, problem=problem)])
+    return JobError(str(source), [Problem(field=_FIELD, problem=problem)])

@@ -32,7 +32,7 @@ from rlhfspec.errors import StageStalled
 from rlhfspec.training.learning.rollouts import Rollouts
 
 T = TypeVar("T")
-TELL_SECONDS = 10.0
+_TELL_SECONDS = 10.0
 log = logging.getLogger("rlhfspec.training.learning")
 
 
@@ -137,7 +137,7 @@ def _meet(told: RankTold, timeout_seconds: float) -> None:
     """Says so where that takes long: somebody is not there."""
     others = f"the other {told.num_ranks - 1} ranks" if told.rank == 0 else f"rank 0 at {told.leader}"
     telling = threading.Timer(
-        TELL_SECONDS, log.warning, ["rank %d of %d waits for %s", told.rank, told.num_ranks, others]
+        _TELL_SECONDS, log.warning, ["rank %d of %d waits for %s", told.rank, told.num_ranks, others]
     )
     telling.daemon = True
     telling.start()

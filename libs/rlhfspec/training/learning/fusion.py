@@ -51,7 +51,7 @@ from rlhfspec.training.learning.distributed import Ranks
 T = TypeVar("T")
 Meet = Callable[[str | None], str | None]  # what this chain found wrong -> what is wrong in any of them
 Chain = Callable[[Meet], Iterator[None]]  # an update a turn
-MODELS = ("policy", "critic")
+_MODELS = ("policy", "critic")
 
 
 class Chains(Protocol):
@@ -86,7 +86,7 @@ class InTurn:
     """The slow twin, and the only way where nothing can be gained: one model, one thread, one GPU."""
 
     num_threads: int
-    models: tuple[str, ...] = MODELS
+    models: tuple[str, ...] = _MODELS
     ranks: Ranks = field(default_factory=Ranks)
 
     def run(self, chains: Mapping[str, Chain]) -> None:
@@ -100,11 +100,11 @@ class InTurn:
 class InThreads:
     """Of an odd number of threads one is left over."""
 
-    models = MODELS
+    models = _MODELS
     ranks = Ranks()
 
     def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads // len(MODELS)
+        self.num_threads = num_threads // len(_MODELS)
 
     def run(self, chains: Mapping[str, Chain]) -> None:
         meeting = Meeting()
@@ -134,7 +134,7 @@ class OnRanks:
     ranks = Ranks()  # each model has one to itself
 
     def __init__(self, both: Ranks, num_threads: int) -> None:
-        self.models = (MODELS[both.rank],)
+        self.models = (_MODELS[both.rank],)
         self.num_threads = num_threads
         self._both = both
 
@@ -147,18 +147,18 @@ class OnRanks:
         return first(self._both.gathered(own))
 
     def told_by(self, model: str, thing: T) -> T:
-        return self._both.told_by(MODELS.index(model), thing)
+        return self._both.told_by(_MODELS.index(model), thing)
 
 
 def chains_of(spec: job.Spec, ranks: Ranks, num_threads: int, device: torch.device) -> Chains:
     """Fused where that pays. The chains would only take turns on one thread, and on one GPU, whose kernels fill it."""
     critic = "critic" in scoring_stages(spec.algorithm)
     if critic and spec.training.fuse == "auto":
-        if ranks.num_ranks == len(MODELS):
+        if ranks.num_ranks == len(_MODELS):
             return OnRanks(ranks, num_threads)
-        if ranks.num_ranks == 1 and num_threads >= len(MODELS) and device.type == "cpu":
+        if ranks.num_ranks == 1 and num_threads >= len(_MODELS) and device.type == "cpu":
             return InThreads(num_threads)
-    return InTurn(num_threads=num_threads, models=MODELS if critic else MODELS[:1], ranks=ranks)
+    return InTurn(num_threads=num_threads, models=_MODELS if critic else _MODELS[:1], ranks=ranks)
 
 
 class OtherEnded(RuntimeError):
@@ -170,7 +170,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._said: dict[str, list[str | None]] = {model: [] for model in MODELS}
+        self._said: dict[str, list[str | None]] = {model: [] for model in _MODELS}
         self._is_left = False
 
     def problem(self, model: str, own: str | None) -> str | None:

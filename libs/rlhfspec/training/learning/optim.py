@@ -57,13 +57,13 @@ def make_schedule(
 ) -> lr_scheduler.LRScheduler:
     """Stepped once an optimizer step; `num_updates` are all of the job's."""
     field = "spec.training.schedule"
-    if settings.name in SHAPES:
+    if settings.name in _SHAPES:
         if settings.arguments:
             raise InvalidRequest(f"{field}.arguments", settings.arguments, f"{settings.name} takes none")
-        return lr_scheduler.LambdaLR(optimizer, _warmed_up(SHAPES[settings.name], settings.warmup_steps, num_updates))
-    known = _class(settings.name, lr_scheduler, lr_scheduler.LRScheduler, f"{field}.name", also=tuple(SHAPES))
+        return lr_scheduler.LambdaLR(optimizer, _warmed_up(_SHAPES[settings.name], settings.warmup_steps, num_updates))
+    known = _class(settings.name, lr_scheduler, lr_scheduler.LRScheduler, f"{field}.name", also=tuple(_SHAPES))
     if settings.warmup_steps:
-        problem = f"only {', '.join(SHAPES)} warm up; give {settings.name} what it needs in arguments"
+        problem = f"only {', '.join(_SHAPES)} warm up; give {settings.name} what it needs in arguments"
         raise InvalidRequest(f"{field}.warmupSteps", settings.warmup_steps, problem)
     try:
         return known(optimizer, **settings.arguments)  # type: ignore[no-any-return]
@@ -92,7 +92,7 @@ def _cosine(progress: float) -> float:
 
 
 # What is left of the rate after a share of the updates behind the warm-up; 0 would be reached one update past the end.
-SHAPES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+_SHAPES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
 
 
 def _warmed_up(shape: Callable[[float], float], warmup: int, total: int) -> Callable[[int], float]:

@@ -62,7 +62,7 @@ from rlhfspec.training.modeling.log_probs import TokenLogProbs, TorchForward, en
 from rlhfspec.training.modeling.packed import PackedRow, RowPart
 from rlhfspec.training.modeling.probed import answers, every_row, probes_of, random_keys
 
-ATTENTION_NAME = "rlhfspec_exact"
+_ATTENTION_NAME = "rlhfspec_exact"
 _BLOCK_SIZE = 16  # of the scratch keys and values; bits do not depend on it
 
 
@@ -112,8 +112,8 @@ class ExactForward(TorchForward):
         self._cache = _Scratch(kept_as, *cache_shape(self.parts.anatomy.attentions))
         self._row: _AttentionRow | None = None
         self._packed_versions: list[int] | None = None
-        AttentionInterface.register(ATTENTION_NAME, attend)
-        self.model.set_attn_implementation(ATTENTION_NAME)
+        AttentionInterface.register(_ATTENTION_NAME, attend)
+        self.model.set_attn_implementation(_ATTENTION_NAME)
         use_eager_experts(self.model)
         self._prove(probes, reference)
 

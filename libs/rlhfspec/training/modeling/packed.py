@@ -43,7 +43,7 @@ from transformers import AttentionInterface
 from rlhfspec.models.huggingface.attention import AttentionSpec, refuse_unknown, visible
 from rlhfspec.models.huggingface.causal_lm import run_trunk
 
-ATTENTION_NAME = "rlhfspec_packed"
+_ATTENTION_NAME = "rlhfspec_packed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ class _RowWriter:
 
 def use_packed_attention(model: Any) -> None:
     """From now on the model's attention takes packed rows only."""
-    AttentionInterface.register(ATTENTION_NAME, attend)
-    model.set_attn_implementation(ATTENTION_NAME)
+    AttentionInterface.register(_ATTENTION_NAME, attend)
+    model.set_attn_implementation(_ATTENTION_NAME)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from rlhfspec.training.weights.base import StateDict, not_kept, weights_record
 from rlhfspec.training.weights.kept import KeptVersions
 from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, WeightsHeader, machine_memory
 
-SCHEME = "broadcast:"
+_SCHEME = "broadcast:"
 BUCKET_BYTES = 64 << 20
 
 
@@ -41,7 +41,7 @@ class BroadcastWeightStore:
         assert self._is_first, "rank 0 puts"
         with self._lock:
             packed = self._kept.put((job, role, version), state_dict)
-            uri = f"{SCHEME}{role}/{version}"
+            uri = f"{_SCHEME}{role}/{version}"
             header = torch.frombuffer(bytearray(packed.header.model_dump_json().encode()), dtype=torch.uint8)
             try:
                 self._broadcast(torch.tensor([len(header)]))

@@ -24,7 +24,7 @@ from rlhfspec.training.modeling.digest import checksum, digest, digest_and_check
 from rlhfspec.training.modeling.tensor_files import read_noted, sync, write_tensors
 from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, refuse_other, retired, weights_record
 
-SCHEME = "file:"
+_SCHEME = "file:"
 SUFFIX = ".safetensors"
 HASHES = "hashes"  # the note: digest and checksum
 NOT_YET_HASHED = "?" * 97  # as long as they are
@@ -38,7 +38,7 @@ class FileWeightStore:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> record = FileWeightStore(folder, keep=2).put("sums", "critic", 4, {"weight": torch.ones(2)})
-        >>> Path(record.uri.removeprefix(SCHEME)).name, FileWeightStore(folder, keep=2).get(record)
+        >>> Path(record.uri.removeprefix(_SCHEME)).name, FileWeightStore(folder, keep=2).get(record)
         ('sums-critic-4.safetensors', {'weight': tensor([1., 1.])})
     """
 
@@ -67,10 +67,10 @@ class FileWeightStore:
                 writing.unlink(missing_ok=True)
         if version in retired(self._kept(job, role), self._keep):
             self._remove([path])
-        return weights_record(job, role, version, uri=f"{SCHEME}{path}", digest=hashes[0])
+        return weights_record(job, role, version, uri=f"{_SCHEME}{path}", digest=hashes[0])
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
-        path = Path(record.uri.removeprefix(SCHEME))
+        path = Path(record.uri.removeprefix(_SCHEME))
         try:
             file = path.stat()
             tensors, notes = read_noted(path)

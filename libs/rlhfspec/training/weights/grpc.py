@@ -38,9 +38,9 @@ from rlhfspec.training.weights.kept import KeptVersions, Version
 from rlhfspec.training.weights.packed import machine_memory
 
 __all__ = ["GrpcWeightStore", "channel_credentials"]
-SCHEME = "grpc:"
-STALL_SECONDS = 5.0  # five signs of life that did not come
-FETCH_SECONDS = 60.0  # a trainer that is restarted is back by then
+_SCHEME = "grpc:"
+_STALL_SECONDS = 5.0  # five signs of life that did not come
+_FETCH_SECONDS = 60.0  # a trainer that is restarted is back by then
 
 
 class GrpcWeightStore:
@@ -62,8 +62,8 @@ class GrpcWeightStore:
         server_name: str | None = None,
         readers: Collection[str] | None = None,
         max_bytes: int | None = None,
-        fetch_seconds: float = FETCH_SECONDS,
-        stall_seconds: float = STALL_SECONDS,
+        fetch_seconds: float = _FETCH_SECONDS,
+        stall_seconds: float = _STALL_SECONDS,
     ) -> None:
         self._trainer_address = trainer_address
         self._peer_addresses = peer_addresses
@@ -98,7 +98,7 @@ class GrpcWeightStore:
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
         packed = self._kept.put((job, role, version), state_dict)
-        return weights_record(job, role, version, uri=f"{SCHEME}{role}/{version}", digest=packed.header.digest)
+        return weights_record(job, role, version, uri=f"{_SCHEME}{role}/{version}", digest=packed.header.digest)
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
         patience = Patience(

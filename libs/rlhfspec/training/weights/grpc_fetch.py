@@ -12,7 +12,7 @@ from rlhfspec.training.weights.grpc_messages import MAX_LOST, WeightsRequest
 from rlhfspec.training.weights.kept import KeptVersions, Version
 
 log = logging.getLogger(__name__)
-RETRY_SECONDS = 0.1
+_RETRY_SECONDS = 0.1
 MAX_WRONG = 3  # times that the bytes were not those announced
 
 
@@ -47,7 +47,7 @@ class Fetch:
             while not self._patience.is_over:
                 if self._from_trainer() or self._from_peers():
                     return self._version
-                self._patience.closed.wait(RETRY_SECONDS)
+                self._patience.closed.wait(_RETRY_SECONDS)
         finally:
             self._version.lose()  # unless it is whole
             self._kept.arrived(self._version)

@@ -53,10 +53,10 @@ class WeightsAnswer(_Message):
     have: int = 0
 
 
-M = TypeVar("M", bound=_Message)
+_M = TypeVar("_M", bound=_Message)
 
 
-def parse(kind: type[M], content: bytes) -> M:
+def parse(kind: type[_M], content: bytes) -> _M:
     """
     >>> parse(WeightsAnswer, b'{"kind": "ask", "peer": "unix:/tmp/x"}')
     Traceback (most recent call last):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlhfspec.bench.moving.pair import NUM_GENERATORS, Pair, sequences_of
 from rlhfspec.bench.moving.prediction import MeasuredCurve
-from rlhfspec.bench.moving.workloads import LONGEST, LONGEST_PROMPT
+from rlhfspec.bench.moving.workloads import LONGEST_PROMPT, LONGEST_RESPONSE
 from rlhfspec.models.tiny.corpus import prompts
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -34,7 +34,7 @@ def calibrate(
     pair: Pair,
     speculation: str,
     sizes: Sequence[int] = SIZES,
-    limit: int = LONGEST,
+    limit: int = LONGEST_RESPONSE,
     report: Callable[[str], None] = print,
 ) -> MeasuredCurve:
     alone: dict[int, float] = {}

@@ -27,11 +27,11 @@ from rlhfspec.job.choices.links import LINKS_OF_A_JOB
 from rlhfspec.messages.records import Move
 from rlhfspec.models.tiny.corpus import prompts, token_stream
 
-WIDE, LARGE_KV = "wide", "large-kv"
-DECODING = {"plain": "off", "drafts": "adaptive"}
+_WIDE, LARGE_KV = "wide", "large-kv"
+_DECODING = {"plain": "off", "drafts": "adaptive"}
 NUM_OTHERS = 8  # on each generator
 LARGE_KV_TOKENS = 1024  # 67 MB
-MAX_CONTEXT, MIN_CONTEXT = 2048, 1536
+_MAX_CONTEXT, MIN_CONTEXT = 2048, 1536
 _BEFORE, _BEHIND = 48, 400  # tokens that it is short of its size when it begins, and those it may grow beyond it
 _LEAST_GROWTH = 200
 _ROOM_TOKENS = 12_000  # of KV: the moved one and the others, with drafts' trees
@@ -50,20 +50,20 @@ class MigrateSettings:
     large_kv: str | None = None
     links: tuple[str, ...] = ("shm", "tcp", "nixl", "torch")
     tokens: tuple[int, ...] = (512, 1024, 2000)
-    decoding: tuple[str, ...] = tuple(DECODING)
+    decoding: tuple[str, ...] = tuple(_DECODING)
     repeats: int = 20
     moves_per_stage: int = 4
     link_rounds: int = 5
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name, known in (("links", LINKS_OF_A_JOB[1:]), ("decoding", tuple(DECODING))):
+        for name, known in (("links", LINKS_OF_A_JOB[1:]), ("decoding", tuple(_DECODING))):
             for value in getattr(self, name):
                 if value not in known:
                     raise InvalidRequest(name, value, f"must be among {', '.join(known)}")
         for tokens in self.tokens:
-            if not 2 * _BEFORE < tokens <= MAX_CONTEXT - _BEFORE:
-                raise InvalidRequest("tokens", tokens, f"must be {2 * _BEFORE + 1} to {MAX_CONTEXT - _BEFORE}")
+            if not 2 * _BEFORE < tokens <= _MAX_CONTEXT - _BEFORE:
+                raise InvalidRequest("tokens", tokens, f"must be {2 * _BEFORE + 1} to {_MAX_CONTEXT - _BEFORE}")
         for name in ("repeats", "moves_per_stage"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, getattr(self, name), "must be >= 1")
@@ -72,7 +72,7 @@ class MigrateSettings:
     def max_context(self) -> int:
         """Of the engines: the moved sequence goes on to there."""
         largest = max(*self.tokens, LARGE_KV_TOKENS if self.large_kv else 0)
-        return min(max(largest + _BEHIND, MIN_CONTEXT), MAX_CONTEXT)
+        return min(max(largest + _BEHIND, MIN_CONTEXT), _MAX_CONTEXT)
 
     @property
     def num_stages(self) -> int:
@@ -109,7 +109,7 @@ class MigrateBenchmark:
     def run(self) -> MigrateResults:
         settings, found = self._settings, dict[_Key, _Found]()
         kinds = [kind for kind in settings.links if self._is_here(kind)]
-        self._measure_model(found, WIDE, settings.model, settings.draft, kinds)
+        self._measure_model(found, _WIDE, settings.model, settings.draft, kinds)
         if settings.large_kv is not None:
             self._measure_model(found, LARGE_KV, settings.large_kv, None, kinds)
         return MigrateResults(
@@ -148,8 +148,8 @@ class MigrateBenchmark:
 
     def _turns(self, model: str, kinds: list[str]) -> Iterator[_Key]:
         settings = self._settings
-        tokens = settings.tokens if model == WIDE else (LARGE_KV_TOKENS,)
-        decoding = settings.decoding if model == WIDE else ("plain",)
+        tokens = settings.tokens if model == _WIDE else (LARGE_KV_TOKENS,)
+        decoding = settings.decoding if model == _WIDE else ("plain",)
         for number in range(2 * settings.num_stages):  # twice as many as are needed, should moves not come about
             start = number % len(kinds) if kinds else 0
             for mode in decoding:
@@ -197,7 +197,7 @@ class MigrateBenchmark:
         time.sleep(0.05)  # tombstones and late answers of the last move
 
     def _begin(self, pair: Pair, name: str, decoding: str, tokens: int, moved: str, others: list[list[str]]) -> None:
-        size = min(tokens - _BEFORE, MAX_CONTEXT - _LEAST_GROWTH)
+        size = min(tokens - _BEFORE, _MAX_CONTEXT - _LEAST_GROWTH)
         text = token_stream(size, seed=self._num_stages)
         texts = [tuple(text), *(tuple(each) for each in prompts(NUM_GENERATORS * NUM_OTHERS, seed=7))]
         ids = [moved, *others[0], *others[1]]
@@ -207,7 +207,7 @@ class MigrateBenchmark:
             sequences_of([id], [prompt], [length], [seed], [seed], max_tokens=length)[0]
             for seed, (id, prompt, length) in enumerate(zip(ids, texts, lengths, strict=True))
         ]
-        pair.ask_all("stage", "ready", name=name, speculation=DECODING[decoding], sequences=sequences, watch=[moved])
+        pair.ask_all("stage", "ready", name=name, speculation=_DECODING[decoding], sequences=sequences, watch=[moved])
         pair.tell(0, "go", ids=[moved, *others[0]])
         pair.tell(1, "go", ids=others[1])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhfspec.bench.moving.migrate_results import MORE_THAN_A_STEP, Cell, MigrateResults
 
-COLORS = {"shm": "#30638e", "tcp": "#d1495b", "nixl": "#edae49", "torch": "#8d99ae"}
+_COLORS = {"shm": "#30638e", "tcp": "#d1495b", "nixl": "#edae49", "torch": "#8d99ae"}
 
 
 def plot(results: MigrateResults, path: Path) -> None:
@@ -59,9 +59,9 @@ def _dots(axis: Any, xs: list[float], cells: list[Cell], name: str, link: str) -
     """Every move, and the median as a line."""
     for x, cell in zip(xs, cells, strict=True):
         values = [1000 * getattr(move, name) for move in cell.moves]
-        axis.scatter([x] * len(values), values, s=8, color=COLORS[link], alpha=0.45, linewidths=0)
+        axis.scatter([x] * len(values), values, s=8, color=_COLORS[link], alpha=0.45, linewidths=0)
         label = link if cell is cells[0] else None
-        axis.hlines(1000 * cell.median(name), x - 0.07, x + 0.07, color=COLORS[link], linewidth=2.2, label=label)
+        axis.hlines(1000 * cell.median(name), x - 0.07, x + 0.07, color=_COLORS[link], linewidth=2.2, label=label)
 
 
 def _bar_of_pause(axis: Any, xs: list[float], cells: list[Cell]) -> None:

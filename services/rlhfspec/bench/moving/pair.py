@@ -13,7 +13,7 @@ from rlhfspec.bench.worker import Worker, WorkerFailed
 from rlhfspec.errors import InvalidRequest
 
 NUM_GENERATORS = 2
-PATIENCE_SECONDS = 600.0
+_PATIENCE_SECONDS = 600.0
 Command = Callable[[int, int], list[str]]
 
 
@@ -57,7 +57,7 @@ class Pair:
         for number in range(NUM_GENERATORS):
             self.tell(number, request, **arguments)
 
-    def hear(self, timeout_seconds: float = PATIENCE_SECONDS) -> tuple[int, str, dict[str, Any]]:
+    def hear(self, timeout_seconds: float = _PATIENCE_SECONDS) -> tuple[int, str, dict[str, Any]]:
         """Who says it, what it is, and the rest."""
         try:
             number, message = self._heard.get(timeout=timeout_seconds)

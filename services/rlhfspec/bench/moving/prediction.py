@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhfspec.bench.moving.arms import CLAIRVOYANT, DEALT, OURS, PULLED, PULLED_AT_ONCE
 from rlhfspec.bench.moving.pair import NUM_GENERATORS
-from rlhfspec.bench.moving.workloads import LONGEST, StageWorkload
+from rlhfspec.bench.moving.workloads import LONGEST_RESPONSE, StageWorkload
 from rlhfspec.simulator.lengths import Workload
 from rlhfspec.simulator.policies import policy_named
 from rlhfspec.simulator.references import assign, ideal_sharing_seconds
@@ -77,7 +77,7 @@ def workload_of(stage: StageWorkload) -> Workload:
         prompt_tokens=np.asarray([len(prompt) for prompt in stage.prompts], np.int64),
         prompts=np.asarray(stage.groups, np.int64),
         dealt=np.asarray(stage.dealt, np.int64),
-        limit=LONGEST,
+        limit=LONGEST_RESPONSE,
     )
 
 

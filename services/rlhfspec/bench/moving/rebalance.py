@@ -18,8 +18,8 @@ from rlhfspec.bench.moving.pair import NUM_GENERATORS, Command, Pair, sequences_
 from rlhfspec.bench.moving.prediction import ROWS, MeasuredCurve, clairvoyant, predict
 from rlhfspec.bench.moving.rebalance_results import RebalanceResults, StageResult, StageRun, digest_of
 from rlhfspec.bench.moving.workloads import (
-    LONGEST,
     LONGEST_PROMPT,
+    LONGEST_RESPONSE,
     SHORTEST,
     WORKLOADS,
     StageWorkload,
@@ -30,7 +30,7 @@ from rlhfspec.bench.processor import processor
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import Load, Move, Moved
 
-DECODING = {"adaptive": "adaptive", "plain": "off"}
+_DECODING = {"adaptive": "adaptive", "plain": "off"}
 PLAN_SECONDS = 0.25  # between two plans, as in a run
 NUM_EARLIER = 256  # lengths of earlier steps that the rebalancer has seen
 
@@ -64,7 +64,7 @@ class RebalanceSettings:
     model: str
     draft: str
     workloads: tuple[str, ...] = WORKLOADS
-    decoding: tuple[str, ...] = tuple(DECODING)
+    decoding: tuple[str, ...] = tuple(_DECODING)
     arms: tuple[str, ...] = ARMS
     sizes: tuple[int, ...] = SIZES
     seeds: int = 5
@@ -74,7 +74,7 @@ class RebalanceSettings:
     link: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, known in (("workloads", WORKLOADS), ("decoding", tuple(DECODING)), ("arms", ARMS)):
+        for name, known in (("workloads", WORKLOADS), ("decoding", tuple(_DECODING)), ("arms", ARMS)):
             for value in getattr(self, name):
                 if value not in known:
                     raise InvalidRequest(name, value, f"must be among {', '.join(known)}")
@@ -85,7 +85,7 @@ class RebalanceSettings:
     @property
     def limit(self) -> int:
         """The most tokens of a response, which is all that engines and rebalancer know."""
-        return max(round(LONGEST * self.scale), SHORTEST)
+        return max(round(LONGEST_RESPONSE * self.scale), SHORTEST)
 
     def published(self) -> dict[str, Any]:
         """For the JSON: models by the names of their folders, no path of the machine."""
@@ -115,7 +115,7 @@ class RebalanceBenchmark:
             curves: dict[str, MeasuredCurve] = {}
             results: list[StageResult] = []
             for decoding in settings.decoding:
-                curve = calibrate(pair, DECODING[decoding], settings.sizes, settings.limit, self._report)
+                curve = calibrate(pair, _DECODING[decoding], settings.sizes, settings.limit, self._report)
                 curves[decoding] = curve
                 for workload in settings.workloads:
                     for stage in stages(workload, settings.seeds, settings.scale):
@@ -164,7 +164,7 @@ class RebalanceBenchmark:
         ids = [f"{name}/{group}/{index}" for index, group in enumerate(stage.groups)]
         seeds = [1_000_003 * stage.seed + index for index in range(stage.num_sequences)]
         made = sequences_of(ids, stage.prompts, stage.lengths, seeds, stage.groups, max_tokens=self._settings.limit)
-        pair.ask_all("stage", "ready", name=name, speculation=DECODING[decoding], sequences=made)
+        pair.ask_all("stage", "ready", name=name, speculation=_DECODING[decoding], sequences=made)
         chosen: Arm = Pulled(len(ids)) if arm == PULLED else Placed(best if arm == CLAIRVOYANT else stage.dealt)
         began = time.monotonic()
         rebalancer = self._make_rebalancer(began, self._settings.limit, self._earlier) if arm == OURS else None

@@ -10,7 +10,7 @@ from rlhfspec.bench.moving.arms import ARMS, OURS
 from rlhfspec.bench.moving.prediction import IDEAL
 from rlhfspec.bench.moving.rebalance_results import RebalanceResults, StageResult, StageRun
 
-COLORS = {"dealt": "#8d99ae", "pulled": "#edae49", "ours": "#d1495b", "clairvoyant": "#30638e"}
+_COLORS = {"dealt": "#8d99ae", "pulled": "#edae49", "ours": "#d1495b", "clairvoyant": "#30638e"}
 _HALVES = ("#d1495b", "#30638e")
 
 
@@ -72,8 +72,8 @@ def _seconds(axis: Any, stages: list[StageResult], arms: list[str]) -> None:
             x = column + (place - (len(arms) - 1) / 2) * 0.18
             seconds = stage.seconds(arm)
             label = arm if column == 0 else None
-            axis.scatter([x] * len(seconds), seconds, s=10, color=COLORS[arm], alpha=0.6, linewidths=0)
-            axis.hlines(statistics.median(seconds), x - 0.08, x + 0.08, color=COLORS[arm], linewidth=2, label=label)
+            axis.scatter([x] * len(seconds), seconds, s=10, color=_COLORS[arm], alpha=0.6, linewidths=0)
+            axis.hlines(statistics.median(seconds), x - 0.08, x + 0.08, color=_COLORS[arm], linewidth=2, label=label)
         ideal = stage.predicted[IDEAL]
         label = "ideal sharing, by the curve" if column == 0 else None
         axis.hlines(ideal, column - 0.4, column + 0.4, color="black", linestyle=":", linewidth=1, label=label)

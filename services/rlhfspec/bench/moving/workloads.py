@@ -32,7 +32,7 @@ SKEW, GROUPS, INDEPENDENT = "skew", "groups", "independent"
 WORKLOADS = (SKEW, GROUPS, INDEPENDENT)
 NUM_PROMPTS, NUM_SAMPLES = 8, 8
 MEDIAN, SIGMA, CORRELATION = 128, 1.0, 0.8
-SHORTEST, LONGEST = 4, 960
+SHORTEST, LONGEST_RESPONSE = 4, 960
 SHORTEST_PROMPT, LONGEST_PROMPT = 24, 96
 LEAST_IMBALANCE = 1.5  # groups whose halves luck made alike leave nothing to gain
 
@@ -87,7 +87,7 @@ def draw_lengths(groups: tuple[int, ...], *, seed: int, scale: float = 1.0) -> I
     share = CORRELATION if len(common) < len(groups) else 0.0
     for group in groups:
         deviation = math.sqrt(share) * common[group] + math.sqrt(1 - share) * dice.gauss(0, 1)
-        length = scale * min(MEDIAN * math.exp(SIGMA * deviation), LONGEST)
+        length = scale * min(MEDIAN * math.exp(SIGMA * deviation), LONGEST_RESPONSE)
         yield max(round(length), SHORTEST)
 
 

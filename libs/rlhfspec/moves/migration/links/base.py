@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from rlhfspec.errors import LinkError
 
-MOST_BYTES = 256 << 20  # of ranges that landed and are not done, all together
+MOST_LANDED_BYTES = 256 << 20  # of ranges that landed and are not done, all together
 SECONDS = 10.0  # for the other end to answer, to make room, or to send all of a range that it began
 KEPT_SECONDS = 60.0  # what landed and nobody took
 MOST_KEY_BYTES = 512

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rlhfspec.errors import LinkError
-from rlhfspec.moves.migration.links.base import KEPT_SECONDS, MOST_BYTES
+from rlhfspec.moves.migration.links.base import KEPT_SECONDS, MOST_LANDED_BYTES
 
 _REMEMBERED = 1024  # keys that failed, or that nobody wants
 _LEAST_BUFFER = 1 << 16
@@ -36,7 +36,7 @@ class KVInbox:
     0
     """
 
-    def __init__(self, most_bytes: int = MOST_BYTES, *, kept_seconds: float = KEPT_SECONDS) -> None:
+    def __init__(self, most_bytes: int = MOST_LANDED_BYTES, *, kept_seconds: float = KEPT_SECONDS) -> None:
         self.most_bytes = most_bytes
         self._kept_seconds = kept_seconds
         self._changed = threading.Condition()

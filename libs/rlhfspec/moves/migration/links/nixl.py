@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from rlhfspec.errors import InvalidRequest, LinkError
 from rlhfspec.moves.migration.links import tcp
-from rlhfspec.moves.migration.links.base import MOST_BYTES, SECONDS, LandingAddress
+from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, LandingAddress
 from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, refuse_dead, send_all
 from rlhfspec.moves.migration.links.inbox import KVInbox
 
@@ -253,7 +253,7 @@ class NixlSending:
         self._region: _Region | None = None
         self._other = ""
         self._connection = tcp.connected(way, tls=tls, seconds=seconds)
-        self._agent = _Agent(MOST_BYTES)
+        self._agent = _Agent(MOST_LANDED_BYTES)
         try:
             greet(self._connection, token, timeout=seconds)
         except LinkError:
@@ -261,8 +261,8 @@ class NixlSending:
             raise
 
     def room(self, num_bytes: int) -> memoryview:
-        if num_bytes > MOST_BYTES:
-            raise LinkError("range", f"has {num_bytes} bytes, more than {MOST_BYTES}")
+        if num_bytes > MOST_LANDED_BYTES:
+            raise LinkError("range", f"has {num_bytes} bytes, more than {MOST_LANDED_BYTES}")
         if not isinstance(self._connection, ssl.SSLSocket):
             refuse_dead(self._connection)
         deadline = time.monotonic() + self._seconds

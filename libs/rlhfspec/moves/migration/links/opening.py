@@ -11,7 +11,7 @@ from rlhfspec.errors import InvalidRequest, LinkError, did_you_mean
 from rlhfspec.job.choices.links import AUTO, LINKS
 from rlhfspec.moves.migration.links.base import (
     KEPT_SECONDS,
-    MOST_BYTES,
+    MOST_LANDED_BYTES,
     SECONDS,
     Landing,
     LandingAddress,
@@ -55,7 +55,7 @@ def make_landing(
     host: str = "127.0.0.1",
     port: int = 0,
     tls: ssl.SSLContext | None = None,
-    most_bytes: int = MOST_BYTES,
+    most_bytes: int = MOST_LANDED_BYTES,
     seconds: float = SECONDS,
     kept_seconds: float = KEPT_SECONDS,
     nixl_by: Literal["read", "write"] = "read",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.errors import LinkError
-from rlhfspec.moves.migration.links.base import MOST_BYTES, SECONDS, LandingAddress
+from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, LandingAddress
 from rlhfspec.moves.migration.links.door import Door
 from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, send_all
 from rlhfspec.moves.migration.links.inbox import KVInbox
@@ -113,8 +113,8 @@ class ShmSending:
         return any(len(self._memory[place]) >= num_bytes for place in self._free)
 
     def room(self, num_bytes: int) -> memoryview:
-        if num_bytes > MOST_BYTES:
-            raise LinkError("range", f"has {num_bytes} bytes, more than {MOST_BYTES}")
+        if num_bytes > MOST_LANDED_BYTES:
+            raise LinkError("range", f"has {num_bytes} bytes, more than {MOST_LANDED_BYTES}")
         if self._packing is not None:
             self._free.add(self._packing)  # what was packed into it was never sent
         self._packing = None
@@ -172,7 +172,7 @@ class ShmSending:
             return min(fitting, key=lambda place: len(self._memory[place]))
         size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
         busy = sum(len(memory) for place, memory in self._memory.items() if place not in self._free)
-        if busy and busy + size > MOST_BYTES:
+        if busy and busy + size > MOST_LANDED_BYTES:
             return None
         unused = set(range(_MOST_PLACES)) - set(self._memory)
         if not unused and not self._free:

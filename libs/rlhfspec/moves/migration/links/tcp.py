@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhfspec.errors import LinkError
-from rlhfspec.moves.migration.links.base import MOST_BYTES, SECONDS, LandingAddress
+from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, LandingAddress
 from rlhfspec.moves.migration.links.door import Door
 from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, read_into, refuse_dead, send_all
 from rlhfspec.moves.migration.links.inbox import KVInbox
@@ -79,8 +79,8 @@ class SocketSending:
             raise
 
     def room(self, num_bytes: int) -> memoryview:
-        if num_bytes > MOST_BYTES:
-            raise LinkError("range", f"has {num_bytes} bytes, more than {MOST_BYTES}")
+        if num_bytes > MOST_LANDED_BYTES:
+            raise LinkError("range", f"has {num_bytes} bytes, more than {MOST_LANDED_BYTES}")
         self._refuse_dead()
         if len(self._memory) < num_bytes:
             self._memory = bytearray(num_bytes)

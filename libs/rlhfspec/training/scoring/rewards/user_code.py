@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PING_SECONDS = 0.1  # part of a call's deadline
-IDLE_SECONDS = 1.0  # so long a thread waits for another call: starting one costs more than most rewards
+_IDLE_SECONDS = 1.0  # so long a thread waits for another call: starting one costs more than most rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _work(jobs: _Jobs) -> None:
 def _next(jobs: _Jobs) -> tuple[Callable[[], object], Future[CallResult]] | None:
     """None: nobody needs this thread any more."""
     try:
-        return jobs.get(timeout=IDLE_SECONDS)
+        return jobs.get(timeout=_IDLE_SECONDS)
     except queue.Empty:
         with _idle_lock:
             if jobs in _idle:

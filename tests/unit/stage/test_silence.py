@@ -9,7 +9,7 @@ from dashboards import beat, load, snapshot
 from rich.console import Console
 
 from rlhfspec.cli.top import _row
-from rlhfspec.control.knowledge import Knowledge
+from rlhfspec.control.knowledge import RunKnowledge
 from rlhfspec.control.show import document_of
 from rlhfspec.dashboard.live_state import Live
 from rlhfspec.messages.records import WorkerInfo
@@ -36,7 +36,7 @@ def plugin_top(seconds: float) -> str:
 def test_all_that_tell_of_silence_tell_it_at_one_time(seconds: float, is_told: bool) -> None:
     clock = FakeClock()
     roster, live = Roster(clock), Live()
-    knowledge = Knowledge(example_job(), "run", "tls://nats:4222", clock)
+    knowledge = RunKnowledge(example_job(), "run", "tls://nats:4222", clock)
     for each in (roster, knowledge.roster):
         each.joined(INFO)
         each.heard(beat())
