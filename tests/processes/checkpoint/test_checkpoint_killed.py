@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warmed
 
 from rlhfspec.training.checkpoint import CheckpointStore
 
@@ -84,9 +84,8 @@ with CheckpointStore(pathlib.Path(sys.argv[1]), keep=2) as store:
         print(error)
     print(store.latest(), store.load(1)["policy"]["weight"].sum().item())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = warmed.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     message, after = done.stdout.splitlines()
     assert "the checkpoint of step 2 could not be written, earlier ones are untouched" in message
     assert "File too large" in message

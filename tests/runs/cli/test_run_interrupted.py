@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warmed
 import yaml
 from runs import curve_of, invoke, lines_of, train
 
@@ -24,10 +25,16 @@ PATIENCE_SECONDS = 150.0
 OFF = "generation.speculation.mode=off"
 
 
-def start(job_file: Path, out: str, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
+def start(
+    job_file: Path,
+    out: str,
+    *overrides: str,
+    resume: bool = False,
+    popen: type[subprocess.Popen[str]] = subprocess.Popen,
+) -> subprocess.Popen[str]:
     sets = [argument for override in (OFF, *overrides) for argument in ("--set", override)]
     command = [sys.executable, "-m", "rlhfspec.cli.start", "run", str(job_file), "--out", str(job_file.parent / out)]
-    return subprocess.Popen(
+    return popen(
         [*command, *sets, *(["--resume"] if resume else [])],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -84,7 +91,7 @@ def test_kill_at_any_moment_and_a_resume_continues_from_the_last_checkpoint(
 ) -> None:
     draw = random.Random(7)
     for attempt in range(3):
-        process = start(job_file, "killed", STEPS, resume=attempt > 0)
+        process = start(job_file, "killed", STEPS, resume=attempt > 0, popen=warmed.Popen)
         wait_for_step(process, job_file, "killed", attempt + 1)
         time.sleep(draw.random() * 0.3)
         process.kill()
