@@ -27,9 +27,9 @@ from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.records import Plan, WorkerInfo
 from rlhfspec.messages.records.metrics import curve
-from rlhfspec.models.tiny.models import ensure
 from rlhfspec.stage.bus import Bus
 from rlhfspec.telemetry.folder import read_spans
+from rlhfspec.tiny.models import ensure
 
 ORDER = {0: "score", 1: "score"}
 REWARDS = "def letters(completion):\n    return sum(map(str.isalpha, completion)) / 8\n"

@@ -7,7 +7,7 @@ and a model on each:
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 bench/fusion.py
 
 Ratios are medians over turns; without two quiet cores they say nothing. The models are synthetic
-(`rlhfspec.models.tiny`), the critic is a new head on the policy's trunk. Digests of both models stand behind each way:
+(`rlhfspec.tiny`), the critic is a new head on the policy's trunk. Digests of both models stand behind each way:
 those with as many threads a model must be equal.
 """
 
@@ -24,8 +24,8 @@ from training import GROUP, NUM_SAMPLES, NUM_TOKENS, rollouts, take_turns
 
 from rlhfspec.bench.step import StepSettings, job_of
 from rlhfspec.job import RLHFJob
-from rlhfspec.models.tiny.corpus import prompts
-from rlhfspec.models.tiny.models import ensure
+from rlhfspec.tiny.corpus import prompts
+from rlhfspec.tiny.models import ensure
 from rlhfspec.training.learning.distributed import Ranks, joined
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.digest import digest

@@ -3,7 +3,7 @@
 A real job in one process, GRPO with two generators whose samples may move, by turns with `prefetch: 4`, which deals a
 group out in pieces, and as it is of itself. Told are, of all steps: prompt tokens that the engines ran over the
 distinct ones, processor seconds of their steps, and seconds of generation. Both must draw the same curve. The model is
-synthetic (`sums` of `rlhfspec.models.tiny`, .5M parameters), prompts are bytes.
+synthetic (`sums` of `rlhfspec.tiny`, .5M parameters), prompts are bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COUNTS = "counts.json"
 
 
 def write_job(folder: Path, given: argparse.Namespace) -> None:
-    from rlhfspec.models.tiny.models import ensure
+    from rlhfspec.tiny.models import ensure
 
     drawn = random.Random(0)
     lengths = [drawn.randint(*given.prompt) for _ in range(given.prompts * STEPS)]

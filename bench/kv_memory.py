@@ -27,8 +27,8 @@ from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.cache import resident_bytes
 from rlhfspec.engine.prefixes import Found, Prefixes
 from rlhfspec.engine.sequences import Sequence
-from rlhfspec.models.tiny import ensure
-from rlhfspec.models.tiny.library import prompts
+from rlhfspec.tiny import ensure
+from rlhfspec.tiny.library import prompts
 
 MEGABYTE = 1 << 20
 

@@ -13,8 +13,8 @@ import torch
 
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.models.huggingface.loading import load_model
-from rlhfspec.models.tiny.models import ensure
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.tiny.models import ensure
 
 MODELS = (("sums", "float32"), ("target", "float32"), ("wide", "float32"), ("wide", "bfloat16"))
 NUM_TURNS = 5

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhfspec.bench.step import WARM_UP_STEPS, StepSettings, run_ours, steps_of
-from rlhfspec.models.tiny.models import ensure
+from rlhfspec.tiny.models import ensure
 
 WORKERS = ("roles.generator.workers=2", "roles.reward.workers=2")
 WAYS = {"one process": (), "processes": ("--processes",)}

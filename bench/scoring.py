@@ -3,7 +3,7 @@
 Two of each scorer, one that keeps prompts and one that does not, score the same samples in turn: a few groups whose
 answers come interleaved, as those of two generators do. Processor seconds a sample, medians of the rounds, and whether
 the numbers of the two are the same bits. The models are synthetic: `target` (3.3M parameters) or `wide` (77M) of
-`rlhfspec.models.tiny`, the reward model one of target's shape with random weights.
+`rlhfspec.tiny`, the reward model one of target's shape with random weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rlhfspec.job import Model
 from rlhfspec.kernels.cpu import build
-from rlhfspec.models.tiny.models import ensure
+from rlhfspec.tiny.models import ensure
 from rlhfspec.training.modeling.critic import load_critic
 from rlhfspec.training.modeling.loading import load_reference
 from rlhfspec.training.scoring.log_probs import LogProbScorer

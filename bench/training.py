@@ -24,8 +24,8 @@ import torch
 
 from rlhfspec.bench.step import StepSettings, job_of
 from rlhfspec.job import RLHFJob
-from rlhfspec.models.tiny.corpus import prompts, token_stream
-from rlhfspec.models.tiny.models import ensure
+from rlhfspec.tiny.corpus import prompts, token_stream
+from rlhfspec.tiny.models import ensure
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.modeling.digest import digest

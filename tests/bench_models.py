@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhfspec.models.tiny import models as tiny_models
+from rlhfspec.tiny import models as tiny_models
 
 
 def untrained_pair_in(folder: Path) -> tiny_models.TinyModels:
     """The byte-level shapes without training: enough for everything but speed."""
-    from rlhfspec.models.tiny.recipe import Recipe
-    from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
-    from rlhfspec.models.tiny.train import build
+    from rlhfspec.tiny.recipe import Recipe
+    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+    from rlhfspec.tiny.train import build
 
     for name, num_layers in (("target", 2), ("draft", 1)):
         recipe = Recipe(

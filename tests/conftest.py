@@ -32,8 +32,8 @@ settings.load_profile("default")
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from rlhfspec.models.tiny import random_model
-    from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE
+    from rlhfspec.tiny import random_model
+    from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
     folder = tmp_path_factory.mktemp("models")
     write_models(folder, random_model("llama", seed=0, vocab_size=VOCAB_SIZE))

@@ -20,8 +20,8 @@ from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.base import Watermark
 from rlhfspec.engine.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import SequenceStateError
-from rlhfspec.models.tiny import perturbed
-from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
+from rlhfspec.tiny import perturbed
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 SPECULATIONS = ("off", "suffix", "model", "adaptive", TREE, SUFFIX)
 PROMPTS = (PROMPT, (*PROMPT[:32], 200, 201, 202), tuple(range(99, 80, -1)))

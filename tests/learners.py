@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlhfspec import job
-from rlhfspec.models.tiny import random_model
+from rlhfspec.tiny import random_model
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.modeling import lora

@@ -12,7 +12,7 @@ from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.models.tiny import perturbed, random_model
+from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 260  # the byte tokenizer's
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)

@@ -23,7 +23,7 @@ def group(prompts, completions):
 
 def write_models(folder: Path, model: Any) -> None:
     """As policy, and as a drafter that agrees with it often enough: the policy itself."""
-    from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
+    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
     for name in ("policy", "drafter"):
         model.save_pretrained(folder / name)

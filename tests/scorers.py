@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhfspec.models.tiny import random_model
+from rlhfspec.tiny import random_model
 from rlhfspec.training.scoring.log_probs import LogProbScorer
 
 CONTEXT = 128

@@ -23,12 +23,12 @@ from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.messages.transport.clock import Clock, FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.messages.transport.memory_subjects import WorkSubject
-from rlhfspec.models.tiny.tokenizer import encode
 from rlhfspec.prompts.service import PromptsService
 from rlhfspec.reward.service import RewardService
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.vitals import Vitals
+from rlhfspec.tiny.tokenizer import encode
 from rlhfspec.trainer.collector import Collector
 from rlhfspec.trainer.service import Trained, TrainerService
 from rlhfspec.training.data import Prompts

@@ -13,7 +13,7 @@ from runs import curve_of, train, write_data, write_job, write_models
 from faults.harness import Disturbed, FaultyRun
 from faults.joining import Joined
 from faults.schedule import Fault, schedule
-from rlhfspec.models.tiny.random_models import random_model
+from rlhfspec.tiny.random_models import random_model
 
 WORKERS = ("prompts-0", "generator-0", "generator-1", "reward-0", "reward-1", "reference-0", "critic-0", "trainer-0")
 OVERRIDES = (

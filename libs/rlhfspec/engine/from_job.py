@@ -8,11 +8,11 @@ from typing import Any
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.loading import make_engine
+from rlhfspec.huggingface.devices import device_of
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.huggingface.positions import max_context
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import may_run_draft_model
-from rlhfspec.models.huggingface.devices import device_of
-from rlhfspec.models.huggingface.loading import load_model
-from rlhfspec.models.huggingface.positions import max_context
 
 
 def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> Engine:

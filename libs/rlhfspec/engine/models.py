@@ -13,11 +13,11 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.runner import ModelRunner, RunnerConfig
 from rlhfspec.engine.state import EngineState, KVSpace
 from rlhfspec.errors import InvalidRequest, did_you_mean
+from rlhfspec.huggingface.causal_lm import max_positions
+from rlhfspec.huggingface.loading import load_model
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.malloc import tune_malloc
-from rlhfspec.models.huggingface.causal_lm import max_positions
-from rlhfspec.models.huggingface.loading import load_model
 
 log = logging.getLogger(__name__)
 

@@ -23,26 +23,26 @@ from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.cache import give_back, new_kv
 from rlhfspec.engine.graphs import GraphedForward
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.kernels.attention_splits import SPLIT
-from rlhfspec.kernels.decoder import NativeDecoder
-from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
-from rlhfspec.messages.records.models import ModelReport
-from rlhfspec.models.huggingface.anatomy import examine
-from rlhfspec.models.huggingface.attention import (
+from rlhfspec.huggingface.anatomy import examine
+from rlhfspec.huggingface.attention import (
     AttentionSpec,
     cache_shape,
     fit_cache,
     refuse_unknown,
     use_eager_experts,
 )
-from rlhfspec.models.huggingface.casting import Precision, cast, precision_of, round_parameters, widen
-from rlhfspec.models.huggingface.causal_lm import CausalLM
-from rlhfspec.models.huggingface.check import RunnerProof, prove
-from rlhfspec.models.huggingface.experts import ExpertLoad
-from rlhfspec.models.huggingface.fuse import FusedModel, fuse
-from rlhfspec.models.huggingface.native import native_decoder
-from rlhfspec.models.huggingface.probes import choose
-from rlhfspec.models.huggingface.reference import TOLERANCES, Rounding, ask
+from rlhfspec.huggingface.casting import Precision, cast, precision_of, round_parameters, widen
+from rlhfspec.huggingface.causal_lm import CausalLM
+from rlhfspec.huggingface.check import RunnerProof, prove
+from rlhfspec.huggingface.experts import ExpertLoad
+from rlhfspec.huggingface.fuse import FusedModel, fuse
+from rlhfspec.huggingface.native import native_decoder
+from rlhfspec.huggingface.probes import choose
+from rlhfspec.huggingface.reference import TOLERANCES, Rounding, ask
+from rlhfspec.kernels.attention_splits import SPLIT
+from rlhfspec.kernels.decoder import NativeDecoder
+from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
+from rlhfspec.messages.records.models import ModelReport
 
 _ATTENTION_NAME = "rlhfspec_tree"
 SPARE_BYTES = 1 << 30  # of KV; an 8B model's keys and values of 8,000 tokens, one sixteenth of its weights

@@ -19,8 +19,8 @@ from rlhfspec.engine import oracle
 from rlhfspec.engine.base import Completion, EngineProtocol, Request
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.models.tiny import perturbed, random_model
-from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE
+from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 PROMPTS: tuple[tuple[int, ...], ...] = ((1, 2, 3), (7,) * 20, (4,), (1, 2, 3, 1, 2, 3, 1, 2))
 _MOST_STEPS = 500  # an engine that spins is a failure, not a hang

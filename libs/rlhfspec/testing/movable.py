@@ -11,8 +11,8 @@ import pytest
 
 from rlhfspec.engine.base import Completion, Movable, Watermark
 from rlhfspec.errors import InvalidRequest, SequenceStateError
-from rlhfspec.models.tiny import perturbed
 from rlhfspec.testing.engine import EngineMaker, bits, drain, reference, request, run
+from rlhfspec.tiny import perturbed
 
 _PROMPT = tuple(range(40))
 SHORT = 5  # tokens, of a response that is over soon

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.models.tiny import corpus, library
+from rlhfspec.tiny import corpus, library
 
 BATCHES = (1, 4, 8, 16, 32, 64)
 SCENARIO_NAMES = (*(f"batch-{size}" for size in BATCHES), "long-tail")

@@ -28,8 +28,8 @@ from typing import Any
 from rlhfspec.bench.processor import Processor, processor
 from rlhfspec.bench.worker import RIVALS, Worker, WorkerFailed, environment
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.models.tiny.corpus import prompts, text
-from rlhfspec.models.tiny.tokenizer import decode
+from rlhfspec.tiny.corpus import prompts, text
+from rlhfspec.tiny.tokenizer import decode
 
 TRL, PLAIN_STEP, ADAPTIVE = "trl", "plain", "adaptive"
 _MODES = (TRL, PLAIN_STEP, ADAPTIVE)

@@ -76,7 +76,7 @@ def models(
             if not (Path(path) / "config.json").exists():
                 raise typer.BadParameter(f"{option}: no model folder with a config.json (got {path!r})")
         return model, draft
-    from rlhfspec.models.tiny import ensure
+    from rlhfspec.tiny import ensure
 
     names = ("library-wide", "library-draft") if pair == "library" else (tiny_target, "draft")
     made = ensure(*names, report=status)

@@ -69,7 +69,7 @@ def _warm_engine(scenario: BenchScenario, threads: int, dtype: str) -> Any:
         from rlhfspec.bench.ours import drain, requests_of
         from rlhfspec.bench.scenarios import MAX_CONTEXT
         from rlhfspec.engine import Engine
-        from rlhfspec.models.tiny import ensure
+        from rlhfspec.tiny import ensure
 
         models = ensure("wide", "draft", report=status)
         status("loading the 77M model and measuring what a step costs")

@@ -59,7 +59,7 @@ def check(
     A type is judged by tiny random models of its class; with refused ones among them the exit code is still 0. All
     types take about 95 minutes on 2 cores.
     """
-    from rlhfspec.models.tiny.classes import model_types
+    from rlhfspec.tiny.classes import model_types
 
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     known = model_types()
@@ -86,10 +86,10 @@ def _refuse_misspelt(name: str, types: list[str]) -> None:
 
 def _check_own(path: str, max_context: int) -> int:
     """Prints what was found; returns the exit code."""
-    from rlhfspec.models.huggingface.causal_lm import within_positions
-    from rlhfspec.models.huggingface.loading import load_model
-    from rlhfspec.models.tiny.paths import TINY_PREFIX, resolve
+    from rlhfspec.huggingface.causal_lm import within_positions
+    from rlhfspec.huggingface.loading import load_model
     from rlhfspec.sweep.verdict import judge
+    from rlhfspec.tiny.paths import TINY_PREFIX, resolve
 
     with StatusLine() as status, exit_on_problems():
         folder = resolve(path, status) if path.startswith(TINY_PREFIX) else path

@@ -116,8 +116,8 @@ def migrate(
 
 def large_kv_folder(folder: Path) -> str:
     """A model as large as that only in its KV, with untrained weights: of use for its bytes alone."""
-    from rlhfspec.models.tiny import large_kv_model
-    from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
+    from rlhfspec.tiny import large_kv_model
+    from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
     large_kv_model(vocab_size=VOCAB_SIZE).save_pretrained(folder)
     hugging_face_tokenizer().save_pretrained(folder)

@@ -28,8 +28,8 @@ def make(
     """Train and widen what is missing, then print the folders. Six minutes the first time, half for `library`."""
     import torch
 
-    from rlhfspec.models.tiny.models import ensure
-    from rlhfspec.models.tiny.recipe import RECIPES
+    from rlhfspec.tiny.models import ensure
+    from rlhfspec.tiny.recipe import RECIPES
 
     wanted = names or list(RECIPES)
     unknown = [name for name in wanted if name not in RECIPES]

@@ -26,7 +26,7 @@ def check_made_here(job: RLHFJob, source: Path) -> None:
     problems = []
     for field, path in fields.items():
         if path is not None and path.startswith(MADE_HERE):
-            from rlhfspec.models.tiny import check
+            from rlhfspec.tiny import check
 
             try:
                 check(path)

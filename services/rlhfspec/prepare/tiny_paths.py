@@ -14,7 +14,7 @@ LAST_SENT = "tokenizer_config.json"  # of a model that was made; a store that ha
 
 def fetch_made(job: RLHFJob, store: ObjectStore) -> None:
     """The models that a job before this one had made, so that they need not be made again."""
-    from rlhfspec.models.tiny.paths import model_folder
+    from rlhfspec.tiny.paths import model_folder
 
     for path in filter(None, (getattr(job.spec.model, name) for name in MODEL_FIELDS)):
         folder = model_folder(path)
@@ -44,6 +44,6 @@ def with_tiny_paths(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
 def _made(path: str, report: Callable[[str], None]) -> str:
     if not path.startswith(MADE_HERE):
         return path
-    from rlhfspec.models.tiny.paths import resolve
+    from rlhfspec.tiny.paths import resolve
 
     return resolve(path, report)

@@ -5,7 +5,7 @@ row. So one long row is run by all three, and their errors are compared band by 
 that float32 chooses, where their own choice is nearly as good: else one early token with others may be all one sees.
 
 Example:
-    >>> from rlhfspec.models.tiny.classes import tiny_config, tiny_model
+    >>> from rlhfspec.tiny.classes import tiny_config, tiny_model
     >>> bands = judge_positions(lambda: tiny_model(tiny_config("qwen2")), num_tokens=128, vocab_size=97)
     >>> [(band.start, band.stop, band.ratio < 1.5) for band in bands]
     [(0, 127, True)]
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from rlhfspec.models.huggingface.attention import attending
-from rlhfspec.models.huggingface.reference import ExpertChoices, FollowedChoices
+from rlhfspec.huggingface.attention import attending
+from rlhfspec.huggingface.reference import ExpertChoices, FollowedChoices
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TorchForward
 from rlhfspec.training.modeling.packed import pack_sequences

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from rlhfspec.models.huggingface.trace import first_line
-from rlhfspec.models.tiny.classes import tiny_model, variants
+from rlhfspec.huggingface.trace import first_line
 from rlhfspec.sweep.verdict import Verdict, judge
+from rlhfspec.tiny.classes import tiny_model, variants
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,16 +37,16 @@ from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.huggingface.anatomy import examine
+from rlhfspec.huggingface.attention import use_eager_experts
+from rlhfspec.huggingface.casting import Precision, cast
+from rlhfspec.huggingface.causal_lm import anatomy_of, within_positions
+from rlhfspec.huggingface.trace import first_line
 from rlhfspec.kernels.attention_splits import UNIT
 from rlhfspec.messages.records.models import ModelReport
-from rlhfspec.models.huggingface.anatomy import examine
-from rlhfspec.models.huggingface.attention import use_eager_experts
-from rlhfspec.models.huggingface.casting import Precision, cast
-from rlhfspec.models.huggingface.causal_lm import anatomy_of, within_positions
-from rlhfspec.models.huggingface.trace import first_line
-from rlhfspec.models.tiny import perturbed
 from rlhfspec.sweep.by_position import MOST_TIMES_WORSE, Band, judge_positions
 from rlhfspec.sweep.ways import Samples, Wrong, check_same, moving, one_by_one, preempt, together
+from rlhfspec.tiny import perturbed
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TorchForward

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def build(job: RLHFJob, context: Context) -> TrainerService:
-    from rlhfspec.models.huggingface.devices import device_of
+    from rlhfspec.huggingface.devices import device_of
     from rlhfspec.runs.folder.trackers import check_packages
     from rlhfspec.training.learning.distributed import Leader, joined
     from rlhfspec.training.learning.learner import Learner
@@ -35,7 +35,7 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
 
 
 def _service(job: RLHFJob, context: Context, learner: Learns, policy: Any) -> TrainerService:
-    from rlhfspec.models.huggingface.check import report_of
+    from rlhfspec.huggingface.check import report_of
     from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.trainer.recorder import RunRecorder
     from rlhfspec.trainer.service import TrainerService

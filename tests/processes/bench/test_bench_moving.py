@@ -20,8 +20,8 @@ from rlhfspec.bench.moving.workloads import stages
 from rlhfspec.bench.worker import WorkerFailed
 from rlhfspec.cli.moving import generator_command, rebalancer_of_a_run
 from rlhfspec.messages.records import Move
-from rlhfspec.models.tiny import random_model
-from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
 
 @pytest.fixture(scope="module")

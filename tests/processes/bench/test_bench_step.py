@@ -10,8 +10,8 @@ import pytest
 from rlhfspec.bench import step as bench_step
 from rlhfspec.bench.step import StepSettings
 from rlhfspec.bench.worker import WorkerFailed
-from rlhfspec.models.tiny import random_model
-from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
 SETTINGS = StepSettings(model="m/target-1", draft="m/draft-1", steps=2, repeats=3, num_tokens=8)
 

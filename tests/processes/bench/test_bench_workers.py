@@ -18,7 +18,7 @@ from rlhfspec.bench.results import Results, to_json
 from rlhfspec.bench.run import Benchmark, BenchSettings
 from rlhfspec.bench.worker import Worker, WorkerFailed
 from rlhfspec.cli import main as cli
-from rlhfspec.models.tiny import models as tiny_models
+from rlhfspec.tiny import models as tiny_models
 
 # Answers instantly; its speed depends on the mode, its digest on the seeds (and on the mode, when told to cheat).
 SCRIPTED = """

@@ -42,7 +42,7 @@ def test_what_is_made_from_the_code_is_as_it_would_be_made_now() -> None:
     assert not stale, "make chart"
 
 
-NO_PODS = {"cli", "supervisor", "simulator", "bench", "sweep"}  # folders of services that no pod runs
+NO_PODS = {"cli", "supervisor", "simulator", "bench", "sweep", "tiny"}  # folders of services that no pod runs
 
 
 def test_stages_are_one_list_in_map_chart_and_images() -> None:

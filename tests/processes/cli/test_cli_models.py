@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
-from rlhfspec.models.tiny import random_model
-from rlhfspec.models.tiny.classes import tiny_config, tiny_model
 from rlhfspec.sweep.table import BEGIN, END
 from rlhfspec.sweep.verdict import Verdict
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 
 
 def check(*arguments: str | Path) -> tuple[int, str]:

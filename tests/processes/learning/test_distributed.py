@@ -13,7 +13,7 @@ import torch
 from learners import critic, policy, rollouts, spec
 from places import TESTS
 
-from rlhfspec.models.tiny.classes import tiny_config, tiny_model
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 from rlhfspec.training.learning.distributed import Leader, Ranks, joined
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.digest import digest

@@ -17,10 +17,10 @@ from rlhfspec.common.folder_lock import take_lock
 from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.records.metrics import example_step
-from rlhfspec.models.tiny.paths import model_folder
-from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.prepare.folder import prepare
 from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.tiny.paths import model_folder
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.worker import exits
 
 
@@ -207,7 +207,7 @@ def test_a_model_that_a_job_before_had_made_is_fetched_unless_it_was_not_sent_to
     place: Place, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     made: list[str] = []
-    monkeypatch.setattr("rlhfspec.models.tiny.models.ensure_recipe", lambda recipe, report: made.append(recipe.name))
+    monkeypatch.setattr("rlhfspec.tiny.models.ensure_recipe", lambda recipe, report: made.append(recipe.name))
     monkeypatch.setenv("RLHFSPEC_CACHE", str(place.storage / "cache"))
     folder = model_folder("tiny:sums")
     assert folder is not None

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from rlhfspec.cli.main import app
 from rlhfspec.errors import StorageError, TransportUnavailable
 from rlhfspec.messages.servers.guardian import Guardians
-from rlhfspec.models.tiny.recipe import cache_folder
+from rlhfspec.tiny.recipe import cache_folder
 from rlhfspec.worker.worker import host_told
 
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # what a locale that is not UTF-8 does
@@ -160,7 +160,7 @@ def test_an_error_that_names_nothing_is_no_line_but_a_traceback_for_a_report(
 def test_a_model_is_not_blamed_for_a_limit_on_threads(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
-    from rlhfspec.models.huggingface.loading import load_model
+    from rlhfspec.huggingface.loading import load_model
 
     def refuse(*arguments: Any, **named: Any) -> NoReturn:
         raise RuntimeError("can't start new thread")

@@ -9,9 +9,9 @@ import pytest
 from runs import curve_of, invoke, lines_of, train, write_data, write_job, write_models
 
 from rlhfspec.messages.records.metrics import StepMetrics
-from rlhfspec.models.tiny.classes import stirred, tiny_config
-from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE
 from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.tiny.classes import stirred, tiny_config
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 NUM_EXPERTS, CHOSEN, NUM_LAYERS = 6, 2, 4
 

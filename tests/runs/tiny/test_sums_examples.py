@@ -10,9 +10,9 @@ from places import ROOT
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
-from rlhfspec.models.tiny import random_model
-from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
 EXAMPLES = ROOT / "examples"
 

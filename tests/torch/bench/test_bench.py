@@ -28,7 +28,7 @@ from rlhfspec.cli import main as cli
 from rlhfspec.engine import Completion, EngineStep
 from rlhfspec.engine.base import SequenceStats
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.models.tiny import models as tiny_models
+from rlhfspec.tiny import models as tiny_models
 
 FAST = Processor(cpu="x", features=(), num_cores=2, system="", arithmetic="amx")
 SLOW = replace(FAST, arithmetic="fma")

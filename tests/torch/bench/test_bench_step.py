@@ -20,7 +20,7 @@ from rlhfspec.bench.worker import WorkerFailed
 from rlhfspec.cli import bench
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 SETTINGS = StepSettings(model="m/target-1", draft="m/draft-1", steps=2, repeats=3, num_tokens=8)
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfspec.errors import InvalidRequest, StorageError
-from rlhfspec.models.tiny import random_model
+from rlhfspec.tiny import random_model
 from rlhfspec.training.checkpoint import CheckpointStore, export_hf
 from rlhfspec.training.checkpoint.states import pack, unpack
 from rlhfspec.training.modeling.tensor_files import read_tensors, sync, write_tensors
@@ -352,7 +352,7 @@ def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: boo
 def test_an_export_is_the_policy(tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
+    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
     model = random_model(kind, seed=0, vocab_size=260)
     tokens = torch.randint(260, (1, 9))

@@ -16,8 +16,8 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.models.tiny import perturbed, random_model
-from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
+from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 VOCAB = 260  # the byte tokenizer's
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)

@@ -8,10 +8,10 @@ from rlhfspec.engine import Engine
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.models.tiny import perturbed
-from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.testing.engine import EngineContract
 from rlhfspec.testing.movable import MovableContract
+from rlhfspec.tiny import perturbed
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3)
 CHAIN = DraftPlan(drafter="model", depth=3, width=1, branch=1)

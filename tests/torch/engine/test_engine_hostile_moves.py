@@ -19,8 +19,8 @@ from rlhfspec.engine import Completion, Engine
 from rlhfspec.engine.base import SequenceState
 from rlhfspec.engine.state_bytes import checksum_of, from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError, WeightsVersionError
-from rlhfspec.models.tiny import perturbed, random_model
-from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
+from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 
 def test_what_can_never_run_there_is_refused_before_anything_is_sent() -> None:

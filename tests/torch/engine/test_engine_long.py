@@ -14,7 +14,7 @@ from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.models.tiny import perturbed, random_model
+from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 31
 OPERATIONS = 10_000

@@ -39,7 +39,7 @@ from rlhfspec.errors import InvalidRequest, SequenceStateError
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.kv_pack import pack_slots
 from rlhfspec.kernels.tree_attention import AttentionMeta
-from rlhfspec.models.tiny import perturbed, random_model
+from rlhfspec.tiny import perturbed, random_model
 
 VOCAB, BLOCK = 61, 8
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3, max_nodes=6)

@@ -15,7 +15,7 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.models.tiny import KINDS, perturbed, random_model
+from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model
 
 VOCAB = 61
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
@@ -33,7 +33,7 @@ def hugging_face_log_probs(model: Any, prompt: list[int], response: tuple[int, .
     return picked[torch.arange(len(response)), torch.tensor(response)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_log_probs_are_hugging_faces_and_speculation_changes_no_bit(kind: str) -> None:
     model = random_model(kind, seed=5, vocab_size=VOCAB)
     prompts = [[1, 2, 3, 4, 5], [7] * 33, [9, 8]]

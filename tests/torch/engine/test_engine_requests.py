@@ -14,7 +14,7 @@ from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.models.tiny import perturbed, random_model
+from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 61
 GOOD: dict[str, Any] = {"id": "a", "prompt_token_ids": (1, 2, 3), "seed": 7, "group": "g", "history": ((4, 5),)}

@@ -18,9 +18,9 @@ from rlhfspec.engine.core import Engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
-from rlhfspec.models.tiny import perturbed
-from rlhfspec.models.tiny.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
 from rlhfspec.sweep.ways import check_same, moving, one_by_one, together
+from rlhfspec.tiny import perturbed
+from rlhfspec.tiny.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
 
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 SPECULATIONS = ("off", "suffix", "model", "adaptive", TREE)

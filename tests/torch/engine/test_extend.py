@@ -11,7 +11,7 @@ from moving import PROMPT, SUFFIX, TREE, at_once, bits, drain, in_rounds, make, 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.models.tiny import perturbed
+from rlhfspec.tiny import perturbed
 
 PARAMS = SamplingParams(max_tokens=13, ignore_eos=True)
 

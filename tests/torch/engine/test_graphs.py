@@ -15,7 +15,7 @@ from rlhfspec.engine.graphs import EXTRA_BUCKETS, ROW_BUCKETS, Forward, GraphedF
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.kernels.tree_attention import AttentionMeta
-from rlhfspec.models.tiny import perturbed, random_model
+from rlhfspec.tiny import perturbed, random_model
 
 
 def planned_anew(runner: ModelRunner) -> Forward:

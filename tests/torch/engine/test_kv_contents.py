@@ -19,7 +19,7 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.kernels.kv_pack import pack_slots
 from rlhfspec.kernels.tree_attention import AttentionMeta
-from rlhfspec.models.tiny import perturbed, random_model
+from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 61
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3, max_nodes=4)  # drafts more than it verifies

@@ -14,7 +14,7 @@ from rlhfspec.engine import Engine
 from rlhfspec.engine.cache import give_back, new_kv, resident_bytes
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.models.tiny.random_models import large_kv_model
+from rlhfspec.tiny.random_models import large_kv_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is looked at as Linux has it")
 MEGABYTE = 1 << 20

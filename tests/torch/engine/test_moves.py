@@ -19,7 +19,7 @@ from rlhfspec.engine.base import KVRange, Watermark
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError
-from rlhfspec.models.tiny import perturbed
+from rlhfspec.tiny import perturbed
 
 # ---- the same bits --------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from rlhfspec.engine import SamplingParams, runner
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.anatomy import examine
+from rlhfspec.huggingface.casting import Precision, cast, precision_of
+from rlhfspec.huggingface.check import report_of
+from rlhfspec.huggingface.fuse import fuse
 from rlhfspec.kernels.linear import PackedLinear
-from rlhfspec.models.huggingface.anatomy import examine
-from rlhfspec.models.huggingface.casting import Precision, cast, precision_of
-from rlhfspec.models.huggingface.check import report_of
-from rlhfspec.models.huggingface.fuse import fuse
-from rlhfspec.models.tiny.classes import model_types, tiny_config, tiny_model
+from rlhfspec.tiny.classes import model_types, tiny_config, tiny_model
 from rlhfspec.training.checkpoint.export import export_hf
 from rlhfspec.training.modeling import loading
 from rlhfspec.training.modeling.critic import Critic, load_critic

@@ -18,17 +18,17 @@ from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, SequenceStateError, UnsupportedModel
+from rlhfspec.huggingface.anatomy import examine
+from rlhfspec.huggingface.attention import use_eager_experts
+from rlhfspec.huggingface.causal_lm import Anatomy
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.huggingface.probes import Probe, choose
+from rlhfspec.huggingface.reference import ProbeResult, Reference
 from rlhfspec.kernels.linear import arithmetic_for
-from rlhfspec.models.huggingface.anatomy import examine
-from rlhfspec.models.huggingface.attention import use_eager_experts
-from rlhfspec.models.huggingface.causal_lm import Anatomy
-from rlhfspec.models.huggingface.loading import load_model
-from rlhfspec.models.huggingface.probes import Probe, choose
-from rlhfspec.models.huggingface.reference import ProbeResult, Reference
-from rlhfspec.models.tiny import perturbed, random_model
-from rlhfspec.models.tiny.classes import tiny_config, tiny_model
 from rlhfspec.sweep.verdict import judge
 from rlhfspec.sweep.ways import one_by_one
+from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 from rlhfspec.training.modeling.critic import load_critic
 from rlhfspec.training.modeling.loading import load_policy, load_reference
 

@@ -19,12 +19,12 @@ from rlhfspec.engine import runner
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface import anatomy, native, reference
+from rlhfspec.huggingface.experts import PackedExperts
+from rlhfspec.huggingface.rotary import RotaryTable
 from rlhfspec.kernels.linear import PackedLinear
-from rlhfspec.models.huggingface import anatomy, native, reference
-from rlhfspec.models.huggingface.experts import PackedExperts
-from rlhfspec.models.huggingface.rotary import RotaryTable
-from rlhfspec.models.tiny.classes import tiny_config, tiny_model
 from rlhfspec.sweep.verdict import judge
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 
 ORIGINAL = 64  # positions of the RoPE scalings below
 Plant = Callable[[pytest.MonkeyPatch], None]

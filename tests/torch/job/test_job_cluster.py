@@ -79,7 +79,7 @@ def test_a_laptop_says_what_it_leaves_aside(tmp_path: Path) -> None:
     file = tmp_path / "job.json"
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     manifest = edited(CLUSTER | {"model.path": "tiny:sums", "dataset.path": "train.jsonl"})
-    manifest["spec"]["rewards"]["sources"] = [{"type": "function", "function": "rlhfspec.models.tiny.sums:correct"}]
+    manifest["spec"]["rewards"]["sources"] = [{"type": "function", "function": "rlhfspec.tiny.sums:correct"}]
     file.write_text(json.dumps(manifest))
     line = left_aside(read_job(file))
     assert line == (

@@ -26,7 +26,7 @@ from rlhfspec.errors import JobError
 from rlhfspec.job import Dataset, RLHFJob
 from rlhfspec.job.file import read_job
 from rlhfspec.job.file.yaml_text import parts_of
-from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.training.data import load_rows
 
 REMOVED = object()

@@ -21,11 +21,11 @@ from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, SequenceStateError
+from rlhfspec.huggingface.check import report_of
 from rlhfspec.kernels.cpu import build
-from rlhfspec.models.huggingface.check import report_of
-from rlhfspec.models.tiny import KINDS, perturbed, random_model
-from rlhfspec.models.tiny.classes import tiny_config, tiny_model
 from rlhfspec.sweep.ways import Samples, check_same, moving, one_by_one, preempt, together
+from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
@@ -67,7 +67,7 @@ def packed(samples: Samples) -> tuple[PackedRow, torch.Tensor]:
     return batch, torch.tensor([number for sample in samples.values() for number in sample.tempered_log_probs])
 
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", MODEL_KINDS)
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 

@@ -22,7 +22,7 @@ from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
 from rlhfspec.engine.drafting.model import Expanded, GrownTrees, ModelDrafter, Roots, grow, keep_drafted
 from rlhfspec.engine.models import make_state
 from rlhfspec.kernels.cpu import build
-from rlhfspec.models.tiny import perturbed, random_model
+from rlhfspec.tiny import perturbed, random_model
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason=f"no CPU kernels: {build.unavailable_reason()}")
 

@@ -12,7 +12,7 @@ from learners import ALGORITHMS, learner, policy, rollouts, same_weights, spec
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
-from rlhfspec.models.tiny import random_model
+from rlhfspec.tiny import random_model
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.learning.network import Network
 from rlhfspec.training.learning.optim import make_optimizer, make_schedule

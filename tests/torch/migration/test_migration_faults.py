@@ -12,12 +12,12 @@ from moving import model
 
 from rlhfspec.errors import LinkError
 from rlhfspec.messages.records import Moved
-from rlhfspec.models.tiny import perturbed
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.base import NoReply, Peer
 from rlhfspec.moves.migration.control import DirectControl
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.moves.migration.sendings import Links
+from rlhfspec.tiny import perturbed
 
 
 class Struck(DirectControl):

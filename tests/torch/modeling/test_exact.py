@@ -22,8 +22,8 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.cpu import build
-from rlhfspec.models.tiny import KINDS, random_model
-from rlhfspec.models.tiny.classes import tiny_config, tiny_model
+from rlhfspec.tiny import MODEL_KINDS, random_model
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.modeling import log_probs, packed
@@ -67,7 +67,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_the_trainers_log_probs_are_the_generators_at_every_step(kind: str, dtype: str) -> None:
     model, temperature = random_model(kind, seed=3), 0.7
     speculation = "adaptive" if dtype == "float32" else "suffix"
@@ -238,7 +238,7 @@ def some_batch() -> PackedRow:
     return pack_sequences(PROMPTS, [draw.integers(3, 90, size).tolist() for size in (12, 1, 30)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_gradients_of_every_parameter_are_torchs(kind: str) -> None:
     model = random_model(kind, seed=5)
     exact, plain = make_forward(model, 0.8), TorchForward(prepared(copy.deepcopy(model)), 0.8)

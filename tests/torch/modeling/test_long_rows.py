@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhfspec.engine import runner
-from rlhfspec.models.tiny.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
+from rlhfspec.tiny.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TorchForward
 from rlhfspec.training.modeling.packed import pack_sequences

@@ -17,8 +17,8 @@ from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.models.huggingface.attention import AttentionSpec, visible
-from rlhfspec.models.tiny import KINDS, random_model
+from rlhfspec.huggingface.attention import AttentionSpec, visible
+from rlhfspec.tiny import MODEL_KINDS, random_model
 from rlhfspec.training.modeling import log_probs as log_probs_module
 from rlhfspec.training.modeling import lora
 from rlhfspec.training.modeling.critic import Critic, load_critic
@@ -48,7 +48,7 @@ def one_by_one(model: Any, temperature: float) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_packed_log_probs_and_gradients_are_those_of_single_sequences(kind: str) -> None:
     plain = random_model(kind, seed=1).requires_grad_(True)
     model = prepared(copy.deepcopy(plain))

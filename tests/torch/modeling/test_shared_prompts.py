@@ -16,11 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
+from rlhfspec.huggingface.attention import AttentionSpec
 from rlhfspec.kernels.cpu import build
-from rlhfspec.models.huggingface.attention import AttentionSpec
-from rlhfspec.models.tiny import KINDS, random_model
-from rlhfspec.models.tiny.classes import tiny_config, tiny_model
 from rlhfspec.sweep import verdict
+from rlhfspec.tiny import MODEL_KINDS, random_model
+from rlhfspec.tiny.classes import tiny_config, tiny_model
 from rlhfspec.training.modeling.critic import Critic
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared
@@ -128,7 +128,7 @@ def model_of(kind: str) -> Any:
 
 
 @pytest.mark.sweep(parts=2)
-@pytest.mark.parametrize("kind", [*KINDS, *OTHER_TYPES])
+@pytest.mark.parametrize("kind", [*MODEL_KINDS, *OTHER_TYPES])
 def test_log_probs_and_gradients_are_the_slow_twins(kind: str) -> None:
     forward = TorchForward(prepared(model_of(kind), max_context=CONTEXT), 0.7)
     slow, shared = (forward(batch).log_probs for batch in batches())
@@ -158,7 +158,7 @@ def test_values_and_their_gradients_are_the_slow_twins(kind: str) -> None:
 @pytest.mark.sweep(parts=3)
 @NEEDS_KERNELS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", [*KINDS, *OTHER_TYPES])
+@pytest.mark.parametrize("kind", [*MODEL_KINDS, *OTHER_TYPES])
 def test_the_exact_forward_gives_the_slow_twins_bits(kind: str, dtype: str) -> None:
     forward = ExactForward(prepared(model_of(kind), max_context=CONTEXT), 0.7, max_context=CONTEXT, dtype=dtype)
     slow, shared = (forward(batch) for batch in batches())

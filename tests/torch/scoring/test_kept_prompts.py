@@ -18,7 +18,7 @@ from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine import runner
 from rlhfspec.errors import NumericalError
 from rlhfspec.kernels.cpu import build
-from rlhfspec.models.tiny import random_model
+from rlhfspec.tiny import random_model
 from rlhfspec.training.modeling.critic import Critic
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.scoring.kept_prompts import LEAST_TOKENS, KeptPrompts

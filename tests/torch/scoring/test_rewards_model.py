@@ -56,8 +56,8 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with random classifiers: `one` with a single output, `three` with three; and `none` without a head."""
     from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-    from rlhfspec.models.tiny.random_models import GROUPED, random_model
-    from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
+    from rlhfspec.tiny.random_models import GROUPED, random_model
+    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
     folder = tmp_path_factory.mktemp("judges")
     tokenizer = hugging_face_tokenizer()

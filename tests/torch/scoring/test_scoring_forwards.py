@@ -15,7 +15,7 @@ from scorers import CONTEXT, make_scorer, row_sensitive_scorer
 
 from rlhfspec.errors import InvalidRequest, NumericalError, WeightsVersionError
 from rlhfspec.kernels.cpu import build
-from rlhfspec.models.tiny import KINDS, random_model
+from rlhfspec.tiny import MODEL_KINDS, random_model
 from rlhfspec.training.modeling.critic import Critic
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared
@@ -51,7 +51,7 @@ def moved(critic: Critic, seed: int) -> Critic:
 # ---- log-probs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_log_probs_are_hugging_faces(kind: str) -> None:
     scorer, model = make_scorer(kind), random_model(kind, seed=2)
     for prompt, response in SAMPLES:
@@ -180,7 +180,7 @@ def test_a_number_that_is_none_has_a_name_and_a_place() -> None:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_values_are_the_trainers_critics(kind: str) -> None:
     critic = make_critic(kind)
     scorer = ValueScorer(critic, max_context=CONTEXT)

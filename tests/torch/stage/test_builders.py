@@ -10,8 +10,8 @@ import torch
 from stages import a_job
 
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.huggingface.devices import device_of
 from rlhfspec.messages.loop import STAGES
-from rlhfspec.models.huggingface.devices import device_of
 from rlhfspec.training.modeling.packed import pack_sequences
 
 BUILDERS = [f"rlhfspec.{stage.name}.build" for stage in STAGES]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec.models.huggingface import reference
-from rlhfspec.models.huggingface.casting import Precision
-from rlhfspec.models.tiny.classes import tiny_config, tiny_model, variants
+from rlhfspec.huggingface import reference
+from rlhfspec.huggingface.casting import Precision
 from rlhfspec.sweep import by_position
 from rlhfspec.sweep import verdict as verdicts
 from rlhfspec.sweep.verdict import judge
+from rlhfspec.tiny.classes import tiny_config, tiny_model, variants
 from rlhfspec.training.modeling import exact_functions, loading
 
 

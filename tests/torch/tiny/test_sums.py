@@ -18,10 +18,10 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import Dataset
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
-from rlhfspec.models.tiny import check, paths, resolve, sums
-from rlhfspec.models.tiny.recipe import DRAFT, RECIPES, SUMS, SUMS_DRAFT, TARGET_RECIPE, WIDE
-from rlhfspec.models.tiny.tokenizer import BOS, EOS, PAD, decode
-from rlhfspec.models.tiny.train import _lessons, train
+from rlhfspec.tiny import check, paths, resolve, sums
+from rlhfspec.tiny.recipe import DRAFT, RECIPES, SUMS, SUMS_DRAFT, TARGET_RECIPE, WIDE
+from rlhfspec.tiny.tokenizer import BOS, EOS, PAD, decode
+from rlhfspec.tiny.train import _lessons, train
 from rlhfspec.training.data import load_rows
 
 EXAMPLES = ROOT / "examples"

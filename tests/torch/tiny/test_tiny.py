@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from rlhfspec.models.tiny import KINDS, perturbed, random_model, widened
-from rlhfspec.models.tiny import models as tiny_models
-from rlhfspec.models.tiny.corpus import documents, prompts, token_stream
-from rlhfspec.models.tiny.recipe import DRAFT, TARGET_RECIPE, WIDE, Recipe
-from rlhfspec.models.tiny.tokenizer import BOS, EOS, VOCAB_SIZE, decode, encode, hugging_face_tokenizer
-from rlhfspec.models.tiny.train import build, held_out_loss, train
+from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model, widened
+from rlhfspec.tiny import models as tiny_models
+from rlhfspec.tiny.corpus import documents, prompts, token_stream
+from rlhfspec.tiny.recipe import DRAFT, TARGET_RECIPE, WIDE, Recipe
+from rlhfspec.tiny.tokenizer import BOS, EOS, VOCAB_SIZE, decode, encode, hugging_face_tokenizer
+from rlhfspec.tiny.train import build, held_out_loss, train
 
 SMALL = Recipe(
     name="small",
@@ -145,7 +145,7 @@ def test_perturbed_model_agrees_partly() -> None:
     assert agreement[2] < 0.3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_random_model_is_seeded_and_has_opinions(kind: str) -> None:
     model, again = random_model(kind, seed=1), random_model(kind, seed=1)
     tokens = torch.randint(97, (2, 30))

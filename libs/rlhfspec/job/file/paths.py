@@ -3,7 +3,7 @@
 Relative paths start at the job file's folder, so a job runs the same from anywhere; `~` is the home folder.
 A text is a local path when it starts with `.`, `/` or `~`, has two or more slashes, ends like a data file, or exists
 (or its first folder does) beside the job file. `tiny:NAME` is a model or dataset made on this machine
-(`rlhfspec.models.tiny`) and stays as it is. Everything else is a Hugging Face hub id: `name` or `owner/name`.
+(`rlhfspec.tiny`) and stays as it is. Everything else is a Hugging Face hub id: `name` or `owner/name`.
 
 Example:
     >>> resolve("/data/sums.jsonl", Path("/jobs")), resolve("./m", Path("/jobs")), resolve("owner/name", Path("/jobs"))

@@ -2,7 +2,7 @@
 
 Example:
     >>> from rlhfspec.training.data.rows import Rows
-    >>> from rlhfspec.models.tiny.tokenizer import encode
+    >>> from rlhfspec.tiny.tokenizer import encode
     >>> class Bytes:
     ...     def __call__(self, texts, add_special_tokens=True):
     ...         return {"input_ids": [encode(text) for text in texts]}
@@ -22,8 +22,8 @@ from typing import Any
 
 from rlhfspec.engine.text import Tokenizer
 from rlhfspec.errors import InvalidRequest, JobError, Problem
+from rlhfspec.huggingface.positions import config_of
 from rlhfspec.job import Dataset, Model
-from rlhfspec.models.huggingface.positions import config_of
 from rlhfspec.training.data.columns import columns_json, columns_of_rows
 from rlhfspec.training.data.order import Order
 from rlhfspec.training.data.rows import Rows

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
+from rlhfspec.huggingface.causal_lm import within_positions
 from rlhfspec.messages.loop import scoring_stages
-from rlhfspec.models.huggingface.causal_lm import within_positions
 from rlhfspec.training.learning.aggregation import token_indices
 from rlhfspec.training.learning.algorithms import (
     Targets,

@@ -6,7 +6,7 @@ the token. The head starts at zero: the first advantages are the rewards themsel
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared
     >>> from rlhfspec.training.modeling.packed import pack_sequences
-    >>> from rlhfspec.models.tiny import random_model
+    >>> from rlhfspec.tiny import random_model
     >>> critic = Critic(prepared(random_model("llama", seed=0)))
     >>> critic(pack_sequences([(5, 6)], [(7, 8, 9)])).tolist()
     [0.0, 0.0, 0.0]
@@ -22,9 +22,9 @@ from torch import nn
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.models.huggingface.anatomy import examine
-from rlhfspec.models.huggingface.causal_lm import CausalLM, within_positions
-from rlhfspec.models.huggingface.loading import LOAD_ERRORS, refuse_other_weights
+from rlhfspec.huggingface.anatomy import examine
+from rlhfspec.huggingface.causal_lm import CausalLM, within_positions
+from rlhfspec.huggingface.loading import LOAD_ERRORS, refuse_other_weights
 from rlhfspec.training.modeling.loading import load_causal_lm, prepared
 from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 

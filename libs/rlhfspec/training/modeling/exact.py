@@ -10,7 +10,7 @@ and receive torch's gradients. It needs the CPU kernels, and about the memory of
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared
     >>> from rlhfspec.training.modeling.packed import pack_sequences
-    >>> from rlhfspec.models.tiny import random_model
+    >>> from rlhfspec.tiny import random_model
     >>> forward = ExactForward(prepared(random_model("llama", seed=0)), temperature=1.0, max_context=64)
     >>> forward(pack_sequences([(5, 6)], [(7, 8, 9)])).log_probs.shape
     torch.Size([3])
@@ -31,22 +31,18 @@ from transformers import AttentionInterface
 from rlhfspec import job
 from rlhfspec.engine.cache import new_kv
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.kernels.attention_splits import SPLIT
-from rlhfspec.kernels.cpu import build
-from rlhfspec.kernels.linear import arithmetic_for
-from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
-from rlhfspec.models.huggingface.attention import (
+from rlhfspec.huggingface.attention import (
     AttentionSpec,
     cache_shape,
     fit_cache,
     refuse_unknown,
     use_eager_experts,
 )
-from rlhfspec.models.huggingface.casting import Precision, precision_of, round_parameters
-from rlhfspec.models.huggingface.causal_lm import anatomy_of
-from rlhfspec.models.huggingface.check import OWN_BITS, keep_report, report_of
-from rlhfspec.models.huggingface.probes import Probe
-from rlhfspec.models.huggingface.reference import (
+from rlhfspec.huggingface.casting import Precision, precision_of, round_parameters
+from rlhfspec.huggingface.causal_lm import anatomy_of
+from rlhfspec.huggingface.check import OWN_BITS, keep_report, report_of
+from rlhfspec.huggingface.probes import Probe
+from rlhfspec.huggingface.reference import (
     TOLERANCES,
     ExpertChoices,
     ProbeResult,
@@ -55,6 +51,10 @@ from rlhfspec.models.huggingface.reference import (
     ask,
     same_bits,
 )
+from rlhfspec.kernels.attention_splits import SPLIT
+from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.linear import arithmetic_for
+from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 from rlhfspec.training.modeling import packed
 from rlhfspec.training.modeling.exact_functions import exact, exact_log_probs, stored
 from rlhfspec.training.modeling.exact_modules import ExactModules

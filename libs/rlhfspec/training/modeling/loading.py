@@ -5,7 +5,7 @@ policy are one number. What packed attention would get wrong is refused by name:
 give what plain Hugging Face gives one by one.
 
 Example:
-    >>> from rlhfspec.models.tiny import random_model
+    >>> from rlhfspec.tiny import random_model
     >>> prepared(random_model("qwen2", seed=0)).config._attn_implementation
     'rlhfspec_packed'
 """
@@ -20,14 +20,14 @@ import torch
 
 from rlhfspec import job
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.anatomy import examine
+from rlhfspec.huggingface.casting import Precision, cast, precision_of, round_parameters
+from rlhfspec.huggingface.causal_lm import CausalLM, within_positions
+from rlhfspec.huggingface.check import BITS_BY_COMPANY, keep_report
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.huggingface.reference import TOLERANCES, FollowedChoices, ProbeResult, Reference, Rounding, ask
+from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.messages.records.models import ModelReport
-from rlhfspec.models.huggingface.anatomy import examine
-from rlhfspec.models.huggingface.casting import Precision, cast, precision_of, round_parameters
-from rlhfspec.models.huggingface.causal_lm import CausalLM, within_positions
-from rlhfspec.models.huggingface.check import BITS_BY_COMPANY, keep_report
-from rlhfspec.models.huggingface.loading import load_model
-from rlhfspec.models.huggingface.reference import TOLERANCES, FollowedChoices, ProbeResult, Reference, Rounding, ask
-from rlhfspec.models.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.training.modeling.packed import attend, hidden_states, use_packed_attention
 from rlhfspec.training.modeling.probed import answers, every_row, probes_of, random_keys
 

@@ -8,7 +8,7 @@ reach the output head, and the logits of many tokens are computed in parts.
 Example:
     >>> from rlhfspec.training.modeling.packed import pack_sequences
     >>> from rlhfspec.training.modeling.loading import prepared
-    >>> from rlhfspec.models.tiny import random_model
+    >>> from rlhfspec.tiny import random_model
     >>> forward = TorchForward(prepared(random_model("llama", seed=0)), temperature=0.7)
     >>> forward(pack_sequences([(5, 6)], [(7, 8, 9)])).log_probs.shape
     torch.Size([3])
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rlhfspec.models.huggingface.causal_lm import CausalLM
+from rlhfspec.huggingface.causal_lm import CausalLM
 from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
 _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32; more are computed in parts, and again in the backward pass

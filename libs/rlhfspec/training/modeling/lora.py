@@ -12,7 +12,7 @@ import torch
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.models.huggingface.causal_lm import anatomy_of
+from rlhfspec.huggingface.causal_lm import anatomy_of
 
 _ADAPTER = "default"
 
@@ -71,7 +71,7 @@ def merged_state(state_dict: Mapping[str, torch.Tensor], scaling: float) -> dict
     """The whole model under plain names, base + scaling * B A; the model itself is left alone.
 
     >>> from rlhfspec.training.modeling.loading import prepared
-    >>> from rlhfspec.models.tiny import random_model
+    >>> from rlhfspec.tiny import random_model
     >>> model = prepared(random_model("llama", seed=0))
     >>> plain = list(model.state_dict())
     >>> add_lora(model, job.Lora(rank=2), seed=0)

@@ -10,7 +10,7 @@ Where neighbours answer the same prompt, it may stand there once, and each answe
     positions  0 1 2 3 4 | 5 6 7 | 5 6 | 5 6 7
     predicting         ^ | ^ ^ ^ | ^ ^ | ^ ^ ^       the prompt's last row predicts the first token of every answer
 
-Any Hugging Face model that `rlhfspec.models.huggingface` has examined runs such rows unmodified: `use_packed_attention`
+Any Hugging Face model that `rlhfspec.huggingface` has examined runs such rows unmodified: `use_packed_attention`
 names our attention function, and `forward_layout` tells it where sequences end. (Tokens meet in attention only, which
 is what `examine` looks for; so a model that could not share a prompt is not loaded at all.)
 
@@ -40,8 +40,8 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from rlhfspec.models.huggingface.attention import AttentionSpec, refuse_unknown, visible
-from rlhfspec.models.huggingface.causal_lm import run_trunk
+from rlhfspec.huggingface.attention import AttentionSpec, refuse_unknown, visible
+from rlhfspec.huggingface.causal_lm import run_trunk
 
 _ATTENTION_NAME = "rlhfspec_packed"
 

@@ -1,8 +1,8 @@
 """The probes of a load in one packed row, for forwards without a cache: the trainer's and the exact trainer's.
 
 Example:
-    >>> from rlhfspec.models.huggingface.anatomy import examine
-    >>> from rlhfspec.models.tiny import random_model
+    >>> from rlhfspec.huggingface.anatomy import examine
+    >>> from rlhfspec.tiny import random_model
     >>> model = random_model("llama", seed=0)
     >>> _ = examine(model, name="model", max_context=512)
     >>> row = every_row(probes_of(model, 512))
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from rlhfspec.models.huggingface.attention import AttentionSpec, as_before
-from rlhfspec.models.huggingface.audit import not_audited
-from rlhfspec.models.huggingface.causal_lm import anatomy_of
-from rlhfspec.models.huggingface.probes import Probe, choose_without_cache, random_past
-from rlhfspec.models.huggingface.reference import ProbeResult
+from rlhfspec.huggingface.attention import AttentionSpec, as_before
+from rlhfspec.huggingface.audit import not_audited
+from rlhfspec.huggingface.causal_lm import anatomy_of
+from rlhfspec.huggingface.probes import Probe, choose_without_cache, random_past
+from rlhfspec.huggingface.reference import ProbeResult
 from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 
 _NAME = "rlhfspec_probed"

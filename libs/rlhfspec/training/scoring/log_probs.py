@@ -9,7 +9,7 @@ are always run apart, so that also where bits depend on the rows of a forward (o
 that was not lead to the same number.
 
 Example:
-    >>> from rlhfspec.models.tiny import random_model
+    >>> from rlhfspec.tiny import random_model
     >>> scorer = LogProbScorer(random_model("llama", seed=0), temperature=1.0, max_context=64)
     >>> len(scorer.log_probs((5, 6, 7), (8, 9)))
     2
@@ -28,10 +28,10 @@ import torch
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.runner import ModelRunner, RunnerConfig
 from rlhfspec.errors import InvalidRequest, NumericalError
+from rlhfspec.huggingface.causal_lm import max_positions
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.tree_attention import AttentionMeta
-from rlhfspec.models.huggingface.causal_lm import max_positions
 from rlhfspec.training.scoring.kept_prompts import LEAST_TOKENS, KeptPrompts
 
 _BLOCK_SIZE = 16

@@ -5,7 +5,7 @@ too: no batch, chunk, worker or number of threads changes a bit.
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared
-    >>> from rlhfspec.models.tiny import random_model
+    >>> from rlhfspec.tiny import random_model
     >>> critic = Critic(prepared(random_model("llama", seed=0)))
     >>> ValueScorer(critic, max_context=64).values((5, 6, 7), (8, 9))
     [0.0, 0.0]
@@ -22,7 +22,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlhfspec.errors import WeightsVersionError
-from rlhfspec.models.huggingface.causal_lm import hidden_of
+from rlhfspec.huggingface.causal_lm import hidden_of
 from rlhfspec.training.modeling.critic import Critic
 from rlhfspec.training.modeling.packed import pack_sequences
 from rlhfspec.training.scoring.log_probs import SequenceRows

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rlhfspec.bench.moving.pair import NUM_GENERATORS, Pair, sequences_of
 from rlhfspec.bench.moving.prediction import MeasuredCurve
 from rlhfspec.bench.moving.workloads import LONGEST_PROMPT, LONGEST_RESPONSE
-from rlhfspec.models.tiny.corpus import prompts
+from rlhfspec.tiny.corpus import prompts
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _TOKENS, _SHORTEST, _LONGEST = 2048, 40, 512  # of all sequences of a size together; of one

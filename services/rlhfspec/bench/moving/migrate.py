@@ -25,7 +25,7 @@ from rlhfspec.bench.worker import WorkerFailed
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job.choices.links import LINKS_OF_A_JOB
 from rlhfspec.messages.records import Move
-from rlhfspec.models.tiny.corpus import prompts, token_stream
+from rlhfspec.tiny.corpus import prompts, token_stream
 
 _WIDE, LARGE_KV = "wide", "large-kv"
 _DECODING = {"plain": "off", "drafts": "adaptive"}

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.models.tiny.corpus import prompts
+from rlhfspec.tiny.corpus import prompts
 
 SKEW, GROUPS, INDEPENDENT = "skew", "groups", "independent"
 WORKLOADS = (SKEW, GROUPS, INDEPENDENT)

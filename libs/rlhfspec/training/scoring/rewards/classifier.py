@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rlhfspec.models.huggingface.trace import FORWARD_ERRORS, first_line
+from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.training.scoring.kept_prompts import LEAST_TOKENS
 
 log = logging.getLogger(__name__)

@@ -97,8 +97,8 @@ class ModelRewards:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        from rlhfspec.models.huggingface.loading import LOAD_ERRORS
-        from rlhfspec.models.huggingface.trace import first_line
+        from rlhfspec.huggingface.loading import LOAD_ERRORS
+        from rlhfspec.huggingface.trace import first_line
         from rlhfspec.training.scoring.rewards.classifier import Classifier
 
         try:

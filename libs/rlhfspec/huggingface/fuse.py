@@ -21,6 +21,12 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.audit import Audit
+from rlhfspec.huggingface.casting import Precision
+from rlhfspec.huggingface.causal_lm import CausalLM, anatomy_of
+from rlhfspec.huggingface.experts import PackedExperts, is_experts
+from rlhfspec.huggingface.guard import Guard
+from rlhfspec.huggingface.rotary import RotaryTable
 from rlhfspec.kernels.linear import (
     ActivationName,
     PackedGatedMLP,
@@ -30,12 +36,6 @@ from rlhfspec.kernels.linear import (
     arithmetic_beside,
 )
 from rlhfspec.kernels.norm import FusedRMSNorm
-from rlhfspec.models.huggingface.audit import Audit
-from rlhfspec.models.huggingface.casting import Precision
-from rlhfspec.models.huggingface.causal_lm import CausalLM, anatomy_of
-from rlhfspec.models.huggingface.experts import PackedExperts, is_experts
-from rlhfspec.models.huggingface.guard import Guard
-from rlhfspec.models.huggingface.rotary import RotaryTable
 
 Loader = tuple[tuple[str, ...], Callable[..., None]]  # weight names, and what takes those weights ("" gives None)
 _ACTIVATIONS: dict[type, ActivationName] = {  # classes whose forward is exactly this function

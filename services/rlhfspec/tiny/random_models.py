@@ -55,7 +55,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-tied": lambda: LlamaConfig(**GROUPED, tie_word_embeddings=True),
     "phi3": lambda: Phi3Config(**GROUPED),
 }
-_KINDS = tuple(CONFIGS)
+MODEL_KINDS = tuple(CONFIGS)
 
 
 def random_model(

@@ -6,7 +6,7 @@ sequences into one row. A module that looks at other tokens outside of `Attentio
 anywhere but `position_ids`, is refused by name.
 
 Example:
-    >>> from rlhfspec.models.tiny import random_model
+    >>> from rlhfspec.tiny import random_model
     >>> anatomy = examine(random_model("mistral-window", seed=0), name="model", max_context=64)
     >>> anatomy.trunk, [spec.window for spec in anatomy.attentions]
     ('model', [7, 7])
@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.models.huggingface.attention import AttentionSpec, attending
-from rlhfspec.models.huggingface.causal_lm import Anatomy, keep_anatomy, within_positions
-from rlhfspec.models.huggingface.past import past_of
-from rlhfspec.models.huggingface.trace import (
+from rlhfspec.huggingface.attention import AttentionSpec, attending
+from rlhfspec.huggingface.causal_lm import Anatomy, keep_anatomy, within_positions
+from rlhfspec.huggingface.past import past_of
+from rlhfspec.huggingface.trace import (
     FORWARD_ERRORS,
     ForwardTrace,
     Tensors,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
-    "KINDS",
+    "MODEL_KINDS",
     "TinyModels",
     "check",
     "ensure",
@@ -24,15 +24,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:  # corpus and tokenizer are used without torch, so nothing is imported here
     if name in ("TinyModels", "ensure", "perturbed", "widened"):
-        from rlhfspec.models.tiny import models
+        from rlhfspec.tiny import models
 
         return getattr(models, name)
-    if name in ("KINDS", "large_kv_model", "random_model"):
-        from rlhfspec.models.tiny import random_models
+    if name in ("MODEL_KINDS", "large_kv_model", "random_model"):
+        from rlhfspec.tiny import random_models
 
         return getattr(random_models, name)
     if name in ("check", "resolve"):
-        from rlhfspec.models.tiny import paths
+        from rlhfspec.tiny import paths
 
         return getattr(paths, name)
     raise AttributeError(name)

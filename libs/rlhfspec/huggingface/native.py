@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhfspec.huggingface.causal_lm import CausalLM
+from rlhfspec.huggingface.rotary import RotaryTable
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.decoder import DecoderParts, NativeDecoder
 from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear
 from rlhfspec.kernels.norm import FusedRMSNorm
-from rlhfspec.models.huggingface.causal_lm import CausalLM
-from rlhfspec.models.huggingface.rotary import RotaryTable
 
 # norm, q/k/v (and norms of q and k), rotary by halves, attention, o, residual, norm, gated MLP, residual: nothing else
 _FAMILIES = ("llama.modeling_llama.Llama", "mistral.modeling_mistral.Mistral", "qwen2.modeling_qwen2.Qwen2",

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfspec.models.huggingface.attention import AttentionSpec
-from rlhfspec.models.huggingface.causal_lm import Anatomy
+from rlhfspec.huggingface.attention import AttentionSpec
+from rlhfspec.huggingface.causal_lm import Anatomy
 
 _LENGTHS = (33, 5)  # of prompts: longer than two blocks of keys, and shorter than one
 _FAR_TOKENS = 9

@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhfspec.models.tiny.tokenizer import BOS, EOS, encode
+from rlhfspec.tiny.tokenizer import BOS, EOS, encode
 
 _BETWEEN_DOCUMENTS = "\n\n\n"  # two empty lines: what stands between top-level functions and classes
 _SHORTEST, _LONGEST = 100, 2000  # characters of a document

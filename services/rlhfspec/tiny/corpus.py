@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from rlhfspec.models.tiny.tokenizer import BOS, EOS, encode
+from rlhfspec.tiny.tokenizer import BOS, EOS, encode
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from rlhfspec.errors import StorageError
-from rlhfspec.models.tiny import corpus, library, sums
-from rlhfspec.models.tiny.tokenizer import VOCAB_SIZE
+from rlhfspec.tiny import corpus, library, sums
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Recipe:
     batch_shapes: (sequences, tokens a sequence), taken in turn. Short windows teach the language; a long one now
     and then makes the model hold up over the contexts that generation reaches.
     widened_from_intermediate: when set, the model is not trained but widened from a trained one of that FFN width.
-    task: english and library learn their text; sums learns the lessons of `rlhfspec.models.tiny.sums`, batch by batch.
+    task: english and library learn their text; sums learns the lessons of `rlhfspec.tiny.sums`, batch by batch.
     """
 
     name: str

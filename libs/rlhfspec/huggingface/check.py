@@ -20,16 +20,16 @@ from torch import Tensor
 
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.attention import fit_cache
+from rlhfspec.huggingface.causal_lm import Anatomy, CausalLM
+from rlhfspec.huggingface.fuse import FusedModel, guard_rows
+from rlhfspec.huggingface.probes import Probe, random_past
+from rlhfspec.huggingface.reference import ExpertChoices, ProbeResult, Reference, compare, same_bits
+from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.kernels.tree_attention_twin import write_kv_reference
 from rlhfspec.messages.records.models import ModelReport
-from rlhfspec.models.huggingface.attention import fit_cache
-from rlhfspec.models.huggingface.causal_lm import Anatomy, CausalLM
-from rlhfspec.models.huggingface.fuse import FusedModel, guard_rows
-from rlhfspec.models.huggingface.probes import Probe, random_past
-from rlhfspec.models.huggingface.reference import ExpertChoices, ProbeResult, Reference, compare, same_bits
-from rlhfspec.models.huggingface.trace import FORWARD_ERRORS, first_line
 
 log = logging.getLogger(__name__)
 _ATTRIBUTE = "rlhfspec_report"

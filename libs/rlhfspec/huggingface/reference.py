@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.models.huggingface.attention import AttentionSpec, attending, visible
-from rlhfspec.models.huggingface.casting import Precision, rounded
-from rlhfspec.models.huggingface.causal_lm import Anatomy
-from rlhfspec.models.huggingface.guard import WeightProducts
-from rlhfspec.models.huggingface.past import past_of
-from rlhfspec.models.huggingface.probes import Probe, Scattered, random_past
-from rlhfspec.models.huggingface.trace import FORWARD_ERRORS, first_line
+from rlhfspec.huggingface.attention import AttentionSpec, attending, visible
+from rlhfspec.huggingface.casting import Precision, rounded
+from rlhfspec.huggingface.causal_lm import Anatomy
+from rlhfspec.huggingface.guard import WeightProducts
+from rlhfspec.huggingface.past import past_of
+from rlhfspec.huggingface.probes import Probe, Scattered, random_past
+from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
 
 # Of logits, in parts of the largest one: so far two right answers may be from each other in any model.
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 2e-2}

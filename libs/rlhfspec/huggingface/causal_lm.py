@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhfspec.models.huggingface.attention import AttentionSpec
-from rlhfspec.models.huggingface.positions import positions_in
+from rlhfspec.huggingface.attention import AttentionSpec
+from rlhfspec.huggingface.positions import positions_in
 
 _ATTRIBUTE = "rlhfspec_anatomy"
 
@@ -49,8 +49,8 @@ class CausalLM:
     """A model in the two parts in which the engine and the trainer run it, head and all being the model's own code.
 
     Example:
-        >>> from rlhfspec.models.huggingface.anatomy import examine
-        >>> from rlhfspec.models.tiny import random_model
+        >>> from rlhfspec.huggingface.anatomy import examine
+        >>> from rlhfspec.tiny import random_model
         >>> model = random_model("gemma2", seed=0)      # caps its logits behind the head
         >>> _ = examine(model, name="model", max_context=64)
         >>> parts, tokens = CausalLM(model), torch.tensor([[5, 6, 7]])

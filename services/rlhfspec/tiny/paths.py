@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.models.tiny import sums
-from rlhfspec.models.tiny.recipe import RECIPES, cache_folder, make_in_cache
+from rlhfspec.tiny import sums
+from rlhfspec.tiny.recipe import RECIPES, cache_folder, make_in_cache
 
 TINY_PREFIX = "tiny:"
 TRAINING, HELD_OUT = "sums.jsonl", "held-out-sums.jsonl"
@@ -49,7 +49,7 @@ def model_folder(path: str) -> Path | None:
 def _model(name: str, report: Callable[[str], None]) -> Path:
     folder = cache_folder() / RECIPES[name].folder_name
     if not folder.exists():
-        from rlhfspec.models.tiny.models import ensure_recipe
+        from rlhfspec.tiny.models import ensure_recipe
 
         ensure_recipe(RECIPES[name], report)
     return folder

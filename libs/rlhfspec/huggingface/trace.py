@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.models.huggingface.attention import refuse_unknown
-from rlhfspec.models.huggingface.causal_lm import hidden_of
+from rlhfspec.huggingface.attention import refuse_unknown
+from rlhfspec.huggingface.causal_lm import hidden_of
 
 FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhfspec.models.tiny import corpus, library, sums
-from rlhfspec.models.tiny.recipe import Recipe
-from rlhfspec.models.tiny.tokenizer import BOS, EOS, PAD, encode
+from rlhfspec.tiny import corpus, library, sums
+from rlhfspec.tiny.recipe import Recipe
+from rlhfspec.tiny.tokenizer import BOS, EOS, PAD, encode
 
 Report = Callable[[str], None]
 MAX_POSITIONS = 2048

@@ -17,7 +17,7 @@ class RotaryTable(nn.Module):
     One that returns something else than cos and sin of every token keeps running as it is.
 
     Example:
-        >>> from rlhfspec.models.tiny import random_model
+        >>> from rlhfspec.tiny import random_model
         >>> rotary = random_model("llama", seed=0).model.rotary_emb
         >>> x, positions = torch.zeros(1, 2, 48), torch.tensor([[7, 3]])
         >>> cos, sin = RotaryTable(rotary, 16)(x, positions)

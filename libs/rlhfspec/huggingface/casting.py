@@ -4,7 +4,7 @@ Parameters are rounded, but for those that the model's class keeps in float32 (r
 not: with the frequencies of RoPE in 8 bits a cosine is off by .02 at position 100 and by .3 at position 1,000.
 
 Example:
-    >>> from rlhfspec.models.tiny import random_model
+    >>> from rlhfspec.tiny import random_model
     >>> model = random_model("llama", seed=0)
     >>> cast(model, precision_of(model, torch.bfloat16))
     >>> model.lm_head.weight.dtype, model.model.rotary_emb.inv_freq.dtype

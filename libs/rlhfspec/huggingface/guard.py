@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from rlhfspec.huggingface.audit import not_audited
+from rlhfspec.huggingface.casting import Precision
 from rlhfspec.kernels.linear import PackedLinear, arithmetic_beside
-from rlhfspec.models.huggingface.audit import not_audited
-from rlhfspec.models.huggingface.casting import Precision
 
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 _PIECE = 16384  # elements: below torch's grain, so that one thread runs them all

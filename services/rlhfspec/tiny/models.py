@@ -31,9 +31,9 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from rlhfspec.common.folder_lock import take_lock
-from rlhfspec.models.tiny.recipe import LIBRARY, RECIPES, TARGET_RECIPE, Recipe, cache_folder, make_in_cache
-from rlhfspec.models.tiny.tokenizer import hugging_face_tokenizer
-from rlhfspec.models.tiny.train import build, train
+from rlhfspec.tiny.recipe import LIBRARY, RECIPES, TARGET_RECIPE, Recipe, cache_folder, make_in_cache
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+from rlhfspec.tiny.train import build, train
 
 Report = Callable[[str], None]
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

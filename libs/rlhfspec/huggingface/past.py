@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicLayer
 
-from rlhfspec.models.huggingface.causal_lm import text_config
+from rlhfspec.huggingface.causal_lm import text_config
 
 
 class PastLayer(DynamicLayer):  # type: ignore[no-untyped-call]
