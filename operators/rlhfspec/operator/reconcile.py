@@ -7,7 +7,7 @@ no network, no memory but the job's status, and on its own result it changes not
 
 Example:
     >>> reconcile.__annotations__["return"]
-    'Plan'
+    'ReconcilePlan'
 """
 
 from __future__ import annotations

@@ -395,7 +395,7 @@ class Spread(_message.Message):
     max: float
     def __init__(self, mean: _Optional[float] = ..., std: _Optional[float] = ..., min: _Optional[float] = ..., max: _Optional[float] = ...) -> None: ...
 
-class LengthHistogram(_message.Message):
+class Lengths(_message.Message):
     __slots__ = ("mean", "min", "p50", "p95", "max", "edges", "histogram")
     MEAN_FIELD_NUMBER: _ClassVar[int]
     MIN_FIELD_NUMBER: _ClassVar[int]
@@ -507,7 +507,7 @@ class StepMetrics(_message.Message):
     grad_norm: float
     learning_rate: float
     learning: _containers.RepeatedCompositeFieldContainer[Number]
-    response_length: LengthHistogram
+    response_length: Lengths
     truncated_fraction: float
     num_response_tokens: int
     tokens_per_second: float
@@ -519,7 +519,7 @@ class StepMetrics(_message.Message):
     seconds: StepMetrics.Seconds
     started_unix_seconds: float
     finished_unix_seconds: float
-    def __init__(self, step: _Optional[int] = ..., weights_version: _Optional[int] = ..., weights_digest: _Optional[str] = ..., num_samples: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_prompts: _Optional[int] = ..., equal_reward_groups: _Optional[int] = ..., reward: _Optional[_Union[Spread, _Mapping]] = ..., reward_components: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., advantage: _Optional[_Union[Spread, _Mapping]] = ..., kl: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., policy_loss: _Optional[float] = ..., value_loss: _Optional[float] = ..., kl_loss: _Optional[float] = ..., entropy: _Optional[float] = ..., clip_fraction: _Optional[float] = ..., explained_variance: _Optional[float] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., learning: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., response_length: _Optional[_Union[LengthHistogram, _Mapping]] = ..., truncated_fraction: _Optional[float] = ..., num_response_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[_Iterable[_Union[StepMetrics.Strategy, _Mapping]]] = ..., expert_rows: _Optional[_Iterable[_Union[StepMetrics.Experts, _Mapping]]] = ..., log_prob_difference: _Optional[_Union[StepMetrics.LogProbDifference, _Mapping]] = ..., staleness_max: _Optional[int] = ..., seconds: _Optional[_Union[StepMetrics.Seconds, _Mapping]] = ..., started_unix_seconds: _Optional[float] = ..., finished_unix_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., weights_version: _Optional[int] = ..., weights_digest: _Optional[str] = ..., num_samples: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_prompts: _Optional[int] = ..., equal_reward_groups: _Optional[int] = ..., reward: _Optional[_Union[Spread, _Mapping]] = ..., reward_components: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., advantage: _Optional[_Union[Spread, _Mapping]] = ..., kl: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., policy_loss: _Optional[float] = ..., value_loss: _Optional[float] = ..., kl_loss: _Optional[float] = ..., entropy: _Optional[float] = ..., clip_fraction: _Optional[float] = ..., explained_variance: _Optional[float] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., learning: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., response_length: _Optional[_Union[Lengths, _Mapping]] = ..., truncated_fraction: _Optional[float] = ..., num_response_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[_Iterable[_Union[StepMetrics.Strategy, _Mapping]]] = ..., expert_rows: _Optional[_Iterable[_Union[StepMetrics.Experts, _Mapping]]] = ..., log_prob_difference: _Optional[_Union[StepMetrics.LogProbDifference, _Mapping]] = ..., staleness_max: _Optional[int] = ..., seconds: _Optional[_Union[StepMetrics.Seconds, _Mapping]] = ..., started_unix_seconds: _Optional[float] = ..., finished_unix_seconds: _Optional[float] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("id", "job", "metrics")
@@ -548,10 +548,10 @@ class Evaluation(_message.Message):
     num_failed: int
     reward: Spread
     reward_components: _containers.RepeatedCompositeFieldContainer[Number]
-    response_length: LengthHistogram
+    response_length: Lengths
     truncated_fraction: float
     seconds: float
-    def __init__(self, step: _Optional[int] = ..., weights_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_failed: _Optional[int] = ..., reward: _Optional[_Union[Spread, _Mapping]] = ..., reward_components: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., response_length: _Optional[_Union[LengthHistogram, _Mapping]] = ..., truncated_fraction: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., weights_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_failed: _Optional[int] = ..., reward: _Optional[_Union[Spread, _Mapping]] = ..., reward_components: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., response_length: _Optional[_Union[Lengths, _Mapping]] = ..., truncated_fraction: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class EvaluationReport(_message.Message):
     __slots__ = ("id", "job", "evaluation")
