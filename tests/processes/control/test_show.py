@@ -11,7 +11,7 @@ def test_a_view_whose_reader_went_ends() -> None:
     code = """
 import asyncio, sys, threading
 from rlhfspec.control import show
-show.READ_SECONDS = 0.2
+show._READ_SECONDS = 0.2
 threading.Thread(daemon=True, target=sys.stdout.write, args=("x" * (1 << 20),)).start()
 asyncio.run(show._end_when_nobody_reads(asyncio.Event()))
 """

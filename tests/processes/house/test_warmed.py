@@ -85,8 +85,8 @@ def test_its_exit_code_is_told(code: str, ended: int) -> None:
 
 
 def test_it_ends_by_a_signal() -> None:
-    code = "import time; print('here', flush=True); time.sleep(600)"
-    command = [sys.executable, "-c", code]
+    code = "import time; print('here', flush=True); [time.sleep(0.01) for _ in range(60_000)]"  # a signal just before
+    command = [sys.executable, "-c", code]  # a sleep does not shorten it
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
         process = warmed.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}

@@ -270,7 +270,7 @@ def test_servers_that_go_away_and_come_back_are_waited_for(
 def test_a_nats_that_stays_away_ends_the_run_with_a_line(
     hold: Path, place: Place, starting: Callable[..., Started]
 ) -> None:
-    run = starting("many", STEPS, before="from rlhfspec.supervisor import given_watch; given_watch.AWAY_SECONDS = 3.0")
+    run = starting("many", STEPS, before="from rlhfspec.supervisor import given_watch; given_watch._AWAY_SECONDS = 3.0")
     run.until(BEGUN)
     place.nats.kill()
     code, output = run.ended()
