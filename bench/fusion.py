@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from training import GROUP, NUM_SAMPLES, NUM_TOKENS, rollouts, take_turns
 
-from rlhfspec.bench.step import StepSettings, job_of
+from rlhfspec.bench.stepping.step import StepSettings, job_of
 from rlhfspec.job import RLHFJob
 from rlhfspec.tiny.corpus import prompts
 from rlhfspec.tiny.models import ensure

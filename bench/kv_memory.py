@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from rlhfspec.engine import Engine, SamplingParams
-from rlhfspec.engine.cache import resident_bytes
-from rlhfspec.engine.prefixes import Found, Prefixes
-from rlhfspec.engine.sequences import Sequence
+from rlhfspec.engine.kv.cache import resident_bytes
+from rlhfspec.engine.kv.prefixes import Found, Prefixes
+from rlhfspec.engine.scheduling.sequences import Sequence
 from rlhfspec.tiny import ensure
 from rlhfspec.tiny.library import prompts
 
@@ -43,7 +43,10 @@ def written_at_once(*, dtype: torch.dtype, device: torch.device, **shape: int) -
 
 @contextmanager
 def the_old_way() -> Iterator[None]:
-    with patch("rlhfspec.engine.runner.new_kv", written_at_once), patch("rlhfspec.engine.cache._advise_unused"):
+    with (
+        patch("rlhfspec.engine.forward.runner.new_kv", written_at_once),
+        patch("rlhfspec.engine.kv.cache._advise_unused"),
+    ):
         yield
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from rlhfspec.engine.cache import new_kv
-from rlhfspec.engine.state_bytes import checksum_of
+from rlhfspec.engine.kv.cache import new_kv
+from rlhfspec.engine.kv.state_bytes import checksum_of
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.kv_pack import pack_into, pack_slots_reference, unpack_from, unpack_slots_reference
 

@@ -23,12 +23,12 @@ import yaml
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import ApiResponse, path_of
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.credentials import new_keys
-from rlhfspec.operator.looks import Reconciler
-from rlhfspec.operator.observed import ChartSettings, Images
-from rlhfspec.operator.queue import Key
-from rlhfspec.operator.release import credentials_by
+from rlhfspec.operator.deciding.observed import ChartSettings, Images
+from rlhfspec.operator.looking.cache import Cache
+from rlhfspec.operator.looking.looks import Reconciler
+from rlhfspec.operator.looking.queue import Key
+from rlhfspec.operator.shared.credentials import new_keys
+from rlhfspec.operator.shared.release import credentials_by
 
 Json = dict[str, Any]
 EXAMPLE = Path(__file__).parent.parent / "examples" / "grpo.yaml"

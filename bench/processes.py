@@ -14,7 +14,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from rlhfspec.bench.step import WARM_UP_STEPS, StepSettings, run_ours, steps_of
+from rlhfspec.bench.generating.results import published
+from rlhfspec.bench.stepping.step import WARM_UP_STEPS, StepSettings, run_ours, steps_of
 from rlhfspec.tiny.models import ensure
 
 WORKERS = ("roles.generator.workers=2", "roles.reward.workers=2")
@@ -61,7 +62,9 @@ def main() -> None:
     ratios = [many / one for one, many in zip(*seconds.values(), strict=True)]
     print(f"{given.tiny}: processes / one process {statistics.median(ratios):.3f}, of {[round(r, 3) for r in ratios]}")
     if given.json:
-        given.json.write_text(json.dumps({"settings": settings.published(), "seconds": seconds, "ratios": ratios}))
+        given.json.write_text(
+            json.dumps({"settings": published(settings, "model", "draft"), "seconds": seconds, "ratios": ratios})
+        )
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def ask(worker: Connection, what: str, argument: Any) -> Any:
 def workers(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, tuple[Connection, list[Connection]]]]:
     credentials = folder / "credentials"
     if "tls" in args.ways:
-        from rlhfspec.messages.servers.certificates import create_credentials
+        from rlhfspec.messages.servers.credentials.certificates import create_credentials
 
         create_credentials(credentials, STAGES)
     context = multiprocessing.get_context("spawn")

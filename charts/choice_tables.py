@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from rlhfspec.job import Algorithm
 from rlhfspec.job.choices.algorithms import ALGORITHMS, AlgorithmEntry
 from rlhfspec.job.choices.drafters import DRAFTERS
 from rlhfspec.job.choices.engines import ENGINES
 from rlhfspec.job.choices.links import LINKS
-from rlhfspec.job.choices.registry import docs_table
+from rlhfspec.job.choices.registry import Entry, Registry
 from rlhfspec.job.choices.weight_stores import WEIGHT_STORES
 from rlhfspec.messages.loop import scoring_stages
 
+E = TypeVar("E", bound=Entry)
 DOCS = Path(__file__).parent.parent / "docs"
 _AVERAGED = {
     "token-mean": "over tokens",
@@ -100,3 +103,16 @@ def tables() -> dict[Path, dict[str, str]]:
         DOCS / "links.md": {"links": links_table()},
         DOCS / "weights.md": {"weight stores": weight_stores_table()},
     }
+
+
+def docs_table(columns: Mapping[str, Callable[[E], str]], registry: Registry[E]) -> str:
+    """A table of Markdown, one row an entry.
+
+    >>> print(docs_table({"name": lambda entry: entry.name}, Registry("f", Entry(name="a", about="", make=""))))
+    | name |
+    |---|
+    | a |
+    """
+    rows = [list(columns), *([cell(entry) for cell in columns.values()] for entry in registry.values())]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])

@@ -43,7 +43,6 @@ def _to_servers() -> list[Edge]:
     found = [Edge(role, "dns", port, "names") for role in names.ROLES for port in DNS_PORTS]
     for worker in WORKERS:
         found.append(Edge(worker, "nats", names.NATS_PORT, "records"))
-        found.append(Edge(worker, "redis", names.REDIS_PORT, "live state"))
         found.append(Edge("prometheus", worker, names.HTTP_PORT, "metrics"))
     return found
 
@@ -62,7 +61,8 @@ def _of_the_release() -> list[Edge]:
     reports = [Edge(source, "operator", names.REPORT_PORT, "reports") for source in (names.CONTROL, "test")]
     askers = [Edge(source, "api", 443, "the API server") for source in ("operator", "dashboard", "install")]
     lookers = [Edge(source, "nats", names.NATS_PORT, "records") for source in ("operator", "dashboard", "test")]
-    live = [Edge(source, "redis", names.REDIS_PORT, "live state") for source in ("operator", "dashboard", "test")]
+    lookers_at_live = (names.CONTROL, "operator", "dashboard", "test")
+    live = [Edge(source, "redis", names.REDIS_PORT, "live state") for source in lookers_at_live]
     askers_of_names = ("operator", "dashboard", "install", "test")
     named = [Edge(source, "dns", port, "names") for source in askers_of_names for port in DNS_PORTS]
     return [*reports, *askers, *lookers, *live, *named, Edge("prometheus", "operator", names.HTTP_PORT, "metrics")]

@@ -5,7 +5,7 @@
 | values.yaml, values.schema.json, the table of docs/chart.md | values_model.py |
 | files/edges.yaml, the table of edges in docs/chart.md | edges.py, so `loop.py` and `cluster/names.py` |
 | files/names.yaml | `cluster/names.py` |
-| files/rbac.yaml | `rlhfspec.operator.rbac` |
+| files/rbac.yaml | `rlhfspec.operator.shared.rbac` |
 | files/dashboards/*.json | grafana.py |
 | files/crd.yaml | `rlhfspec schema --crd` |
 | tables of choices in docs | choice_tables.py, so `rlhfspec.job.choices` |
@@ -34,7 +34,7 @@ from pydantic.fields import FieldInfo
 from values_model import Pod, Resources, Values
 
 from rlhfspec.cluster import names
-from rlhfspec.operator import rbac
+from rlhfspec.operator.shared import rbac
 
 DASHBOARD_JOBS = [
     {"apiGroups": [names.GROUP], "resources": [names.PLURAL], "verbs": ["list"]},

@@ -24,7 +24,7 @@ from verbs import resource_of
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.crd import custom_resource_definition
-from rlhfspec.operator import rbac
+from rlhfspec.operator.shared import rbac
 
 ROOT = Path(__file__).parent.parent
 RELEASE, RELEASE_NAMESPACE, USER = "rl", "rlhf", "operator"

@@ -61,7 +61,7 @@ def test_a_role_reaches_what_the_map_says(installed: Installed, job: Job) -> Non
     labels: dict[str, Any] = names.labels_of("other", "critic", 0)
     critic = asker(installed, "critic", labels)
     reached = {name for name, at in addresses(installed, job).items() if reaches(installed, critic, *at)}
-    assert reached == {f"{RELEASE}-nats", f"{RELEASE}-redis", "trainer"}
+    assert reached == {f"{RELEASE}-nats", "trainer"}
     installed.cluster.kubectl("delete", "pod", critic, "-n", NAMESPACE, "--now")
 
 

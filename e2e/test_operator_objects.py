@@ -16,9 +16,9 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api, ApiResponse
 from rlhfspec.cluster.crd import custom_resource_definition
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.looks import Reconciler
-from rlhfspec.operator.views import job_view, pod_view
+from rlhfspec.operator.looking.cache import Cache
+from rlhfspec.operator.looking.looks import Reconciler
+from rlhfspec.operator.looking.views import job_view, pod_view
 
 pytestmark = pytest.mark.ci
 GPU = {"limits": {"nvidia.com/gpu": 1, "cpu": "2"}}

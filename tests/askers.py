@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.messages.servers.certificates import client_tls, server_tls
+from rlhfspec.messages.servers.credentials.certificates import client_tls, server_tls
 from rlhfspec.moves.migration.base import Peer
 from rlhfspec.moves.migration.control import StreamControl, StreamControlServer
 

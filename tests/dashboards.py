@@ -16,24 +16,25 @@ import aiohttp
 from aiohttp.test_utils import TestServer
 
 from rlhfspec.dashboard.access import Access, LaptopAccess
+from rlhfspec.dashboard.jobs.source import JobSource
 from rlhfspec.dashboard.server import Dashboard
-from rlhfspec.dashboard.source import JobSource
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of, rights_of
-from rlhfspec.messages.records import Heartbeat, Load, Moved, Record, Score, StepReport
+from rlhfspec.messages.records import Heartbeat, Load, Moved, Record, Score, StepReport, WorkerInfo
 from rlhfspec.messages.records.metrics import example_step
-from rlhfspec.messages.servers.certificates import ServerTls, client_tls, create_credentials
+from rlhfspec.messages.servers.credentials.certificates import ServerTls, client_tls, create_credentials
 from rlhfspec.messages.servers.nats import NatsServer, User
 from rlhfspec.messages.servers.redis import RedisServer
+from rlhfspec.messages.transport.clock import SystemClock
+from rlhfspec.messages.transport.jetstream.proof import NatsProof
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import NatsProof
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.sample_lines import example_sample
-from rlhfspec.runs.live.live import LiveState, Window, WorkerSnapshot
+from rlhfspec.runs.live.live import LiveState, LiveView, Window
+from rlhfspec.runs.live.run_state import KnownRun
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.tasks import ended
-from rlhfspec.stage.vitals import WorkerState
 from rlhfspec.telemetry.spans import Span
 
 TOKEN = "a-token-of-the-tests"
@@ -143,11 +144,12 @@ class Stream:
             return True
 
 
-def load(worker: int = 0, *, running: int = 3, at: int = 0, job: str = "sums") -> Load:
+def load(worker: int = 0, *, running: int = 3, at: int = 0, job: str = "sums", owned: tuple[str, ...] = ()) -> Load:
     return Load(
         id=f"{job}/load/{worker}/{at}", job=job, generator=f"generator-{worker}", worker=worker, step=4,
         num_running=running, num_waiting=1, num_finished=at, num_tokens=100 * at, tokens_per_second=1000.0 + worker,
         accepted_per_verification=0.5, strategy="suffix-d4-w1-b2", weights_version=3, host="node-a",
+        sample_ids=owned, num_generated=(1,) * len(owned), num_held=(1,) * len(owned),
     )  # fmt: skip
 
 
@@ -169,12 +171,13 @@ def beat(worker: int = 0, *, job: str = "sums") -> Heartbeat:
     )  # fmt: skip
 
 
-def snapshot(worker: int = 0, *, owned: tuple[str, ...] = ()) -> WorkerSnapshot:
-    state = WorkerState(
-        stage="generator", worker=worker, doing="working", what="64 samples", since_seconds=1.0, overdue_seconds=-9.0,
-        busy_seconds=7.0,
-    )  # fmt: skip
-    return WorkerSnapshot(host="node-a", pid=4711, state=state, load=load(worker), owned=owned)
+def snapshot(worker: int = 0, *, owned: tuple[str, ...] = (), what: str = "64 samples") -> tuple[Record, ...]:
+    """All that a generator says of itself."""
+    ready = WorkerInfo(
+        id="w", job="sums", stage="generator", worker=worker, host="node-a", pid=4711, grpc_address="", http_address=""
+    )
+    says = replace(beat(worker), stage="generator", what=what, busy_seconds=7.0)
+    return ready, says, load(worker, owned=owned)
 
 
 class LiveRun:
@@ -217,18 +220,16 @@ class LiveRun:
         workers = {stage.name: 1 for stage in loop.STAGES}
         bus = await Bus.open(self._transports[0], "sums", uid=UID, workers=workers)
         self._buses = [bus, *(Bus(each, "sums", uid=UID, workers=workers) for each in self._transports[1:])]
-        self._live = {
-            role: LiveState(self._redis.url, UID, role=role, credentials=credentials) for role in (CONTROL, "generator")
-        }
-        self._sending = [asyncio.create_task(live.run()) for live in self._live.values()]
+        self._known, self._window = KnownRun(SystemClock()), Window()
+        self._live = LiveState(self._redis.url, UID, role=CONTROL, credentials=credentials)
+        self._sending = asyncio.create_task(self._live.run())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         (self._place / "connections.json").unlink()
-        await ended(*self._sending)
-        for live in self._live.values():
-            await live.close()
+        await ended(self._sending)
+        await self._live.close()
         for transport in self._transports:
             await transport.close()
         await self._nats.stop()
@@ -236,19 +237,23 @@ class LiveRun:
         self._sockets.cleanup()
 
     async def say(self, *records: Record) -> None:
-        """As its stage would."""
+        """As its stage would; and what it tells of itself is written, as by the run's supervisor."""
         speakers = {Load: 1, Moved: 1, StepReport: 2, Heartbeat: 3}
         for record in records:
             await self._buses[speakers[type(record)]].publish(record)
+        self.show(*records)
 
-    def show(self, what: WorkerSnapshot | Window) -> None:
-        self._live["generator" if isinstance(what, WorkerSnapshot) else CONTROL].write(what)
+    def show(self, *records: Record, window: Window | None = None) -> None:
+        self._known.tell(*records)
+        self._window = window or self._window
+        self._live.write(LiveView(run=self._known.run, window=self._window, now=self._known.clock.now()))
 
 
-def many_snapshots(count: int, owned: int) -> list[WorkerSnapshot]:
+def many_snapshots(count: int, owned: int) -> list[Record]:
     """`owned` samples in all."""
     each = owned // count
     return [
-        replace(snapshot(worker), owned=tuple(f"sums/4/{worker}/{place}" for place in range(each)))
+        record
         for worker in range(count)
+        for record in snapshot(worker, owned=tuple(f"sums/4/{worker}/{place}" for place in range(each)))
     ]

@@ -18,7 +18,7 @@ from moving import PROMPT, SUFFIX, TREE, Bits, bits, check, make, model
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.base import Watermark
-from rlhfspec.engine.state_bytes import from_bytes, to_bytes
+from rlhfspec.engine.kv.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import SequenceStateError
 from rlhfspec.tiny import perturbed
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer

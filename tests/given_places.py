@@ -18,7 +18,7 @@ from typing import Self
 from shared_servers import free_port
 
 from rlhfspec.messages.servers import find
-from rlhfspec.messages.servers.certificates import ServerTls
+from rlhfspec.messages.servers.credentials.certificates import ServerTls
 
 NOTHING: Mapping[bytes, bytes] = {}
 

@@ -188,6 +188,10 @@ BY_HAND = [
     Wrong({"training.schedule.name": ""}, "spec.training.schedule.name"),
     Wrong({"training.exactOnPolicy": True, "training.autocast": "bfloat16"}, "spec.training.autocast"),
     Wrong({"training.exactOnPolicy": True, "model.lora": {"dropout": 0.1}}, "spec.model.lora.dropout"),
+    Wrong(
+        {"training.exactOnPolicy": True, "training.activationCheckpointing": "on"},
+        "spec.training.activationCheckpointing",
+    ),
     Wrong({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.model.dtype"),
     Wrong({"model.lora": {"targetModules": []}}, "spec.model.lora.targetModules", "checks"),
     Wrong({"model.lora": {"targetModules": 3}}, "spec.model.lora.targetModules", "checks"),

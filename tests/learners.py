@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -33,6 +35,12 @@ def spec(name: str = "grpo", *, algorithm: Any = None, model: Any = None, **trai
 
 
 def policy(seed: int = 1) -> Any:
+    """Return a model of the test's own; what it is at first is proved once."""
+    return copy.deepcopy(_proved(seed))
+
+
+@functools.cache
+def _proved(seed: int) -> Any:
     return prepared(random_model("llama", seed=seed))
 
 
@@ -49,13 +57,18 @@ def learner(settings: job.Spec) -> Learner:
 
 def rollouts(seed: int = 0, *, version: int = 0, num_samples: int = 8) -> Rollouts:
     """Samples of two prompts. Log-probs are those of the policy before its first step."""
+    return copy.deepcopy(_rollouts(seed, version, num_samples))
+
+
+@functools.cache
+def _rollouts(seed: int, version: int, num_samples: int) -> Rollouts:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 25, (num_samples,), generator=generator)
     prompts = tuple((3, 4, 5) if place < 4 else (6, 7) for place in range(num_samples))
     token_ids = torch.randint(97, (int(lengths.sum()),), generator=generator)
     packed = pack_sequences(prompts, [part.tolist() for part in token_ids.split(lengths.tolist())])
     with torch.no_grad():
-        out = TorchForward(policy(), 0.9)(packed)
+        out = TorchForward(_proved(1), 0.9)(packed)
     noise = 0.1 * torch.randn(len(token_ids), generator=generator)
     return Rollouts(
         ids=tuple(f"j/1/{place // 4}/{place % 4}" for place in range(num_samples)),

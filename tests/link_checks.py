@@ -18,7 +18,7 @@ import pytest
 from rlhfspec.moves.migration.links import nixl
 from rlhfspec.moves.migration.links.opening import WaysIn, make_landing, open_sending
 
-NO_NIXL = pytest.mark.skipif(not nixl.is_installed(), reason="the package nixl is not installed")
+NO_NIXL = pytest.mark.skipif(nixl._package() is None, reason="the package nixl is not installed")
 NIXL = [pytest.param(name, marks=NO_NIXL) for name in ("nixl by read", "nixl by write")]
 
 SOURCE = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stages import JOB
+from small_job import JOB
 
 from rlhfspec.messages.records import Load, Move, Moved
 from rlhfspec.rebalancer.knowledge import FleetKnowledge

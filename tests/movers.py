@@ -18,9 +18,8 @@ from rlhfspec.messages.records import Move, Moved
 from rlhfspec.moves.migration.base import Peer
 from rlhfspec.moves.migration.control import DirectControl
 from rlhfspec.moves.migration.engine_calls import EngineCalls
-from rlhfspec.moves.migration.links.opening import make_landing, open_sending
+from rlhfspec.moves.migration.links.opening import Links, make_landing, open_sending
 from rlhfspec.moves.migration.mover import Mover
-from rlhfspec.moves.migration.sendings import Links
 from rlhfspec.telemetry.base import SampleProgress
 
 _ids = itertools.count()

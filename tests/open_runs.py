@@ -12,17 +12,17 @@ from shared_servers import SharedServers
 
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.rights import inbox_of
+from rlhfspec.messages.transport.jetstream.proof import NatsProof
+from rlhfspec.messages.transport.jetstream.streams import Keeping
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import NatsProof
-from rlhfspec.messages.transport.nats_streams import Keeping
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.credentials import operator_creds
-from rlhfspec.operator.leftovers import Runs
-from rlhfspec.operator.observed import JobView
-from rlhfspec.operator.redis_users import RedisUsers
-from rlhfspec.operator.release import servers_of
+from rlhfspec.operator.deciding.observed import JobView
+from rlhfspec.operator.looking.cache import Cache
 from rlhfspec.operator.settings import OperatorFile
-from rlhfspec.operator.streams import Streams
+from rlhfspec.operator.shared.credentials import operator_creds
+from rlhfspec.operator.shared.leftovers import Runs
+from rlhfspec.operator.shared.redis_users import RedisUsers
+from rlhfspec.operator.shared.release import servers_of
+from rlhfspec.operator.shared.streams import Streams
 from rlhfspec.stage.bus import Bus
 
 JOB = "sums"

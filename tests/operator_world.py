@@ -15,12 +15,21 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob
-from rlhfspec.operator.observed import ChartSettings, DryRunResult, Images, JobView, Observed, PodView, Refusal, Said
-from rlhfspec.operator.plan import Delete, Event, ReconcilePlan, WorkloadWrite
-from rlhfspec.operator.reconcile import reconcile
-from rlhfspec.operator.times import maybe_time_of, text_of, time_of
-from rlhfspec.operator.views import manifest_of, pod_view, read
-from rlhfspec.operator.workloads import Queueing, workload_view
+from rlhfspec.operator.deciding.draft import Delete, Event, ReconcilePlan, WorkloadWrite
+from rlhfspec.operator.deciding.observed import (
+    ChartSettings,
+    DryRunResult,
+    Images,
+    JobView,
+    Observed,
+    PodView,
+    Refusal,
+    Said,
+)
+from rlhfspec.operator.deciding.reconcile import reconcile
+from rlhfspec.operator.deciding.times import maybe_time_of, text_of, time_of
+from rlhfspec.operator.looking.views import manifest_of, pod_view, read
+from rlhfspec.operator.making.workloads import Queueing, workload_view
 
 _READ: dict[str, tuple[RLHFJob | None, tuple[Problem, ...]]] = {}  # by its spec
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -20,10 +20,10 @@ from nats_servers import BINARY
 
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.rights import inbox_of
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.credentials import Keys, credentials_of, install_secrets, new_keys, operator_creds
-from rlhfspec.operator.leftovers import OpenRun, Runs
-from rlhfspec.operator.streams import Streams
+from rlhfspec.operator.looking.cache import Cache
+from rlhfspec.operator.shared.credentials import Keys, credentials_of, install_secrets, new_keys, operator_creds
+from rlhfspec.operator.shared.leftovers import OpenRun, Runs
+from rlhfspec.operator.shared.streams import Streams
 from rlhfspec.runs.live import redis_users
 
 CREATED = datetime(2026, 7, 1, 12, 0, tzinfo=UTC)
@@ -86,16 +86,15 @@ class SharedServers:
     def open_run(
         self, run: str, *, job: str = "sums", namespace: str = "rl", stages: Collection[str] = loop.BY_NAME
     ) -> None:
-        """Makes its streams in NATS and its users in Redis, as the operator does."""
+        """Makes its streams in NATS and its user in Redis, as the operator does."""
         asyncio.run(self.make_streams(run, job=job, namespace=namespace, stages=stages))
         if self.redis_url is None:
             return
         master, known = self.keys.master, redis_users.ClusterRun(namespace, run)
         login = {"username": redis_users.OPERATOR, "password": redis_users.password_of(master, redis_users.OPERATOR)}
         with redis.Redis.from_url(self.redis_url, ssl_ca_data=self.keys.ca_pem.decode(), protocol=2, **login) as client:
-            for role in redis_users.WRITERS:
-                rules = redis_users.rules_of(master, known, role)
-                client.execute_command("ACL SETUSER", redis_users.user_of(master, known, role), *rules)
+            rules = redis_users.rules_of(master, known)
+            client.execute_command("ACL SETUSER", redis_users.user_of(master, known), *rules)
 
     async def make_streams(
         self, run: str, *, job: str = "sums", namespace: str = "rl", stages: Collection[str] = loop.BY_NAME

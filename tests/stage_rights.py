@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of
-from rlhfspec.messages.transport.nats_streams import stream_name
+from rlhfspec.messages.transport.jetstream.streams import stream_name
 
 JOB, UID = "sums", "3f2a"
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from small_job import JOB
 
 from rlhfspec.engine.base import Completion, EngineStats, EngineStep, Request, SequenceStats, SequenceView
 from rlhfspec.generator.service import GeneratorService
@@ -38,24 +39,7 @@ from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.weights import MemoryWeightStore
 from rlhfspec.training.weights.base import weights_record
 
-JOB = "sums"
 THREAD_SECONDS = 10.0  # so long a test waits for a thread before it fails
-
-
-def a_job(**spec: Any) -> RLHFJob:
-    """GRPO without a reference: two prompts a step, two samples each, three steps."""
-    blocks: dict[str, dict[str, Any]] = {
-        "model": {"path": "m"},
-        "dataset": {"path": "data.jsonl", "shuffle": False},
-        "algorithm": {"name": "grpo", "samplesPerPrompt": 2, "klCoefficient": 0.0},
-        "generation": {"maxTokens": 4},
-        "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
-        "training": {"steps": 3, "promptsPerStep": 2},
-    }
-    for name, block in spec.items():
-        blocks[name] = blocks.get(name, {}) | block
-    content = {"apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": JOB}, "spec": blocks}
-    return RLHFJob.model_validate(content)
 
 
 class ByteTokenizer:
@@ -127,6 +111,8 @@ class FakeEngine:
 
 class FakeSources:
     """A response's reward is its length in characters, or what `reward` says of its id."""
+
+    concurrency = 4
 
     def __init__(self, grouping: Literal["sample", "group"] = "sample", rewards: Mapping[str, float] | None = None):
         self.grouping = grouping

@@ -3,6 +3,7 @@
 A test that is marked `sweep(parts=3)` is run with a third of its values. Which third follows from the date (or from
 the variable SWEEP, a number), so that a few days of runs have seen all, and so has one nightly `make test-whole`. Every
 such test is run with some of its values in each run. A test that was named with its value (`test_it[value]`) is run.
+Random examples are as many as `examples` says: few by default, and the same each day; many, drawn anew, nightly.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import defaultdict
 from zlib import crc32
 
 import pytest
+from hypothesis import settings
 
 VARIABLE = "SWEEP"
 DAY_SECONDS = 24 * 60 * 60
@@ -26,6 +28,11 @@ def part_of(num_values: int, parts: int, day: int) -> set[int]:
     """
     parts = min(parts, num_values)
     return set(range(day % parts, num_values, parts))
+
+
+def examples(few: int, *, whole: int) -> settings:
+    """Return what decorates a test of hypothesis: so many examples, and in `make test-whole` so many more."""
+    return settings(max_examples=whole if settings.get_current_profile_name() == "whole" else few)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

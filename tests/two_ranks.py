@@ -9,7 +9,7 @@ import torch
 from learners import critic, policy, rollouts, spec
 
 from rlhfspec.errors import NumericalError, StageStalled
-from rlhfspec.tiny.classes import tiny_config, tiny_model
+from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.digest import digest
@@ -45,13 +45,13 @@ def lead(leader: Leader, folder: Path, fuse: str) -> None:
     leader.close()
 
 
-def mixed(ranks: Ranks, folder: Path) -> None:
+def mixed(ranks: Ranks, folder: Path, recompute: str) -> None:
     """Routers and sinks in float32 in a model in bfloat16."""
     policy = prepared(tiny_model(tiny_config("flint")), dtype="bfloat16", max_context=64)
-    learner = Learner(spec(), policy, ranks=ranks, num_threads=1)
+    learner = Learner(spec(activationCheckpointing=recompute), policy, ranks=ranks, num_threads=1)
     log_probs, state = learner.learn(rollouts(0)).log_probs, learner.policy_state()
     if ranks.rank == 0:
-        torch.save({"log_probs": log_probs, "policy": state}, folder / "mixed.pt")
+        torch.save({"log_probs": log_probs, "policy": state}, folder / f"mixed-{recompute}.pt")
 
 
 def overflow(learner: Learner, ranks: Ranks, folder: Path) -> None:
@@ -82,7 +82,8 @@ def main() -> None:
                 lead(Leader(learner, ranks), folder, fuse)
             else:
                 follow(learner, ranks)
-        mixed(ranks, folder)
+        for recompute in ("off", "on"):
+            mixed(ranks, folder, recompute)
         overflow(new_learner("dr-grpo", ranks), ranks, folder)
         silence(learner, ranks, folder)
 

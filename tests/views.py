@@ -13,6 +13,7 @@ from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.folder.same_job import as_content
 from rlhfspec.runs.folder.sample_lines import example_sample
+from rlhfspec.runs.live.run_state import RunState, after
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.view import View
 from rlhfspec.stage.vitals import WorkerState
@@ -54,8 +55,14 @@ def state(stage: str, doing: str, what: str, *, worker: int = 0, busy: float = 0
 def load(generator: str = "g0", speed: float = 1834.2, strategy: str = "suffix 1x4") -> Load:
     return Load(
         id="l", job="sums", generator=generator, step=13, num_running=40, num_waiting=3, num_finished=9, num_tokens=99,
-        tokens_per_second=speed, accepted_per_verification=2.31, strategy=strategy,
+        tokens_per_second=speed, accepted_per_verification=2.31, strategy=strategy, worker=int(generator[-1]),
     )  # fmt: skip
+
+
+def tell(view: View, *loads: Load) -> None:
+    """After those that it was told before."""
+    told = [*view.progress.loads, *loads]
+    view.known(after(RunState(), [(float(place), each) for place, each in enumerate(told)]))
 
 
 def a_full_view(console: Console, *, texts: str = "12+34\n=46", strategy: str = "suffix 1x4") -> View:
@@ -65,7 +72,7 @@ def a_full_view(console: Console, *, texts: str = "12+34\n=46", strategy: str = 
         hand.seconds += 4.2
         view.step(replace(example_step(step=step, reward=step / 20), value_loss=0.5))
         view.vitals([state(name, "working", f"{texts} of {name}", busy=step * 2.0) for name in stages])
-    view.load(load(strategy=strategy))
+    tell(view, load(strategy=strategy))
     view.sample(replace(example_sample(step=13, text=texts * 9), prompt_text=texts))
     return view
 

@@ -6,7 +6,8 @@ would have started: arguments and environment, also in /proc, working folder, ha
 session of its own. A command that such a process starts in the same way, as a supervisor does its launcher, comes from
 a nursery beside it.
 
-What differs is what was imported before, and that its hashes of strings are those of all others. So a process that is
+What differs is what was imported before, that its hashes of strings are those of all others, and that a run ends with
+an empty file in place of its picture (pictures.py; `DRAWS`). So a process that is
 told a variable which is read by an import (`READ_BY_IMPORTS`) is a process as usual; and so are those of the tests of
 the command itself: exit codes, signals, help, locales.
 """
@@ -29,6 +30,7 @@ import time
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +38,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
 ROOM = "WARMED_ROOM"  # for environments that are longer than the nursery's own
 ROOM_BYTES, WORDS_BYTES, REQUEST_BYTES = 1 << 16, 1 << 14, 1 << 17
 PATIENCE_SECONDS = 120.0  # the first one waits for all imports
+DRAWS_AT_THE_END = "rlhfspec.runs.view.ending.overview"
+DRAWS = "WARMED_DRAWS"  # a variable: what is started with it draws all the same
 HIGH = 500  # no handle that a process is given has such a number
 READ_BY_IMPORTS = (
     "PYTHON", "OMP_", "MKL_", "TORCH", "TRITON", "CUDA", "HF_", "TRANSFORMERS", "TOKENIZERS", "MPL", "GRPC", "LD_",
@@ -152,10 +156,16 @@ def main() -> None:
     tune_malloc()
     from rlhfspec.supervisor.launcher import STAGES_NEED
 
-    for module in (*STAGES_NEED, "rlhfspec.cli.processes", "rlhfspec.cli.local"):
+    for module in (*STAGES_NEED, "rlhfspec.cli.running.processes", "rlhfspec.cli.running.local"):
         import_module(module)
     gc.freeze()
     serve(channel)
+
+
+def leave_empty(_steps: object, path: Path, **_how: object) -> None:
+    """Write a file in place of the picture of a run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
 
 
 def _ends_with_its_parent() -> None:
@@ -188,6 +198,9 @@ def _become(told: dict[str, Any], handles: list[int], channel: socket.socket) ->
     channel = _out_of_the_way(channel)
     _take_handles(told["numbers"], handles)
     _write_over(told["words"], told["pairs"])
+    if DRAWS not in environment:
+        module, _, function = DRAWS_AT_THE_END.rpartition(".")
+        setattr(sys.modules[module], function, leave_empty)
     os.environ._data.clear()  # type: ignore[attr-defined]
     os.environ._data.update({os.fsencode(name): os.fsencode(value) for name, value in environment.items()})  # type: ignore[attr-defined]
     os.chdir(told["folder"])

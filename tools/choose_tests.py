@@ -28,11 +28,14 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parent.parent
-CODE_ROOTS = ("libs", "kernels", "services", "operators")
+CODE_ROOTS = ("libs", "kernels", "services", "operators", "bench/src")
 BESIDE = ("tests", "e2e", "tools", "charts")  # where `import name` finds what is no package
 TIERS = ("tests/unit", "tests/torch")
-FOR_ALL = ("pyproject.toml", "constraints.txt", "tests/conftest.py", "tests/sweeps.py", "tests/tiers.py")
-COMMANDS, COMMAND_LINE = "rlhfspec.cli", "rlhfspec.cli.main"
+FOR_ALL = (
+    "pyproject.toml", "constraints.txt",
+    *(f"tests/{name}.py" for name in ("asked_once", "conftest", "sweeps", "tiers")),
+)  # fmt: skip
+COMMANDS, COMMAND_LINE = ("rlhfspec.cli", "rlhfspec.bench.commands"), "rlhfspec.cli.main"
 DOCSTRINGS = "tests/processes/house/test_docstrings.py::test_module_imports_and_its_examples_are_true"
 
 
@@ -88,12 +91,12 @@ class Repository:
         self._called: dict[str, set[str]] = {}  # what each command's module imports only so
         self._names: dict[str, set[str]] = {}  # how commands of the module may be called
         for module in sorted(graph.modules):
-            if module.startswith(f"{COMMANDS}."):
+            if module.startswith(tuple(f"{each}." for each in COMMANDS)):
                 self._take_out(module)
 
     def _take_out(self, module: str) -> None:
-        file = self.root / "services" / f"{module.replace('.', '/')}.py"
-        tree = ast.parse(file.read_text()) if file.exists() else ast.Module([], [])
+        files = [self.root / root / f"{module.replace('.', '/')}.py" for root in CODE_ROOTS]
+        tree = next((ast.parse(file.read_text()) for file in files if file.exists()), ast.Module([], []))
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         within = {name for each in functions for node in ast.walk(each) for name in _imported(node)}
         at_once = {name for node in tree.body if node not in functions for name in _imported(node)}
@@ -129,9 +132,10 @@ class Repository:
 
     def module_of(self, path: Path) -> str:
         """Empty where there is none: a file that is not of ours, or is gone."""
-        if path.parts[0] not in CODE_ROOTS or path.parts[1:2] != ("rlhfspec",):
+        within = next((path.relative_to(root) for root in CODE_ROOTS if path.is_relative_to(root)), path)
+        if within.parts[0] != "rlhfspec":
             return ""
-        name = ".".join(path.with_suffix("").parts[1:]).removesuffix(".__init__")
+        name = ".".join(within.with_suffix("").parts).removesuffix(".__init__")
         if path.suffix != ".py":  # it belongs to the package around it
             name = name.rpartition(".")[0]
             while name and name not in self.graph.modules:
@@ -163,7 +167,8 @@ class Repository:
             if module not in reached | commands and not imported.isdisjoint(reached | commands)
         }:
             commands |= more
-        names = set[str]().union(*(self._names[str(module)] for module in commands))
+        beside_it = {module for module in self._called if module in reached and not module.startswith(COMMANDS[0])}
+        names = set[str]().union(*(self._names[str(module)] for module in commands | beside_it))
         beside = self._with_importers({COMMAND_LINE}) if names else set()
         return commands | {each for each in self.sources if each in beside and self.sources[each].words & names}
 

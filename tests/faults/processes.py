@@ -23,6 +23,14 @@ def named(uid: str, name: str) -> list[int]:
     return [pid for pid in of_run(uid) if _mark(pid) == name or _is(pid, name)]
 
 
+def is_alive(pid: int) -> bool:
+    """One that has ended and that its parent has not asked for is dead: the first process of a container may never."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def send(pid: int, number: signal.Signals) -> bool:
     with suppress(ProcessLookupError):
         os.kill(pid, number)

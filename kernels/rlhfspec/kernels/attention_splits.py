@@ -62,7 +62,7 @@ def merge(
         from rlhfspec.kernels import tree_attention_triton  # lazily: a CPU machine may lack triton
 
         return tree_attention_triton.merge(numbers, sinks, dtype)
-    if numbers.dtype == torch.float32 and dtype == torch.float32 and build.load() is not None:
+    if numbers.is_cpu and numbers.dtype == torch.float32 and dtype == torch.float32 and build.load() is not None:
         return _native(numbers.contiguous(), sinks)
     return merge_reference(numbers, sinks).to(dtype)
 

@@ -1,7 +1,7 @@
 """Packing KV for a journey: the scattered slots of a sequence as one contiguous tensor, and back.
 
 Many small sends are 10-30 times slower than one large one. On CUDA a Triton kernel does it, on CPU a C++ one; torch
-indexing, where there is neither, is also the twin that both are tested against. Bits are copied, never converted.
+indexing, on any other device, is also the twin that both are tested against. Bits are copied, never converted.
 
 Example:
     >>> kv = torch.arange(16.0).reshape(2, 1, 2, 4, 1, 1)  # [blocks, layers, 2, block size, heads, dim]
@@ -36,7 +36,7 @@ def pack_slots(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         from rlhfspec.kernels import kv_pack_triton  # lazily: a CPU machine may lack triton
 
         return kv_pack_triton.pack_slots(kv, slots)
-    if (kernel := _kernel()) is None:
+    if (kernel := _kernel_of(kv)) is None:
         return pack_slots_reference(kv, slots)
     packed = torch.empty((len(slots), *kv.shape[1:3], *kv.shape[4:]), dtype=kv.dtype)
     _copy(kernel, packed, kv, slots, is_pack=True)
@@ -52,7 +52,7 @@ def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) ->
         from rlhfspec.kernels import kv_pack_triton
 
         kv_pack_triton.unpack_slots(packed.contiguous(), kv, slots)
-    elif (kernel := _kernel()) is None:
+    elif (kernel := _kernel_of(kv)) is None:
         unpack_slots_reference(packed, kv, slots)
     else:
         _copy(kernel, packed.contiguous(), kv, slots, is_pack=False)
@@ -64,7 +64,7 @@ def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) ->
 def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
     """`pack_slots` into `out` [n, bytes a slot], which may lie anywhere: a socket's buffer, shared memory."""
     _check_memory(kv, slots, out)
-    if kv.device.type == "cpu" and (kernel := _kernel()) is not None:
+    if (kernel := _kernel_of(kv)) is not None:
         _copy_bytes(kernel, out, kv, slots, is_pack=True)
     else:
         packed = pack_slots(kv, torch.from_numpy(slots).to(kv.device))
@@ -76,7 +76,7 @@ def unpack_from(packed: Bytes, kv: torch.Tensor, slots: IntArray) -> None:
     _check_memory(kv, slots, packed)
     if len(slots) > 1 and not np.diff(np.sort(slots)).all():
         raise ValueError("slots: must not repeat")
-    if kv.device.type == "cpu" and (kernel := _kernel()) is not None:
+    if (kernel := _kernel_of(kv)) is not None:
         _copy_bytes(kernel, packed, kv, slots, is_pack=False)
     elif len(slots):
         shape = (len(slots), *kv.shape[1:3], *kv.shape[4:])
@@ -91,6 +91,10 @@ def _copy_bytes(kernel: Any, packed: Bytes, kv: torch.Tensor, slots: IntArray, *
         kv.data_ptr(), packed.ctypes.data, slots.ctypes.data,
         len(slots), num_layers * 2, block_size, run, is_pack, build.num_threads(),
     )  # fmt: skip
+
+
+def _kernel_of(kv: torch.Tensor) -> Any:
+    return _kernel() if kv.is_cpu else None
 
 
 @functools.cache

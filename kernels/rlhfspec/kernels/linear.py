@@ -60,19 +60,20 @@ def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
     return (*amx, *middle, "torch")
 
 
-def arithmetic_for(dtype: torch.dtype, wanted: str = "auto") -> Arithmetic:
-    """How weights stored as `dtype` are multiplied: a function of this CPU and the arguments, never of a timing.
+def arithmetic_for(dtype: torch.dtype, wanted: str = "auto", device: str = "cpu") -> Arithmetic:
+    """How weights stored as `dtype` are multiplied: a function of this CPU and the arguments, never of a timing. On
+    another device it is torch that multiplies.
 
     >>> arithmetic_for(torch.float32, "amx")
     Traceback (most recent call last):
     ...
-    ValueError: arithmetic: must be auto or one of ('fma', 'torch') for torch.float32 here (got 'amx')
+    ValueError: arithmetic: must be auto or one of ('fma', 'torch') for torch.float32 on cpu (got 'amx')
     """
-    available = available_arithmetics(dtype)
+    available = available_arithmetics(dtype) if device.startswith("cpu") else ("torch",)
     if wanted == "auto":
         return available[0]  # type: ignore[return-value]
     if wanted not in available:
-        raise ValueError(f"arithmetic: must be auto or one of {available} for {dtype} here (got {wanted!r})")
+        raise ValueError(f"arithmetic: must be auto or one of {available} for {dtype} on {device} (got {wanted!r})")
     return wanted  # type: ignore[return-value]
 
 

@@ -131,8 +131,8 @@ def attend_partial(
 ) -> Partials:  # fmt: skip
     """Only the splits [first, stop) of what the rows see: `attention_splits.merge` makes the whole of all parts.
 
-    For who holds a part of a sequence's keys and values. Rows whose slot is -1 are stored elsewhere. What `meta` says
-    of other splits is checked like the rest, and never read from the cache: any slot will do, 0 for one.
+    For a caller with a part of a sequence's keys and values. Rows whose slot is -1 are stored elsewhere. What `meta`
+    says of other splits is checked like the rest, and never read from the cache: any slot will do, 0 for one.
     """
     _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, None, split)
     if not 0 <= splits[0] < splits[1]:
@@ -263,7 +263,8 @@ def _kernels(isa: str | None = None) -> _Kernels:
 
 
 def _has_native(query: torch.Tensor, kv: torch.Tensor) -> bool:
-    return query.dtype == torch.float32 and kv.dtype in (torch.float32, torch.bfloat16) and build.load() is not None
+    takes = query.dtype == torch.float32 and kv.dtype in (torch.float32, torch.bfloat16)
+    return query.is_cpu and takes and build.load() is not None
 
 
 def _native(

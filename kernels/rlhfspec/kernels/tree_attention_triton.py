@@ -1,10 +1,14 @@
 """Paged tree attention on a GPU: the Triton kernels behind `tree_attention` (contract and twin are there).
 
-One program serves one query row, the query heads of one kv head, and one split of positions. It walks them in tiles
-whose borders are multiples of the tile size, online softmax from tile to tile; whether a position's slot comes from the
-table or from `extra` changes nothing but the place it is read from. Where the slot table has room for more than one
-split, a second kernel merges them in ascending order: few rows with long contexts still fill the device. Tile size,
-splits and order depend on the model's geometry alone, so a row gives the same bits in every batch.
+One program serves up to ROWS neighbouring rows of one sequence, the query heads of one kv head, and one split of
+positions. It walks them in tiles whose borders are multiples of the tile size: products of matrices, online softmax
+from tile to tile. What rows share, which is the slot table, they share the loading of; the tile in which a tree begins
+is walked for each of its rows alone, as its nodes have the same positions. Where the slot table has room for more than
+one split, a second kernel merges them in ascending order: few rows with long contexts still fill the device.
+
+A row gives the same bits in every batch: a product has the same shape whatever rows are there, each row's part of it
+depends on that row alone, and a key has the place in it that its position says, whether its slot comes from the table
+or from `extra`. Tile size, splits and order depend on the model's geometry alone.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import triton.language as tl
 
 from rlhfspec.kernels.attention_indices import AttentionIndices
 
-TILE_ELEMENTS = 8192  # query heads x positions x head dim that one program holds in registers
+WARPS = 8
 MOST_PARTIAL_BYTES = 1 << 26  # of splits that wait to be merged: so many rows at a time
 
 
@@ -122,18 +126,29 @@ def _attend(
         slot_table = slot_table.contiguous()
     query = query if query.stride(2) == 1 else query.contiguous()
     block_size, plane, block_stride, first = _strides(kv, layer)
-    group, padded_dim = num_heads // num_kv_heads, triton.next_power_of_2(dim)
-    padded_group = triton.next_power_of_2(group)
+    group = num_heads // num_kv_heads
     num_splits = 1 if numbers is None else numbers.shape[2]
     _attention_kernel[(num_rows, num_kv_heads, num_splits)](
-        query, kv, out, numbers, sinks, indices.table_rows, indices.context_lens, extra, slot_table,
+        query, kv, out, numbers, sinks, indices.table_rows, indices.context_lens, extra, slot_table, num_rows,
         *query.stride()[:2], slot_table.stride(0), extra.shape[1], block_stride, plane, first, num_heads, num_kv_heads,
         scale, softcap, sliding_window or 0, chunk or 0, split, first_split, num_splits,
-        GROUP=group, PADDED_GROUP=padded_group, DIM=dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size,
-        PADDED_EXTRA=triton.next_power_of_2(max(extra.shape[1], 1)),
-        TILE=min(64, max(8, TILE_ELEMENTS // (padded_group * padded_dim))),
+        PADDED_EXTRA=triton.next_power_of_2(max(extra.shape[1], 1)), BLOCK_SIZE=block_size,
         HAS_SOFTCAP=softcap > 0.0, HAS_SINKS=sinks is not None, PARTIAL=numbers is not None,
+        **tiles(group, dim), num_warps=WARPS,
     )  # fmt: skip
+
+
+def tiles(group: int, dim: int) -> dict[str, int]:
+    """The shapes of a program's products, by the model's geometry: as large as registers hold without spilling.
+
+    A product has 64 rows (32 where heads are large): query rows x query heads; where there are fewer, some are idle.
+    """
+    padded_group, padded_dim = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
+    rows, tile = (64, 64) if padded_dim <= 128 else (32, 32)
+    return {
+        "GROUP": group, "PADDED_GROUP": padded_group, "ROWS": max(1, rows // padded_group),
+        "DIM": dim, "PADDED_DIM": padded_dim, "TILE": tile,
+    }  # fmt: skip
 
 
 def _strides(kv: torch.Tensor, layer: int) -> tuple[int, int, int, int]:
@@ -162,75 +177,155 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attention_kernel(  # type: ignore[no-untyped-def]
-    query, kv, out, numbers, sinks, table_rows, context_lens, extra, slot_table,
+    query, kv, out, numbers, sinks, table_rows, context_lens, extra, slot_table, num_rows,
     query_row, query_head, table_stride, extra_width, block_stride, plane, first, num_heads, num_kv_heads,
     scale, softcap, window, chunk, split, first_split, num_splits,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, PADDED_EXTRA: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PADDED_EXTRA: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    g, d, t = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, TILE)
-    heads = kv_head * GROUP + g
-    inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
-    # Everything is cast to float32 right after the load: bfloat16 arithmetic would round at every step.
-    q = tl.load(query + row * query_row + heads[:, None] * query_head + d[None, :], mask=inside, other=0.0)
-    q = q.to(tl.float32)  # [G, D]
+    leader, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = tl.load(table_rows + leader)
+    if tl.load(table_rows + leader - 1, mask=leader % ROWS > 0, other=-1) == sequence:
+        return  # the program of a row before serves this one too
 
-    context = tl.load(context_lens + row)
-    extra += row * extra_width
-    begin, end = _visible(context, extra, extra_width, window, chunk, (first_split + part) * split, split, PADDED_EXTRA)
-    table = slot_table + tl.load(table_rows + row).to(tl.int64) * table_stride
+    m, d, t = tl.arange(0, ROWS * PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, TILE)
+    stop = tl.minimum(leader // ROWS * ROWS + ROWS, num_rows)
+    row, heads = leader + m // PADDED_GROUP, kv_head * GROUP + m % PADDED_GROUP
+    there = (row < stop) & (m % PADDED_GROUP < GROUP)
+    there = there & (tl.load(table_rows + row, mask=there, other=-1) == sequence)
+    row = row.to(tl.int64)
+    inside = there[:, None] & (d < DIM)[None, :]
+    q = tl.load(query + row[:, None] * query_row + heads[:, None] * query_head + d[None, :], mask=inside, other=0.0)
 
-    largest = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([PADDED_GROUP], tl.float32)
-    sums = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    for start in range(begin // TILE * TILE, end, TILE):  # none where nothing of the split is seen
+    context, e = tl.load(context_lens + row, mask=there, other=0), tl.arange(0, PADDED_EXTRA)  # [M], [E]
+    extras = tl.load(
+        extra + row[:, None] * extra_width + e[None, :], mask=there[:, None] & (e < extra_width)[None, :], other=-1
+    )
+    num_extras = tl.sum((extras >= 0).to(tl.int32), axis=1)
+    begin, end = _visible(context + num_extras, window, chunk, (first_split + part) * split, split)
+    shared_end = tl.where(num_extras > 0, tl.minimum(end, context // TILE * TILE), end)
+    seen_by_any = there & (begin < shared_end)
+    highest = tl.max(tl.where(seen_by_any, shared_end, 0), axis=0)
+    lowest = tl.min(tl.where(seen_by_any, begin, highest), axis=0)
+
+    table = slot_table + sequence.to(tl.int64) * table_stride
+    kv += first + kv_head * DIM
+    largest = tl.full([ROWS * PADDED_GROUP], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([ROWS * PADDED_GROUP], tl.float32)
+    sums = tl.zeros([ROWS * PADDED_GROUP, PADDED_DIM], tl.float32)
+    for start in range(lowest // TILE * TILE, highest, TILE):
         p = start + t  # [T] positions
-        seen = (p >= begin) & (p < end)
-        in_table = tl.load(table + p, mask=seen & (p < context), other=0)
-        in_extra = tl.load(extra + p - context, mask=seen & (p >= context), other=0)
-        slot = tl.where(p < context, in_table, in_extra).to(tl.int64)
-        token = slot // BLOCK_SIZE * block_stride + (slot % BLOCK_SIZE * num_kv_heads + kv_head) * DIM
-        place = kv + first + token[:, None] + d[None, :]  # [T, D]
-        there = seen[:, None] & (d < DIM)[None, :]  # what is not seen may hold anything, NaN too: never loaded
-        k = tl.load(place, mask=there, other=0.0).to(tl.float32)
-        v = tl.load(place + plane, mask=there, other=0.0).to(tl.float32)
-        scores = tl.sum(q[:, None, :] * k[None, :, :], axis=2) * scale  # [G, T]
-        if HAS_SOFTCAP:
-            scores = _tanh(scores / softcap) * softcap
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        shrink = tl.exp(largest - new_largest)
-        weights = tl.exp(scores - new_largest[:, None])
-        weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
-        sums = sums * shrink[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], axis=1)
-        largest = new_largest
+        wanted = (p >= lowest) & (p < highest)
+        slot = tl.load(table + p, mask=wanted, other=0)
+        seen = (p[None, :] >= begin[:, None]) & (p[None, :] < shared_end[:, None])
+        largest, weight_sum, sums = _add_tile(
+            q, kv, slot, wanted, seen, largest, weight_sum, sums, scale, softcap, block_stride, plane, num_kv_heads,
+            DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP,
+        )  # fmt: skip
+    for place in range(ROWS):  # each node of a tree alone, from the tile on in which the tree begins
+        own = tl.minimum(leader + place, num_rows - 1)
+        is_served = (leader + place < stop) & (tl.load(table_rows + own) == sequence)
+        largest, weight_sum, sums = _add_node(
+            q, kv, table, tl.load(context_lens + own), extra + own.to(tl.int64) * extra_width, is_served, place,
+            largest, weight_sum, sums, extra_width, scale, softcap, window, chunk, (first_split + part) * split, split,
+            block_stride, plane, num_kv_heads,
+            PADDED_GROUP, ROWS, DIM, PADDED_DIM, BLOCK_SIZE, PADDED_EXTRA, TILE, HAS_SOFTCAP,
+        )  # fmt: skip
+    _store(
+        out, numbers, sinks, row, heads, there, end, largest, weight_sum, sums, num_heads, num_splits, part,
+        DIM, PADDED_DIM, HAS_SINKS, PARTIAL,
+    )  # fmt: skip
 
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_node(  # type: ignore[no-untyped-def]
+    q, kv, table, context, extra, is_served, place, largest, weight_sum, sums, extra_width, scale, softcap, window,
+    chunk, first, split, block_stride, plane, num_kv_heads,
+    PADDED_GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PADDED_EXTRA: tl.constexpr, TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    # The keys that the row at `place` of the program's rows sees from the tile on in which its tree begins.
+    m, t, e = tl.arange(0, ROWS * PADDED_GROUP), tl.arange(0, TILE), tl.arange(0, PADDED_EXTRA)
+    extras = tl.load(extra + e, mask=(e < extra_width) & is_served, other=-1)
+    count = tl.sum((extras >= 0).to(tl.int32), axis=0)
+    begin, end = _visible(context + count, window, chunk, first, split)
+    end = tl.where(count > 0, end, 0)
+    begin = tl.maximum(begin, context // TILE * TILE)
+    for start in tl.range(begin // TILE * TILE, end, TILE, num_stages=1):
+        p = start + t
+        wanted = (p >= begin) & (p < end)
+        in_table = tl.load(table + p, mask=wanted & (p < context), other=0)
+        in_extra = tl.load(extra + p - context, mask=wanted & (p >= context), other=0)
+        slot = tl.where(p < context, in_table, in_extra)
+        seen = wanted[None, :] & (m // PADDED_GROUP == place)[:, None]
+        largest, weight_sum, sums = _add_tile(
+            q, kv, slot, wanted, seen, largest, weight_sum, sums, scale, softcap, block_stride, plane, num_kv_heads,
+            DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP,
+        )  # fmt: skip
+    return largest, weight_sum, sums
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(  # type: ignore[no-untyped-def]
+    out, numbers, sinks, row, heads, there, end, largest, weight_sum, sums, num_heads, num_splits, part,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, PADDED_DIM)
+    inside = there[:, None] & (d < DIM)[None, :]
     if PARTIAL:
         place = numbers + ((row * num_heads + heads) * num_splits + part) * (2 + DIM)
-        tl.store(place, largest, mask=g < GROUP)
-        tl.store(place + 1, weight_sum, mask=g < GROUP)
+        tl.store(place, largest, mask=there)
+        tl.store(place + 1, weight_sum, mask=there)
         tl.store(place[:, None] + 2 + d[None, :], sums, mask=inside)
     else:
         if HAS_SINKS:
-            sink = tl.load(sinks + heads, mask=g < GROUP, other=0.0).to(tl.float32)
+            sink = tl.load(sinks + heads, mask=there, other=0.0).to(tl.float32)
             shrink, weight_sum = _with_sink(largest, weight_sum, sink)
             sums = sums * shrink[:, None]
         weight_sum = tl.where(end > 0, weight_sum, 1.0)  # a padding row sees nothing and gets zeros
         result = sums / weight_sum[:, None]
-        place = out + (row * num_heads + heads[:, None]) * DIM + d[None, :]
+        place = out + (row[:, None] * num_heads + heads[:, None]) * DIM + d[None, :]
         tl.store(place, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _visible(  # type: ignore[no-untyped-def]
-    context, extra, extra_width, window, chunk, first, split, PADDED_EXTRA: tl.constexpr
-):
-    # The positions [begin, end) that a row sees of the split that begins at `first`.
-    e = tl.arange(0, PADDED_EXTRA)
-    extras = tl.load(extra + e, mask=e < extra_width, other=-1)
-    total = context + tl.sum((extras >= 0).to(tl.int32), axis=0)
+def _add_tile(  # type: ignore[no-untyped-def]
+    q, kv, slot, wanted, seen, largest, weight_sum, sums, scale, softcap, block_stride, plane, num_kv_heads,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    # Softmax over one more tile of keys, in `slot` [T] where `wanted`, for rows [M] that see them where `seen` [M, T].
+    d = tl.arange(0, PADDED_DIM)
+    token = slot.to(tl.int64) // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * num_kv_heads * DIM
+    token = tl.multiple_of(token, DIM & -DIM)  # so that several numbers are loaded at once
+    place = kv + token[:, None] + d[None, :]  # [T, D]
+    there = wanted[:, None] & (d < DIM)[None, :]  # what no row sees may hold anything, NaN too: never loaded
+    k, v = tl.load(place, mask=there, other=0.0), tl.load(place + plane, mask=there, other=0.0)
+    if q.dtype != k.dtype:
+        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [M, T] float32
+    if HAS_SOFTCAP:
+        scores = _tanh(scores / softcap) * softcap
+    scores = tl.where(seen, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # nothing is seen so far
+    shrink = tl.exp(largest - shift)
+    weights = tl.exp(scores - shift[:, None])
+    # A weight of zero times NaN would be NaN: such values are left out, and the rows that do see them become NaN.
+    strange = (v != v) | (tl.abs(v.to(tl.float32)) == float("inf"))
+    added = tl.dot(weights.to(v.dtype), tl.where(strange, 0.0, v).to(v.dtype), input_precision="ieee")
+    strange_keys = tl.max(strange.to(tl.int32), axis=1)  # [T]
+    weight = tl.where(
+        tl.max(tl.where(seen, strange_keys[None, :], 0), axis=1) > 0, float("nan"), tl.sum(weights, axis=1)
+    )
+    is_seen = tl.max(seen.to(tl.int32), axis=1) > 0
+    sums = tl.where(is_seen[:, None], sums * shrink[:, None] + added, sums)
+    return new_largest, weight_sum * shrink + weight, sums
+
+
+@triton.jit
+def _visible(total, window, chunk, first, split):  # type: ignore[no-untyped-def]
+    # The positions [begin, end) that rows of `total` positions see of the split that begins at `first`.
     begin = tl.where(window > 0, tl.maximum(total - window, 0), 0)
     begin = tl.where(chunk > 0, (total - 1) // tl.maximum(chunk, 1) * chunk, begin)
     return tl.maximum(begin, first), tl.minimum(total, first + split)

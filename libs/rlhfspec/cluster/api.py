@@ -108,9 +108,9 @@ def path_of(version: str, kind: str, namespace: str | None = None, name: str = "
 
 
 class Api:
-    """`count`: told verb and kind of every write that the server took. `agent`: who it is, in an audit log, and whose a
-    field is that it writes. `connections`: at a time; 0: as many as it takes. `deadline_seconds`: what fails is tried
-    again until then; 0: never, where a person waits."""
+    """`count`: told verb and kind of every write that the server took. `agent`: its name in an audit log, and the owner
+    of each field that it writes. `connections`: at a time; 0: as many as it takes. `deadline_seconds`: what fails is
+    tried again until then; 0: never, where a person waits."""
 
     def __init__(
         self,

@@ -72,8 +72,8 @@ def labels_of(job: str, role: str, worker: int) -> dict[str, str]:
 
 def run_uid(job_uid: str, number: int) -> str:
     """Of the job's n-th run: a job that was suspended, or restarted as a whole, goes on under another, with subjects
-    of its own, from its last checkpoint. So long that a user who may write a job's status, and with it the number,
-    finds none that gives the uid of somebody else's run."""
+    of its own, from its last checkpoint. So long that a user with the right to write a job's status, and with it the
+    number, finds none that gives the uid of somebody else's run."""
     return hashlib.sha256(f"{job_uid}/{number}".encode()).hexdigest()[:16]
 
 

@@ -1,5 +1,5 @@
-"""Time without the hours for which the process was stopped (Ctrl-Z, SIGSTOP, a machine that slept): they are nobody's
-work, and no deadline runs in them.
+"""Time without the hours for which the process was stopped (Ctrl-Z, SIGSTOP, a machine that slept): they count as no
+process's work, and no deadline runs in them.
 
 Example:
     >>> clock, hour = AwakeClock(), 3600.0
@@ -21,8 +21,8 @@ STOPPED_SECONDS = 5.0
 class AwakeClock:
     """Implements rlhfspec.messages.transport.clock.Clock; to be asked every second or so, as a supervisor does.
 
-    When nobody has asked for `stopped_seconds`, the process was stopped, unless it has computed meanwhile: then
-    something kept everybody from asking, and that is work.
+    When `stopped_seconds` was not asked for in time, the process was stopped, unless it has computed meanwhile: then
+    something kept every caller from asking, and that is work.
     """
 
     def __init__(

@@ -166,7 +166,7 @@ class ObjectStore:
 
 
 def main() -> int:
-    """`python -m rlhfspec.common.object_store URI FOLDER PATH`: for who has a shell and no tool of the store's."""
+    """`python -m rlhfspec.common.object_store URI FOLDER PATH`: for a shell without the store's own tool."""
     parser = argparse.ArgumentParser(
         prog="python -m rlhfspec.common.object_store", description="Fetches what a store has."
     )

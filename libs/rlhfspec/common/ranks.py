@@ -45,6 +45,16 @@ def rank_told(environment: Mapping[str, str]) -> RankTold:
     return RankTold(rank, num_ranks, f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}")
 
 
+def local_rank(environment: Mapping[str, str]) -> int | None:
+    """Which of this machine's ranks this is; None where there are no several.
+
+    >>> local_rank({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"})
+    1
+    """
+    told = rank_told(environment)
+    return _number(environment, "LOCAL_RANK", told.rank) if told.num_ranks > 1 else None
+
+
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name) or str(default)
     try:

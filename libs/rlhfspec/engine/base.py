@@ -211,7 +211,7 @@ class SequenceState:
     log_probs: FloatArray  # of the response, as all that follow
     tempered_log_probs: FloatArray
     weights_versions: IntArray
-    counters: tuple[int, ...]  # rlhfspec.engine.sequences names them
+    counters: tuple[int, ...]  # rlhfspec.engine.scheduling.sequences names them
     strategies: tuple[tuple[str, int], ...]
     acceptance: tuple[tuple[str, float, float], ...]  # drafter, and what it learnt of this sequence: shift, precision
     history: tuple[tuple[int, ...], ...]  # the request's; the manifest leaves it out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.errors import InvalidRequest
@@ -15,7 +17,7 @@ _DTYPES = ("float32", "bfloat16", "float64")
 class EngineConfig:
     """
     dtype: how weights are stored. float32, bfloat16, or float64 (the slow reference mode, torch kernels only).
-    device: "cpu" or "cuda".
+    device: "cpu", "cuda" or any other device that torch has.
     arithmetic: "auto", "fma", "amx", "dpbf16" or "torch": how CPU linear layers add up (docs/kernels.md). Part of
         what the tokens depend on, so pin it where machines of different kinds share one job.
     attention_split: positions that have a softmax of their own in attention, a multiple of 64 (docs/kernels.md). Part
@@ -23,7 +25,9 @@ class EngineConfig:
     speculation: "off", "suffix", "model", "adaptive", a static strategy's name, or a Plan.
     num_threads: CPU threads of the kernels; None takes torch's setting.
     max_sequences: rows decoded together. max_context: tokens of prompt and response of one sequence.
-    kv_cache_tokens: memory for KV in tokens; None: enough for every row at full context.
+    kv_cache_tokens: memory for KV in tokens; None: enough for every row at full context, on a GPU as much of that as
+        fits (`engine/forward/memory.py`).
+    gpu_memory_fraction: part of a GPU's memory that this process may take, weights included.
     block_size: tokens a block, a power of two. prefill_chunk: prompt tokens run per step.
     prefix_sharing: samples of one prompt share its whole blocks.
     tree_slots: spare slots a sequence may use for tree nodes.
@@ -39,6 +43,7 @@ class EngineConfig:
     max_sequences: int = 64
     max_context: int = 1024
     kv_cache_tokens: int | None = None
+    gpu_memory_fraction: float = 0.85
     block_size: int = 16
     prefill_chunk: int = 512
     prefix_sharing: bool = True
@@ -58,12 +63,21 @@ class EngineConfig:
             raise InvalidRequest("attention_split", self.attention_split, f"must be a multiple of {UNIT}")
         if self.dtype not in _DTYPES:
             raise InvalidRequest("dtype", self.dtype, f"must be one of {', '.join(_DTYPES)}")
-        if self.device.split(":")[0] not in ("cpu", "cuda"):
-            raise InvalidRequest("device", self.device, "must be cpu or cuda")
+        try:
+            torch.device(self.device)
+        except RuntimeError:
+            raise InvalidRequest("device", self.device, "torch has no such device; take cpu or cuda") from None
         if self.num_threads is not None and self.num_threads < 1:
             raise InvalidRequest("num_threads", self.num_threads, "must be >= 1")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
             raise InvalidRequest("kv_cache_tokens", self.kv_cache_tokens, f"must be >= block_size ({self.block_size})")
+
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise InvalidRequest("gpu_memory_fraction", self.gpu_memory_fraction, "must be in (0, 1]")
+
+    def holding(self, num_blocks: int) -> EngineConfig:
+        """Return the same with KV of so many blocks."""
+        return replace(self, kv_cache_tokens=num_blocks * self.block_size)
 
     @property
     def table_width(self) -> int:

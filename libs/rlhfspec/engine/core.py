@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from rlhfspec.engine import commit, text, verify
 from rlhfspec.engine.base import (
     MOST_RANGE_BYTES,
     Bytes,
@@ -29,13 +28,14 @@ from rlhfspec.engine.base import (
 )
 from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
 from rlhfspec.engine.drafting.tree import accept, index_in_sequence
-from rlhfspec.engine.models import load_state
+from rlhfspec.engine.forward.models import load_state
+from rlhfspec.engine.kv.state import EngineState
+from rlhfspec.engine.kv.transfer import Moves
 from rlhfspec.engine.params import SamplingParams
-from rlhfspec.engine.scheduler import Scheduler, StepRows
-from rlhfspec.engine.sequences import Generated
-from rlhfspec.engine.speculation import Speculator
-from rlhfspec.engine.state import EngineState
-from rlhfspec.engine.transfer import Moves
+from rlhfspec.engine.scheduling import commit, text, verify
+from rlhfspec.engine.scheduling.scheduler import Scheduler, StepRows
+from rlhfspec.engine.scheduling.sequences import Generated
+from rlhfspec.engine.scheduling.speculation import Speculator
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.messages.records.models import ModelReport
 

@@ -10,7 +10,7 @@ from rlhfspec.engine.core import Engine
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.huggingface.devices import device_of
 from rlhfspec.huggingface.loading import load_model
-from rlhfspec.huggingface.positions import max_context
+from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import may_run_draft_model
 
@@ -24,6 +24,7 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> Engine:
         max_sequences=min(generation.max_sequences, job.spec.samples_in_flight),
         max_context=max_context(job),
         kv_cache_tokens=generation.kv_cache_tokens,
+        gpu_memory_fraction=generation.gpu_memory_fraction,
     )
     target = load_model(model.path, field="spec.model.path")
     draft = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
-from rlhfspec.engine.models import make_state
+from rlhfspec.engine.forward.models import make_state
 
 
 def make_engine(model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None) -> Engine:

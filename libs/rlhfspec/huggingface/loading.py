@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
+from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
 
 # What nothing runs on: masks and angles that old versions of transformers saved, layers that predict further tokens.
 _SPARE = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|(^|\.)mtp\.")

@@ -254,6 +254,11 @@ class Training(Block):
     schedule: Schedule = Field(Schedule(), description="Learning rate schedule of policy and critic.")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradients are clipped to this norm.")
     autocast: Literal["off", "bfloat16"] = Field("off", description="Mixed precision in the trainer's forward pass.")
+    activation_checkpointing: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Keep only what enters each layer, and compute the rest again in the backward pass (on): the same "
+        "bits from less memory; auto: on a device other than the CPU, where the rest would not fit.",
+    )
     fuse: Literal["auto", "off"] = Field(
         "off",
         description="Train actor and critic (ppo) at the same time (auto): each on half of the threads, or on a rank "
@@ -311,6 +316,11 @@ class Spec(Block):
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="Device of all models; auto: a GPU if there is one, but the CPU with training.exactOnPolicy.",
+    )
+    share_gpus: Annotated[bool, Mark.RESUMABLE] = Field(
+        False,
+        description="With --processes, let processes share a GPU where there are fewer GPUs than processes that run a "
+        "model; false: such a run is refused.",
     )
     model: Model
     dataset: Dataset

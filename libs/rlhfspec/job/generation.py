@@ -60,5 +60,10 @@ class Generation(Block):
         64, description="Maximum number of sequences that one generator runs at a time."
     )
     kv_cache_tokens: Annotated[Positive | None, Mark.RESUMABLE] = Field(
-        None, description="Size of the KV cache in tokens; null: enough for maxSequences full sequences."
+        None,
+        description="Size of the KV cache in tokens; null: enough for maxSequences full sequences, "
+        "on a GPU as much of that as fits.",
+    )
+    gpu_memory_fraction: Annotated[float, Mark.RESUMABLE] = Field(
+        0.85, gt=0, le=1, description="Part of a GPU's memory that a generator may take, weights included."
     )

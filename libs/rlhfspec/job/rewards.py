@@ -33,6 +33,9 @@ class ModelReward(Block):
     chat_template: bool = Field(
         False, description="Format prompt and response with the model's chat template; false: concatenate them."
     )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Precision of the model; auto: bfloat16 on a GPU, float32 on a CPU."
+    )
 
 
 class HttpReward(Block):

@@ -1,4 +1,4 @@
-"""THE MAP: every stage, what it consumes and produces, what it waits for, and who unblocks it.
+"""THE MAP: every stage, what it consumes and produces, what it waits for, and what unblocks it.
 
 Subjects, consumers, service folders, chart keys and the supervisor's messages derive from this table.
 Adding a stage is one line here; the tests then say what is missing.
@@ -39,8 +39,8 @@ from rlhfspec.messages.transport.base import Consumer, Kind
 
 # A dead worker's records are delivered to another after so long; a living one says earlier that it is still at it.
 ACK_WAIT_SECONDS = 12.0
-# Work is kept until every stage that consumes it has acknowledged it. Of state the latest stays, and whoever starts
-# sees it first. A signal may be lost, and nobody waits for who reads it.
+# Work is kept until every stage that consumes it has acknowledged it. Of state the latest stays, and a process that
+# starts sees it first. A signal may be lost, and no process waits for its readers.
 KINDS: dict[type, Kind] = {
     Prompt: "work", Sample: "work", Score: "work", Demand: "work",
     Weights: "state", DatasetInfo: "state", WorkerInfo: "state",
@@ -51,14 +51,14 @@ MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job
 # What every process says of itself, whatever its stage; of these, what every process may also read.
 OF_A_PROCESS: tuple[type[Record], ...] = (Heartbeat, WorkerInfo)
 SEEN_BY_ALL: tuple[type[Record], ...] = (WorkerInfo,)
-LAST_DECLARED = WorkerInfo  # of all records: once it is, all are; everybody may ask for it
+LAST_DECLARED = WorkerInfo  # of all records: once it is, all are; every process may ask for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """`max_held`: records of one type that its workers together hold unacknowledged. `max_deliveries`: of one record
     before it is a dead letter; None: as often as it takes. `watches`: work of others that it looks on at, as observers
-    do: nobody keeps it for this stage, and nothing that decides a token or a curve reads it."""
+    do: it is not kept for this stage, and nothing that decides a token or a curve reads it."""
 
     name: str
     consumes: tuple[type[Record], ...]
@@ -130,7 +130,7 @@ STAGES: tuple[Stage, ...] = (
         watches=(Load, Moved, Sample),  # of a sample, how long it became
     ),
 )
-# Who looks on: it watches, produces nothing, and nobody waits for it.
+# What looks on: it watches, produces nothing, and no stage waits for it.
 OBSERVERS: tuple[Stage, ...] = (
     Stage(
         name="view",

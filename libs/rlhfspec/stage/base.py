@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, ParamSpec, TypeVar
 
-from rlhfspec.messages.records import Load
 from rlhfspec.messages.records.models import ModelReport
 from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.stage.vitals import Vitals
@@ -52,16 +51,6 @@ class Service(ABC):
     async def stop(self) -> None:
         """Asks `run` to return soon. By default sets `self.stopping`, which `run` looks at."""
         self.stopping.set()
-
-    @property
-    def load(self) -> Load | None:
-        """Of a generator: the last it published."""
-        return None
-
-    @property
-    def owned(self) -> Collection[str]:
-        """The samples that are made here, by id."""
-        return ()
 
     @property
     def said_at_the_end(self) -> str:

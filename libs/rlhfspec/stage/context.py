@@ -46,7 +46,7 @@ class Context:
     weights: WeightStore
     vitals: Vitals
     run: Run
-    say: Callable[[str], None]  # a line for the person who watches
+    say: Callable[[str], None]  # a line for the person at the terminal
     move_endpoint: MoveEndpoint | None = None  # of a generator
     at_end: ExitStack | None = None  # of a process of its own: told what ended it, once the service is closed
     hosted_scoring: HostedScoring | None = None  # of a generator: the scoring stage that it may help

@@ -1,7 +1,7 @@
-"""Who looks on at the bus: told of each record that leaves a worker, reaches it and is done with. It changes nothing.
+"""What looks on at the bus: told of each record that leaves a worker, reaches it and is done with. It changes nothing.
 
 Traces and metrics are made here, so that no stage says a word about them. What a watcher returns from `publishing`
-travels with the record, as headers, to whoever takes it.
+travels with the record, as headers, to the worker that takes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WorkerPlace(NamedTuple):
 
 
 class SampleProgress(NamedTuple):
-    """How far a sample is when it goes from one worker to another: made by all who had it so far."""
+    """How far a sample is when it goes from one worker to another: made by all workers that had it so far."""
 
     num_moves: int  # before this one
     weights_versions: tuple[int, ...]  # of each token of its response

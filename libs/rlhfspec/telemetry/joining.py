@@ -59,13 +59,13 @@ def _deliver_anew(before: Span, after: Span) -> None:
 
 
 def _end_when_published(last: Span, rest: Sequence[Span]) -> None:
-    """Whoever finished it may be killed before it told of that; but who took the sample then says when it was out."""
+    """Its worker may be killed before it told of that; but the one that took the sample says when it was out."""
     published = [span.sent for span in rest if span.sent is not None]
     if last.is_open and published:
         last.ended = max(last.began, min(published))
 
 
 def _until(before: Span, after: Span) -> None:
-    """How a stay in vain, or a move that nobody confirms, ended is not told; but what came after it is."""
+    """How a stay in vain, or a move that is not confirmed, ended is not told; but what came after it is."""
     if before.is_open or before.attributes.get("how") == "lost":
         before.ended = max(before.began, after.began)

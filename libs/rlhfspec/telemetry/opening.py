@@ -1,8 +1,8 @@
 """Everything that looks on at one process, opened and closed together; opentelemetry only where it is needed.
 
 Example:
-    >>> with watching("sums", "3f2a91c0", run=None) as nobody:
-    ...     nobody.watcher is None, nobody.metrics_text()
+    >>> with watching("sums", "3f2a91c0", run=None) as nothing:
+    ...     nothing.watcher is None, nothing.metrics_text()
     (True, '')
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """`watcher` for the bus: None where nobody looks on. `meters`: None where nothing is counted."""
+    """`watcher` for the bus: None where nothing looks on. `meters`: None where nothing is counted."""
 
     watcher: Watcher | None
     meters: Meters | None

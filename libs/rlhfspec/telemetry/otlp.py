@@ -42,7 +42,7 @@ class OtlpSpans:
 
     def keep(self, span: Span) -> None:
         if span.again or span.is_open:
-            return  # whoever did it first has told, or will when it is over
+            return  # the first to do it has told, or will when it is over
         if span.sent is not None:
             self._processor.on_end(self._readable(span, "queue", span.sent, span.began))
         self._processor.on_end(self._readable(span, span.name, span.began, span.ended))

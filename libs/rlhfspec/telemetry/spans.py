@@ -1,7 +1,7 @@
-"""Spans: what was done for one sample, by whom, from when to when. Their ids are derived, like those of records.
+"""Spans: what was done for one sample, where, from when to when. Their ids are derived, like those of records.
 
 A sample's trace is a function of run and sample, a span's id of its trace and what was done; so what is done twice
-is the same span, and who reads a span knows where it belongs without asking anybody. On its way between processes the
+is the same span, and a reader of a span knows where it belongs without asking. On its way between processes the
 context is a header as W3C has it (`traceparent`).
 
 Example:

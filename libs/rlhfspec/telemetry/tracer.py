@@ -193,7 +193,7 @@ class Tracer:
 
     def _moved(self, place: WorkerPlace, moved: Moved, published: float) -> None:
         """Told where it stood still for it: what was refused or given up before cost the sample nothing, and may be
-        advice to somebody who has given it away a moment ago."""
+        advice to a generator that has given it away a moment ago."""
         if moved.pause_seconds <= 0.0:
             return
         stay = self._left.pop((place, moved.sample_id), None)

@@ -206,7 +206,7 @@ class TransportContract:
             await h.advance(0.1)
             await h.publish("a")
             assert ids(await h.now(reward)) == ["a"]
-            await h.advance(2.0)  # and nobody pulls for reward
+            await h.advance(2.0)  # and nothing pulls for reward
             [letter] = await asyncio.wait_for(watching, 10)
             assert dead_letters.decode(letter.data).id == "a"
 
@@ -368,7 +368,7 @@ class TransportContract:
     def test_a_signal_is_for_whoever_watches_and_never_waits(self) -> None:
         async def main(h: TransportHarness) -> None:
             await h.transport.declare(SUBJECT, "signal")
-            assert await h.publish("a", "b", "c") == [True, True, True], "nobody watches, nothing is kept"
+            assert await h.publish("a", "b", "c") == [True, True, True], "nothing watches, nothing is kept"
             one, slow = await h.transport.watch(SUBJECT), await h.transport.watch(SUBJECT)
             waiting = asyncio.create_task(one.pull(9, 30.0))
             await h.advance(0.1)

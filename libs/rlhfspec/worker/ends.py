@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from rlhfspec.messages.servers.certificates import client_tls, server_tls
+from rlhfspec.messages.servers.credentials.certificates import client_tls, server_tls
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.moves.migration.base import Custody, MoveControl
 from rlhfspec.moves.migration.control import Answer, DirectControl, StreamControl, StreamControlServer
 from rlhfspec.moves.migration.engine_calls import EngineCalls
-from rlhfspec.moves.migration.links.opening import make_landing, open_sending
+from rlhfspec.moves.migration.links.opening import Links, make_landing, open_sending
 from rlhfspec.moves.migration.mover import Mover
-from rlhfspec.moves.migration.sendings import Links
 
 if TYPE_CHECKING:
     from rlhfspec.engine.base import Movable

@@ -36,7 +36,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
 
-from rlhfspec.messages.servers.certificates import server_credentials
+from rlhfspec.messages.servers.credentials.certificates import server_credentials
 from rlhfspec.stage.supervisor import is_overdue
 from rlhfspec.stage.vitals import Vitals
 

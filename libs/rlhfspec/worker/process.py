@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rlhfspec.common.gpus import see_only
 from rlhfspec.common.interpreter import refuse_or_begin_anew
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def main(stage: str) -> NoReturn:
     from rlhfspec.kernels.malloc import tune_malloc
 
     tune_malloc()  # before torch, and before any thread
+    see_only(arguments.gpus, os.environ)
     if arguments.threads is not None:
         compute_with(arguments.threads)
     code = _run(stage, arguments.worker, arguments.connections)
@@ -97,6 +99,9 @@ def _arguments(stage: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--worker", type=_number, required=True, metavar="N", help="number of the worker within its stage, from 0"
+    )
+    parser.add_argument(
+        "--gpus", metavar="LIST", help="the only GPUs it sees, one a rank (default: CUDA_VISIBLE_DEVICES)"
     )
     parser.add_argument(
         "--threads", type=_number, metavar="N", help="threads of torch (default: OMP_NUM_THREADS, or all cores)"

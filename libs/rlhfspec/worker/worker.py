@@ -11,7 +11,6 @@ import signal
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,6 @@ from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.runs.live.live import LiveBeats, LiveState, WorkerSnapshot, snapshot_of
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.context import Context, Run
@@ -157,21 +155,8 @@ class StageWorker:
         supervisor = Supervisor(
             self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=(self._stage,)
         )
-        await supervisor.run([service, *service.beside, *self._beats(bus, service), *self._mirroring()], self._stop)
+        await supervisor.run([service, *service.beside, Heartbeats(bus, self._vitals), *self._mirroring()], self._stop)
         return service.said_at_the_end
-
-    def _beats(self, bus: Bus, service: Service) -> list[Service]:
-        """What it does right now: on the bus, for the supervisor; in Redis, for those that read it."""
-        beats: list[Service] = [Heartbeats(bus, self._vitals)]
-        connections = self._connections
-        if connections.redis_url is not None:
-            live = LiveState(
-                connections.redis_url, connections.uid, role=self._stage, credentials=connections.credentials
-            )
-            self._meters.reconnects("redis", lambda: live.num_reconnects)
-            look = partial(_snapshot, service)
-            beats.append(LiveBeats(live, self._vitals, look))
-        return beats
 
     def _mirroring(self) -> list[Service]:
         """The trainer sends when a checkpoint is there."""
@@ -255,10 +240,6 @@ def host_told(environment: Mapping[str, str]) -> str:
 def incarnation_of(stage: str, worker: int) -> str:
     """Another one with every start of a worker."""
     return f"{stage}/{worker}/{secrets.token_hex(8)}"
-
-
-def _snapshot(service: Service) -> WorkerSnapshot:
-    return snapshot_of(service.vitals, service.load, service.owned)
 
 
 async def _beat(health: Health) -> None:

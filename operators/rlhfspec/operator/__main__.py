@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rlhfspec.cluster import names
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.operator.release import credentials_by, keys_of, servers_of
 from rlhfspec.operator.running import Operator, ReplicaPlace
 from rlhfspec.operator.settings import OperatorFile
+from rlhfspec.operator.shared.release import credentials_by, keys_of, servers_of
 from rlhfspec.stage import logs
 from rlhfspec.worker.exits import PERMANENT
 

@@ -22,7 +22,7 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest
-from rlhfspec.operator.credentials import Keys, install_secrets, new_keys
+from rlhfspec.operator.shared.credentials import Keys, install_secrets, new_keys
 from rlhfspec.worker.exits import PERMANENT, TEMPORARY
 
 

@@ -1,11 +1,11 @@
 """Which of the operator's replicas acts: the one that holds a Lease, and only while it surely holds it.
 
-| who | what it does |
+| replica | what it does |
 |---|---|
 | the holder | writes the Lease every RENEW_SECONDS; acts until ACT_SECONDS after its last renewal *began* |
 | all others | read it every LOOK_SECONDS; take it once it was not renewed for LEASE_SECONDS, each by its own clock |
 
-Nobody compares clocks of two machines. Since ACT_SECONDS < LEASE_SECONDS, and a holder counts from before its write
+Clocks of two machines are never compared. Since ACT_SECONDS < LEASE_SECONDS, and a holder counts from before its write
 and the others from after they saw it, the holder has stopped before another may begin; a holder that was paused (a
 stopped process, a machine that slept) finds its time over before its next write. `resourceVersion` lets only one take
 the Lease, and a holder that finds it written by somebody else, or gone, stops at once. On SIGTERM the holder stops
@@ -89,7 +89,7 @@ class Lease:
             LOG.warning("the Lease %s cannot be reached: %s %s", self._name, type(error).__name__, error)
 
     async def _renew(self, began: float) -> None:
-        """The holder writes what it wrote last; whoever finds it changed, or never had it, reads it."""
+        """The holder writes what it wrote last; a replica that finds it changed, or never had it, reads it."""
         last, self._ours = self._ours, None
         if last is None:
             answer = await self._api.lease("GET", self._namespace, self._name)

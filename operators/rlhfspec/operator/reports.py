@@ -1,4 +1,4 @@
-"""Where a job's control reports to: HTTPS, with the token that the kubelet made for its pod and nobody else.
+"""Where a job's control reports to: HTTPS, with the token that the kubelet made for its pod alone.
 
 The API server says whose token it is (TokenReview); it must be of a control pod of that very job, one that the watches
 know, and that is not on its way out. What it may then say is only how its own run fares.
@@ -31,8 +31,8 @@ from pydantic import ValidationError
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.errors import ClusterUnavailable
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.queue import Key
+from rlhfspec.operator.looking.cache import Cache
+from rlhfspec.operator.looking.queue import Key
 
 _MOST_BYTES = 256 * 1024
 LEAST_SECONDS = 0.5

@@ -24,21 +24,20 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, LeadershipLost
-from rlhfspec.operator.broker import Dialling
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.draft import worker_name
+from rlhfspec.operator.deciding.draft import ReconcilePlan, worker_name
+from rlhfspec.operator.deciding.observed import ChartSettings, JobView, Observed, Said, worker_of
+from rlhfspec.operator.deciding.reconcile import reconcile
 from rlhfspec.operator.lease import LEADER_LOOK_SECONDS, Lease
-from rlhfspec.operator.leftovers import Runs, Server, Tending
-from rlhfspec.operator.looks import Reconciler
+from rlhfspec.operator.looking.cache import Cache
+from rlhfspec.operator.looking.looks import Reconciler
+from rlhfspec.operator.looking.queue import Key, ReconcileResult, WorkQueue
+from rlhfspec.operator.looking.watching import Informers
 from rlhfspec.operator.metrics import Metrics, Restarted
-from rlhfspec.operator.observed import ChartSettings, JobView, Observed, Said, worker_of
-from rlhfspec.operator.plan import ReconcilePlan
-from rlhfspec.operator.queue import Key, ReconcileResult, WorkQueue
-from rlhfspec.operator.reconcile import reconcile
 from rlhfspec.operator.reports import Reports
 from rlhfspec.operator.settings import OperatorFile
-from rlhfspec.operator.spaces import Spaces
-from rlhfspec.operator.watching import Informers
+from rlhfspec.operator.shared.broker import Dialling
+from rlhfspec.operator.shared.leftovers import Runs, Server, Tending
+from rlhfspec.operator.shared.spaces import Spaces
 from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.stage.tasks import ended
 
@@ -50,7 +49,7 @@ LOG = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
     """Where this replica runs and listens. `pod`: its name; None: not in a pod. `tls`: of the reports' endpoint;
-    None: nobody can report."""
+    None: no report can come."""
 
     pod: str | None
     host: str = "0.0.0.0"
@@ -236,7 +235,7 @@ def restarted(cache: Cache) -> Iterator[Restarted]:
         restarts = job.status.get("restarts") or {} if job is not None else {}
         counts = restarts.get("byWorker") or {}
         for role, number in sorted({*map(worker_of, counts), *(pod.key for pod in cache.pods((namespace, name)))}):
-            if role in names.ROLES:  # whoever may write a status can write anything there
+            if role in names.ROLES:  # what may write a status can write anything there
                 yield Restarted(namespace, name, role, number, counts.get(worker_name((role, number)), 0))
 
 

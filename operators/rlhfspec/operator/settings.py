@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.job.cluster import Role
-from rlhfspec.operator.observed import ChartSettings, Credentials, Images
+from rlhfspec.operator.deciding.observed import ChartSettings, Credentials, Images
 
 
 class SettingsPart(BaseModel):

@@ -98,7 +98,7 @@ def trace_of(cluster: Cluster, job: str, sample: str) -> tuple[list[Line], str]:
 
 
 def followed(cluster: Cluster, job: str, *, role: str | None = None, sample: str | None = None) -> Iterator[Line]:
-    """As they are said, of pods that are made later too, until the job is over or nobody reads any more."""
+    """As they are said, of pods that are made later too, until the job is over or the reader has gone."""
     told: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
     threads: dict[str, threading.Thread] = {}  # by the uid of a pod
     while True:

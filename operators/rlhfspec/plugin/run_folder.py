@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhfspec.plugin.cluster import Cluster
 
 Json = dict[str, Any]
-HELPER_SECONDS = 3600  # it ends by itself, should nobody remove it
+HELPER_SECONDS = 3600  # it ends by itself, should nothing remove it
 _START_SECONDS = 120.0
 _USER = 65532  # as the job's own pods
 

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from rlhfspec.plugin.output import shown
 from rlhfspec.plugin.pods import duration, node_of, worker_of
-from rlhfspec.stage.silence import is_silent
 
 Json = dict[str, Any]
 
@@ -23,29 +22,30 @@ def table_of(seen: Json, pods: list[Json]) -> Table:
     for title in ("for", "tokens/s", "runs", "queue", "accepted", "samples"):
         table.add_column(title, justify="right")
     for worker in sorted(seen["workers"], key=lambda each: (each["load"] is None, each["name"])):
-        state, load, unheard = worker["state"], worker["load"], float(worker.get("silent_seconds") or 0.0)
-        does, since = ("silent", unheard) if is_silent(unheard) else (_does(state), state["since_seconds"])
-        row = [worker["name"], nodes.get(worker["name"], ""), does, ""]
-        row += [duration(since), "", "", "", "", ""]
+        load = worker["load"]
+        row = [worker["name"], nodes.get(worker["name"], ""), _does(worker), ""]
+        row += [duration(worker["since_seconds"]), "", "", "", "", ""]
         if load is not None:
             accepted = load.get("accepted_per_verification")
             row[3] = load["strategy"]
             row[5:] = [
                 f"{load['tokens_per_second']:.0f}", str(load["num_running"]), str(load["num_waiting"]),
-                "" if accepted is None else f"{accepted:.2f}", str(len(worker.get("owned") or ())),
+                "" if accepted is None else f"{accepted:.2f}", str(load["num_samples"]),
             ]  # fmt: skip
         table.add_row(*(Text(shown(cell)) for cell in row))  # never as markup
     return table
 
 
-def _does(state: Json) -> str:
+def _does(worker: Json) -> str:
     """
     >>> _does({"doing": "waiting", "what": "a demand"}), _does({"doing": "working", "what": "loading weights"})
     ('waits for a demand', 'loading weights')
-    >>> _does({"doing": "starting", "what": None})
-    'starting'
+    >>> _does({"doing": "silent", "what": "no heartbeat from it"})
+    'silent'
     """
-    doing, what = str(state.get("doing") or ""), str(state.get("what") or "")
+    doing, what = str(worker["doing"]), str(worker["what"])
+    if doing == "silent":
+        return "silent"
     if doing == "working" and what:
         return what
     return f"waits for {what}" if doing == "waiting" and what else f"{doing} {what}".strip()

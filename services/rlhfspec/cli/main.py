@@ -8,19 +8,19 @@ from typing import Annotated
 
 import typer
 
-from rlhfspec.cli import bench, compare, dashboard, explain_moves, job, models, run, simulate, tiny, top, trace
+from rlhfspec.cli.beside import WithCommandsBeside
+from rlhfspec.cli.commands import compare, dashboard, explain_moves, job, run, tiny, top, trace
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our status line says what goes on
 
 app = typer.Typer(
+    cls=WithCommandsBeside,
     help="RLHF post-training, fast where it hurts: lossless tree speculation that chooses its own strategy.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench.app, name="bench")
 app.add_typer(tiny.app, name="tiny")
-app.add_typer(models.app, name="models")
 job.register(app)
 app.command()(run.run)
 app.command()(compare.compare)
@@ -28,7 +28,6 @@ app.command()(top.top)
 app.command()(dashboard.dashboard)
 app.command()(trace.trace)
 app.command()(explain_moves.explain_moves)
-app.command()(simulate.simulate)
 
 
 def _print_version(wanted: bool) -> None:

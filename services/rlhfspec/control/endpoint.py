@@ -18,12 +18,12 @@ MOST_SHOWN = 200  # bytes of an answer
 
 
 class NotTaken(Exception):
-    """The report did not arrive, or was refused; in one line."""
+    """Say in one line that the report did not arrive, or was refused."""
 
 
 class Endpoint:
-    """url: the whole address. authority: a file with the CA that its certificate is of. token_file: read anew for
-    every report, because tokens are replaced before they expire."""
+    """Post reports. url: the whole address. authority: a file with the CA that its certificate is of. token_file: read
+    anew for every report, because tokens are replaced before they expire."""
 
     def __init__(self, url: str, authority: Path, token_file: Path) -> None:
         parts = urlsplit(url)
@@ -33,7 +33,7 @@ class Endpoint:
         self._authority, self._token_file = authority, token_file
 
     def post(self, body: bytes) -> None:
-        """Blocks, for a few seconds at most; raises NotTaken."""
+        """Block, for a few seconds at most; raise NotTaken."""
         try:
             self._post(body)
         except (OSError, http.client.HTTPException, UnicodeError) as error:  # of the token's file, too

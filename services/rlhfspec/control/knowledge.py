@@ -13,11 +13,11 @@ from rlhfspec.cluster.report import Report, Trouble
 from rlhfspec.control.report import RECENT_STEPS, Facts, report_of
 from rlhfspec.control.troubles import Failing, broker_unavailable, reward_failing, stalled, undeliverable
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.messages.records import DatasetInfo, Heartbeat, StepReport, WorkerInfo
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.transport.clock import Clock
-from rlhfspec.runs.view.roster import Roster
-from rlhfspec.runs.view.run_state import RunState, RunWorker, after
+from rlhfspec.runs.live.run_state import KnownRun, ProcessNews, RunWorker, WorkerKey
+from rlhfspec.runs.view.roster import process_states
 from rlhfspec.stage.silence import is_silent
 from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
 
@@ -25,11 +25,11 @@ AWAY_SECONDS = 3.5  # the broker is asked every second
 GONE_SECONDS = 60.0  # a silent worker whose stage has others is not waited for any longer
 _QUIET_SECONDS = 5.0  # a generator's load that is older says nothing
 MOST_LETTERS = 12
-Worker = tuple[str, int]
 
 
 class RunKnowledge:
-    """`today`: the time of the day, for people."""
+    """Keep what control knows. `known`: the state of its workers; what hears loads and plans tells it of them. `today`:
+    the time of the day."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class RunKnowledge:
         stall_seconds: float = STALL_SECONDS,
         today: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self.roster = Roster(clock)
+        self.known = KnownRun(clock)
         self._job, self._run, self._broker = job, run, broker
         self._clock, self._today = clock, today
         self._stall_seconds = stall_seconds
@@ -49,10 +49,9 @@ class RunKnowledge:
         self._steps: tuple[StepMetrics, ...] = ()
         self._checkpoint_step = 0
         self._stepped_at = clock.now()
-        self._there: set[Worker] = set()  # who has said something, and not that it leaves
-        self._infos: dict[Worker, WorkerInfo] = {}  # as they were last told, perhaps by processes that are gone
-        self._failing: dict[Worker, Failing] = {}
-        self._told = RunState()  # loads, and how many generators are wanted
+        self._there: set[WorkerKey] = set()  # those that have said something, and not that they leave
+        self._infos: dict[WorkerKey, WorkerInfo] = {}  # as they were last told, perhaps by processes that are gone
+        self._failing: dict[WorkerKey, Failing] = {}
         self._letters: list[str] = []
         self._answered_at = clock.now()
         self._answered_today = today()
@@ -74,32 +73,26 @@ class RunKnowledge:
             return self._left(key, beat.what)
         if key not in self._there:
             self._there.add(key)
-            self.roster.started(*key, pid=None)
+            self.known.tell(ProcessNews(stage=beat.stage, worker=beat.worker, phase="starting"))
             if key in self._infos:
-                self.roster.joined(self._infos[key])
-        self.roster.heard(beat)
+                self.known.tell(self._infos[key])
+        self.known.tell(beat)
         if not beat.trouble:
             self._failing.pop(key, None)
         elif key not in self._failing:
             self._failing[key] = Failing(beat.trouble, self._clock.now())
 
     def ready(self, info: WorkerInfo) -> None:
-        """Kept by the broker for whoever comes later, so it may be of a process that is gone: only who is heard is
-        there."""
+        """Take what a worker said when it was ready. The broker keeps that for readers that come later, so it may be of
+        a process that is gone: only workers that are heard are there."""
         key = (info.stage, info.worker)
         if info.stage in STAGE_NAMES:
             self._infos[key] = info
             if key in self._there:
-                self.roster.joined(info)
-
-    def loaded(self, load: Load) -> None:
-        self._told = after(self._told, [(self._clock.now(), load)])
-
-    def planned(self, plan: Plan) -> None:
-        self._told = after(self._told, [(self._clock.now(), plan)])
+                self.known.tell(info)
 
     def read(self, info: DatasetInfo) -> None:
-        """Where the data ends before the job's steps do."""
+        """Note where the data ends before the job's steps do."""
         steps = self._job.spec.training.steps
         self._total_steps = min(info.last_step, steps) if info.last_step else steps
 
@@ -108,7 +101,8 @@ class RunKnowledge:
         self._stepped_at = self._clock.now()
 
     def found(self, steps: Sequence[StepMetrics]) -> None:
-        """What comes after these is done again: the run goes on from a checkpoint before it."""
+        """Take the steps of the folder. What comes after these is done again: the run goes on from a checkpoint before
+        it."""
         if steps:
             before = tuple(metrics for metrics in self._steps if metrics.step < steps[0].step)
             self._steps = (*before, *steps)[-RECENT_STEPS:]
@@ -118,7 +112,7 @@ class RunKnowledge:
 
     @property
     def is_trained(self) -> bool:
-        """To its last step, as far as is known."""
+        """Return whether it is trained to its last step, as far as is known."""
         return bool(self._steps) and self._steps[-1].step >= self._total_steps
 
     def kept(self, checkpoint_step: int) -> None:
@@ -133,7 +127,7 @@ class RunKnowledge:
     def report(self) -> Report:
         now = self._clock.now()
         self._forget_the_gone()
-        states = self.roster.worker_states()
+        run = self.known.run
         return report_of(
             Facts(
                 run=self._run,
@@ -141,26 +135,28 @@ class RunKnowledge:
                 seconds_since_step=now - self._stepped_at,
                 steps=self._steps,
                 checkpoint_step=self._checkpoint_step,
-                workers=tuple(self.roster.states()),
-                overdue=frozenset((state.stage, state.worker) for state in states if is_overdue(state)),
-                loads={each.worker: each.load for each in self._told.generators if each.load and self._is_there(each)},
+                workers=tuple(process_states(run, now)),
+                overdue=frozenset((state.stage, state.worker) for state in run.states if is_overdue(state)),
+                loads={each.worker: each.load for each in run.generators if each.load and self._is_there(each)},
                 generators_wanted=self._generators_wanted(),
-                generators_wanted_because=self._told.why_wanted,
+                generators_wanted_because=run.why_wanted,
                 troubles=tuple(self._troubles()),
             )
         )
 
     def _troubles(self) -> list[Trouble]:
-        """While the broker is away nobody is heard, and for a moment after: that says nothing of the workers."""
+        """Return what is wrong. While the broker is away no worker is heard, and for a moment after: that says nothing
+        of the workers."""
         troubles = undeliverable(self._letters)
         if self._is_broker_away():
             since = self._answered_today.strftime("%H:%M:%SZ")
             return [broker_unavailable(self._broker, since), *troubles]
         troubles += reward_failing(self._failing, self._clock.now())
         if is_silent(self._heard_for()):  # before, a worker that is not heard may be well
-            states, workers = self.roster.worker_states(), self.roster.states()
-            quiet = min(self.roster.quiet_seconds(), self._heard_for())
-            troubles += stalled(workers, states, quiet_seconds=quiet, stall_seconds=self._stall_seconds)
+            run, now = self.known.run, self._clock.now()
+            quiet = min(run.quiet_seconds(now), self._heard_for())
+            workers = process_states(run, now)
+            troubles += stalled(workers, run.states, quiet_seconds=quiet, stall_seconds=self._stall_seconds)
         return troubles
 
     def _is_broker_away(self) -> bool:
@@ -173,29 +169,31 @@ class RunKnowledge:
         is_new = self._clock.now() - generator.loaded_at <= _QUIET_SECONDS
         return is_new and ("generator", generator.worker) in self._there
 
-    def _left(self, key: Worker, what: str) -> None:
+    def _left(self, key: WorkerKey, what: str) -> None:
         self._failing.pop(key, None)
         if key in self._there:
             self._there.discard(key)
-            self.roster.is_down(*key, "left", what)
+            self.known.tell(ProcessNews(stage=key[0], worker=key[1], phase="left", what=what))
 
     def _forget_the_gone(self) -> None:
-        """One of several of its stage that fell silent for good was killed, and is not started again."""
+        """Forget workers that fell silent for good: one of several of its stage was killed, and is not started
+        again."""
         if self._heard_for() <= GONE_SECONDS:
             return
-        for stage, worker in list(self._there):
-            others = [key for key in self._there if key[0] == stage and key[1] != worker]
-            others_speak = not all(is_silent(self.roster.silent_seconds(*key)) for key in others)
-            if others_speak and self.roster.silent_seconds(stage, worker) > GONE_SECONDS:
-                self._left((stage, worker), "it fell silent")
+        there, now = self.known.run.there, self._clock.now()
+        speaking = {worker.stage for worker in there if not worker.is_silent(now)}
+        for worker in there:
+            if worker.stage in speaking and now - worker.spoke_at > GONE_SECONDS:
+                self._left(worker.key, "it fell silent")
 
     def _generators_wanted(self) -> int | None:
         replicas = self._job.spec.roles.generator.replicas
-        if self._told.num_wanted is None or replicas is None:
+        num_wanted = self.known.run.num_wanted
+        if num_wanted is None or replicas is None:
             return None
-        return min(max(self._told.num_wanted, replicas.min), replicas.max)
+        return min(max(num_wanted, replicas.min), replicas.max)
 
 
 def lines_of(steps: Sequence[StepMetrics]) -> list[str]:
-    """As the window of the live view has them."""
+    """Return the lines as the window of the live view has them."""
     return [json.dumps(json.loads(metrics.to_line())) for metrics in steps]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rlhfspec.control.knowledge import RunKnowledge
 from rlhfspec.errors import InvalidRequest, MalformedRecord, StorageError
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.messages.records import DatasetInfo, Heartbeat, StepReport, WorkerInfo
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.transport.base import Subscription
 from rlhfspec.messages.transport.nats import NatsTransport
@@ -36,7 +36,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Looking(Service):
-    """consumes: Heartbeat, WorkerInfo, Load, Plan, StepReport, DatasetInfo, dead letters; produces: nothing; waits for:
+    """Look on. consumes: Heartbeat, WorkerInfo, StepReport, DatasetInfo, dead letters; produces: nothing; waits for:
     something said; unblocked by: every stage."""
 
     def __init__(
@@ -59,8 +59,6 @@ class Looking(Service):
         heard: list[tuple[Any, Callable[[Any], None]]] = [
             (await view.subscribe(WorkerInfo), knowledge.ready),
             (await view.subscribe(Heartbeat), knowledge.heard),
-            (await view.subscribe(Load), knowledge.loaded),
-            (await view.subscribe(Plan), knowledge.planned),
             (await view.subscribe(StepReport), knowledge.stepped),
         ]
         letters = await self._bus.dead_letters()
@@ -91,7 +89,7 @@ class Looking(Service):
 
     async def _look_at_folder(self) -> None:
         now = self._clock.now()
-        every = FOLDER_SECONDS if self._knowledge.is_trained else self._folder_seconds  # soon nobody looks any more
+        every = FOLDER_SECONDS if self._knowledge.is_trained else self._folder_seconds  # soon no viewer looks any more
         if now - self._folder_at >= every:
             self._folder_at = now
             with self.vitals.working("looking for checkpoints", deadline_seconds=FOLDER_DEADLINE_SECONDS):
@@ -102,7 +100,7 @@ class Looking(Service):
 
 
 def _take(take: Callable[[Any], None], record: Any) -> None:
-    """Signals of a program of another version are left aside, and end nothing."""
+    """Leave signals of a program of another version aside; they end nothing."""
     try:
         take(record)
     except InvalidRequest as error:
@@ -110,7 +108,7 @@ def _take(take: Callable[[Any], None], record: Any) -> None:
 
 
 def steps_of(folder: RunFolder) -> list[StepMetrics]:
-    """What is known of a run before anybody says anything; nothing where it cannot be read."""
+    """Return what is known of a run before any worker says anything; nothing where it cannot be read."""
     try:
         return folder.steps()
     except (OSError, InvalidRequest, StorageError) as error:
@@ -119,7 +117,7 @@ def steps_of(folder: RunFolder) -> list[StepMetrics]:
 
 
 def last_checkpoint(folder: RunFolder) -> int:
-    """Whole ones alone: what is being written has another name."""
+    """Return the last whole checkpoint: what is being written has another name."""
     try:
         names = [entry.name for entry in folder.checkpoints.iterdir()]
     except OSError:
@@ -128,14 +126,15 @@ def last_checkpoint(folder: RunFolder) -> int:
 
 
 def view_of(job: RLHFJob, console: Console, *, shown: bool) -> View:
-    """Whatever the job says of its view: that is for one machine."""
+    """Return a view, whatever the job says of its own: that is for one machine."""
     observability = job.spec.observability.model_copy(update={"view": "auto" if shown else "off"})
     spec = job.spec.model_copy(update={"observability": observability})
     return View(job.model_copy(update={"spec": spec}), console, on_interrupt="end this view; the job goes on")
 
 
 class BrokerWatch(Service):
-    """consumes, produces: nothing; waits for: its next question; unblocked by: time."""
+    """Ask the broker from time to time. consumes, produces: nothing; waits for: its next question; unblocked by:
+    time."""
 
     def __init__(self, vitals: Vitals, transport: NatsTransport, bus: Bus, knowledge: RunKnowledge) -> None:
         super().__init__("broker", 0, vitals)

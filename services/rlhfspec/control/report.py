@@ -28,7 +28,8 @@ _Doing = Literal["working", "waiting", "silent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """`steps`: the last ones, in order. `overdue`: workers past their deadline. `loads`: by number of generator."""
+    """Hold what a report is made of. `steps`: the last ones, in order. `overdue`: workers past their deadline. `loads`:
+    by number of generator."""
 
     run: str
     total_steps: int
@@ -68,7 +69,8 @@ def report_of(facts: Facts) -> Report:
 
 
 def eta_seconds(seconds: Sequence[float], steps_left: int, since_step: float) -> float | None:
-    """From the middle half of what recent steps took: one that waited for a machine says nothing of the next.
+    """Return what is left, by the middle half of what recent steps took: one that waited for a machine says nothing of
+    the next.
 
     >>> eta_seconds([2.0, 2.0, 300.0, 2.0], steps_left=3, since_step=1.0)
     5.0
@@ -85,7 +87,7 @@ def eta_seconds(seconds: Sequence[float], steps_left: int, since_step: float) ->
 
 
 def news(report: Report) -> tuple[object, ...]:
-    """What is worth a report of its own; all else is told from time to time."""
+    """Return what is worth a report of its own; all else is told from time to time."""
     return (
         report.step,
         report.total_steps,
@@ -97,7 +99,7 @@ def news(report: Report) -> tuple[object, ...]:
 
 
 def _tokens_per_second(last: StepMetrics | None, loads: Mapping[int, Load]) -> float | None:
-    """Of the last step, while it generated; before there is one, of the generators now."""
+    """Return the speed of the last step, while it generated; before there is one, of the generators now."""
     if last is not None:
         return last.tokens_per_second
     running = [load.tokens_per_second for load in loads.values() if load.num_running]
@@ -105,7 +107,7 @@ def _tokens_per_second(last: StepMetrics | None, loads: Mapping[int, Load]) -> f
 
 
 def _worker(state: ProcessState, overdue: frozenset[tuple[str, int]]) -> WorkerSays:
-    doing: _Doing = "working"  # who starts, too
+    doing: _Doing = "working"  # one that starts, too
     if state.doing in ("waiting", "silent"):
         doing = "silent" if state.doing == "silent" else "waiting"
     return WorkerSays(

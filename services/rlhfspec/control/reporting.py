@@ -1,4 +1,4 @@
-"""Tells the operator how the run goes, and bears it when nobody listens."""
+"""Tells the operator how the run goes, and bears it when the operator does not listen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Turn:
-    """When a report is due: pure but for its draws.
+    """Say when a report is due: pure but for its draws.
 
     >>> turn, quiet = Turn(random.Random(0)), Report(run="3f2a")
     >>> turn.is_due(quiet, now=0.0)
@@ -46,7 +46,7 @@ class Turn:
         self._not_before, self._at_latest = now + AT_MOST_EVERY_SECONDS, now + AT_LEAST_SECONDS
 
     def was_not_taken(self, now: float) -> bool:
-        """Whether that is news. Many jobs lose their operator at the same moment, and come back one by one."""
+        """Return whether that is news. Many jobs lose their operator at the same moment, and come back one by one."""
         self._num_failures += 1
         wait = min(AT_MOST_EVERY_SECONDS * 2.0 ** min(self._num_failures - 1, 10), LONGEST_REPORT_WAIT_SECONDS)
         self._not_before = self._at_latest = now + wait * self._draw.uniform(0.5, 1.0)
@@ -54,8 +54,8 @@ class Turn:
 
 
 class Reporter(Service):
-    """consumes: what control knows; produces: reports, over HTTPS; waits for: something to report; unblocked by: every
-    stage, and time."""
+    """Report to the operator. consumes: what control knows; produces: reports, over HTTPS; waits for: something to
+    report; unblocked by: every stage, and time."""
 
     def __init__(
         self, vitals: Vitals, look: Callable[[], Report], post: Callable[[bytes], None], draw: random.Random

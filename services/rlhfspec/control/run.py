@@ -55,7 +55,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Control:
-    """`run` returns when it is asked to leave, and not before."""
+    """Look after a run; `run` returns when it is asked to leave, and not before."""
 
     def __init__(self, connections: Connections, job: RLHFJob, token_file: Path, mirror: Mirror | None = None) -> None:
         self._connections, self._job, self._token_file = connections, job, token_file
@@ -109,7 +109,7 @@ class Control:
             return []
         state = LiveState(connections.redis_url, connections.uid, role=CONTROL, credentials=connections.credentials)
         self._meters.reconnects("redis", lambda: state.num_reconnects)
-        return [LiveBeats(state, self._vitals, self._recent.now)]
+        return [LiveBeats(state, self._vitals, self._knowledge.known, self._recent)]
 
     # --- with the broker -----------------------------------------------------------------------------------------
 
@@ -128,8 +128,9 @@ class Control:
         bus = Bus(transport, name, uid=uid, workers=workers_of(self._job) | {"view": 1}, clock=clock)
         asking = BrokerWatch(self._vitals, transport, bus, self._knowledge)
         watch = WatchService(
-            self._vitals, bus.of("view"), view=view_of(self._job, Console(quiet=True), shown=False), recent=self._recent
-        )
+            self._vitals, bus.of("view"), view=view_of(self._job, Console(quiet=True), shown=False),
+            recent=self._recent, known=self._knowledge.known,
+        )  # fmt: skip
         looking = Looking(
             self._vitals, bus, self._knowledge, self._last_checkpoint, folder_seconds=self._folder_seconds
         )
@@ -147,7 +148,7 @@ class Control:
         await together(asking.run(), open_and_look())
 
     async def _until_open(self, service: Service, transport: NatsTransport, bus: Bus) -> bool:
-        """However long that takes; False: it was asked to leave meanwhile."""
+        """Wait until the run is open, however long that takes; return False if it was asked to leave meanwhile."""
         clock = self._vitals.clock
         tell_at = clock.now() + OPENED_SECONDS
         while not service.stopping.is_set():
@@ -160,7 +161,7 @@ class Control:
         return False
 
     async def _connected(self, service: Service) -> NatsTransport | None:
-        """However long that takes; None: it was asked to leave meanwhile."""
+        """Connect, however long that takes; return None if it was asked to leave meanwhile."""
         is_told = False
         while not service.stopping.is_set():
             try:
@@ -176,7 +177,8 @@ class Control:
 
 
 class _LookingOn(Service):
-    """consumes: all that is said; produces: nothing; waits for: the broker; unblocked by: every stage."""
+    """Run all that looks on. consumes: all that is said; produces: nothing; waits for: the broker; unblocked by: every
+    stage."""
 
     def __init__(self, control: Control, health: Health) -> None:
         super().__init__("opening", 0, control._vitals)

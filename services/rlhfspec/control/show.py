@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SHOW_SECONDS = 0.5
 _READ_SECONDS = 60.0  # a terminal that takes nothing for so long is gone
-OF_SAMPLES = ("sample_ids", "num_generated", "num_held")  # of a load: `owned` says whose it has
+OF_SAMPLES = ("sample_ids", "num_generated", "num_held")  # of a load: how many they are is told
 
 
 def main() -> int:
@@ -65,20 +65,21 @@ def main() -> int:
 
 
 def document_of(view: LiveView) -> dict[str, Any]:
-    """`workers`: by name, with how long ago each spoke; `steps`: lines of steps.jsonl.
+    """Return the view as JSON has it. `workers`: each as the live view draws it; `steps`: lines of steps.jsonl.
 
     >>> from rlhfspec.runs.live.live import LiveView, Window
-    >>> document_of(LiveView(workers={}, silent_seconds={}, window=Window(steps=('{"step": 1}',))))
+    >>> document_of(LiveView(window=Window(steps=('{"step": 1}',))))
     {'workers': [], 'steps': [{'step': 1}], 'samples': []}
     """
+    from rlhfspec.runs.view.roster import process_states
+
     workers = []
-    for name in sorted(view.workers):
-        snapshot = asdict(view.workers[name])
-        state, load = snapshot["state"], snapshot["load"]
-        state["overdue_seconds"] = max(state["overdue_seconds"], 0.0)  # JSON knows no infinity
-        if load is not None:
-            snapshot["load"] = {key: load[key] for key in load if key not in OF_SAMPLES}
-        workers.append({"name": name, "silent_seconds": view.silent_seconds[name], **snapshot})
+    for state in process_states(view.run, view.now):
+        worker = asdict(state)
+        if state.load is not None:
+            load = {key: value for key, value in worker["load"].items() if key not in OF_SAMPLES}
+            worker["load"] = {**load, "num_samples": len(state.load.sample_ids)}
+        workers.append({"name": f"{state.stage}-{state.worker}", **worker})
     steps = [json.loads(line) for line in view.window.steps]
     return {"workers": workers, "steps": steps, "samples": [asdict(sample) for sample in view.window.samples]}
 
@@ -112,7 +113,7 @@ async def _look(connections: Connections) -> LiveView:
 
 
 async def _view(connections: Connections) -> None:
-    """Another pair of eyes on the bus, beside control's own."""
+    """Show what comes over the bus, beside control's own looking."""
     from rich.console import Console
 
     from rlhfspec.common.awake_clock import AwakeClock
@@ -122,6 +123,7 @@ async def _view(connections: Connections) -> None:
     from rlhfspec.messages.access.rights import CONTROL
     from rlhfspec.messages.loop import workers_of
     from rlhfspec.runs.folder.run_folder import RunFolder
+    from rlhfspec.runs.view.roster import process_states
     from rlhfspec.runs.view.watch import WatchService
     from rlhfspec.stage.bus import Bus
     from rlhfspec.stage.supervisor import Supervisor
@@ -137,13 +139,13 @@ async def _view(connections: Connections) -> None:
         transport, job.metadata.name, uid=connections.uid, workers=workers_of(job) | {"view": 1}, clock=vitals.clock
     )
     services = [
-        WatchService(vitals, bus.of("view"), view=view),
+        WatchService(vitals, bus.of("view"), view=view, known=knowledge.known),
         Looking(vitals, bus, knowledge, partial(last_checkpoint, folder)),
     ]
 
     async def show() -> None:
         while not stop.is_set():
-            view.processes(knowledge.roster.states())
+            view.processes(process_states(knowledge.known.run, vitals.clock.now()))
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), SHOW_SECONDS)
 
@@ -158,8 +160,9 @@ async def _view(connections: Connections) -> None:
 
 
 async def _end_when_nobody_reads(stop: asyncio.Event) -> None:
-    """A client that vanishes does not end what it began in a pod: its terminal is only read no more. Whoever writes to
-    it then is stuck for good, so nothing but the end of the process ends it."""
+    """End this process when its output is read no more. A client that vanishes does not end what it began in a pod: its
+    terminal is only read no more. What writes to it then is stuck for good, so nothing but the end of the process ends
+    it."""
     from rlhfspec.worker import exits
 
     read_at = time.monotonic()

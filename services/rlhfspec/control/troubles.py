@@ -25,14 +25,14 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """The first that was said, while it fails."""
+    """Keep the first that was said, while it fails."""
 
     what: str
     since: float
 
 
 def broker_unavailable(url: str, since: str) -> Trouble:
-    """since: a time of the day, as people write it."""
+    """Return the trouble. since: a time of the day, as people write it."""
     return _trouble("BrokerUnavailable", f"{url} has not answered since {since}")
 
 
@@ -45,7 +45,8 @@ def reward_failing(failing: Mapping[tuple[str, int], Failing], now: float) -> li
 def stalled(
     workers: Sequence[ProcessState], states: Sequence[WorkerState], *, quiet_seconds: float, stall_seconds: float
 ) -> list[Trouble]:
-    """Somebody is past the deadline of its work, says nothing, or all wait."""
+    """Return the troubles of workers that are past the deadline of their work or silent, or of a run in which all
+    wait."""
     told = [
         f"{state.stage} {state.worker}: {state.what} takes longer than its deadline of "
         f"{state.since_seconds - state.overdue_seconds:.0f} s"

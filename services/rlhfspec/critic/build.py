@@ -15,7 +15,7 @@ def build(job: RLHFJob, context: Context) -> CriticService:
     """A copy of the trainer's critic; its weights come with the first version that is handed out."""
     from rlhfspec.critic.service import CriticService
     from rlhfspec.huggingface.devices import device_of
-    from rlhfspec.huggingface.positions import max_context
+    from rlhfspec.huggingface.structure.positions import max_context
     from rlhfspec.training.modeling.critic import load_critic
     from rlhfspec.training.scoring.values import ValueScorer
 

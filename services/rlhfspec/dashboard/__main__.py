@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from rlhfspec.cluster import names
-from rlhfspec.dashboard.api_server import ApiServer
-from rlhfspec.dashboard.cluster import ClusterSource, Servers
+from rlhfspec.dashboard.jobs.api_server import ApiServer
+from rlhfspec.dashboard.jobs.cluster import ClusterSource, Servers
 from rlhfspec.dashboard.review import ClusterAccess
 from rlhfspec.dashboard.server import Dashboard
 from rlhfspec.dashboard.serving import serve

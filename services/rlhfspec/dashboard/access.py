@@ -1,6 +1,6 @@
-"""Who may look. Both ways begin with a token that a browser keeps in a cookie that no script can read.
+"""Which visitors may look. Both ways begin with a token that a browser keeps in a cookie that no script can read.
 
-`LaptopAccess`: one random token, in the URL that the command prints; who has it sees everything.
+`LaptopAccess`: one random token, in the URL that the command prints; with it one sees everything.
 In a cluster the token is a user's own, and the API server says what it may (`review`).
 
 Example:
@@ -36,12 +36,12 @@ class Visitor:
 
 
 class Access(Protocol):
-    """`errors.ServerFailed` where the question cannot be answered: then nobody may."""
+    """`errors.ServerFailed` where the question cannot be answered: then no visitor may."""
 
     is_local: bool  # for this machine's users: then only names of this machine are served, and cookies need no TLS
 
     async def visitor(self, token: str) -> Visitor | None:
-        """None: who shows this token is nobody."""
+        """None: this token is no visitor's."""
         ...
 
     async def may(self, visitor: Visitor, namespace: str, what: What) -> bool: ...

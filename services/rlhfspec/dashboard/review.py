@@ -1,4 +1,4 @@
-"""Who may look in a cluster: the API server says whose a token is (TokenReview), and what that user may
+"""Which users may look in a cluster: the API server says whose a token is (TokenReview), and what that user may
 (SubjectAccessReview), in each namespace anew. Answers count for some seconds."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ import hashlib
 
 from rlhfspec.cluster import names
 from rlhfspec.dashboard.access import Visitor, What
-from rlhfspec.dashboard.api_server import ApiServer
-from rlhfspec.dashboard.kept import Kept
+from rlhfspec.dashboard.jobs.api_server import ApiServer
+from rlhfspec.dashboard.jobs.kept import Kept
 from rlhfspec.messages.transport.clock import Clock
 
 _COUNTS_SECONDS = (
@@ -18,8 +18,8 @@ _COUNTS_SECONDS = (
 _MOST_AT_ONCE = 16  # reviews: a flood of wrong tokens is no flood for the API server
 _ASKED: dict[What, dict[str, str]] = {
     "jobs": {"group": names.GROUP, "resource": names.PLURAL, "verb": "get"},
-    # What a sample says may also stand in the logs of a pod: who may read these may read samples. And what a process
-    # said last, in its pod's status, is the end of its log.
+    # What a sample says may also stand in the logs of a pod: a user who may read these may read samples. And what a
+    # process said last, in its pod's status, is the end of its log.
     "texts": {"group": "", "resource": "pods", "subresource": "log", "verb": "get"},
 }
 

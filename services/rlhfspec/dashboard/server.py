@@ -18,18 +18,18 @@ import yaml
 from aiohttp import web
 
 from rlhfspec.dashboard.access import Access, Visitor, What, is_token, token_of
-from rlhfspec.dashboard.feeds import Feeds
-from rlhfspec.dashboard.readers import EventStream, Reader, encoded
-from rlhfspec.dashboard.source import JobHead, JobKey, JobSource
+from rlhfspec.dashboard.jobs.source import JobHead, JobKey, JobSource
+from rlhfspec.dashboard.live.feeds import Feeds
+from rlhfspec.dashboard.live.readers import EventStream, Reader, encoded
 from rlhfspec.errors import InvalidRequest, RLHFSpecError, ServerFailed
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEEP_ALIVE_SECONDS = 15.0
-_WRITE_SECONDS = 10.0  # who takes nothing for so long is cut off
+_WRITE_SECONDS = 10.0  # a reader that takes nothing for so long is cut off
 _LIST_SECONDS = 1.0
 MOST_STREAMS = 500
 MOST_STREAMS_OF_ONE = 20  # visitor, whichever of their tokens they show
-OF_LOGS = ("samples", "last_words")  # events for those who may read logs
+OF_LOGS = ("samples", "last_words")  # events for users who may read logs
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'; "
@@ -53,7 +53,7 @@ log = logging.getLogger("rlhfspec.dashboard")
 
 
 class Dashboard:
-    """`app()` is served by whoever made it; `close` ends the streams and the feeds."""
+    """`app()` is served by its maker; `close` ends the streams and the feeds."""
 
     def __init__(self, source: JobSource, access: Access) -> None:
         self.feeds = Feeds(source)
@@ -88,7 +88,7 @@ class Dashboard:
         await self.feeds.close()
         await self._source.close()
 
-    # --- who may, and in which manner ----------------------------------------------------------------------------
+    # --- which users may, and in which manner --------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -226,7 +226,7 @@ class Dashboard:
         return self._answer(request, encoded(found).encode(), "application/json")
 
     async def _yaml(self, request: web.Request) -> web.StreamResponse:
-        """The job as the API server has it, for who may get it there too."""
+        """The job as the API server has it, for users who may get it there too."""
         _, key = await self._allowed(request, "jobs")
         text = yaml.safe_dump(await self._source.manifest(key), sort_keys=False, width=120)
         return self._answer(request, text.encode(), "text/plain")
@@ -281,7 +281,7 @@ class Dashboard:
             yield
         finally:
             self._streams[visitor.name] -= 1
-            self._streams += Counter()  # forgets who has none
+            self._streams += Counter()  # forgets those that have none
 
     async def _stream(
         self, request: web.Request, events: EventStream, reader: Reader, still: Callable[[], Awaitable[object]]

@@ -21,7 +21,7 @@ class LoadMeter:
     """Counts what the engine's steps report; `load` makes a record of it when one is due.
 
     `sequences`: of the engine, where others may take them over. `incarnation` is of the process: what is said under
-    another one holds no more. `is_leaving` is set by whoever is.
+    another one holds no more. `is_leaving` is set by a worker that is.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.stage.tasks import together
 
 _LEAVE_SECONDS = 3.5  # for all that runs here to go on elsewhere
-_AGAIN_SECONDS = 0.02  # then who had no place for it is asked again
+_AGAIN_SECONDS = 0.02  # then one that had no place for it is asked again
 MOST_ADVICE = 32  # followed at once; the rest of a flood is lost, as advice may be
 
 
@@ -65,7 +65,7 @@ class Moving:
         self._peers: dict[int, Peer] = {}
         self._moves: set[asyncio.Task[Moved]] = set()
         self._numbers = count()
-        self._error: BaseException | None = None  # of a move: one that nobody foresaw ends this worker
+        self._error: BaseException | None = None  # of a move: one that was not foreseen ends this worker
         self._failed = asyncio.Event()  # there is one
 
     async def run(self) -> None:
@@ -73,8 +73,8 @@ class Moving:
             await together(self._follow(advice), self._meet(infos))
 
     async def leave(self, begun: Callable[[], Awaitable[list[str]]]) -> None:
-        """What has begun here goes on elsewhere, as far as others take it and the time lasts. Who leaves too, or says
-        nothing, is asked once: when a whole run ends nobody waits for anybody."""
+        """What has begun here goes on elsewhere, as far as others take it and the time lasts. One that leaves too, or
+        says nothing, is asked once: when a whole run ends no worker waits for another."""
         await self.mover.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):

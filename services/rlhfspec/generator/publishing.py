@@ -1,4 +1,4 @@
-"""Samples on their way to those who score them, while the engine goes on."""
+"""Samples on their way to the stages that score them, while the engine goes on."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from rlhfspec.stage.bus import Delivery, Inbox
 
 
 class PromptQueue:
-    """Pulls what the engine can run, and a few prompts more; all others stay where whoever has room first takes them.
+    """Pulls what the engine can run, and a few prompts more; all others stay where the first with room takes them.
 
     `prefetch`: so many more. `piece`: so many are pulled at a time.
     """

@@ -18,7 +18,7 @@ from rlhfspec.generator.publishing import Made, SamplePublisher
 from rlhfspec.generator.queue import PromptQueue
 from rlhfspec.generator.seconds import SharedSeconds
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.records import Load, Prompt, Weights
+from rlhfspec.messages.records import Prompt, Weights
 from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Inbox, StageBus, give_back
@@ -38,7 +38,7 @@ class GeneratorService(Service):
     """Consumes Prompt, Weights; produces Sample, Load; waits for prompts, and room in the KV cache; unblocked by
     prompts, trainer. A prompt is acknowledged once its sample is published, so a lost generator loses no sample.
 
-    It pulls what its engine can run, and a few prompts more; all others stay where whoever has room first takes them.
+    It pulls what its engine can run, and a few prompts more; all others stay where the first with room takes them.
     Samples go to other generators and come from them while they run (`moving`). Asked to stop, it hands what runs to
     the others, and back what is left.
     """
@@ -65,7 +65,6 @@ class GeneratorService(Service):
         self._announced: list[Weights] = []  # newer than the engine's
         self._news = asyncio.Event()  # prompts or weights came, or the worker is asked to stop
         self._idle_scoring = IdleScoring(self, bus, hosted_scoring, self._news)
-        self._last_load: Load | None = None
         self._queue = PromptQueue(self, prefetch=spec.prefetch, piece=spec.pulled_at_a_time)
         self._publisher = SamplePublisher(bus)
         incarnation = move_endpoint.incarnation if move_endpoint is not None else ""
@@ -131,14 +130,6 @@ class GeneratorService(Service):
         )
         await give_back([delivery.held for delivery in (*self._queue, *self._leases)])
 
-    @property
-    def load(self) -> Load | None:
-        return self._last_load
-
-    @property
-    def owned(self) -> list[str]:
-        return [*self._leases.ids, *self._queue.ids]
-
     async def stop(self) -> None:
         await super().stop()
         self._news.set()
@@ -180,10 +171,9 @@ class GeneratorService(Service):
             await self._idle_scoring.until_news()
 
     async def _say_idle(self) -> None:
-        """Who has nothing to do says so, so that others may move samples here."""
+        """Says so when it has nothing to do, so that others may move samples here."""
         while not self.stopping.is_set():
             if not self._leases and (load := self._meter.idle()) is not None:
-                self._last_load = load
                 await self._bus.publish(load)
             await self.unless_stopped(self._idle_for_a_while())
 
@@ -220,7 +210,6 @@ class GeneratorService(Service):
         await self._publisher.done()
         made = [self._finished(completion) for completion in finished]
         load = self._meter.load()
-        self._last_load = load or self._last_load
         self._publisher.begin(load, made)
 
     def _finished(self, completion: Completion) -> Made:

@@ -31,7 +31,7 @@ def build(job: RLHFJob, context: Context) -> PromptsService:
 
 def _check_room(job: RLHFJob, longest: int) -> None:
     """The model has positions for the longest prompt and the longest response together."""
-    from rlhfspec.huggingface.positions import num_positions
+    from rlhfspec.huggingface.structure.positions import num_positions
 
     limit, wanted = num_positions(job.spec.model.path), job.spec.generation.max_tokens
     if limit is None or longest + wanted <= limit:

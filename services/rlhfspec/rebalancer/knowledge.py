@@ -1,4 +1,5 @@
-"""What the rebalancer knows, from signals alone: who has which samples, what steps cost, what moves under way.
+"""What the rebalancer knows, from signals alone: which generator has which samples, what steps cost, what moves under
+way.
 
 Pure but for its clock's readings, which are arguments. Nothing here outlives the process, and nothing has to: a second
 after its start it knows again what it needs.
@@ -25,7 +26,7 @@ from rlhfspec.moves.rebalancing.residual import Residual
 from rlhfspec.moves.rebalancing.settings import STANDARD
 from rlhfspec.rebalancer.stage_work import StageWork
 
-QUIET_SECONDS = 2.0  # who says nothing for longer is left out
+QUIET_SECONDS = 2.0  # a generator that says nothing for longer is left out
 MOVE_SECONDS = 5.0  # a move that is not told of by then is over for all we know
 MOST_REST_SECONDS = 16.0  # of a sample whose moves were refused one after the other
 _ALIKE = 0.15  # curves that differ from the fleet's by less are the fleet's: what is left is noise
@@ -160,7 +161,7 @@ class FleetKnowledge:
     # -- what follows -----------------------------------------------------------------------------------------
 
     def advise(self, now: float) -> Advice | None:
-        """None: it is too early, or nobody has anything to do."""
+        """None: it is too early, or no generator has anything to do."""
         for move in [id for id, move in self._under_way.items() if move.ends_at <= now]:
             del self._under_way[move]
         if now < self._plans_from or (seen := self._fleet(now)) is None:
@@ -243,7 +244,7 @@ class FleetKnowledge:
     def _curves(
         self, loads: list[Load], curves: dict[int, LearnedCurve], unknown: tuple[Floats, Floats] | None = None
     ) -> tuple[Floats, Floats]:
-        """What was learnt of each; of who said nothing yet, what is known otherwise or the fleet's."""
+        """What was learnt of each; of those that said nothing yet, what is known otherwise or the fleet's."""
         told = [
             (load.step_seconds, load.sequence_seconds) for load in loads if load.step_seconds + load.sequence_seconds
         ]

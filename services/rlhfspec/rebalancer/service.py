@@ -22,7 +22,7 @@ _MOST_NAMED = 64  # generators in a line
 
 class RebalancerService(Service):
     """Watches Load, Moved, Sample; produces Move, Plan; waits for generators to say what they have; unblocked by
-    nobody: it needs nothing.
+    nothing: it needs nothing.
 
     It knows only what signals say, so that it can die, be late or be wrong: that costs balance, never a token.
     """

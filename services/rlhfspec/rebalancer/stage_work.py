@@ -1,4 +1,5 @@
-"""How much of a step is still to be generated: by generators that say so, and by the samples that nobody has yet."""
+"""How much of a step is still to be generated: by generators that say so, and by the samples that no generator has
+yet."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class StageWork:
             self._longest = max(self._longest, len(sample.token_ids))
 
     def num_to_come(self, there: Iterable[str]) -> int:
-        """Samples of the step that nobody says that it has: prompts are pulled as there is room."""
+        """Samples of the step that no generator says that it has: prompts are pulled as there is room."""
         known = self._finished | {id for id in there if id.split("/")[1] == str(self.step)}
         return max(self._samples_per_step - len(known), 0)
 

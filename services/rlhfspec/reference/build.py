@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def build(job: RLHFJob, context: Context) -> ReferenceService:
     from rlhfspec.huggingface.devices import device_of
-    from rlhfspec.huggingface.positions import max_context
+    from rlhfspec.huggingface.structure.positions import max_context
     from rlhfspec.reference.service import ReferenceService
     from rlhfspec.training.modeling.loading import load_reference
     from rlhfspec.training.scoring.log_probs import LogProbScorer

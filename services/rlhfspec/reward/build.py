@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhfspec.job import RLHFJob
+from rlhfspec.job.rewards import ModelReward
 from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
@@ -15,6 +16,19 @@ def build(job: RLHFJob, context: Context) -> RewardService:
     from rlhfspec.reward.service import RewardService
     from rlhfspec.training.scoring.rewards.sources import RewardSources
 
-    shared = job.spec.algorithm.shares_prompts
-    sources = RewardSources(job.spec.rewards, context.run.base_folder, keep_prompts=shared)
+    sources = RewardSources(
+        job.spec.rewards,
+        context.run.base_folder,
+        device=_device(job),
+        keep_prompts=job.spec.algorithm.shares_prompts,
+    )
     return RewardService(context.worker, context.vitals, context.bus, job=job, sources=sources)
+
+
+def _device(job: RLHFJob) -> str:
+    """Without a reward model none is needed, nor torch to find it."""
+    if not any(isinstance(source, ModelReward) for source in job.spec.rewards.sources):
+        return "cpu"
+    from rlhfspec.huggingface.devices import device_of
+
+    return device_of(job.spec)

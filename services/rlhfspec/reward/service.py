@@ -34,7 +34,7 @@ class RewardService(Service):
             "evaluation": evaluation.samples_per_prompt if evaluation else 1,
         }
         # So many groups at once that every source is busy; those that wait for it have not begun their deadline.
-        self._slots = asyncio.Semaphore(max(source.concurrency for source in job.spec.rewards.sources))
+        self._slots = asyncio.Semaphore(sources.concurrency)
         self._held: dict[str, Delivery[Sample]] = {}
         self._groups: defaultdict[str, set[str]] = defaultdict(set)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -14,19 +14,21 @@ import random
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from rlhfspec.errors import RLHFSpecError, StageFailed, StageRefused
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages import loop
 from rlhfspec.messages.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.messages.servers.guardian import processes_of
-from rlhfspec.runs.view.roster import ProcessState, Roster
+from rlhfspec.runs.live.run_state import HeldNews, KnownRun, ProcessNews, WorkerKey
+from rlhfspec.runs.view.roster import ProcessState, process_states
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.silence import is_silent
 from rlhfspec.stage.supervisor import GRACE_SECONDS, STAGE_NAMES, is_overdue, raise_if_all_wait
 from rlhfspec.stage.vitals import Vitals
+from rlhfspec.supervisor import by_hand
 from rlhfspec.supervisor.child import Child, Ended
 from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker import exits
@@ -55,11 +57,12 @@ class Children(Service):
         job: RLHFJob,
         stall_seconds: float,
         is_done: Callable[[], Awaitable[bool]],
+        known: KnownRun,
         show: Callable[[Sequence[ProcessState]], None],
         say: Say,
     ) -> None:
         super().__init__("processes", 0, vitals)
-        self.roster = Roster(vitals.clock)
+        self.known = known
         self._bus = bus
         self._children = {(child.stage, child.worker): child for child in children}
         self._job = job
@@ -70,6 +73,7 @@ class Children(Service):
         self._restarts = {
             key: Restarts(job.spec.failure_policy, random.Random(f"{bus.uid} {key}")) for key in self._children
         }
+        self._num_starts = dict.fromkeys(self._children, 0)
         self._last_step = 0
         self._ready = asyncio.Event()  # everybody was, once
         self._over = asyncio.Event()
@@ -85,6 +89,8 @@ class Children(Service):
             await self._bus.of("view").subscribe(Heartbeat),
             await self._bus.of("view").subscribe(StepReport),
         ]
+        for child in self._children.values():
+            self._tell_of(child, "starting")
         self._keeping = {asyncio.create_task(self._keep(child)): child for child in self._children.values()}
         watching: list[Coroutine[Any, Any, None]] = [*(self._hear(inbox) for inbox in inboxes), self._look()]
         self._tasks = [*self._keeping, *(asyncio.create_task(part) for part in watching)]
@@ -128,7 +134,8 @@ class Children(Service):
         """One worker, over all its processes."""
         while True:
             await child.start()
-            self.roster.started(child.stage, child.worker, pid=child.pid)
+            self._num_starts[child.stage, child.worker] += 1
+            self._tell_of(child, "starting")
             ended = await child.wait()
             if child.is_abandoned:
                 return
@@ -138,7 +145,7 @@ class Children(Service):
             if child.stage == "trainer" and ended.failure is None and await self._is_done():
                 self._left(child, ended)
                 return self._over.set()
-            if ended.failure is None and not self.roster.is_only_worker(child.stage, child.worker):
+            if ended.failure is None and not self.known.run.is_only_worker((child.stage, child.worker)):
                 self.say(f"{child.stage} {child.worker} left: another program asked it to")
                 return self._left(child, ended)
             await self._before_restart(child, ended)
@@ -146,7 +153,7 @@ class Children(Service):
                 return
 
     def _left(self, child: Child, ended: Ended) -> None:
-        self.roster.is_down(child.stage, child.worker, "left", "")
+        self._tell_of(child, "left")
         self._look_who_is_awaited()
         if ended.failure not in (None, "killed"):
             raise StageFailed(child.stage, child.worker, ended.reason)
@@ -156,7 +163,7 @@ class Children(Service):
         if exits.is_about_full_disk(ended.reason):  # it is no emptier for being written to again
             raise StageFailed(stage, worker, ended.reason)
         delay = restarts.delay_after(ended.failure or "killed")
-        if ended.failure == "permanent" and self.roster.info(stage, worker) is None:
+        if ended.failure == "permanent" and not self._is_ready((stage, worker)):
             raise StageRefused(ended.reason)
         if delay is None:
             many = (
@@ -164,10 +171,10 @@ class Children(Service):
             )
             raise StageFailed(stage, worker, f"{ended.reason}{many}")
         self.say(f"{stage} {worker}: {ended.reason}; it is started again in {delay:.1f} s")
-        self.roster.is_down(stage, worker, "restarting", ended.reason)
+        self._tell_of(child, "restarting", ended.reason)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._leaving.wait(), delay)
-        if not self._leaving.is_set() and self.roster.is_only_worker(stage, worker):
+        if not self._leaving.is_set() and self.known.run.is_only_worker((stage, worker)):
             await self._release(stage)
 
     async def _release(self, stage: str) -> None:
@@ -184,8 +191,9 @@ class Children(Service):
 
     def _heard(self, record: Heartbeat | WorkerInfo | StepReport) -> None:
         if isinstance(record, Heartbeat):
-            if record.stage in STAGE_NAMES:
-                self.roster.heard(record)
+            worker = self.known.run.workers.get((record.stage, record.worker))
+            if worker is not None and worker.process is not None:  # one started by hand sends its WorkerInfo first
+                self.known.tell(record)
         elif isinstance(record, WorkerInfo):
             if record.stage in self._bus.workers and record.stage in STAGE_NAMES:
                 self._joined(record)
@@ -195,39 +203,56 @@ class Children(Service):
                 restarts.forget()
 
     def _joined(self, info: WorkerInfo) -> None:
-        if self.roster.joined(info):
+        if by_hand.joined(self.known, info):
             self.say(f"{info.stage} {info.worker} joined (process {info.pid} on {info.host})")
         if not self._ready.is_set():
-            num_ready = sum(self.roster.info(*key) is not None for key in self._children)
+            num_ready = sum(map(self._is_ready, self._children))
             self.say(f"{info.stage} {info.worker} is ready ({num_ready} of {len(self._children)})")
         self._look_who_is_awaited()
 
     def _look_who_is_awaited(self) -> None:
-        if not any(self.roster.is_awaited(*key) for key in self._children):
+        if all(self._is_ready(key) or self.known.run.workers[key].phase == "left" for key in self._children):
             self._ready.set()
+
+    def num_restarts(self, stage: str, worker: int) -> int:
+        return max(self._num_starts[stage, worker] - 1, 0)
+
+    def _is_ready(self, key: WorkerKey) -> bool:
+        return self.known.run.workers[key].info is not None
+
+    def _tell_of(self, child: Child, phase: Literal["starting", "restarting", "left"], why: str = "") -> None:
+        num_restarts = self.num_restarts(child.stage, child.worker)
+        self.known.tell(
+            ProcessNews(
+                stage=child.stage, worker=child.worker, phase=phase, what=why, num_restarts=num_restarts,
+                pid=child.pid if phase == "starting" else None,
+            )
+        )  # fmt: skip
 
     async def _look(self) -> None:
         while True:
             for child in self._children.values():
                 self._tell_news(child)
                 self._look_at(child)
-            for name in self.roster.gone_by_hand():
+            for name in by_hand.gone(self.known):
                 self.say(f"{name} left")
-            self._show(self.roster.states())
-            if self._ready.is_set() and self.roster.all_run():
-                raise_if_all_wait(self.roster.worker_states(), self.roster.quiet_seconds(), self._stall_seconds)
+            run, now = self.known.run, self.known.clock.now()
+            self._show(process_states(run, now))
+            if self._ready.is_set() and run.all_run(now):
+                raise_if_all_wait(run.states, run.quiet_seconds(now), self._stall_seconds)
             await self._bus.clock.sleep(CHECK_SECONDS)
 
     def _look_at(self, child: Child) -> None:
         stage, worker = child.stage, child.worker
         if child.pid is None:
             return
-        silence = self.roster.silent_seconds(stage, worker)
+        known = self.known.run.workers[stage, worker]
+        silence = self.known.clock.now() - known.spoke_at
         deadline = getattr(self._job.spec.roles, stage).deadline_seconds
-        self.roster.held(stage, worker, child.is_held())
-        for state in self.roster.worker_states():
-            if (state.stage, state.worker) == (stage, worker) and is_overdue(state, _LATE_SECONDS):
-                child.kill(f"stalled: {state.what} takes {state.since_seconds:.0f} s, longer than its deadline")
+        if child.is_held() != known.is_held:
+            self.known.tell(HeldNews(stage=stage, worker=worker, is_held=child.is_held()))
+        elif not known.is_held and (state := known.state) is not None and is_overdue(state, _LATE_SECONDS):
+            child.kill(f"stalled: {state.what} takes {state.since_seconds:.0f} s, longer than its deadline")
         if silence > deadline and is_silent(silence) and not child.is_held():
             child.kill(f"stalled: it said nothing for {silence:.0f} s")
 
@@ -238,14 +263,14 @@ class Children(Service):
     def _ask_those_started_by_hand(self) -> None:
         """They would wait for servers that do not come back. Only those of this machine can be asked."""
         of_this_run = processes_of(self._bus.uid)  # a record may name any process
-        for info in self.roster.infos():
+        for info in self.known.run.infos:
             if (info.stage, info.worker) not in self._children and info.pid in of_this_run:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(info.pid, signal.SIGTERM)
 
     def _rank_0(self, child: Child) -> int | None:
         """torchrun would end all ranks at once; the first one ends its step, and the others follow."""
-        info = self.roster.info(child.stage, child.worker)
+        info = self.known.run.workers[child.stage, child.worker].info
         is_of_many = child.stage == "trainer" and self._job.spec.roles.trainer.ranks > 1
         return info.pid if info and is_of_many and info.pid in processes_of(self._bus.uid) else None
 

@@ -80,13 +80,12 @@ async def _forget_streams(nats: GivenServer, job: str, uid: str) -> str:
 
 async def _forget_keys(redis: GivenServer, uid: str) -> None:
     from rlhfspec.runs.live.redis_client import client, close, failures, options_of
-    from rlhfspec.runs.live.redis_users import window_key, worker_keys, workers_key
+    from rlhfspec.runs.live.redis_users import live_key
 
     connection = client(redis.url, _SECONDS, options_of(redis))
     try:
         async with asyncio.timeout(_SECONDS):
-            workers = worker_keys(uid, await connection.smembers(workers_key(uid)))
-            await connection.delete(window_key(uid), workers_key(uid), *workers)
+            await connection.delete(live_key(uid))
     except failures():
         pass
     finally:

@@ -20,13 +20,13 @@ from rlhfspec.messages import loop
 from rlhfspec.messages.access.connecting import access_to, connect
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.access.rights import CONTROL
+from rlhfspec.messages.servers.credentials.tls_words import is_alert, is_of_unknown_authority
 from rlhfspec.messages.servers.given import CA, CERTIFICATE, GivenServer
-from rlhfspec.messages.servers.tls_words import is_alert, is_of_unknown_authority
 from rlhfspec.messages.transport.base import Consumer, Subscription
 from rlhfspec.messages.transport.clock import SystemClock
+from rlhfspec.messages.transport.jetstream.connection import Connection, status_of
+from rlhfspec.messages.transport.jetstream.greeting import read_info
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_connection import Connection, status_of
-from rlhfspec.messages.transport.nats_greeting import read_info
 
 _OPTION, _CREDENTIALS = "--nats", "--nats-credentials"
 _SECONDS = 5.0
@@ -196,7 +196,7 @@ def _not_allowed(error: InvalidRequest) -> str:
 
 def _help(error: InvalidRequest) -> str:
     if is_of_unknown_authority(error.__cause__):
-        return f"; {CA} FILE names who signed it"
+        return f"; {CA} FILE names its signer"
     if "without credentials" in error.problem:
         return f": a user goes into the URL (nats://me:${{NATS_PASSWORD}}@host:4222), a file into {_CREDENTIALS}"
     return ""

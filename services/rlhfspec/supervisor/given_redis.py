@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.messages.servers.credentials.tls_words import is_alert, is_of_unknown_authority, tls_problem
 from rlhfspec.messages.servers.given import CA, CERTIFICATE, GivenServer
-from rlhfspec.messages.servers.tls_words import is_alert, is_of_unknown_authority, tls_problem
-from rlhfspec.messages.transport.nats_greeting import reason_of
+from rlhfspec.messages.transport.jetstream.greeting import reason_of
 from rlhfspec.runs.live.redis_client import client, close, failures, options_of, words_of
-from rlhfspec.runs.live.redis_users import worker_key, workers_key
+from rlhfspec.runs.live.redis_users import live_key
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -87,7 +87,7 @@ async def _tls(given: GivenServer) -> str:
             return ""
     except ssl.SSLError as error:
         if not is_alert(error):
-            return tls_problem(error) + (f"; {CA} FILE names who signed it" if is_of_unknown_authority(error) else "")
+            return tls_problem(error) + (f"; {CA} FILE names its signer" if is_of_unknown_authority(error) else "")
     if given.certificate is None:
         return f"the server hangs up on clients without a certificate: name yours with {CERTIFICATE}"
     return f"the server hangs up on the certificate of {CERTIFICATE}: it is not one that it trusts"
@@ -133,15 +133,12 @@ def _check_server(given: GivenServer, about: dict[str, Any]) -> None:
 
 
 async def _try_out(redis: Redis, uid: str) -> None:
-    """All that the run's processes do, and those that show it."""
-    key, index = worker_key(uid, "trial-0"), workers_key(uid)
+    """All that the supervisor does, and those that show the run."""
+    key = live_key(uid)
     await redis.set(key, b"trial", px=KEEP_MILLISECONDS)
     await redis.get(key)
     await redis.pttl(key)
-    await redis.sadd(index, "trial-0")
-    await redis.pexpire(index, KEEP_MILLISECONDS)
-    await redis.smembers(index)
-    await redis.delete(key, index)
+    await redis.delete(key)
 
 
 def _in_the_users_words(error: Exception, given: GivenServer) -> InvalidRequest:

@@ -72,14 +72,6 @@ def _optimizers(model: LlamaForCausalLM, learning_rate: float) -> tuple[torch.op
     )
 
 
-def held_out_loss(model: LlamaForCausalLM, *, num_sequences: int = 16, length: int = 512) -> float:
-    """Nats a byte on text that training never saw."""
-    stream = torch.tensor(corpus.token_stream(num_sequences * length, seed=987_654))
-    with torch.no_grad():
-        tokens = stream.view(num_sequences, length)
-        return float(_loss(model, tokens[:, :-1], tokens[:, 1:], autocast=True))
-
-
 def _loss(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor, *, autocast: bool) -> Tensor:
     """Mean cross entropy of `targets` after `tokens`, both [sequences, length]; `_IGNORED` does not count."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -25,8 +25,9 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
     check_packages(job)
     context.say("loading the policy")
     with ExitStack() as leaving:
-        ranks = leaving.enter_context(joined(**patience(job)))
-        learner = Learner.from_spec(job.spec, ranks=ranks, device=device_of(job.spec))
+        device = device_of(job.spec)
+        ranks = leaving.enter_context(joined(**patience(job), device=device))
+        learner = Learner.from_spec(job.spec, ranks=ranks, device=device)
         leader = Leader(learner, ranks)
         leaving.callback(leader.close)
         service = _service(job, context, leader, learner.policy)
@@ -35,7 +36,7 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
 
 
 def _service(job: RLHFJob, context: Context, learner: Learns, policy: Any) -> TrainerService:
-    from rlhfspec.huggingface.check import report_of
+    from rlhfspec.huggingface.proof.check import report_of
     from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.trainer.recorder import RunRecorder
     from rlhfspec.trainer.service import TrainerService
@@ -79,13 +80,15 @@ def _kept(job: RLHFJob, context: Context, folder: RunFolder) -> KeptFolder | Non
 
 def follow(job: RLHFJob) -> None:
     """A rank other than 0: trains along until rank 0 says stop."""
+    from rlhfspec.huggingface.devices import device_of
     from rlhfspec.training.learning import distributed
     from rlhfspec.training.learning.learner import Learner
 
-    with distributed.joined(**patience(job)) as ranks:
+    device = device_of(job.spec)
+    with distributed.joined(**patience(job), device=device) as ranks:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # rank 0's business, once it is there
-        distributed.follow(Learner.from_spec(job.spec, ranks=ranks), ranks)
+        distributed.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks)
 
 
 def patience(job: RLHFJob) -> dict[str, float]:

@@ -31,7 +31,7 @@ class LoadedModels(Service):
     unblocked by: every stage."""
 
     def __init__(self, bus: StageBus, folder: RunFolder) -> None:
-        super().__init__("folder", 0, Vitals())  # nobody has to hear of it
+        super().__init__("folder", 0, Vitals())  # no process has to hear of it
         self._bus = bus
         self._folder = folder
 

@@ -92,7 +92,7 @@ class RunRecorder:
         self._send()
 
     def _send(self) -> None:
-        """What is acknowledged after this, nobody can make again."""
+        """What is acknowledged after this cannot be made again."""
         if self._mirror is not None:
             self._mirror.send()
 

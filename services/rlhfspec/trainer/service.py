@@ -1,8 +1,8 @@
 """The training stage: collect a step, learn from it, hand out new weights.
 
 What a step was trained on is acknowledged once a checkpoint covers it. So a trainer that dies finds, when it comes
-back at its last checkpoint, everything it needs to train the same steps again to the same bits, and nobody else
-goes back.
+back at its last checkpoint, everything it needs to train the same steps again to the same bits, and no other
+worker goes back.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class TrainerService(Service):
 
     async def _publish_weights(self, records: Sequence[Weights]) -> None:
         """Under ids of this start. A trainer that was killed hands out earlier versions again; were a later one then
-        taken for a copy of what is known, an earlier one would stay the latest for everybody who comes."""
+        taken for a copy of what is known, an earlier one would stay the latest for every worker that comes."""
         for record in records:
             await self._bus.publish(replace(record, id=f"{record.id}/{self._start}"))
 

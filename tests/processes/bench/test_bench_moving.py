@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlhfspec.bench.moving import migrate_plot, migrate_report, rebalance_plot, rebalance_report
-from rlhfspec.bench.moving.migrate import MigrateBenchmark, MigrateSettings
+from rlhfspec.bench.moving.migrating import plot as migrate_plot
+from rlhfspec.bench.moving.migrating import report as migrate_report
+from rlhfspec.bench.moving.migrating.migrate import MigrateBenchmark, MigrateSettings
 from rlhfspec.bench.moving.pair import Pair
-from rlhfspec.bench.moving.rebalance import RebalanceBenchmark, RebalanceSettings
-from rlhfspec.bench.moving.workloads import stages
+from rlhfspec.bench.moving.rebalancing import plot as rebalance_plot
+from rlhfspec.bench.moving.rebalancing import report as rebalance_report
+from rlhfspec.bench.moving.rebalancing.rebalance import RebalanceBenchmark, RebalanceSettings
+from rlhfspec.bench.moving.rebalancing.rebalancer import RunsRebalancer
+from rlhfspec.bench.moving.rebalancing.workloads import stages
 from rlhfspec.bench.worker import WorkerFailed
-from rlhfspec.cli.moving import generator_command, rebalancer_of_a_run
 from rlhfspec.messages.records import Move
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
@@ -45,7 +48,7 @@ class Hasty:
     """A run's rebalancer, which moves the longest sequences at the first news besides."""
 
     def __init__(self, now: float, limit: int, earlier: Sequence[int], longest: Sequence[int]) -> None:
-        self._real = rebalancer_of_a_run(now, limit, earlier)
+        self._real = RunsRebalancer(now, limit, earlier)
         self._longest, self._has_moved = longest, False
         self.loaded, self.moved = self._real.loaded, self._real.moved
         self._stage = ""
@@ -77,7 +80,7 @@ def test_rebalance_runs_every_arm_with_the_same_tokens(model: str, tmp_path: Pat
     said: list[str] = []
     lengths = stages("skew", 1, 0.3)[0].lengths
     hasty = partial(Hasty, longest=sorted(range(len(lengths)), key=lengths.__getitem__)[-6:])  # some may end meanwhile
-    results = RebalanceBenchmark(settings, generator_command, hasty, said.append).run()
+    results = RebalanceBenchmark(settings, said.append, make_rebalancer=hasty).run()
     [stage] = results.stages
     assert set(stage.runs) == {"dealt", "pulled", "ours", "clairvoyant"} <= set(stage.predicted)
     assert all(run.seconds == max(run.ends) > 0 for runs in stage.runs.values() for run in runs)
@@ -99,7 +102,7 @@ def test_rebalance_runs_every_arm_with_the_same_tokens(model: str, tmp_path: Pat
 def test_migrate_measures_moves_there_and_back(model: str, tmp_path: Path) -> None:
     settings = MigrateSettings(model=model, draft=model, links=("tcp",), tokens=(128,), decoding=("plain",),
                                repeats=2, moves_per_stage=2, link_rounds=0)  # fmt: skip
-    results = MigrateBenchmark(settings, generator_command, lambda _: None).run()
+    results = MigrateBenchmark(settings, lambda _: None).run()
     assert [(cell.link, len(cell.moves)) for cell in results.cells] == [("tcp", 2)]
     for cell in results.cells:
         assert cell.prefill_gap > 0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec.bench import step as bench_step
-from rlhfspec.bench.step import StepSettings
+from rlhfspec.bench.stepping import step as bench_step
+from rlhfspec.bench.stepping.step import StepSettings
 from rlhfspec.bench.worker import WorkerFailed
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer

@@ -12,11 +12,11 @@ from bench_models import untrained_pair_in
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rlhfspec.bench import report, run
-from rlhfspec.bench.plot import plot
-from rlhfspec.bench.results import Results, to_json
-from rlhfspec.bench.run import Benchmark, BenchSettings
-from rlhfspec.bench.worker import Worker, WorkerFailed
+from rlhfspec.bench.generating import report, run
+from rlhfspec.bench.generating.plot import plot
+from rlhfspec.bench.generating.results import Results, to_json
+from rlhfspec.bench.generating.run import Benchmark, BenchSettings
+from rlhfspec.bench.worker import RIVALS, Worker, WorkerFailed
 from rlhfspec.cli import main as cli
 from rlhfspec.tiny import models as tiny_models
 
@@ -45,7 +45,7 @@ serve({{"load": load, "run": run}})
 
 def test_worker_answers_reports_errors_and_ends(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
-    rivals = str(Path(run.__file__).parent / "rivals")
+    rivals = str(RIVALS)
     script.write_text(
         f"import sys; sys.path.insert(0, {rivals!r})\n"
         "from serve import serve\n"
@@ -81,7 +81,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(*, cheat: str = "nobody", **options: Any) -> tuple[Results, list[str], list[str]]:
         script, log = tmp_path / "scripted.py", tmp_path / "log"
         log.write_text("")
-        rivals = str(Path(run.__file__).parent / "rivals")
+        rivals = str(RIVALS)
         script.write_text(SCRIPTED.format(rivals=rivals, cheat=cheat, log=str(log)))
         monkeypatch.setattr(run, "our_command", lambda: [sys.executable, str(script)])
         monkeypatch.setattr(run, "hf_command", lambda: [sys.executable, str(script)])

@@ -16,8 +16,8 @@ from helm import CHART, HELM, MONITORING, REGISTRY, ROOT, named, needs_helm, of_
 
 from rlhfspec.cluster import names
 from rlhfspec.messages.loop import STAGES
-from rlhfspec.operator.release import AUTHORITIES, NATS_ACCOUNT, REDIS_LOGIN
 from rlhfspec.operator.settings import OperatorFile
+from rlhfspec.operator.shared.release import AUTHORITIES, NATS_ACCOUNT, REDIS_LOGIN
 
 sys.path.insert(0, str(ROOT / "charts"))
 generate = importlib.import_module("generate")
@@ -42,7 +42,7 @@ def test_what_is_made_from_the_code_is_as_it_would_be_made_now() -> None:
     assert not stale, "make chart"
 
 
-NO_PODS = {"cli", "supervisor", "simulator", "bench", "sweep", "tiny"}  # folders of services that no pod runs
+NO_PODS = {"cli", "supervisor", "tiny"}  # folders of services that no pod runs
 
 
 def test_stages_are_one_list_in_map_chart_and_images() -> None:

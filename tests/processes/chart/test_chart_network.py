@@ -124,12 +124,14 @@ def test_the_map_has_the_edges_that_a_run_needs() -> None:
         ("critic", "generator", GRPC_PORT), ("generator", "generator", GRPC_PORT),
         ("generator", "generator", MOVES_PORT), ("generator", "generator", LINK_PORT),
         ("control", "operator", REPORT_PORT), ("operator", "nats", NATS_PORT), ("operator", "redis", REDIS_PORT),
-        ("operator", "api", 443), ("prompts", "nats", NATS_PORT), ("rebalancer", "redis", REDIS_PORT),
+        ("operator", "api", 443), ("prompts", "nats", NATS_PORT), ("control", "redis", REDIS_PORT),
         ("dashboard", "redis", REDIS_PORT), ("prometheus", "trainer", HTTP_PORT),
     } <= found  # fmt: skip
     assert not [edge for edge in found if edge[1] == "api" and edge[0] in names.ROLES]
     assert ("trainer", "generator", GRPC_PORT) not in found, "weights are fetched, not pushed"
     assert ("prepare", "nats", NATS_PORT) not in found
+    lookers = {"control", "dashboard", "operator", "test"}
+    assert {source for source, to, _ in found if to == "redis"} == lookers, "workers have nothing to do there"
 
 
 @needs_helm

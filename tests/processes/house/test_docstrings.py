@@ -19,7 +19,7 @@ def test_module_imports_and_its_examples_are_true(name: str) -> None:
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
 
 
-@pytest.mark.parametrize("name", ["choose_tests", "counting", "house", "tiers", "twins.simulator"])
+@pytest.mark.parametrize("name", ["choose_tests", "counting", "house", "selector_world", "tiers", "twins.simulator"])
 def test_examples_of_tools_are_true(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 

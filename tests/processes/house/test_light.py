@@ -45,7 +45,7 @@ def test_telemetry_needs_neither_torch_nor_matplotlib() -> None:
 
 
 def test_the_command_is_started_without_torch() -> None:
-    code = "import sys; import rlhfspec.cli.models; sys.exit('torch' in sys.modules)"
+    code = "import sys; import rlhfspec.bench.commands.models; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
 
 

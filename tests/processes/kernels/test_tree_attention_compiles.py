@@ -24,14 +24,66 @@ stored = {name: "*bf16" for name in ("query", "key", "value", "kv", "out", "pack
 stored["numbers"] = "*fp32"
 shape = {"DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16}
 assert compile(tree_attention_triton._write_kv_kernel, shape, index | stored)
-group = {"GROUP": 3, "PADDED_GROUP": 4, "PADDED_EXTRA": 8, "TILE": 16, "HAS_SOFTCAP": True, "HAS_SINKS": True}
+flags = {"BLOCK_SIZE": 16, "PADDED_EXTRA": 8, "HAS_SOFTCAP": True, "HAS_SINKS": True}
 for partial in (False, True):
-    constants = shape | group | {"PARTIAL": partial}
+    constants = flags | tree_attention_triton.tiles(3, 72) | {"PARTIAL": partial}
     assert compile(tree_attention_triton._attention_kernel, constants, index | stored, ("scale", "softcap"))
 merged = {"DIM": 72, "PADDED_DIM": 128, "HAS_SINKS": True}
 assert compile(tree_attention_triton._merge_kernel, merged, index | stored)
 assert compile(kv_pack_triton._copy_kernel, {"ROWS_PER_BLOCK": 16, "PIECE": 1024, "PACK": True}, index | stored)
 """
+
+# What the assembler made of the kernel: registers, bytes spilled, and how many instructions are matrix products.
+READ = """
+import re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from rlhfspec.kernels import tree_attention_triton
+kernel = tree_attention_triton._attention_kernel
+capability, *tile = map(int, sys.argv[1:])
+flags = {"BLOCK_SIZE": 16, "PADDED_EXTRA": 8, "HAS_SOFTCAP": False, "HAS_SINKS": False, "PARTIAL": False}
+constants = flags | tree_attention_triton.tiles(*tile)
+kinds = {name: "*i32" for name in ("table_rows", "context_lens", "extra", "slot_table")}
+kinds |= {name: "*bf16" for name in ("query", "kv", "out")} | {name: "*fp32" for name in ("numbers", "sinks")}
+kinds |= {name: "constexpr" for name in constants} | {"scale": "fp32", "softcap": "fp32"}
+signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+# What a launch finds of its arguments: addresses and strides of tensors are multiples of 16.
+even = ["query", "kv", "out", "slot_table", "query_row", "query_head", "block_stride", "plane", "first"]
+attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even}
+source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+target, options = GPUTarget("cuda", capability, 32), {"num_warps": tree_attention_triton.WARPS}
+compiled = triton.compile(source, target=target, options=options)
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(compiled.asm["cubin"])
+    file.flush()
+    usage, code = (subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+                   for flag in ("-res-usage", "-sass"))
+print(*re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups(), len(re.findall(r"\\b(?:HMMA|HGMMA|UTCHMMA)\\b", code)),
+      len(re.findall(r"\\bLDGSTS\\S*\\.128|\\bLDG\\S*\\.128", code)), compiled.metadata.shared)
+"""
+
+
+@pytest.mark.sweep(parts=3)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("group", "dim", "most_registers"), [(4, 128, 240), (7, 128, 240), (8, 256, 170)], ids=["8B", "7B", "wide"]
+)
+def test_attention_uses_tensor_cores_and_spills_nothing(
+    capability: int, group: int, dim: int, most_registers: int
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-c", READ, str(capability), str(group), str(dim)]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    registers, spilled, products, wide_loads, shared = map(int, done.stdout.split())
+    assert spilled == 0
+    assert registers <= most_registers
+    assert products > 0
+    assert wide_loads > 0, "a key is loaded 16 bytes at a time"
+    assert shared <= 100_000, "two programs fit on one multiprocessor of an H100, and one on any"
 
 
 def test_triton_kernels_compile_for_a_gpu() -> None:

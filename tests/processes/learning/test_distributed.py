@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import warmed
 from learners import critic, policy, rollouts, spec
 from places import TESTS
+from shared_servers import free_port
 
-from rlhfspec.tiny.classes import tiny_config, tiny_model
+from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.training.learning.distributed import Leader, Ranks, joined
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.digest import digest
@@ -24,8 +27,40 @@ from rlhfspec.training.modeling.loading import prepared
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks left what they found."""
     folder = tmp_path_factory.mktemp("ranks")
+    port = free_port()
+    ranks = [
+        warmed.Popen(
+            [sys.executable, "-m", "two_ranks", str(folder)], stderr=subprocess.PIPE, text=True, cwd=TESTS,
+            env=os.environ | {  # as torchrun sets it (tests/runs/cli/test_run_ranks.py starts a run by that)
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            _, said = rank.communicate(timeout=150)
+            assert rank.returncode == 0, said[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks left what they found, each on a device of its own."""
+    import second_device
+
+    try:
+        second_device.load()
+    except second_device.Unavailable as reason:
+        pytest.skip(str(reason))
+    folder = tmp_path_factory.mktemp("devices")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(TESTS / "two_ranks.py"), str(folder)]
+    script = [str(TESTS / "two_devices.py"), str(folder)]
     done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -67,7 +102,7 @@ def test_a_rank_for_the_policy_and_one_for_the_critic_train_the_bits_of_one(foun
 
 
 def test_two_ranks_train_a_model_of_two_types(found: Path) -> None:
-    theirs = torch.load(found / "mixed.pt", weights_only=True)
+    theirs = torch.load(found / "mixed-off.pt", weights_only=True)
     learner = Learner(spec(), mixed := mixed_policy(), num_threads=1)
     before = {name: tensor.clone() for name, tensor in mixed.state_dict().items()}
     assert {tensor.dtype for tensor in before.values()} == {torch.float32, torch.bfloat16}
@@ -78,6 +113,33 @@ def test_two_ranks_train_a_model_of_two_types(found: Path) -> None:
         assert theirs["policy"][name].dtype == tensor.dtype == before[name].dtype
         if tensor.dtype == torch.float32:  # in bfloat16 a small step may be none
             assert not torch.equal(theirs["policy"][name], before[name]), name
+
+
+def test_two_ranks_that_compute_layers_again_train_the_same_bits(found: Path) -> None:
+    kept, again = (torch.load(found / f"mixed-{name}.pt", weights_only=True) for name in ("off", "on"))
+    assert torch.equal(kept["log_probs"], again["log_probs"])
+    assert digest(kept["policy"]) == digest(again["policy"])
+
+
+def test_every_rank_trains_on_its_own_device_what_one_trains(on_devices: Path) -> None:
+    """And nothing of the host is exchanged in the devices' group: `two_devices.py` refuses it there."""
+    theirs = torch.load(on_devices / "devices.pt", weights_only=True)
+    for rank in (0, 1):
+        assert (on_devices / f"devices-{rank}").read_text() == f"second:{rank}"
+    learner = Learner(spec("ppo", tokensPerMicroBatch=40, epochs=2), policy(), critic(), num_threads=1)
+    ours = learner.learn(rollouts(0))
+    assert torch.allclose(theirs["log_probs"], ours.log_probs, atol=1e-4)
+    for name, value in ours.metrics.items():
+        assert math.isclose(theirs["metrics"][name], value, rel_tol=1e-3, abs_tol=1e-4), name
+    for name, tensor in learner.policy_state().items():
+        assert (theirs["policy"][name] - tensor).abs().max() < 2e-5, name
+
+
+def test_weights_are_never_whole_on_a_device_and_gathered_on_one_host_only(on_devices: Path) -> None:
+    theirs = torch.load(on_devices / "devices.pt", weights_only=True)
+    assert theirs["where"] == ["cpu"]
+    assert theirs["peak"] < 0.75  # a half, and a block
+    assert (on_devices / "left").read_text() == "0"
 
 
 def test_both_ranks_refuse_what_is_not_finite(found: Path) -> None:

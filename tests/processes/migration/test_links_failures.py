@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from link_checks import DESTINATION, NIXL, SOURCE, landing_of, nothing_left, other, shared_names, warm
 
 from rlhfspec.errors import LinkError
-from rlhfspec.messages.servers.certificates import client_tls, create_credentials, server_tls
-from rlhfspec.moves.migration.links import door, frames
+from rlhfspec.messages.servers.credentials.certificates import client_tls, create_credentials, server_tls
+from rlhfspec.moves.migration.links import frames
 from rlhfspec.moves.migration.links.opening import WaysIn, open_sending
 from rlhfspec.moves.migration.links.torch_link import TorchSending
 from rlhfspec.testing.link import pattern
@@ -317,7 +317,7 @@ def test_strangers_are_few_at_a_time_and_in_nobodys_way(kind: str) -> None:
     sending = open_sending(landing.offer)
     (way,) = json.loads(landing.offer)["ways"]
     strangers = []
-    for _ in range(3 * door._MOST_STRANGERS):
+    for _ in range(3 * frames._MOST_STRANGERS):
         stranger = socket.socket(socket.AF_UNIX if kind == "shm" else socket.AF_INET)
         stranger.connect(f"\0{way['name']}" if kind == "shm" else (way["host"], way["port"]))
         strangers.append(stranger)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import warmed
 from askers import asking
 from movers import LONG, TOKENS, Generator, alone, assert_clean
 from moving import make
@@ -50,7 +51,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_between_two_processes(kind: str) -> None:
     code = THERE.format(tests=str(TESTS), kind=kind, options=LONG)
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = warmed.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     with process, process.stdin as stdin, process.stdout as stdout:

@@ -1,4 +1,4 @@
-"""Who is in a run and who is started again: the roster and the policy with a clock that stands still, and small real
+"""Who is in a run and who is started again: its state and the policy with a clock that stands still, and small real
 processes in the workers' place."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from stages import a_job
+from small_job import a_job
 
 from rlhfspec.errors import LoopStalled, StageFailed, StageRefused
 from rlhfspec.job.roles import FailurePolicy
@@ -23,10 +23,12 @@ from rlhfspec.messages.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
-from rlhfspec.runs.view.roster import Roster
+from rlhfspec.runs.live.run_state import HeldNews, KnownRun, ProcessNews
+from rlhfspec.runs.view.roster import ProcessState, process_states
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.silence import SILENT_SECONDS
 from rlhfspec.stage.vitals import Vitals
+from rlhfspec.supervisor import by_hand
 from rlhfspec.supervisor.child import Child, Interpreters, Process
 from rlhfspec.supervisor.children import Children
 from rlhfspec.supervisor.restarts import MOST_UNCOUNTED, Restarts
@@ -65,39 +67,44 @@ def test_what_is_counted_ends_after_so_many_and_what_is_not_ends_too() -> None:
     assert restarts(maxRestarts=9).delay_after("permanent") is None
 
 
-# --- The roster --------------------------------------------------------------------------------------------------
+# --- The state of its processes ------------------------------------------------------------------------------------
+
+
+def started(known: KnownRun, stage: str, worker: int = 0) -> None:
+    known.tell(ProcessNews(stage=stage, worker=worker, phase="starting", pid=71))
+
+
+def drawn(known: KnownRun) -> dict[str, ProcessState]:
+    return {state.name: state for state in process_states(known.run, known.clock.now())}
 
 
 def test_a_wait_names_who_could_end_it_and_has_something_to_do() -> None:
-    roster = Roster(FakeClock())
+    known = KnownRun(FakeClock())
     for stage, worker, doing in (("generator", 0, "waiting"), ("generator", 1, "working"), ("reward", 0, "waiting")):
-        roster.started(stage, worker, pid=1)
-        roster.joined(replace(INFO, stage=stage, worker=worker))
-        roster.heard(replace(BEAT, stage=stage, worker=worker, doing=doing))
-    states = {state.name: state for state in roster.states()}
-    assert states["reward 0"].waits_for == ("generator 1",)
-    roster.heard(replace(BEAT, stage="generator", worker=1))
-    states = {state.name: state for state in roster.states()}
-    assert states["reward 0"].waits_for == ("generator",), "all of them wait themselves"
+        started(known, stage, worker)
+        known.tell(replace(INFO, stage=stage, worker=worker))
+        known.tell(replace(BEAT, stage=stage, worker=worker, doing=doing))
+    assert drawn(known)["reward 0"].waits_for == ("generator 1",)
+    known.tell(replace(BEAT, stage="generator", worker=1))
+    assert drawn(known)["reward 0"].waits_for == ("generator",), "all of them wait themselves"
 
 
 def test_silence_is_told_and_a_process_that_somebody_stopped_is_not_silent() -> None:
     async def main() -> None:
         clock = FakeClock()
-        roster = Roster(clock)
-        roster.started("reward", 0, pid=71)
-        roster.joined(INFO)
-        roster.heard(BEAT)
+        known = KnownRun(clock)
+        started(known, "reward")
+        known.tell(INFO, BEAT)
         await clock.advance(SILENT_SECONDS + 1)
-        [state] = roster.states()
+        state = drawn(known)["reward 0"]
         assert (state.doing, state.since_seconds) == ("silent", SILENT_SECONDS + 1)
-        assert not roster.all_run(), "who may come back is not waited for in vain"
-        roster.held("reward", 0, True)
+        assert not known.run.all_run(clock.now()), "who may come back is not waited for in vain"
+        known.tell(HeldNews(stage="reward", worker=0, is_held=True))
         await clock.advance(100.0)
-        [state] = roster.states()
+        state = drawn(known)["reward 0"]
         assert (state.doing, state.since_seconds) == ("held", 100.0)
-        roster.held("reward", 0, False)
-        assert roster.states()[0].doing == "waiting"
+        known.tell(HeldNews(stage="reward", worker=0, is_held=False))
+        assert drawn(known)["reward 0"].doing == "waiting"
 
     asyncio.run(main())
 
@@ -105,18 +112,18 @@ def test_silence_is_told_and_a_process_that_somebody_stopped_is_not_silent() -> 
 def test_a_worker_started_by_hand_joins_and_is_gone_when_it_says_nothing() -> None:
     async def main() -> None:
         clock = FakeClock()
-        roster = Roster(clock)
-        roster.started("generator", 0, pid=1)
-        assert roster.is_only_worker("generator", 0)
-        assert not roster.joined(replace(INFO, stage="generator"))
-        assert roster.joined(replace(INFO, stage="generator", worker=5))
-        assert not roster.joined(replace(INFO, stage="generator", worker=5, id="again"))
-        assert not roster.is_only_worker("generator", 0)
-        assert [state.by_hand for state in roster.states()] == [False, True]
+        known = KnownRun(clock)
+        started(known, "generator")
+        assert known.run.is_only_worker(("generator", 0))
+        assert not by_hand.joined(known, replace(INFO, stage="generator"))
+        assert by_hand.joined(known, replace(INFO, stage="generator", worker=5))
+        assert not by_hand.joined(known, replace(INFO, stage="generator", worker=5, id="again"))
+        assert not known.run.is_only_worker(("generator", 0))
+        assert [state.by_hand for state in drawn(known).values()] == [False, True]
         await clock.advance(SILENT_SECONDS + 1)
-        assert roster.gone_by_hand() == ["generator 5"]
-        assert roster.gone_by_hand() == [], "told once"
-        assert roster.is_only_worker("generator", 0)
+        assert by_hand.gone(known) == ["generator 5"]
+        assert by_hand.gone(known) == [], "told once"
+        assert known.run.is_only_worker(("generator", 0))
 
     asyncio.run(main())
 
@@ -169,6 +176,7 @@ class Run:
             job=self.job,
             stall_seconds=stall_seconds,
             is_done=self._is_done,
+            known=KnownRun(self.clock),
             show=lambda states: None,
             say=self.said.append,
         )
@@ -292,7 +300,7 @@ def test_a_worker_that_leaves_while_it_starts_is_not_waited_for(tmp_path: Path) 
         run.children["generator", 1].ask_to_leave()
         await run.until(lambda: "generator 1 left: another program asked it to" in run.said)
         await run.ready("generator")
-        await run.until(lambda: children.roster.info("generator", 0))
+        await run.until(lambda: children.known.run.workers["generator", 0].info)
         assert not starting.done(), "the trainer is awaited"
         await run.ready("trainer")
         await run.until(starting.done)

@@ -112,6 +112,7 @@ def test_an_engine_is_short() -> None:
     assert len(engine[engine.index("class ") :].strip().splitlines()) <= MOST_LINES_OF_AN_ENGINE
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("title", ["A drafter", "An engine"])
 def test_it_keeps_what_all_of_its_kind_promise(title: str, tmp_path: Path) -> None:
     """The suites of `rlhfspec.testing`, subclassed as the document shows it, and in all modes that it names."""

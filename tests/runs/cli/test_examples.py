@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
-from rlhfspec.engine.text import cut_at_stop
+from rlhfspec.engine.scheduling.text import cut_at_stop
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
 from rlhfspec.job.rewards import FunctionSource
@@ -42,6 +42,7 @@ def small(job: Path) -> list[str]:
     return [argument for name, value in fields.items() for argument in ("--set", f"{name}={value}")]
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("name", JOBS)
 def test_an_example_trains(name: str, models: Path, tmp_path: Path) -> None:
     model = ["--set", f"model.path={models / 'policy'}"]
@@ -52,6 +53,7 @@ def test_an_example_trains(name: str, models: Path, tmp_path: Path) -> None:
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[0]["log_prob_difference"]["max"] < 1e-5
     assert json.loads((out / "manifest.json").read_text())["outcome"] == "completed"
+    assert (out / "plots" / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_own_data_can_earn_its_whole_reward() -> None:

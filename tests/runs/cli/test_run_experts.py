@@ -10,7 +10,7 @@ from runs import curve_of, invoke, lines_of, train, write_data, write_job, write
 
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.folder.run_folder import RunFolder
-from rlhfspec.tiny.classes import stirred, tiny_config
+from rlhfspec.sweep.classes import stirred, tiny_config
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 NUM_EXPERTS, CHOSEN, NUM_LAYERS = 6, 2, 4

@@ -144,6 +144,7 @@ def test_of_two_blocks_the_inner_hears_a_signal_and_then_the_outer() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_summary_ends_it(job_file: Path, number: signal.Signals) -> None:
     """It is written into a pipe that nobody reads, so it never ends by itself."""

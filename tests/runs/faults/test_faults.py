@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,27 +21,6 @@ def test_a_schedule_is_a_function_of_its_seed_and_strikes_everybody() -> None:
     assert set(kills) == {*WORKERS, "nats", "redis", "guardian", "launcher", "supervisor"}
 
 
-@pytest.mark.timeout(900)
-def test_a_run_under_fifteen_kills_is_the_run_without_faults(tmp_path: Path) -> None:
-    """Holds and leaves beside them; `make faults` does two hundred."""
-    run = trial(tmp_path, 6, 15, print, held_seconds=3.0)
-    assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 15
-
-
-@pytest.mark.timeout(300)
-def test_a_generator_joins_is_cut_off_comes_back_and_leaves(tmp_path: Path) -> None:
-    """By hand, with a proxy between it and the server; the curve is that of the run without it."""
-    join_and_leave(tmp_path, print)
-
-
-@pytest.mark.timeout(600)
-def test_a_run_under_eight_kills_in_mid_move_is_the_run_without_them(tmp_path: Path) -> None:
-    """`make faults` does three hundred, over shared memory and over TCP where bits change too."""
-    run = moving.trial(tmp_path, 1, 8, print, held_seconds=2.0)
-    assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 8
-    assert len(run.in_a_move) >= 2
-
-
 def test_strikes_at_a_runs_ends_are_a_function_of_the_seed_and_spare_nobody() -> None:
     strikes = [strike for seed in range(100) for life in lives.lives(seed) for strike in life]
     assert lives.lives(7) == lives.lives(7) != lives.lives(8)
@@ -49,8 +29,32 @@ def test_strikes_at_a_runs_ends_are_a_function_of_the_seed_and_spare_nobody() ->
     assert {strike.targets for strike in strikes if len(strike.targets) > 1} == set(lives.PAIRS)
 
 
-@pytest.mark.timeout(900)
-def test_a_run_that_is_struck_where_it_begins_and_ends_is_the_run_without_strikes(tmp_path: Path) -> None:
+def killed(folder: Path) -> None:
+    """Fifteen kills, holds and leaves beside them; `make faults` does two hundred."""
+    run = trial(folder, 6, 15, print, held_seconds=3.0)
+    assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 15
+
+
+def killed_in_moves(folder: Path) -> None:
+    """Eight kills; `make faults` does three hundred, over shared memory and over TCP where bits change too."""
+    run = moving.trial(folder, 1, 8, print, held_seconds=2.0)
+    assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 8
+    assert len(run.in_a_move) >= 2
+
+
+def joined(folder: Path) -> None:
+    """A generator joins by hand, is cut off, comes back and leaves, with a proxy between it and the server."""
+    join_and_leave(folder, print)
+
+
+def struck_at_its_ends(folder: Path) -> None:
     """Supervisor and NATS at once, a guardian at the start, ...; `make faults` does two hundred kills."""
-    run = lives.trial(tmp_path, 103, print, work_seconds=240.0, slack_seconds=60.0, leave_seconds=60.0)
+    run = lives.trial(folder, 103, print, work_seconds=240.0, slack_seconds=60.0, leave_seconds=60.0)
     assert run.struck.total() >= 3
+
+
+@pytest.mark.sweep(parts=2)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("faults", [killed, killed_in_moves, joined, struck_at_its_ends])
+def test_a_run_under_faults_is_the_run_without_them(faults: Callable[[Path], None], tmp_path: Path) -> None:
+    faults(tmp_path)

@@ -19,10 +19,10 @@ from started import Started, eventually
 from rlhfspec.messages.access.rights import CONTROL, inbox_of
 from rlhfspec.messages.loop import subject
 from rlhfspec.messages.records import Plan, Sample
-from rlhfspec.messages.servers.certificates import client_tls
+from rlhfspec.messages.servers.credentials.certificates import client_tls
+from rlhfspec.messages.transport.jetstream.proof import NatsProof
+from rlhfspec.messages.transport.jetstream.streams import stream_name
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import NatsProof
-from rlhfspec.messages.transport.nats_streams import stream_name
 from rlhfspec.stage.bus import Bus
 from rlhfspec.telemetry.folder import read_spans
 

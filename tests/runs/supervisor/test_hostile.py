@@ -33,10 +33,10 @@ from rlhfspec.messages.records import (
     WorkerInfo,
 )
 from rlhfspec.messages.records.metrics import example_step
-from rlhfspec.messages.servers.certificates import client_tls
+from rlhfspec.messages.servers.credentials.certificates import client_tls
 from rlhfspec.messages.transport import dead_letters
+from rlhfspec.messages.transport.jetstream.proof import NatsProof
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import NatsProof
 from rlhfspec.messages.wire.codec import encode
 
 JOB = "letters"

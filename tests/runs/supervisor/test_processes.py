@@ -75,6 +75,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
         manifest["models"].keys()
         == json.loads((job_file.parent / "one" / "manifest.json").read_text())["models"].keys()
     )
+    assert (run.folder / "plots" / "training.png").read_bytes().startswith(b"\x89PNG")
     assert not of_run(uid), "nobody is left"
     assert not (run.folder / "processes").exists()
     assert not Path(f"/dev/shm/rlhfspec-{uid}").exists()
@@ -103,6 +104,7 @@ def test_ppo_stopped_by_ctrl_c_and_resumed_has_the_curve_of_one_process(
     assert again.curve() == whole
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("way", ["processes", "one process", "another job"])
 def test_a_supervisor_that_dies_together_with_its_guardians_is_cleaned_up_after_by_the_next_run(
     job_file: Path, starting: Callable[..., Started], way: str

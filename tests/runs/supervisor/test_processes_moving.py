@@ -29,6 +29,7 @@ GRPO = ("generation.speculation.mode=adaptive", "roles.generator.link=shm")
 PPO = ("generation.speculation.mode=suffix", "roles.generator.link=tcp", 'generation.stop=["N!", "xB"]')
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize(
     ("algorithm", "ways"), [({"name": "grpo"}, GRPO), ({"name": "ppo", "samplesPerPrompt": 2}, PPO)], ids=str
 )

@@ -51,6 +51,7 @@ def trace(*arguments: str) -> str:
     return result.output
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("speculation", ["off", "suffix"])
 def test_a_sample_that_moves_has_a_span_for_each_stay_and_each_move(
     job_file: Path, moved_at_random: None, speculation: str

@@ -30,6 +30,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("name", JOBS)
 def test_an_example_runs(name: str, untrained: Path, tmp_path: Path) -> None:
     smaller = {

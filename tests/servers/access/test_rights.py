@@ -18,13 +18,13 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of, rights_of
 from rlhfspec.messages.records import Prompt, Sample
-from rlhfspec.messages.servers.keys import new_nkey
+from rlhfspec.messages.servers.credentials.keys import new_nkey
 from rlhfspec.messages.servers.nats import User, nats_config
 from rlhfspec.messages.transport.base import Message, Subscription
 from rlhfspec.messages.transport.dead_letters import decode
+from rlhfspec.messages.transport.jetstream.proof import NatsProof
+from rlhfspec.messages.transport.jetstream.streams import stream_name
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import NatsProof
-from rlhfspec.messages.transport.nats_streams import stream_name
 from rlhfspec.stage.bus import Bus
 
 WORKERS = dict.fromkeys(loop.BY_NAME, 1)

@@ -17,7 +17,7 @@ import pytest
 from helm import CHART
 
 from rlhfspec.messages.servers import find
-from rlhfspec.operator.credentials import install_secrets, new_keys
+from rlhfspec.operator.shared.credentials import install_secrets, new_keys
 
 NATS_CONFIG = {"nats.conf", "tls.crt", "tls.key", "ca.pem"}
 

@@ -39,20 +39,20 @@ from typer.testing import CliRunner
 from rlhfspec.cli.main import app
 from rlhfspec.dashboard import server as server_module
 from rlhfspec.dashboard.access import LaptopAccess, Visitor, What
-from rlhfspec.dashboard.feeds import Feeds
-from rlhfspec.dashboard.folder import NewLines, RunReader, life_content
-from rlhfspec.dashboard.hearing import Hearing
-from rlhfspec.dashboard.laptop import LaptopSource
-from rlhfspec.dashboard.readers import MOST_UNREAD, EventStream
+from rlhfspec.dashboard.jobs.folder import NewLines, RunReader, life_content
+from rlhfspec.dashboard.jobs.laptop import LaptopSource
+from rlhfspec.dashboard.jobs.source import Address, JobKey
+from rlhfspec.dashboard.live.feeds import Feeds
+from rlhfspec.dashboard.live.hearing import Hearing
+from rlhfspec.dashboard.live.readers import MOST_UNREAD, EventStream
 from rlhfspec.dashboard.server import STATIC
-from rlhfspec.dashboard.source import Address, JobKey
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.messages.access.rights import inbox_of
 from rlhfspec.messages.records import Record
 from rlhfspec.messages.records.metrics import example_step
-from rlhfspec.messages.servers.certificates import servers_tls
+from rlhfspec.messages.servers.credentials.certificates import servers_tls
+from rlhfspec.messages.transport.jetstream.proof import NatsProof
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import NatsProof
 from rlhfspec.runs.folder.moves import MovesFile
 from rlhfspec.runs.live.live import SampleHead, Window
 from rlhfspec.runs.view.waterfall import LEGEND
@@ -223,12 +223,12 @@ def test_a_live_run_is_told_as_it_happens(tmp_path: Path) -> None:
 
     async def check() -> None:
         async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), visiting() as session:
-            live.show(snapshot(0, owned=("sums/4/0/0",)))
-            live.show(Window(samples=(SampleHead(id="sums/4/0/1", prompt="2+2=", text="<b>4</b>"),)))
+            live.show(*snapshot(0, owned=("sums/4/0/0",)))
+            live.show(window=Window(samples=(SampleHead(id="sums/4/0/1", prompt="2+2=", text="<b>4</b>"),)))
             async with Stream(session, f"{url}{JOB}/events") as stream:
                 while (await stream.next("job")).data["problems"]:  # until it listens
                     pass
-                await live.say(load(0, running=5), load(1), moved(1), report(4), beat())
+                await live.say(load(0, owned=("sums/4/0/0",)), load(1), moved(1), report(4), beat())
                 seen: dict[str, Any] = {}
                 while {"steps", "moves"} - seen.keys() or len(seen.get("now", {"generators": ()})["generators"]) < 2:
                     told = await stream.next("steps", "moves", "now", "samples")
@@ -491,8 +491,7 @@ def test_200_generators_and_10000_samples_do_not_choke_the_server(tmp_path: Path
 
     async def check() -> None:
         async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), visiting() as session:
-            for each in many_snapshots(200, owned=10_000):
-                live.show(each)
+            live.show(*many_snapshots(200, owned=10_000))
             async with (
                 Stream(session, f"{url}{JOB}/events") as one,
                 Stream(session, f"{url}{JOB}/events") as two,
@@ -557,9 +556,9 @@ def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_path: P
             await servers.make_streams(UID)
             while hearing.problem:
                 await asyncio.sleep(0.01)
-            await Bus(speaker, "sums", uid=UID, workers={"generator": 1}).publish(load(3))
+            await Bus(speaker, "sums", uid=UID, workers={"generator": 1}).publish(moved(3))
             async with asyncio.timeout(60):
-                assert await heard.get() == load(3)
+                assert await heard.get() == moved(3)
             silent = await connect(servers, "dashboard", mine)
             with pytest.raises(InvalidRequest, match=r"role dashboard may not publish to rlhf\.sums"):
                 await silent.publish(f"rlhf.sums.{UID}.sample", b"forged", id="1")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Page, browser
 from dashboards import HOSTILE, TOKEN, LiveRun, load, many_snapshots, moved, report, served, snapshot, write_run
 
-from rlhfspec.dashboard.laptop import LaptopSource
+from rlhfspec.dashboard.jobs.laptop import LaptopSource
 from rlhfspec.runs.live.live import RecentLines
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium in the PATH (apt-get install chromium)")
@@ -104,8 +103,8 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         recent = RecentLines()
         for place, text in enumerate(HOSTILE):
             recent.sample(f"sums/4/{place}/0", text, "<b>bold</b>")
-        live.show(recent.now())
-        live.show(replace(snapshot(0), state=replace(snapshot(0).state, what=HOSTILE[0])))
+        live.show(window=recent.now())
+        live.show(*snapshot(0, what=HOSTILE[0]))
         await open_job(page)
         await page.until("document.querySelectorAll('.samples').length == 2")
         await page.until("document.body.innerText.includes('<b>bold</b>')")
@@ -167,8 +166,7 @@ def test_200_generators_do_not_choke_the_page(tmp_path: Path) -> None:
     """Synthetic load: how long the page's one thread is busy while 200 generators with 10,000 samples speak."""
 
     async def check(page: Page, url: str, live: LiveRun) -> None:
-        for each in many_snapshots(200, owned=10_000):
-            live.show(each)
+        live.show(*many_snapshots(200, owned=10_000))
         await open_job(page)
         await page.until("document.querySelectorAll('.cells li').length == 200")
         await page.call("Performance.enable")

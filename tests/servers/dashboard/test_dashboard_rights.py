@@ -15,12 +15,12 @@ from dashboards import Stream, served, visiting, write_run
 
 from rlhfspec.dashboard import server as server_module
 from rlhfspec.dashboard.access import Visitor, What
-from rlhfspec.dashboard.cluster import ClusterSource, Servers, last_words_of, pod_of
-from rlhfspec.dashboard.laptop import LaptopSource
-from rlhfspec.dashboard.readers import EventStream, ServerSentEvent
+from rlhfspec.dashboard.jobs.cluster import ClusterSource, Servers, last_words_of, pod_of
+from rlhfspec.dashboard.jobs.laptop import LaptopSource
+from rlhfspec.dashboard.jobs.source import JobDetail, JobHead, JobKey, RunFolderInfo
+from rlhfspec.dashboard.live.readers import EventStream, ServerSentEvent
 from rlhfspec.dashboard.server import MOST_STREAMS_OF_ONE
 from rlhfspec.dashboard.serving import serve
-from rlhfspec.dashboard.source import JobDetail, JobHead, JobKey, RunFolderInfo
 
 JOB = "/api/jobs/laptop/run"
 SECRET = "ValueError: the answer of the user was 42"

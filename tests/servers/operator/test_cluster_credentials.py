@@ -26,10 +26,10 @@ from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, GUESTS, inbox_of
 from rlhfspec.messages.records import Sample
-from rlhfspec.messages.servers.certificates import client_tls, server_tls, servers_tls
-from rlhfspec.messages.servers.jwt import claims_of
+from rlhfspec.messages.servers.credentials.certificates import client_tls, server_tls, servers_tls
+from rlhfspec.messages.servers.credentials.jwt import claims_of
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.operator.credentials import Keys, credentials_of, install_secrets, new_keys, operator_creds
+from rlhfspec.operator.shared.credentials import Keys, credentials_of, install_secrets, new_keys, operator_creds
 from rlhfspec.runs.live.redis_users import DASHBOARD
 
 JOB, UID = stage_rights.JOB, stage_rights.UID
@@ -102,7 +102,8 @@ def test_another_release_makes_other_secrets() -> None:
 def test_a_secret_holds_what_its_role_needs_alone() -> None:
     for role in PODS:
         creds = {f"{acts_as}.creds" for acts_as in (role, *GUESTS.get(role, ()))}
-        assert secret(role).keys() == {f"{role}.pem", f"{role}.key", "redis.user", "redis.password", *SHARED, *creds}
+        redis = {"redis.user", "redis.password"} if role == names.CONTROL else set[str]()
+        assert secret(role).keys() == {f"{role}.pem", f"{role}.key", *redis, *SHARED, *creds}
     assert secret(names.PREPARE).keys() == SHARED
     with pytest.raises(InvalidRequest, match="role: must be one of prepare, control, prompts"):
         secret("rewrd")

@@ -16,12 +16,12 @@ from api_servers import serving
 from hypothesis import HealthCheck, given, settings
 from operator_world import SETTINGS, World, job_body
 
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.draft import MOST_AT_ONCE
-from rlhfspec.operator.looks import Reconciler
-from rlhfspec.operator.reconcile import reconcile
+from rlhfspec.operator.deciding.draft import MOST_AT_ONCE
+from rlhfspec.operator.deciding.reconcile import reconcile
+from rlhfspec.operator.looking.cache import Cache
+from rlhfspec.operator.looking.looks import Reconciler
+from rlhfspec.operator.looking.views import job_view
 from rlhfspec.operator.running import restarted
-from rlhfspec.operator.views import job_view
 
 NUM_JOBS = int(os.environ.get("RLHFSPEC_HOSTILE_JOBS", "500"))  # 10,000 take a minute
 

@@ -22,13 +22,13 @@ from rlhfspec.errors import LeadershipLost
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.rights import CONTROL, inbox_of
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.operator import streams
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.credentials import new_keys
-from rlhfspec.operator.leftovers import Runs, ServerAway, Tending
-from rlhfspec.operator.redis_users import RedisUsers
-from rlhfspec.operator.release import redis_login
-from rlhfspec.operator.streams import Streams, metadata_of
+from rlhfspec.operator.looking.cache import Cache
+from rlhfspec.operator.shared import streams
+from rlhfspec.operator.shared.credentials import new_keys
+from rlhfspec.operator.shared.leftovers import Runs, ServerAway, Tending
+from rlhfspec.operator.shared.redis_users import RedisUsers
+from rlhfspec.operator.shared.release import redis_login
+from rlhfspec.operator.shared.streams import Streams, metadata_of
 from rlhfspec.runs.live import redis_users as users
 from rlhfspec.runs.live.redis_client import client_of
 from rlhfspec.runs.live.redis_users import ClusterRun, install_of
@@ -126,7 +126,7 @@ def test_a_nats_that_is_deaf_or_gone_is_no_news_twice(
                 for _ in range(2):
                     await asyncio.wait_for(tending._look(), 20.0)
                 assert failed == ["NATS", "NATS"]
-                [record] = [each for each in caplog.records if each.name == "rlhfspec.operator.leftovers"]
+                [record] = [each for each in caplog.records if each.name == "rlhfspec.operator.shared.leftovers"]
                 assert "jobs go on" in record.message
 
     with caplog.at_level(logging.INFO):
@@ -143,7 +143,7 @@ def test_a_deaf_nats_delays_nothing_in_redis(servers: SharedServers) -> None:
             asked = asyncio.Event()
             nats = Tending(streams_at(port), runs, lambda _: asked.set())
             tasks = [asyncio.create_task(each.run()) for each in (nats, Tending(redis, runs, lambda _: None))]
-            await until_may(servers, "a11a", CONTROL)
+            await until_may(servers, "a11a")
             assert not asked.is_set(), "NATS did not even give up"
             await ended(*tasks)
 
@@ -153,23 +153,23 @@ def test_a_deaf_nats_delays_nothing_in_redis(servers: SharedServers) -> None:
 # ---- Redis ----------------------------------------------------------------------------------------------------------
 
 
-async def may(servers: SharedServers, uid: str, role: str, namespace: str = "team") -> str:
-    """Empty: it may, by its pod's Secret."""
+async def may(servers: SharedServers, uid: str, namespace: str = "team") -> str:
+    """Empty: its control may, by its pod's Secret."""
     from redis.exceptions import RedisError
 
     assert servers.redis_url is not None
-    folder = servers.credentials(role, run=uid, namespace=namespace)
-    async with client_of(servers.redis_url, role, folder, 20.0) as redis:
+    folder = servers.credentials(CONTROL, run=uid, namespace=namespace)
+    async with client_of(servers.redis_url, CONTROL, folder, 20.0) as redis:
         try:
-            await redis.set(users.worker_key(uid, f"{role}-0"), b"x")
+            await redis.set(users.live_key(uid), b"x")
         except (RedisError, OSError) as error:
             return str(error)
     return ""
 
 
-async def until_may(servers: SharedServers, uid: str, role: str) -> None:
+async def until_may(servers: SharedServers, uid: str) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while await may(servers, uid, role):
+        while await may(servers, uid):
             await asyncio.sleep(0.05)
 
 
@@ -189,12 +189,12 @@ def test_users_and_keys_go_with_their_run_and_no_others_do(servers: SharedServer
         _, redis = operators(servers)
         assert redis is not None
         others = ClusterRun("team", "5e5e")
-        stranger = users.user_of(new_keys().master, others, "reward")
+        stranger = users.user_of(new_keys().master, others)
         both = runs_of(("team", "b22b"), ("gone", "c33c"))
         await redis.settle(both)
-        assert not await may(servers, "b22b", "reward")
-        assert not await may(servers, "c33c", "reward", "gone")
-        assert await may(servers, "5e5e", "reward"), "nobody made that user"
+        assert not await may(servers, "b22b")
+        assert not await may(servers, "c33c", "gone")
+        assert await may(servers, "5e5e"), "nobody made that user"
         assert await users_and_keys(servers) == ({"b22b", "c33c"}, {"b22b", "c33c"})
         with pytest.raises(LeadershipLost):
             await redis.settle(runs_of(leads=False))
@@ -202,8 +202,8 @@ def test_users_and_keys_go_with_their_run_and_no_others_do(servers: SharedServer
         assert (await users_and_keys(servers))[0] == {"b22b", "c33c"}, "nobody knows"
         await redis.settle(runs_of())
         assert await users_and_keys(servers) == ({"c33c"}, {"c33c"})
-        assert await may(servers, "b22b", "reward")
-        assert not await may(servers, "c33c", "reward", "gone")
+        assert await may(servers, "b22b")
+        assert not await may(servers, "c33c", "gone")
         await redis._redis.execute_command("ACL SETUSER", stranger, "on")
         await redis._redis.execute_command("ACL SETUSER", "somebody", "on")
         both._cache.runs.clear()  # type: ignore[attr-defined]
@@ -224,10 +224,10 @@ def test_a_redis_that_was_started_anew_has_its_users_again(servers: SharedServer
         failed: list[str] = []
         tending = Tending(redis, runs_of(("team", "d44d")), failed.append)
         task = asyncio.create_task(tending.run())
-        await until_may(servers, "d44d", "trainer")
+        await until_may(servers, "d44d")
         await asyncio.to_thread(servers.kill_redis)
         await asyncio.to_thread(servers.start_redis)
-        await until_may(servers, "d44d", "trainer")
+        await until_may(servers, "d44d")
         await ended(task)
 
     asyncio.run(main())
@@ -288,7 +288,7 @@ def test_a_redis_of_ones_own_needs_the_user_that_the_chart_documents(servers: Sh
             servers.redis_url, servers.keys.master, ("rlhfspec-operator", "s3cret"), servers.keys.ca_pem
         )
         await theirs.settle(runs_of(("team", "e55f")))
-        assert not await may(servers, "e55f", "reward")
+        assert not await may(servers, "e55f")
         await theirs.settle(runs_of())
         assert await users_and_keys(servers) == (set(), set())
         await first._redis.execute_command("ACL DELUSER", "rlhfspec-operator")

@@ -21,10 +21,10 @@ from operator_world import SETTINGS, job_body
 from promql import family, named_anywhere
 from scraping import Scrape, names_of, samples_of, values_of
 
+from rlhfspec.operator.deciding.times import text_of
 from rlhfspec.operator.lease import Lease
 from rlhfspec.operator.running import Operator, ReplicaPlace
 from rlhfspec.operator.settings import OperatorFile
-from rlhfspec.operator.times import text_of
 from rlhfspec.operator.web import health_app
 
 KEY = ("rl", "sums")

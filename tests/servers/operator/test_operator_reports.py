@@ -15,7 +15,7 @@ from operator_world import World
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
-from rlhfspec.operator.cache import Cache
+from rlhfspec.operator.looking.cache import Cache
 from rlhfspec.operator.reports import KNOWN_SECONDS, LEAST_SECONDS, MOST_KNOWN, NOT_ASKED_SECONDS, Reports
 
 PATH = names.report_path("rl", "sums")

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 from api_servers import serving
 
-from rlhfspec.operator import spaces
-from rlhfspec.operator.spaces import Spaces
+from rlhfspec.operator.shared import spaces
+from rlhfspec.operator.shared.spaces import Spaces
 
 KIT = [
     {"apiVersion": "v1", "kind": kind, "metadata": {"name": "it"}}

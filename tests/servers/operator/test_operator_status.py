@@ -10,10 +10,10 @@ from aiohttp import web
 from api_servers import serving
 from operator_world import SETTINGS, job_body
 
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.looks import Reconciler
-from rlhfspec.operator.plan import ReconcilePlan
-from rlhfspec.operator.queue import ReconcileResult
+from rlhfspec.operator.deciding.draft import ReconcilePlan
+from rlhfspec.operator.looking.cache import Cache
+from rlhfspec.operator.looking.looks import Reconciler
+from rlhfspec.operator.looking.queue import ReconcileResult
 
 KEY = ("rl", "sums")
 

@@ -13,12 +13,12 @@ from shared_servers import SharedServers
 
 from rlhfspec.errors import LeadershipLost
 from rlhfspec.messages import loop
+from rlhfspec.messages.transport.jetstream.streams import stream_name
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_streams import stream_name
-from rlhfspec.operator import streams
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.leftovers import OpenRun, Runs, ServerAway, Tending
-from rlhfspec.operator.streams import metadata_of
+from rlhfspec.operator.looking.cache import Cache
+from rlhfspec.operator.shared import streams
+from rlhfspec.operator.shared.leftovers import OpenRun, Runs, ServerAway, Tending
+from rlhfspec.operator.shared.streams import metadata_of
 from rlhfspec.runs.live.redis_users import install_of
 
 

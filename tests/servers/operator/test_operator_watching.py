@@ -18,9 +18,9 @@ from api_servers import serving
 from operator_world import job_body
 
 from rlhfspec.errors import ClusterUnavailable
-from rlhfspec.operator import watching
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.watching import Informers
+from rlhfspec.operator.looking import watching
+from rlhfspec.operator.looking.cache import Cache
+from rlhfspec.operator.looking.watching import Informers
 
 KEY, OTHER = ("rl", "sums"), ("team", "sums")
 

@@ -1,4 +1,4 @@
-"""Who may do what in the Redis that jobs of a cluster share: each role its own, nobody another run's."""
+"""Who may do what in the Redis that jobs of a cluster share: control writes its run's state, and workers nothing."""
 
 from __future__ import annotations
 
@@ -7,16 +7,27 @@ import asyncio
 import pytest
 from open_runs import runs_of
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError
+from redis.exceptions import AuthenticationError, NoPermissionError
 from shared_servers import NO_REDIS, REDIS, SharedServers
 from snapshots import GENERATOR
 
+from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.access.rights import CONTROL
-from rlhfspec.operator.redis_users import RedisUsers
-from rlhfspec.operator.release import redis_login
-from rlhfspec.runs.live.live import LiveState, read_live
-from rlhfspec.runs.live.redis_client import client_of
-from rlhfspec.runs.live.redis_users import DASHBOARD, WRITERS, ClusterRun
+from rlhfspec.messages.loop import STAGES
+from rlhfspec.operator.shared.redis_users import RedisUsers
+from rlhfspec.operator.shared.release import redis_login
+from rlhfspec.runs.live.live import LiveState, LiveView, read_live
+from rlhfspec.runs.live.redis_client import client, client_of
+from rlhfspec.runs.live.redis_users import (
+    DASHBOARD,
+    PASSWORD_FILE,
+    USER_FILE,
+    ClusterRun,
+    live_key,
+    password_of,
+    user_of,
+)
+from rlhfspec.runs.live.run_state import RunState, after
 
 pytestmark = pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
 UID = "3f2a"
@@ -50,44 +61,51 @@ def redis_users(servers: SharedServers) -> None:
 
 
 def commands_on(redis: Redis, key: str) -> dict[str, tuple[object, bool]]:
-    """All that anybody may ask of Redis, in an order that works where there was nothing; whether it writes."""
+    """All that may be asked of Redis; whether it writes."""
     return {
-        "sadd": (redis.sadd(key, "x"), True),
-        "pexpire": (redis.pexpire(key, 60_000), True),
         "set": (redis.set(key, b"x", px=60_000), True),
         "delete": (redis.delete(key), True),
         "get": (redis.get(key), False),
-        "mget": (redis.mget([key, key]), False),
-        "exists": (redis.exists(key), False),
         "pttl": (redis.pttl(key), False),
-        "smembers": (redis.smembers(key), False),
     }
 
 
-def keys_of(run: ClusterRun) -> dict[str, str]:
-    """By whose they are."""
-    workers = {role: f"rlhfspec:{run.uid}:worker:{role}-0" for role in WRITERS}
-    return workers | {"window": f"rlhfspec:{run.uid}:window"}
-
-
 @pytest.mark.usefixtures("redis_users")
-@pytest.mark.parametrize("role", [*WRITERS, DASHBOARD])
-def test_a_role_writes_its_own_keys_and_nobody_touches_another_run(servers: SharedServers, role: str) -> None:
+@pytest.mark.parametrize("role", [CONTROL, DASHBOARD])
+def test_control_alone_writes_and_nothing_of_another_run(servers: SharedServers, role: str) -> None:
     async def main() -> None:
         async with redis_client(servers, role) as client:
             for run in (MINE, THEIRS):
-                reads = role == DASHBOARD or (role == CONTROL and run == MINE)
-                for owner, key in keys_of(run).items():
-                    mine = run == MINE and (owner == role or (owner == "window" and role == CONTROL))
-                    for command, (asked, writes) in commands_on(client, key).items():
-                        wanted = mine if writes else reads
-                        assert await _may(asked) == wanted, (command, key)
-                index = f"rlhfspec:{run.uid}:workers"
-                assert await _may(client.sadd(index, "x")) == (run == MINE and role != DASHBOARD)
-                assert await _may(client.smembers(index)) == reads
-            assert not await _may(client.set("anything", b"x"))
+                wanted = {True: role == CONTROL and run == MINE, False: role == DASHBOARD or run == MINE}
+                for command, (asked, writes) in commands_on(client, live_key(run.uid)).items():
+                    assert await _may(asked) == wanted[writes], (command, run)
+            for key in ("anything", f"rlhfspec:{UID}:worker:reward-0", f"rlhfspec:{UID}:live:more"):
+                assert not await _may(client.set(key, b"x")), key
             for words in EVERY_COMMAND:
                 assert not await _may(client.execute_command(*words.split())), words
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("redis_users")
+@pytest.mark.parametrize("role", [stage.name for stage in STAGES])
+def test_a_worker_has_no_user_and_no_password_and_may_write_nothing(servers: SharedServers, role: str) -> None:
+    folder = servers.credentials(role, run=UID, namespace=MINE.namespace)
+    assert not {USER_FILE, PASSWORD_FILE} & {path.name for path in folder.iterdir()}
+    with pytest.raises(InvalidRequest, match="credentials: cannot be read"):
+        redis_client(servers, role)
+
+    async def main() -> None:
+        """With all that its pod could guess: the names of users are no secrets."""
+        master = servers.keys.master
+        control = user_of(master, MINE)
+        assert servers.redis_url is not None
+        authority = str(folder / "servers-ca.pem")
+        for user in (control, control.replace(CONTROL, role), role):
+            options = {"username": user, "password": password_of(bytes(32), UID, role), "ssl_ca_certs": authority}
+            async with client(servers.redis_url, 20.0, options) as redis:
+                with pytest.raises(AuthenticationError):
+                    await redis.set(live_key(UID), b"x")
 
     asyncio.run(main())
 
@@ -100,9 +118,8 @@ def test_the_operator_itself_reads_nothing(servers: SharedServers) -> None:
         async with Redis.from_url(
             servers.redis_url, username=user, password=password, ssl_ca_data=authority, protocol=2
         ) as client:
-            for key in keys_of(MINE).values():
-                may = {command for command, (asked, _) in commands_on(client, key).items() if await _may(asked)}
-                assert may == set()
+            asked_of = commands_on(client, live_key(UID))
+            assert {command for command, (asked, _) in asked_of.items() if await _may(asked)} == set()
             for words in ("CONFIG GET *", "FLUSHALL", "KEYS *", "ACL LIST", "SHUTDOWN"):
                 assert not await _may(client.execute_command(*words.split())), words
 
@@ -122,10 +139,10 @@ def test_nobody_without_a_password(servers: SharedServers) -> None:
         folder = servers.credentials("reward")
         assert servers.redis_url is not None
         for told in ({}, {"username": "reward", "password": "wrong"}, {"username": "default", "password": ""}):
-            client = Redis.from_url(servers.redis_url, ssl_ca_certs=str(folder / "servers-ca.pem"), protocol=2, **told)
-            with pytest.raises(Exception, match=r"(?i)auth|invalid username"):
-                await client.ping()
-            await client.aclose()
+            options = {"ssl_ca_certs": str(folder / "servers-ca.pem"), **told}
+            async with client(servers.redis_url, 20.0, options) as redis:
+                with pytest.raises(Exception, match=r"(?i)auth|invalid username"):
+                    await redis.ping()
 
     asyncio.run(main())
 
@@ -134,23 +151,18 @@ def test_nobody_without_a_password(servers: SharedServers) -> None:
 def test_the_live_view_works_through_it(servers: SharedServers) -> None:
     async def main() -> None:
         assert servers.redis_url is not None
-        writing = LiveState(
-            servers.redis_url,
-            UID,
-            role="generator",
-            credentials=servers.credentials("generator", run=UID, namespace=MINE.namespace),
-        )
-        sending = asyncio.create_task(writing.run())
-        writing.write(GENERATOR)
         looks = servers.credentials(CONTROL, run=UID, namespace=MINE.namespace)
+        writing = LiveState(servers.redis_url, UID, role=CONTROL, credentials=looks)
+        sending = asyncio.create_task(writing.run())
+        writing.write(LiveView(run=after(RunState(), [(0.0, each) for each in GENERATOR])))
         async with asyncio.timeout(60):
-            while not (await read_live(servers.redis_url, UID, role=CONTROL, credentials=looks)).workers:
+            while not (await read_live(servers.redis_url, UID, role=CONTROL, credentials=looks)).run.workers:
                 await asyncio.sleep(0.01)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
         await writing.close()
         view = await read_live(servers.redis_url, UID, role=CONTROL, credentials=looks)
-        assert view.workers == {}
+        assert not view.run.workers
         assert writing.num_failures == 0
 
     asyncio.run(main())

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,20 +17,35 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from snapshots import GENERATOR, LOAD, WAITS
+from snapshots import GENERATOR, LOAD, READY, WAITS
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
 from rlhfspec.errors import InvalidRequest, ServerFailed
 from rlhfspec.messages.access.connections import Connections
-from rlhfspec.messages.servers.certificates import create_credentials, server_tls
+from rlhfspec.messages.access.rights import CONTROL
+from rlhfspec.messages.servers.credentials.certificates import create_credentials, server_tls
 from rlhfspec.messages.servers.redis import RedisServer
+from rlhfspec.messages.transport.clock import SystemClock
 from rlhfspec.runs.live import live
-from rlhfspec.runs.live.live import LiveBeats, LiveState, LiveView, RecentLines, WorkerSnapshot, read_live, snapshot_of
+from rlhfspec.runs.live.live import LiveBeats, LiveState, LiveView, RecentLines, read_live
+from rlhfspec.runs.live.run_state import KnownRun, News, ProcessNews
+from rlhfspec.runs.view.roster import process_states
+from rlhfspec.stage.silence import SILENT_SECONDS
 from rlhfspec.stage.vitals import Vitals
 
 UID = "3f2a"
-REWARD = WorkerSnapshot(host="node", pid=8, state=replace(WAITS, stage="reward", what="samples"))
+REWARD = (replace(READY, stage="reward", pid=8), replace(WAITS, stage="reward", what="samples"))
+
+
+def told(*news: News) -> KnownRun:
+    known = KnownRun(SystemClock())
+    known.tell(*news)
+    return known
+
+
+def names(view: LiveView) -> list[str]:
+    return [worker.name for worker in view.run.workers.values()]
 
 
 class Place:
@@ -39,12 +53,12 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.credentials = folder / "credentials"
-        create_credentials(self.credentials, ["generator", "view"])
+        create_credentials(self.credentials, [CONTROL, "view"])
         password_file = self.credentials / "redis.password"
         self.server = RedisServer(folder / "redis", run=UID, password_file=password_file)
 
     def state(self) -> LiveState:
-        return LiveState(self.server.url, UID, role="generator", credentials=self.credentials)
+        return LiveState(self.server.url, UID, role=CONTROL, credentials=self.credentials)
 
     async def read(self) -> LiveView:
         return await read_live(self.server.url, UID, role="view", credentials=self.credentials)
@@ -71,8 +85,8 @@ def with_server(tmp_path: Path, check: Callable[[Place], Awaitable[None]]) -> No
 
 
 @asynccontextmanager
-async def beating(state: LiveState, look: Callable[[], WorkerSnapshot | live.Window]) -> AsyncIterator[LiveBeats]:
-    beats = LiveBeats(state, Vitals(), look)
+async def beating(state: LiveState, known: KnownRun, recent: RecentLines | None = None) -> AsyncIterator[LiveBeats]:
+    beats = LiveBeats(state, Vitals(), known, recent or RecentLines())
     running = asyncio.create_task(beats.run())
     try:
         yield beats
@@ -82,43 +96,51 @@ async def beating(state: LiveState, look: Callable[[], WorkerSnapshot | live.Win
         beats.close()
 
 
-def test_who_reads_sees_the_last_beat_of_everybody(tmp_path: Path) -> None:
+def test_a_viewer_sees_the_last_that_was_told_of_every_worker(tmp_path: Path) -> None:
     async def check(place: Place) -> None:
-        assert await place.read() == LiveView(workers={}, silent_seconds={}, window=live.Window())
+        assert await place.read() == LiveView()
         lines = RecentLines()
         lines.step('{"step": 1}')
         lines.sample("sums/1/0/0", "2+2=", "4 \ud800")
-        async with (
-            beating(place.state(), lambda: GENERATOR),
-            beating(place.state(), lambda: REWARD),
-            beating(place.state(), lines.now),
-        ):
-            view = await place.until(lambda view: len(view.workers) == 2 and bool(view.window.steps))
-            assert view.workers == {"generator-0": GENERATOR, "reward-0": REWARD}
-            assert view.loads == {"generator-0": LOAD}
-            assert view.owners == {"sums/3/0/0": "generator-0", "sums/3/0/1": "generator-0"}
+        known = told(*GENERATOR, *REWARD, ProcessNews(stage="trainer", worker=0, phase="left"))
+        async with beating(place.state(), known, lines):
+            view = await place.until(lambda view: len(view.run.workers) == 2)
+            assert names(view) == ["generator-0", "reward-0"], "one that left is not shown"
+            [generator, reward] = process_states(view.run, view.now)
+            assert (generator.host, generator.pid, generator.doing, generator.what) == ("node", 7, "waiting", "prompts")
+            assert (generator.load, reward.load) == (LOAD, None)
+            assert set(view.run.owners) == {"sums/3/0/0", "sums/3/0/1"}
             assert [sample.text for sample in view.window.samples] == ["4 ?"]
-        assert (await place.read()).workers == {}, "who left in order is not shown"
+            known.tell(ProcessNews(stage="reward", worker=0, phase="restarting", what="killed by SIGKILL"))
+            view = await place.until(lambda view: process_states(view.run, view.now)[1].doing == "restarting")
+        assert await place.read() == LiveView(), "a run that is over is not shown"
 
     with_server(tmp_path, check)
 
 
-def test_a_worker_says_where_it_runs_and_what_it_does() -> None:
-    worker = Vitals().worker("generator", 3)
-    with worker.waiting("prompts"):
-        snapshot = snapshot_of(worker, LOAD, ["sums/3/0/0"])
-    assert (snapshot.worker, snapshot.host, snapshot.pid) == ("generator-3", socket.gethostname(), os.getpid())
-    assert (snapshot.state.what, snapshot.load, snapshot.owned) == ("prompts", LOAD, ("sums/3/0/0",))
+def test_what_was_written_long_ago_is_as_old_as_it_is(tmp_path: Path) -> None:
+    """A writer that died: its workers fall silent, by the time that the server counts."""
 
+    async def check(place: Place) -> None:
+        state = place.state()
+        sending = asyncio.create_task(state.run())
+        known = told(*GENERATOR)
+        written_at = known.clock.now() + SILENT_SECONDS - 1.0
+        state.write(LiveView(run=known.run, now=written_at))
+        view = await place.until(lambda view: bool(view.run.workers))
+        assert [each.doing for each in process_states(view.run, view.now)] == ["waiting"]
+        password = (place.credentials / "redis.password").read_text()
+        async with redis.asyncio.Redis.from_url(place.server.url, password=password) as client:
+            await client.pexpire(f"rlhfspec:{UID}:live", 28_000)
+        view = await read_live(place.server.url, UID, role="view", credentials=place.credentials, now=1000.0)
+        [worker] = process_states(view.run, view.now)
+        assert worker.doing == "silent"
+        assert SILENT_SECONDS + 1.0 <= worker.since_seconds < 30.0
+        sending.cancel()
+        await asyncio.wait([sending])
+        await state.close()
 
-def test_of_two_that_claim_a_sample_the_last_to_speak_has_it() -> None:
-    other = replace(GENERATOR, state=replace(WAITS, worker=1), owned=("sums/3/0/1",))
-    for silent, owner in ((0.1, "generator-1"), (9.0, "generator-0")):
-        workers = {"generator-0": GENERATOR, "generator-1": other}
-        view = LiveView(
-            workers=workers, silent_seconds={"generator-0": 1.0, "generator-1": silent}, window=live.Window()
-        )
-        assert view.owners == {"sums/3/0/0": "generator-0", "sums/3/0/1": owner}
+    with_server(tmp_path, check)
 
 
 def test_a_server_that_comes_back_empty_is_full_again_with_the_next_beats(
@@ -128,8 +150,8 @@ def test_a_server_that_comes_back_empty_is_full_again_with_the_next_beats(
 
     async def check(place: Place) -> None:
         state = place.state()
-        async with beating(state, lambda: GENERATOR), beating(place.state(), lambda: REWARD):
-            await place.until(lambda view: len(view.workers) == 2)
+        async with beating(state, told(*GENERATOR, *REWARD)):
+            await place.until(lambda view: len(view.run.workers) == 2)
             caplog.clear()  # a busy machine may have been too slow before
             os.kill(place.server.pid or 0, signal.SIGKILL)
             await place.server.wait()
@@ -139,13 +161,18 @@ def test_a_server_that_comes_back_empty_is_full_again_with_the_next_beats(
                 await place.read()
             await place.server.start()
             began = time.monotonic()
-            await place.until(lambda view: len(view.workers) == 2)
+            await place.until(lambda view: len(view.run.workers) == 2)
             print(f"full again after {time.monotonic() - began:.2f} s")
-            while sum("is back" in each.message for each in caplog.records) < 2:
+            while not any("is back" in each.message for each in caplog.records):
                 await asyncio.sleep(0.01)
-        assert sum("out of date" in each.message for each in caplog.records) == 2, "once per outage and process"
+        assert sum("out of date" in each.message for each in caplog.records) == 1, "once per outage"
 
     with_server(tmp_path, check)
+
+
+def view_of(pid: int) -> LiveView:
+    known = told(replace(READY, pid=pid), WAITS, LOAD)
+    return LiveView(run=known.run, now=known.clock.now())
 
 
 def test_a_server_that_hangs_delays_nobody(
@@ -161,9 +188,8 @@ def test_a_server_that_hangs_delays_nobody(
         while state.num_failures < 3:  # it tries on
             for _ in range(100):
                 pid += 1
-                state.write(replace(GENERATOR, pid=pid))
+                state.write(view_of(pid))
             await asyncio.sleep(0)
-        assert len(state._unsent) <= 1, "the newest replaces what could not be sent"
         [said] = [each.message for each in caplog.records]
         assert re.fullmatch(
             "redis: (no answer in time|Timeout .*); the live view is out of date until it is back", said
@@ -171,12 +197,12 @@ def test_a_server_that_hangs_delays_nobody(
         os.kill(place.server.pid or 0, signal.SIGCONT)
 
         def is_newest(view: LiveView) -> bool:
-            state.write(replace(GENERATOR, pid=pid))  # a beat: what was on its way in the outage may come late
-            return "generator-0" in view.workers and view.workers["generator-0"].pid == pid
+            state.write(view_of(pid))  # a beat: what was on its way in the outage may come late
+            return [worker.pid for worker in view.run.workers.values()] == [pid]
 
         await place.until(is_newest)
         os.kill(place.server.pid or 0, signal.SIGSTOP)
-        state.write(GENERATOR)
+        state.write(view_of(0))
         sending.cancel()
         await asyncio.wait([sending])
         await state.close()  # has a deadline too
@@ -188,7 +214,7 @@ def test_a_wrong_password_is_a_reason_and_ends_nothing(tmp_path: Path, caplog: p
     async def check(place: Place) -> None:
         (place.credentials / "redis.password").write_text("guessed")
         state = place.state()
-        async with beating(state, lambda: GENERATOR):
+        async with beating(state, told(*GENERATOR)):
             while state.num_failures < 2:
                 await asyncio.sleep(0.01)
         reason = "invalid username-password pair or user is disabled."
@@ -220,15 +246,15 @@ def test_over_tls_both_sides_show_a_certificate(tmp_path: Path) -> None:
         strange = tmp_path / "strange"
         create_credentials(strange, ["view"])
         async with await asyncio.start_server(
-            passed_on, "127.0.0.1", 0, ssl=server_tls(place.credentials, "generator")
+            passed_on, "127.0.0.1", 0, ssl=server_tls(place.credentials, CONTROL)
         ) as front:
             port = front.sockets[0].getsockname()[1]
             url = f"rediss://127.0.0.1:{port}"
-            state = LiveState(url, UID, role="generator", credentials=place.credentials)
-            async with beating(state, lambda: GENERATOR):
-                await place.until(lambda view: "generator-0" in view.workers)
+            state = LiveState(url, UID, role=CONTROL, credentials=place.credentials)
+            async with beating(state, told(*GENERATOR)):
+                await place.until(lambda view: names(view) == ["generator-0"])
                 view = await read_live(url, UID, role="view", credentials=place.credentials)
-                assert view.workers == {"generator-0": GENERATOR}
+                assert names(view) == ["generator-0"]
                 with pytest.raises(ServerFailed, match=r"certificate verify failed") as refused:
                     await read_live(url, UID, role="view", credentials=strange)
                 assert "\n" not in str(refused.value)
@@ -249,8 +275,8 @@ def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Path) -> 
 
         async with await asyncio.start_server(passed_on, "127.0.0.1", 0) as front:
             url = f"redis://127.0.0.1:{front.sockets[0].getsockname()[1]}"
-            async with beating(LiveState(url, UID, role="generator", credentials=place.credentials), lambda: GENERATOR):
-                await place.until(lambda view: "generator-0" in view.workers)
+            async with beating(LiveState(url, UID, role=CONTROL, credentials=place.credentials), told(*GENERATOR)):
+                await place.until(lambda view: names(view) == ["generator-0"])
 
     with_server(tmp_path, check)
 
@@ -258,18 +284,13 @@ def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Path) -> 
 def test_what_another_version_wrote_is_not_shown(tmp_path: Path) -> None:
     async def check(place: Place) -> None:
         password = (place.credentials / "redis.password").read_text()
-        async with (
-            redis.asyncio.Redis.from_url(place.server.url, password=password) as client,
-            beating(place.state(), lambda: GENERATOR),
-        ):
-            for number, value in enumerate((b"{}", b"\xff", b'{"host": 1}', b"[" * 10_000)):
-                await client.set(f"rlhfspec:{UID}:worker:reward-{number}", value)
-                await client.sadd(f"rlhfspec:{UID}:workers", f"reward-{number}", b"\xff")
-            await client.set(f"rlhfspec:{UID}:window", b"no window")
-            await client.set("rlhfspec:other:worker:reward-0", b"{}")
-            view = await place.until(lambda view: "generator-0" in view.workers)
-            assert view.workers == {"generator-0": GENERATOR}
-            assert view.window == live.Window()
+        async with redis.asyncio.Redis.from_url(place.server.url, password=password) as client:
+            for value in (b"{}", b"\xff", b'{"now": 1}', b"[" * 10_000):
+                await client.set(f"rlhfspec:{UID}:live", value)
+                assert await place.read() == LiveView()
+            await client.set("rlhfspec:other:live", b"{}")
+        async with beating(place.state(), told(*GENERATOR)):
+            await place.until(lambda view: names(view) == ["generator-0"])
 
     with_server(tmp_path, check)
 
@@ -279,7 +300,7 @@ async def _read(place: Place) -> None:
 
 
 async def _beat(place: Place) -> None:
-    await LiveBeats(place.state(), Vitals(), lambda: GENERATOR).run()
+    await LiveBeats(place.state(), Vitals(), told(*GENERATOR), RecentLines()).run()
 
 
 @pytest.mark.parametrize("look", [_read, _beat])
@@ -336,15 +357,16 @@ def test_what_is_no_redis_is_refused_by_name(tmp_path: Path) -> None:
 def test_top_shows_who_runs_where(tmp_path: Path) -> None:
     async def check(place: Place) -> None:
         write_connections(tmp_path, place)
-        what = replace(GENERATOR, state=replace(WAITS, what="\x1b[31m [bold]2 samples"))
-        async with beating(place.state(), lambda: what), beating(place.state(), lambda: REWARD):
-            await place.until(lambda view: len(view.workers) == 2)
+        known = told(READY, replace(WAITS, what="\x1b[31m [bold]2 samples", since_seconds=3600.0), LOAD, *REWARD)
+        async with beating(place.state(), known):
+            await place.until(lambda view: len(view.run.workers) == 2)
             result = await asyncio.to_thread(CliRunner().invoke, app, ["top", str(tmp_path)])
         assert result.exit_code == 0, result.output
         [generator] = [line for line in result.output.splitlines() if "generator-0" in line]
         cells = [cell.strip() for cell in generator.split("│")[1:-1]]
-        assert cells == ["generator-0", "node:7", "waiting", "␛[31m [bold]2 samples", "1.5 s", "7 s", "2", "1", "123",
+        assert cells == ["generator-0", "node:7", "waiting", "␛[31m [bold]2 samples", cells[4], "7 s", "2", "1", "123",
                          "2"]  # fmt: skip
+        assert float(cells[4].removesuffix(" s")) >= 3600.0, "and as long as it was not heard since"
         assert result.output.index("generator-0") < result.output.index("reward-0"), "as the stages stand in the map"
 
     with_server(tmp_path, check)

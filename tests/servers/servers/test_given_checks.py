@@ -16,8 +16,8 @@ from shared_servers import free_port
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
-from rlhfspec.messages.servers.certificates import ServerTls, create_credentials
-from rlhfspec.messages.servers.keys import new_nkey
+from rlhfspec.messages.servers.credentials.certificates import ServerTls, create_credentials
+from rlhfspec.messages.servers.credentials.keys import new_nkey
 
 SECRET, WRONG = "correct-horse", "battery-staple"
 ENVIRONMENT = {"GOOD": SECRET, "BAD": WRONG}
@@ -181,7 +181,7 @@ def test_options_that_cannot_be_meant_so(refused: Callable[..., str], arguments:
         ("--nats nats://@nats@ --nats-credentials KEYS/none", "--nats-credentials: cannot be read: No such file"),
         ("--nats tls://@open_nats@", "the server speaks no TLS: write nats:// in place of tls://"),
         ("--nats nats://@tls_nats@", "the server speaks TLS only: write tls:// in place of nats://"),
-        ("--nats tls://@tls_nats@", "certificate; --servers-ca FILE names who signed it"),
+        ("--nats tls://@tls_nats@", "certificate; --servers-ca FILE names its signer"),
         ("--nats tls://@tls_nats@ --servers-ca KEYS/others/ca.pem", "is not to be trusted: "),
         ("--nats tls://@strict_nats@ --servers-ca KEYS/keys/ca.pem", "name yours with --servers-certificate"),
         (

@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from faults.processes import is_alive
 
 from rlhfspec.messages.servers import guardian
 from rlhfspec.messages.servers.guardian import MARK, NUM_GUARDIANS, Guardians
@@ -103,7 +104,7 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path, guardians
     with supervisor(tmp_path / "run", uid, shared) as (process, told):
         pids = {*map(int, told["pids"]), *marked(uid)}
         port = int(told["urls"][0].rpartition(":")[2])
-        assert all(map(lives, pids))
+        assert all(map(is_alive, pids))
         began_at = {pid: start_of(pid) for pid in pids}  # another process may get the number of a dead one
         assert shared.exists()
         assert reachable(port)
@@ -123,11 +124,11 @@ def test_servers_go_with_their_supervisor_also_when_no_guardian_is_left(tmp_path
     uid = f"t{uuid4().hex[:8]}"
     with supervisor(tmp_path / "run", uid, tmp_path / "shared") as (process, told):
         servers = [int(pid) for pid in told["pids"][NUM_GUARDIANS : NUM_GUARDIANS + 2]]
-        assert all(map(lives, servers))
+        assert all(map(is_alive, servers))
         for pid in told["guardians"]:
             os.kill(pid, signal.SIGKILL)
         process.kill()
-        until(lambda: not any(map(lives, servers)), "NATS and Redis are gone")
+        until(lambda: not any(map(is_alive, servers)), "NATS and Redis are gone")
 
 
 def test_guardians_that_are_released_touch_nothing(tmp_path: Path) -> None:
@@ -247,17 +248,10 @@ def marked(uid: str) -> set[int]:
     return found
 
 
-def lives(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def start_of(pid: int) -> str | None:
     """When it began; None of one that is dead."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        if lives(pid):
+        if is_alive(pid):
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return None
 

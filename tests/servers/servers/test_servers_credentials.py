@@ -17,7 +17,7 @@ import pytest
 from cryptography import x509
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.messages.servers.certificates import ServerTls, client_tls, create_credentials, server_tls
+from rlhfspec.messages.servers.credentials.certificates import ServerTls, client_tls, create_credentials, server_tls
 from rlhfspec.messages.servers.nats import NatsServer, User
 from rlhfspec.messages.servers.program import write_secret
 

@@ -14,13 +14,13 @@ import pytest
 from nats_servers import NatsServer, Proxy
 
 from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportUnavailable
-from rlhfspec.messages.servers.certificates import ServerTls, client_tls, create_credentials
-from rlhfspec.messages.servers.keys import new_nkey
+from rlhfspec.messages.servers.credentials.certificates import ServerTls, client_tls, create_credentials
+from rlhfspec.messages.servers.credentials.keys import new_nkey
 from rlhfspec.messages.servers.nats import User, nats_config
 from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.base import Consumer, Message, Subscription
+from rlhfspec.messages.transport.jetstream.proof import NatsProof
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import NatsProof
 
 SUBJECT, DEAD, STATE = "rlhf.sums.sample", "rlhf.sums.dead", "rlhf.sums.weights"
 REWARD = Consumer(name="reward", ack_wait_seconds=2.0, max_deliveries=None)

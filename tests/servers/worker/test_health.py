@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rlhfspec.messages.servers.certificates import channel_credentials
+from rlhfspec.messages.servers.credentials.certificates import channel_credentials
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.worker.health import Health

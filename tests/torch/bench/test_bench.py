@@ -14,15 +14,15 @@ from bench_models import untrained_pair_in
 from typer.testing import CliRunner
 
 from rlhfspec.bench import trees
-from rlhfspec.bench.bars import bars
-from rlhfspec.bench.draining import DrainingStep, Trace, drain_and_watch
-from rlhfspec.bench.draining_plot import draw
-from rlhfspec.bench.ours import OurWorker, requests_of
+from rlhfspec.bench.bars import bars_of_generation as bars
+from rlhfspec.bench.draining.batch import DrainingStep, Trace, drain_and_watch
+from rlhfspec.bench.draining.plot import draw
+from rlhfspec.bench.generating.ours import OurWorker, requests_of
+from rlhfspec.bench.generating.results import ResultRow, Results
+from rlhfspec.bench.generating.run import BenchSettings, find_vllm_python
+from rlhfspec.bench.generating.scenarios import MAX_CONTEXT, PAIRS, SCENARIO_NAMES, scenarios
 from rlhfspec.bench.processor import Processor
 from rlhfspec.bench.ratios import against_best, paired
-from rlhfspec.bench.results import ResultRow, Results
-from rlhfspec.bench.run import BenchSettings, find_vllm_python
-from rlhfspec.bench.scenarios import MAX_CONTEXT, PAIRS, SCENARIO_NAMES, scenarios
 from rlhfspec.bench.worker import environment
 from rlhfspec.cli import main as cli
 from rlhfspec.engine import Completion, EngineStep

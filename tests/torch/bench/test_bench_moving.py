@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from rlhfspec.bench.moving.migrate import MigrateSettings
+from rlhfspec.bench.bars import bars_of_rebalance
+from rlhfspec.bench.commands import bench
+from rlhfspec.bench.generating.results import published
+from rlhfspec.bench.moving.migrating.migrate import MigrateSettings
 from rlhfspec.bench.moving.pair import sequences_of
-from rlhfspec.bench.moving.rebalance import DifferentTokens, RebalanceBenchmark, RebalanceSettings
-from rlhfspec.bench.moving.rebalance_results import Row, StageResult, StageRun, bars
-from rlhfspec.bench.moving.workloads import LEAST_IMBALANCE, stages
-from rlhfspec.cli import bench
-from rlhfspec.cli.moving import generator_command, rebalancer_of_a_run
+from rlhfspec.bench.moving.rebalancing.rebalance import DifferentTokens, RebalanceBenchmark, RebalanceSettings
+from rlhfspec.bench.moving.rebalancing.results import Row, StageResult, StageRun
+from rlhfspec.bench.moving.rebalancing.workloads import LEAST_IMBALANCE, stages
 from rlhfspec.errors import InvalidRequest
 
 # -- rebalance --------------------------------------------------------------------------------------------------------
@@ -22,11 +22,11 @@ from rlhfspec.errors import InvalidRequest
 
 def test_an_arm_with_other_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RebalanceSettings(model="m", draft="m", workloads=("skew",), decoding=("plain",), arms=("dealt", "ours"))
-    benchmark = RebalanceBenchmark(settings, generator_command, rebalancer_of_a_run, lambda _: None)
+    benchmark = RebalanceBenchmark(settings, lambda _: None)
     run = StageRun(arm="", seconds=1.0, ends=(1.0, 1.0))
     once = lambda pair, stage, decoding, arm, best: (run, f"tokens of {arm}")  # noqa: E731
     monkeypatch.setattr(benchmark, "_once", once)
-    monkeypatch.setattr("rlhfspec.bench.moving.rebalance.clairvoyant", lambda stage, curve: ())
+    monkeypatch.setattr("rlhfspec.bench.moving.rebalancing.rebalance.clairvoyant", lambda stage, curve: ())
     with pytest.raises(DifferentTokens, match="skew, seed 1: ours gave other tokens"):
         benchmark._stage(None, stages("skew", 1)[0], "plain", None)  # type: ignore[arg-type]
 
@@ -39,12 +39,12 @@ def of_stage(workload: str, decoding: str, **seconds: float) -> StageResult:
 
 def test_bars_ask_for_a_gain_where_there_is_one_and_for_no_harm_elsewhere() -> None:
     seconds = {"dealt": 5.0, "pulled": 4.0, "ours": 4.1, "clairvoyant": 3.0}
-    gains = bars([Row.of([of_stage("groups", "adaptive", **seconds)])])
+    gains = bars_of_rebalance([Row.of([of_stage("groups", "adaptive", **seconds)])])
     assert [(bar.found, bar.holds) for bar in gains] == [("1.22 (1.22-1.22)", False), ("0.45 (0.45-0.45)", False)]
     for workload, decoding in (("independent", "adaptive"), ("groups", "plain")):
-        [harm] = bars([Row.of([of_stage(workload, decoding, **seconds)])])
+        [harm] = bars_of_rebalance([Row.of([of_stage(workload, decoding, **seconds)])])
         assert (harm.found, harm.holds) == ("1.02 (1.02-1.02)", True), "1.025x the better of both, which is pulled"
-        [harm] = bars([Row.of([of_stage(workload, decoding, **seconds | {"ours": 4.2})])])
+        [harm] = bars_of_rebalance([Row.of([of_stage(workload, decoding, **seconds | {"ours": 4.2})])])
         assert not harm.holds
 
 
@@ -70,7 +70,7 @@ def test_settings_name_the_field_to_fix(settings: dict[str, Any], field: str) ->
         MigrateSettings(model="m", draft="d", **settings)
     with pytest.raises(InvalidRequest, match="workloads"):
         RebalanceSettings(model="m", draft="d", workloads=("none",))
-    assert dataclasses.replace(MigrateSettings(model="a/m", draft="d")).published()["model"] == "m"
+    assert published(MigrateSettings(model="a/m", draft="d"), "model", "draft", "large_kv")["model"] == "m"
 
 
 def test_the_command_line_tells_of_a_wrong_word() -> None:

@@ -12,12 +12,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rlhfspec.bench import step as bench_step
+from rlhfspec.bench.commands import bench
 from rlhfspec.bench.rivals.trl_worker import Stopwatch, _step, variety
-from rlhfspec.bench.step import Measure, Step, StepBenchmark, StepSettings, UnequalWork
-from rlhfspec.bench.step_report import render
+from rlhfspec.bench.stepping import step as bench_step
+from rlhfspec.bench.stepping.report import render
+from rlhfspec.bench.stepping.results import Step, UnequalWork
+from rlhfspec.bench.stepping.step import Measure, StepBenchmark, StepSettings
 from rlhfspec.bench.worker import WorkerFailed
-from rlhfspec.cli import bench
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
@@ -58,7 +59,9 @@ def test_rows_are_medians_without_the_warm_up_and_ratios_are_against_trl(capsys:
     assert written["settings"]["model"] == "target-1"  # no path of the machine
     Console(width=150).print(render(results))
     shown = capsys.readouterr().out
-    assert "adaptive >= 2x TRL: 4.00 (holds)" in shown
+    [line] = [line for line in shown.splitlines() if "adaptive / TRL" in line]
+    assert line.replace("│", " ").split() == ["✓", "2", "step", "adaptive", "/", "TRL", ">=", "2.00", "4.00"]
+    assert [(bar["name"], bar["holds"]) for bar in written["bars"]] == [("plain / TRL", True), ("adaptive / TRL", True)]
 
 
 def test_a_missing_rival_is_named_once_and_ours_go_on() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rlhfspec.errors import DataExhausted, InvalidRequest, JobError
 from rlhfspec.job import Dataset, Model
-from rlhfspec.tiny.classes import tiny_config
+from rlhfspec.sweep.classes import tiny_config
 from rlhfspec.tiny.tokenizer import BOS, VOCAB_SIZE, encode, hugging_face_tokenizer
 from rlhfspec.training.data import Order, Prompts, Rows, load_rows, load_tokenizer
 from rlhfspec.training.data.order import num_steps

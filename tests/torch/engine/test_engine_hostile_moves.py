@@ -17,7 +17,7 @@ from moving import PROMPT, VOCAB, alone, bits, drain, make, model, request
 
 from rlhfspec.engine import Completion, Engine
 from rlhfspec.engine.base import SequenceState
-from rlhfspec.engine.state_bytes import checksum_of, from_bytes, to_bytes
+from rlhfspec.engine.kv.state_bytes import checksum_of, from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError, WeightsVersionError
 from rlhfspec.tiny import perturbed, random_model
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer

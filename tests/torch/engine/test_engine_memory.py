@@ -30,11 +30,11 @@ from hypothesis.stateful import (
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.base import SequenceState
-from rlhfspec.engine.cache import Prefix
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.engine.forward.runner import ModelRunner
+from rlhfspec.engine.kv.cache import Prefix
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.kv_pack import pack_slots

@@ -65,7 +65,7 @@ def test_sliding_windows_are_honoured_past_the_window() -> None:
 def test_an_attention_that_bypasses_the_interface_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias added inside one layer passes no configuration check; the self check against Hugging Face sees it."""
     model = random_model("llama", seed=2, vocab_size=VOCAB)
-    from rlhfspec.engine import runner
+    from rlhfspec.engine.forward import runner
 
     genuine = runner.tree_attention
 

@@ -11,9 +11,9 @@ import torch
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.graphs import EXTRA_BUCKETS, ROW_BUCKETS, Forward, GraphedForward, call_again
+from rlhfspec.engine.forward.graphs import EXTRA_BUCKETS, ROW_BUCKETS, Forward, GraphedForward, call_again
+from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model
 

@@ -12,7 +12,7 @@ from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, drain, in_rounds,
 
 from rlhfspec.engine import Completion, Engine, Request
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.state import KVSpace
+from rlhfspec.engine.kv.state import KVSpace
 from rlhfspec.tiny import perturbed
 
 WHOLE_BLOCKS, TAILS = (26, 26, 26, 26, 27, 29), (16, 16, 12, 10, 10, 10)  # six prompts of 2,634 tokens

@@ -15,8 +15,8 @@ import torch
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.engine.runner import ModelRunner
 from rlhfspec.kernels.kv_pack import pack_slots
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model

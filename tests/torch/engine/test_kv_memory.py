@@ -11,8 +11,8 @@ import torch
 from moving import bits, drain, request
 
 from rlhfspec.engine import Engine
-from rlhfspec.engine.cache import give_back, new_kv, resident_bytes
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.kv.cache import give_back, new_kv, resident_bytes
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.tiny.random_models import large_kv_model
 

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from forced_moves import play
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, check, drain, in_rounds, make, model, request, reserved
+from sweeps import examples
 
 from rlhfspec.engine import Completion, Engine
 from rlhfspec.engine.base import KVRange, Watermark
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.state_bytes import from_bytes, to_bytes
+from rlhfspec.engine.kv.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError
 from rlhfspec.tiny import perturbed
 
@@ -54,7 +55,7 @@ def test_moved_at_any_time_in_any_way_the_bits_are_those_of_the_plain_engine(
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-@settings(max_examples=10, deadline=None)
+@examples(4, whole=20)
 @given(seed=st.integers(0, 1 << 20))
 def test_forced_to_move_at_random_the_bits_are_those_of_the_unmoved(seed: int) -> None:
     play(seed)

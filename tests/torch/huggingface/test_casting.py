@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rlhfspec import job
-from rlhfspec.engine import SamplingParams, runner
+from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.forward import runner
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface.anatomy import examine
-from rlhfspec.huggingface.casting import Precision, cast, precision_of
-from rlhfspec.huggingface.check import report_of
-from rlhfspec.huggingface.fuse import fuse
+from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of
+from rlhfspec.huggingface.fused.fuse import fuse
+from rlhfspec.huggingface.proof.check import report_of
+from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.kernels.linear import PackedLinear
-from rlhfspec.tiny.classes import model_types, tiny_config, tiny_model
+from rlhfspec.sweep.classes import model_types, tiny_config, tiny_model
 from rlhfspec.training.checkpoint.export import export_hf
 from rlhfspec.training.modeling import loading
 from rlhfspec.training.modeling.critic import Critic, load_critic

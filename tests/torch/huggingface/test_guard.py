@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlhfspec.huggingface.audit import ELEMENTWISE, MOVING, REDUCING, Audit, not_audited
-from rlhfspec.huggingface.casting import Precision
-from rlhfspec.huggingface.guard import _BY_PLACE, Guard
+from rlhfspec.huggingface.fused.audit import ELEMENTWISE, MOVING, REDUCING, Audit, not_audited
+from rlhfspec.huggingface.fused.casting import Precision
+from rlhfspec.huggingface.fused.guard import _BY_PLACE, Guard
 
 WIDTHS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 257)
 NUM_ROWS = 37  # with the widest row more than one thread's part, were there several

@@ -18,17 +18,17 @@ from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, SequenceStateError, UnsupportedModel
-from rlhfspec.huggingface.anatomy import examine
-from rlhfspec.huggingface.attention import use_eager_experts
-from rlhfspec.huggingface.causal_lm import Anatomy
 from rlhfspec.huggingface.loading import load_model
-from rlhfspec.huggingface.probes import Probe, choose
-from rlhfspec.huggingface.reference import ProbeResult, Reference
+from rlhfspec.huggingface.proof.probes import Probe, choose
+from rlhfspec.huggingface.proof.reference import ProbeResult, Reference
+from rlhfspec.huggingface.structure.anatomy import examine
+from rlhfspec.huggingface.structure.attention import use_eager_experts
+from rlhfspec.huggingface.structure.causal_lm import Anatomy
 from rlhfspec.kernels.linear import arithmetic_for
+from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.sweep.verdict import judge
 from rlhfspec.sweep.ways import one_by_one
 from rlhfspec.tiny import perturbed, random_model
-from rlhfspec.tiny.classes import tiny_config, tiny_model
 from rlhfspec.training.modeling.critic import load_critic
 from rlhfspec.training.modeling.loading import load_policy, load_reference
 
@@ -144,7 +144,7 @@ def test_a_difference_is_refused_where_rounding_cannot_explain_it() -> None:
 
     def check(difference: float) -> float:
         found = logits + torch.tensor([[0.0, 0.0], [0.0, 10 * difference]])
-        return reference.check([ProbeResult(found, [])], 1e-5, who="the engine's")
+        return reference.check([ProbeResult(found, [])], 1e-5, whose="the engine's")
 
     assert check(7e-5) == pytest.approx(7e-5, rel=0.01)
     with pytest.raises(
@@ -177,6 +177,7 @@ def test_refusals_name_the_feature(model_type: str, changes: dict[str, Any], pro
         anatomy_of(model_type, **changes)
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_rope_that_depends_on_the_length_runs_within_its_original_length(kind: str) -> None:
     factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}

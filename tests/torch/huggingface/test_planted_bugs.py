@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec.engine import runner
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.forward import runner
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface import anatomy, native, reference
-from rlhfspec.huggingface.experts import PackedExperts
-from rlhfspec.huggingface.rotary import RotaryTable
+from rlhfspec.huggingface.fused import native
+from rlhfspec.huggingface.fused.experts import PackedExperts
+from rlhfspec.huggingface.fused.rotary import RotaryTable
+from rlhfspec.huggingface.proof import reference
+from rlhfspec.huggingface.structure import anatomy
 from rlhfspec.kernels.linear import PackedLinear
+from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.sweep.verdict import judge
-from rlhfspec.tiny.classes import tiny_config, tiny_model
 
 ORIGINAL = 64  # positions of the RoPE scalings below
 Plant = Callable[[pytest.MonkeyPatch], None]

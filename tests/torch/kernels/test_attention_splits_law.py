@@ -21,11 +21,11 @@ from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, SequenceStateError
-from rlhfspec.huggingface.check import report_of
+from rlhfspec.huggingface.proof.check import report_of
 from rlhfspec.kernels.cpu import build
+from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.sweep.ways import Samples, check_same, moving, one_by_one, preempt, together
 from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model
-from rlhfspec.tiny.classes import tiny_config, tiny_model
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.packed import PackedRow, pack_sequences

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.engine.cache import SlotTable
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.draft_forward import DraftForward
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
 from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
 from rlhfspec.engine.drafting.cost import CostTable
 from rlhfspec.engine.drafting.fixed import Always
 from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
 from rlhfspec.engine.drafting.model import Expanded, GrownTrees, ModelDrafter, Roots, grow, keep_drafted
-from rlhfspec.engine.models import make_state
+from rlhfspec.engine.forward.draft_forward import DraftForward
+from rlhfspec.engine.forward.models import make_state
+from rlhfspec.engine.kv.cache import SlotTable
 from rlhfspec.kernels.cpu import build
 from rlhfspec.tiny import perturbed, random_model
 

@@ -435,6 +435,7 @@ def test_triton_equals_reference(vocab_size: int, shape: Callable[..., Tensor]) 
     assert_same_candidates(triton_candidates(batch, 5), gumbel.candidates_reference(*batch.drafting, 5))
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("shape", [normal, tied, near_ties])
 def test_triton_search_skips_no_tile_wrongly(shape: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many small tiles: what an earlier tile found decides whether a later one is looked at."""

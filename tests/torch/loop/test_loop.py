@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-from stages import a_job
+from small_job import a_job
 
 from rlhfspec.job.roles import Roles
 from rlhfspec.messages import loop

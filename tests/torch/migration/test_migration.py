@@ -12,6 +12,7 @@ from movers import LONG, TOKENS, all_bits, alone, generators
 from moving import SUFFIX, TREE
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("kind", ["memory", "shm", "tcp"])
 @pytest.mark.parametrize("speculation", ["off", TREE, SUFFIX])
 def test_moved_while_both_decode_the_bits_are_those_of_one_engine(kind: str, speculation: Any) -> None:

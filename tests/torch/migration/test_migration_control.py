@@ -9,7 +9,7 @@ import pytest
 from askers import asking, served
 
 from rlhfspec.errors import MalformedRecord
-from rlhfspec.messages.servers.certificates import client_tls, create_credentials, server_tls
+from rlhfspec.messages.servers.credentials.certificates import client_tls, create_credentials, server_tls
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.base import NoReply, Peer
 from rlhfspec.moves.migration.control import (

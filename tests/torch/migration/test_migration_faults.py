@@ -15,8 +15,7 @@ from rlhfspec.messages.records import Moved
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.base import NoReply, Peer
 from rlhfspec.moves.migration.control import DirectControl
-from rlhfspec.moves.migration.links.opening import make_landing, open_sending
-from rlhfspec.moves.migration.sendings import Links
+from rlhfspec.moves.migration.links.opening import Links, make_landing, open_sending
 from rlhfspec.tiny import perturbed
 
 
@@ -63,6 +62,7 @@ def check_bits(made: list[Generator], *, lost: tuple[str, ...] = ()) -> None:
     assert all_bits(made) == wanted
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("when", ["there", "back", "damaged"])
 @pytest.mark.parametrize(
     ("kind", "how"),
@@ -126,6 +126,7 @@ class BrokenSending:
         self.inner.close()
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("must_go", [False, True])
 @pytest.mark.parametrize("at", ["open", "room", "send", "lies"])
 def test_a_link_that_fails(at: str, must_go: bool) -> None:
@@ -217,7 +218,7 @@ def test_nobody_there_and_nothing_here() -> None:
             here, _ = made
             await here.submit("x", seed=3, max_tokens=TOKENS)
             nobody = Peer(name="no", address="nowhere", incarnation="no-1")
-            assert "nobody there" in (await here.move("x", nobody)).reason
+            assert "no process there" in (await here.move("x", nobody)).reason
             assert "not here" in (await here.move("z", nobody)).reason
 
     asyncio.run(main())

@@ -22,8 +22,8 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.cpu import build
+from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.tiny import MODEL_KINDS, random_model
-from rlhfspec.tiny.classes import tiny_config, tiny_model
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.modeling import log_probs, packed
@@ -298,9 +298,10 @@ def test_attention_has_the_gradient_of_its_twin(
     with forward._laid_out(parts):
         ours = forward.attention(*inputs, 0.25, softcap, sinks)
     query, key, value = inputs
-    with packed.forward_layout(parts, (spec,)):
+    packed.keep_spec(module := torch.nn.Identity(), spec)
+    with packed.forward_layout(parts):
         theirs, _ = packed.attend(
-            None, query, stored(key, dtype), stored(value, dtype), None, scaling=0.25, softcap=softcap, s_aux=sinks,
+            module, query, stored(key, dtype), stored(value, dtype), None, scaling=0.25, softcap=softcap, s_aux=sinks,
         )  # fmt: skip
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     leaves = inputs if sinks is None else [*inputs, sinks]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhfspec.engine import runner
-from rlhfspec.tiny.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
+from rlhfspec.engine.forward import runner
+from rlhfspec.sweep.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TorchForward
 from rlhfspec.training.modeling.packed import pack_sequences
@@ -78,6 +78,7 @@ def growth(found: Tensor, wanted: Tensor) -> list[float]:
     return [band / bands[0] for band in bands]
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_error_in_bfloat16_does_not_grow_with_the_position(family: str) -> None:
     model = sharp_model(family)

@@ -17,7 +17,7 @@ from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.huggingface.attention import AttentionSpec, visible
+from rlhfspec.huggingface.structure.attention import AttentionSpec, visible
 from rlhfspec.tiny import MODEL_KINDS, random_model
 from rlhfspec.training.modeling import log_probs as log_probs_module
 from rlhfspec.training.modeling import lora

@@ -16,11 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.huggingface.attention import AttentionSpec
+from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.kernels.cpu import build
 from rlhfspec.sweep import verdict
+from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.tiny import MODEL_KINDS, random_model
-from rlhfspec.tiny.classes import tiny_config, tiny_model
 from rlhfspec.training.modeling.critic import Critic
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loads import a_load, sample_of
-from stages import JOB
+from small_job import JOB
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.loop import workers_of

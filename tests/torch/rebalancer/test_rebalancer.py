@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loads import MAX_TOKENS, a_load, knowing, moved, sample_of, skewed
-from stages import JOB, FakeEngine, a_job
+from small_job import JOB, a_job
+from stages import FakeEngine
 
 from rlhfspec.generator.load import LoadMeter
 from rlhfspec.messages.records import Move, Plan

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from views import Hand, a_full_view, a_view, load, picture, state, terminal, written
+from views import Hand, a_full_view, a_view, load, picture, state, tell, terminal, written
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import Sample, Score
@@ -58,11 +58,12 @@ def process(stage: str, worker: int, doing: str, what: str, **fields: object) ->
 def test_the_picture_of_a_run_with_processes_names_each_and_whom_it_waits_for() -> None:
     console = terminal(width=110, height=40)
     view = a_full_view(console)
-    view.load(load("generator-1", speed=900.0))
     view.processes(
         [
             process("generator", 0, "restarting", "killed by SIGKILL", pid=None, num_restarts=2),
-            process("generator", 1, "working", "12 samples", by_hand=True, pid=41001),
+            process(
+                "generator", 1, "working", "12 samples", by_hand=True, pid=41001, load=load("generator-1", speed=900.0)
+            ),
             process("reward", 0, "waiting", "finished samples", waits_for=("generator 1", "generator 2")),
             process("reward", 1, "held", "stopped from outside"),
         ]
@@ -169,9 +170,9 @@ def test_numbers_that_do_not_apply_are_not_shown() -> None:
     view.step(metrics)
     for said in (line, "\n".join(picture(view, console))):
         assert not any(name in said for name in ("KL", "accepted", "tok/s"))
-    view.load(replace(load(), accepted_per_verification=None))  # type: ignore[arg-type]
+    tell(view, replace(load(), accepted_per_verification=None))  # type: ignore[arg-type]
     assert not any("accepted" in line for line in picture(view, console)), "nothing was drafted"
-    view.load(load("g1"))
+    tell(view, load("g1"))
     assert any("2.31 accepted" in line for line in picture(view, console)), "the mean is of those that drafted"
 
 
@@ -255,9 +256,9 @@ def test_a_sample_counts_once_and_in_its_step() -> None:
 def test_speeds_of_generators_add_up() -> None:
     console = terminal()
     view, _ = a_view(console)
-    view.load(load("g0", 100.0))
-    view.load(load("g1", 150.0))
-    view.load(load("g1", 200.0))
+    tell(view, load("g0", 100.0))
+    tell(view, load("g1", 150.0))
+    tell(view, load("g1", 200.0))
     assert any("300" in line for line in picture(view, console))
 
 
@@ -339,7 +340,7 @@ def test_what_is_reported_costs_the_same_however_much_there_was() -> None:
         sys.setprofile(lambda frame, event, argument: calls.append(event))
         try:
             view.sample(sample)
-            view.load(load())
+            tell(view, load())
             view.vitals(snapshot)
         finally:
             sys.setprofile(None)

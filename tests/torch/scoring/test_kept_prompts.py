@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scorers import row_sensitive_scorer
 
 from rlhfspec.common.arrays import IntArray
-from rlhfspec.engine import runner
+from rlhfspec.engine.forward import runner
 from rlhfspec.errors import NumericalError
 from rlhfspec.kernels.cpu import build
 from rlhfspec.tiny import random_model

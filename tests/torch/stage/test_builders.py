@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stages import a_job
+from small_job import a_job
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.devices import device_of
@@ -38,6 +38,33 @@ def test_a_job_that_sees_a_gpu_uses_it(
     job = a_job(training=spec.get("training", {}))
     wanted = job.spec.model_copy(update={"device": spec.get("device", "auto")})
     assert device_of(wanted) == device
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "rank", "found"),
+    [
+        ("auto", 8, 3, "cuda:3"),
+        ("cuda", 8, 0, "cuda:0"),
+        ("auto", 1, 3, "cuda:0"),  # the only one that it can see
+        ("cpu", 8, 3, "cpu"),
+        ("cuda:1", 8, 3, "is one GPU for several ranks"),
+        ("auto", 2, 3, "there are 2 GPUs for more ranks"),
+    ],
+)
+def test_every_rank_has_a_gpu_of_its_own(
+    device: str, count: int, rank: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    wanted = a_job().spec.model_copy(update={"device": device})
+    if found.startswith(("cuda", "cpu")):
+        assert device_of(wanted) == found
+    else:
+        with pytest.raises(InvalidRequest, match=found):
+            device_of(wanted)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

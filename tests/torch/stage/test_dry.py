@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from stages import JOB, FakeEngine, Stages, a_job, ends, until
+from small_job import JOB, a_job
+from stages import FakeEngine, Stages, ends, until
 
 from rlhfspec.engine.base import EngineStep
 from rlhfspec.errors import InvalidRequest

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stages import FakeEngine, FakeSources, Stages, a_job, ends, prompts_for, until
+from small_job import a_job
+from stages import FakeEngine, FakeSources, Stages, ends, prompts_for, until
 
 from rlhfspec.critic.service import CriticService
 from rlhfspec.engine.base import EngineStep

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from small_job import a_job
 from stages import (
     FakeSources,
     Stages,
-    a_job,
     ends,
     policy_weights,
     prompts_for,

@@ -10,10 +10,10 @@ import re
 import pytest
 from places import ROOT
 
+from rlhfspec.sweep.classes import model_types, tiny_config, variants
 from rlhfspec.sweep.run import Case, Judged, judge_case
 from rlhfspec.sweep.table import BEGIN, END, markdown, write_into
 from rlhfspec.sweep.verdict import Verdict
-from rlhfspec.tiny.classes import model_types, tiny_config, variants
 
 DOCUMENT = ROOT / "docs" / "models.md"
 RIGHT = (

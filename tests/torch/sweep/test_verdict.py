@@ -10,20 +10,26 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec.huggingface import reference
-from rlhfspec.huggingface.casting import Precision
+from rlhfspec.huggingface.fused.casting import Precision
+from rlhfspec.huggingface.proof import reference
 from rlhfspec.sweep import by_position
 from rlhfspec.sweep import verdict as verdicts
+from rlhfspec.sweep.classes import tiny_config, tiny_model, variants
 from rlhfspec.sweep.verdict import judge
-from rlhfspec.tiny.classes import tiny_config, tiny_model, variants
+from rlhfspec.sweep.ways import one_by_one
 from rlhfspec.training.modeling import exact_functions, loading
 
 
 def test_a_corner_that_rounding_turns_is_no_wrong_gradient() -> None:
     """HRM with relu6: one number lies within rounding of a corner, so one row of a gradient is another."""
     config = dict(variants("hrm_text"))["hidden_act=relu6"]()
-    verdict = judge(lambda: tiny_model(config))
-    assert verdict.kind == "right", verdict
+    judging = verdicts._Judge(lambda: tiny_model(config), max_context=128)
+    plain = judging.engine()
+    judging.requests = list(judging._requests(plain.state.target.runner.num_token_ids))
+    alone = one_by_one(plain, judging.requests)
+    exact, batch = judging._check_exact(alone, "float32"), verdicts._packed(alone)
+    assert "the exact trainer's gradient of" in judging._gradient_problem(exact, batch, seed=0), "there is a corner"
+    judging._check_gradients(exact, batch)
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

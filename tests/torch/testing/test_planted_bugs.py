@@ -11,8 +11,8 @@ import torch
 from rlhfspec.engine import Engine, EngineStep, Request
 from rlhfspec.engine.base import SequenceState
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.kv.state_bytes import checksum_of
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.engine.state_bytes import checksum_of
 from rlhfspec.messages.records import Role, Weights
 from rlhfspec.moves.migration.links.base import Landing, Sending
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending

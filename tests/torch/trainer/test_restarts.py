@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stages import FakeLearner, FakeRecorder, FakeSources, Stages, a_job, killed
+from small_job import a_job
+from stages import FakeLearner, FakeRecorder, FakeSources, Stages, killed
 
 from rlhfspec.errors import RolloutError
 from rlhfspec.messages.transport.clock import SystemClock

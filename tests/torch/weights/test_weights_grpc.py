@@ -14,12 +14,13 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from stages import FakeSources, Stages, a_job
+from small_job import a_job
+from stages import FakeSources, Stages
 from weight_nodes import LOOPBACK, Cluster, Node, cluster
 
 from rlhfspec.errors import MalformedRecord, StorageError, WeightsVersionError
 from rlhfspec.messages.records import Weights
-from rlhfspec.messages.servers.certificates import create_credentials
+from rlhfspec.messages.servers.credentials.certificates import create_credentials
 from rlhfspec.messages.transport.clock import SystemClock
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.supervisor import Supervisor

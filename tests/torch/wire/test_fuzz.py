@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from wire_records import records
 
 from rlhfspec.engine.base import KVRange, Manifest, SequenceState
-from rlhfspec.engine.state_bytes import checksum_of, from_bytes, to_bytes
+from rlhfspec.engine.kv.state_bytes import checksum_of, from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError, WeightsVersionError
 from rlhfspec.generator.moving import MovedPrompt
 from rlhfspec.messages.records import Record

@@ -164,7 +164,7 @@ def test_who_is_drained_has_left_and_is_no_trouble() -> None:
     run.ready("generator", 0)
     run.ready("generator", 1)
     run.says(SILENT_SECONDS + 1)
-    run.knowledge.loaded(LOAD)
+    run.knowledge.known.tell(LOAD)
     run.beat("generator", 1, doing="stopped", what="leaves")
     report = run.says(0.25)
     assert [worker.worker for worker in report.workers] == [0]
@@ -226,10 +226,10 @@ def test_advice_is_kept_within_what_the_job_allows() -> None:
     run = Run(RLHFJob.model_validate(content))
     assert run.says(0.25).generators_wanted is None
     for wanted, told in ((0, None), (1, 2), (3, 3), (9, 3)):
-        run.knowledge.planned(Plan(id="p", job="sums", num_wanted=wanted, why_wanted="it pays"))
+        run.knowledge.known.tell(Plan(id="p", job="sums", num_wanted=wanted, why_wanted="it pays"))
         assert run.says(0.25).generators_wanted == told
     fixed = Run()
-    fixed.knowledge.planned(Plan(id="p", job="sums", num_wanted=3))
+    fixed.knowledge.known.tell(Plan(id="p", job="sums", num_wanted=3))
     assert fixed.says(0.25).generators_wanted is None, "its number is not left to us"
 
 

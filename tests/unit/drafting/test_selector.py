@@ -10,6 +10,7 @@ import pytest
 from counting import counting_calls
 from hypothesis import given
 from hypothesis import strategies as st
+from selector_world import CHEAP_LEVELS, EVERY_ROW_COSTS, FLAT_TO_16, SimulatedMachine, World
 
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
 from rlhfspec.engine.drafting.base import PLAIN, BatchState, DraftOutcome, DraftPlan, Forest, empty_forest
@@ -19,7 +20,6 @@ from rlhfspec.engine.drafting.fixed import FixedSelector, static_grid
 from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
 from rlhfspec.engine.drafting.outlook import DraftOutlook, default_plans
 from rlhfspec.engine.drafting.selector import AdaptiveSelector
-from rlhfspec.engine.drafting.simulation import CHEAP_LEVELS, EVERY_ROW_COSTS, FLAT_TO_16, SimulatedMachine, World
 
 MACHINES = {"flat-to-16": FLAT_TO_16, "every-row-costs": EVERY_ROW_COSTS}
 

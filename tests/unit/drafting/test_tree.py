@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from twins.tree import accept_slow
 
 from rlhfspec.engine.drafting.base import Forest
-from rlhfspec.engine.drafting.tree import accept, accept_slow, ancestors, index_in_sequence
+from rlhfspec.engine.drafting.tree import accept, ancestors, index_in_sequence
 
 
 def random_forest(rng: np.random.Generator, num_sequences: int, size: int, vocab: int) -> Forest:

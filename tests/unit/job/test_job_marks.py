@@ -34,7 +34,8 @@ def test_what_means_something_to_a_cluster_alone() -> None:
 def test_what_may_differ_when_a_run_is_resumed() -> None:
     of_spec = {
         "model.drafter", "dataset.epochs", "generation.speculation", "generation.maxSequences",
-        "generation.kvCacheTokens", "training.steps", "roles", "failurePolicy", "rebalance", "checkpoint",
+        "generation.kvCacheTokens", "generation.gpuMemoryFraction", "shareGpus", "training.steps", "roles",
+        "failurePolicy", "rebalance", "checkpoint",
         "observability", "scheduling", "storage", "managedBy", *ENDS,
     }  # fmt: skip
     of_sources = {"name", "concurrency", "timeoutSeconds", "retries", "headers"}

@@ -6,7 +6,7 @@ from places import ROOT
 
 from rlhfspec.messages.loop import STAGES
 
-NO_STAGES = {"cli", "control", "dashboard", "prepare", "supervisor", "simulator", "bench", "sweep", "tiny"}
+NO_STAGES = {"cli", "control", "dashboard", "prepare", "supervisor", "tiny"}
 
 
 def test_stages_are_the_folders_of_services() -> None:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from shared_servers import free_port
 
-from rlhfspec.operator import broker
-from rlhfspec.operator.observed import Said
+from rlhfspec.operator.deciding.observed import Said
+from rlhfspec.operator.shared import broker
 
 
 def test_after_one_missed_dial_the_next_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:

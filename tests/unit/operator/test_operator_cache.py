@@ -10,9 +10,9 @@ from operator_objects import job, pod
 from operator_world import job_body, spec_of
 
 from rlhfspec.cluster import names
-from rlhfspec.operator.cache import Cache
-from rlhfspec.operator.observed import DryRunResult, Refusal
-from rlhfspec.operator.times import text_of
+from rlhfspec.operator.deciding.observed import DryRunResult, Refusal
+from rlhfspec.operator.deciding.times import text_of
+from rlhfspec.operator.looking.cache import Cache
 
 KEY = ("team", "sums")
 

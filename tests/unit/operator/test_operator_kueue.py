@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from operator_world import SETTINGS, World, job_body
 
-from rlhfspec.operator.observed import Refusal
-from rlhfspec.operator.workloads import Workloads
+from rlhfspec.operator.deciding.observed import Refusal
+from rlhfspec.operator.making.workloads import Workloads
 
 KUEUE = replace(SETTINGS, kueue=True)
 QUEUED = {"scheduling": {"gang": "kueue", "queue": "gpus"}}

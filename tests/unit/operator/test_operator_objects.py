@@ -12,8 +12,7 @@ from operator_world import SETTINGS, World, job_body
 
 from rlhfspec.cluster import names
 from rlhfspec.messages.access.connections import Connections
-from rlhfspec.operator.merge import merged
-from rlhfspec.operator.pods import LONG_GRACE_SECONDS
+from rlhfspec.operator.making.pods import LONG_GRACE_SECONDS, merged
 
 Json = dict[str, Any]
 GPU = {"limits": {"nvidia.com/gpu": 2}}

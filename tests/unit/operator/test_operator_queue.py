@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec.operator.queue import (
+from rlhfspec.operator.looking.queue import (
     GATHER_SECONDS,
     LONGEST_BACKOFF_SECONDS,
     PATIENT_SECONDS,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from operator_world import World, job_body
 
-from rlhfspec.operator.observed import Said
-from rlhfspec.operator.plan import Delete, ReconcilePlan
-from rlhfspec.operator.status import seconds_to_write
+from rlhfspec.operator.deciding.draft import Delete, ReconcilePlan
+from rlhfspec.operator.deciding.observed import Said
+from rlhfspec.operator.deciding.status import seconds_to_write
 
 STAGES = ("control", "prompts", "generator", "reward", "trainer")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from operator_world import World, job_body
 
-from rlhfspec.operator.runs import STOP_SECONDS
-from rlhfspec.operator.views import pod_view
+from rlhfspec.operator.deciding.runs import STOP_SECONDS
+from rlhfspec.operator.looking.views import pod_view
 
 ENDED = {"exitCode": 0, "reason": "Completed", "message": "completed: step 10"}
 

@@ -6,7 +6,7 @@ from operator_world import World, job_body, view_of
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import ApiResponse
-from rlhfspec.operator import trial
+from rlhfspec.operator.making import trial
 
 ODD = {
     "roles": {

@@ -12,17 +12,18 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from operator_world import SETTINGS, World, job_body, view_of
+from sweeps import examples
 
 from rlhfspec.cluster import names
-from rlhfspec.operator.observed import Observed
-from rlhfspec.operator.plan import ReconcilePlan, WorkloadWrite
-from rlhfspec.operator.pods import CHECKPOINT_SECONDS
-from rlhfspec.operator.reconcile import reconcile
-from rlhfspec.operator.views import pod_view
-from rlhfspec.operator.workloads import Queueing, workload_view
+from rlhfspec.operator.deciding.draft import ReconcilePlan, WorkloadWrite
+from rlhfspec.operator.deciding.observed import Observed
+from rlhfspec.operator.deciding.reconcile import reconcile
+from rlhfspec.operator.looking.views import pod_view
+from rlhfspec.operator.making.pods import CHECKPOINT_SECONDS
+from rlhfspec.operator.making.workloads import Queueing, workload_view
 
 Json = dict[str, Any]
 
@@ -312,7 +313,7 @@ SPECS: tuple[Json, ...] = (
 )
 
 
-@settings(max_examples=60)
+@examples(25, whole=120)
 @given(seed=st.integers(0, 2**32), spec=st.sampled_from(SPECS), num_events=st.integers(0, 120), is_warm=st.booleans())
 def test_laws_hold_at_every_moment_and_every_job_comes_to_its_end(
     seed: int, spec: Json, num_events: int, is_warm: bool

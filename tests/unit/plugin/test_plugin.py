@@ -5,12 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 
 from rlhfspec.control.show import document_of
-from rlhfspec.messages.records import Load
+from rlhfspec.messages.records import Doing, Heartbeat, Load, WorkerInfo
 from rlhfspec.plugin.logs import parsed
 from rlhfspec.plugin.pods import state_of
 from rlhfspec.plugin.top import table_of
-from rlhfspec.runs.live.live import LiveView, Window, WorkerSnapshot
-from rlhfspec.stage.vitals import WorkerState
+from rlhfspec.runs.live.live import LiveView
+from rlhfspec.runs.live.run_state import RunState, after
 
 
 def test_what_control_shows_becomes_a_table() -> None:
@@ -19,15 +19,8 @@ def test_what_control_shows_becomes_a_table() -> None:
         num_tokens=900, tokens_per_second=123.4, accepted_per_verification=2.345, strategy="tree 16", worker=1,
         sample_ids=("a", "b"), num_generated=(1, 2), num_held=(3, 4),
     )  # fmt: skip
-    snapshots = [
-        WorkerSnapshot(host="h", pid=1, state=state("reward", 0, "waiting", "responses")),
-        WorkerSnapshot(host="h", pid=2, state=state("generator", 1, "working", "step 3"), load=load, owned=("a", "b")),
-    ]
-    view = LiveView(
-        workers={each.worker: each for each in snapshots},
-        silent_seconds=dict.fromkeys((each.worker for each in snapshots), 0.1),
-        window=Window(),
-    )
+    told = [*of("reward", 0, "waiting", "responses"), *of("generator", 1, "working", "step 3"), load]
+    view = LiveView(run=after(RunState(), [(0.0, each) for each in told]), now=0.1)
     pod = {
         "metadata": {"labels": {"rlhfspec.io/role": "generator", "rlhfspec.io/worker": "1"}},
         "spec": {"nodeName": "node2"},
@@ -40,10 +33,15 @@ def test_what_control_shows_becomes_a_table() -> None:
     assert rows[1] == ["reward-0", "waits", "for", "responses", "5s"]
 
 
-def state(stage: str, worker: int, doing: str, what: str) -> WorkerState:
-    return WorkerState(
-        stage=stage, worker=worker, doing=doing, what=what, since_seconds=5.0, overdue_seconds=-1.0, busy_seconds=1.0
-    )  # type: ignore[arg-type]
+def of(stage: str, worker: int, doing: Doing, what: str) -> tuple[WorkerInfo, Heartbeat]:
+    ready = WorkerInfo(
+        id="w", job="sums", stage=stage, worker=worker, host="h", pid=1, grpc_address="", http_address=""
+    )
+    beat = Heartbeat(
+        id="b", job="sums", stage=stage, worker=worker, doing=doing, what=what, since_seconds=5.0, overdue_seconds=-1.0,
+        busy_seconds=1.0,
+    )  # fmt: skip
+    return ready, beat
 
 
 def test_lines_that_are_no_json_are_shown_as_they_are() -> None:

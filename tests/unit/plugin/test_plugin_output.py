@@ -86,8 +86,8 @@ def test_no_command_prints_it_as_it_is(said: str) -> None:
     console = SafeConsole(file=printed, width=200)
     console.print(tree_of(job(said), cluster.pods("sums")))
     state = {"doing": said, "what": said, "since_seconds": 1.0}
-    load = {"strategy": said, "tokens_per_second": 1.0, "num_running": 1, "num_waiting": 1}
-    console.print(table_of({"workers": [{"name": said, "state": state, "load": load}]}, cluster.pods("sums")))
+    load = {"strategy": said, "tokens_per_second": 1.0, "num_running": 1, "num_waiting": 1, "num_samples": 1}
+    console.print(table_of({"workers": [{"name": said, **state, "load": load}]}, cluster.pods("sums")))
     for line in cluster.log("sums-reward-0", tail=1):
         console.print(parsed(line, said).as_text(), soft_wrap=True)
     assert is_tame(printed.getvalue()), printed.getvalue()
@@ -98,7 +98,7 @@ def test_in_a_terminal_the_only_escapes_are_our_own_colours() -> None:
     console = SafeConsole(file=printed, width=200, force_terminal=True, color_system="standard", legacy_windows=False)
     console.print(tree_of(job(RED), Cluster(RED).pods("sums")))
     state = {"doing": RED, "what": RED, "since_seconds": 1.0}
-    console.print(table_of({"workers": [{"name": RED, "state": state, "load": None}]}, []))
+    console.print(table_of({"workers": [{"name": RED, **state, "load": None}]}, []))
     said = printed.getvalue()
     escapes = {part.partition("m")[0] for part in said.split("\x1b")[1:]}
     assert escapes

@@ -211,7 +211,7 @@ def test_who_leaves_is_told_when_nobody_has_room() -> None:
     )  # fmt: skip
     planned = plan(fleet, NOW)
     assert planned.num_moves == 0
-    assert planned.why_not() == ["1: nobody has room for what it has to hand over"]
+    assert planned.why_not() == ["1: no generator has room for what it has to hand over"]
 
 
 def shared_host(num_left: int, free_rows: int = 64) -> Fleet:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
 from run_folders import a_run, begin, reward_of, write_steps
+from sweeps import examples
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
@@ -44,7 +45,7 @@ floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
     st.none() | st.fixed_dictionaries({"k3": floats}),
     st.dictionaries(st.text(max_size=5), floats, max_size=3),
 )
-@settings(max_examples=30)
+@examples(15, whole=60)
 def test_a_line_keeps_every_bit(
     rewards: list[float], loss: float, kl: dict[str, float] | None, parts: dict[str, float]
 ) -> None:

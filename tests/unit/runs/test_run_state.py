@@ -12,25 +12,31 @@ from hypothesis import strategies as st
 from wire_records import records
 
 from rlhfspec.messages.loop import BY_NAME
-from rlhfspec.messages.records import Heartbeat, Load, Plan, Record
-from rlhfspec.runs.live.live import WorkerSnapshot
-from rlhfspec.runs.view.roster import worker_state
-from rlhfspec.runs.view.run_state import NEVER, RunState, RunWorker, Told, after, without_gone
+from rlhfspec.messages.records import Heartbeat, Load, Plan, Record, WorkerInfo
+from rlhfspec.messages.transport.clock import FakeClock
+from rlhfspec.runs.live.run_state import (
+    NEVER,
+    HeldNews,
+    KnownRun,
+    ProcessNews,
+    RunState,
+    RunWorker,
+    Told,
+    after,
+    without_gone,
+    worker_state,
+)
 from rlhfspec.stage.silence import SILENT_SECONDS
 
 NEAR = st.integers(0, 2)
-
-
-def _snapshot(beat: Heartbeat, load: Load | None, pid: int) -> WorkerSnapshot:
-    own = load and replace(load, worker=beat.worker) if beat.stage == "generator" else None
-    return WorkerSnapshot(host=f"node-{pid}", pid=pid, state=worker_state(beat), load=own)
+STAGES = st.sampled_from([*BY_NAME, "view"])
 
 
 BEATS = st.builds(
     Heartbeat,
     id=st.just("b"),
     job=st.just("sums"),
-    stage=st.sampled_from([*BY_NAME, "view"]),
+    stage=STAGES,
     worker=NEAR,
     doing=st.sampled_from(["working", "waiting", "stopped"]),
     what=st.text(max_size=3),
@@ -46,10 +52,41 @@ LOADS = st.builds(
     NEAR, st.integers(0, 99),
 )  # fmt: skip
 PLANS = st.builds(lambda number: Plan(id="p", job="sums", num_wanted=number, why_wanted=str(number)), NEAR)
-SNAPSHOTS = st.builds(_snapshot, BEATS, st.none() | LOADS, st.integers(1, 3))
-TELLINGS = st.lists(BEATS | LOADS | PLANS | SNAPSHOTS, max_size=24).flatmap(
-    lambda told: st.permutations(range(len(told))).map(lambda times: list(zip(map(float, times), told, strict=True)))
+INFOS = st.builds(
+    lambda stage, worker, pid: WorkerInfo(
+        id="w", job="sums", stage=stage, worker=worker, host=f"node-{pid}", pid=pid, grpc_address="", http_address=""
+    ),
+    STAGES, NEAR, st.integers(1, 3),
+)  # fmt: skip
+PROCESSES = st.builds(
+    ProcessNews,
+    stage=STAGES,
+    worker=NEAR,
+    phase=st.sampled_from(["starting", "restarting", "left"]),
+    by_hand=st.booleans(),
 )
+HELD = st.builds(HeldNews, stage=STAGES, worker=NEAR, is_held=st.booleans())
+
+
+def _with_times(told: list[Any], times: list[int], hours: list[int]) -> list[Told]:
+    """In any order. How long a worker worked grows from one start of its process to the next."""
+    timed: list[Told] = []
+    busy: dict[Any, float] = {}
+    for at, each in sorted(zip(map(float, times), told, strict=True), key=lambda pair: pair[0]):
+        if isinstance(each, Heartbeat | ProcessNews):
+            key = each.stage, each.worker
+            busy[key] = busy.get(key, 0.0) + hours[int(at)] if isinstance(each, Heartbeat) else 0.0
+            each = replace(each, busy_seconds=busy[key]) if isinstance(each, Heartbeat) else each
+        timed.append((at, each))
+    return [timed[place] for place in times]
+
+
+def _tellings(told: list[Any]) -> st.SearchStrategy[list[Told]]:
+    hours = st.lists(st.integers(0, 1), min_size=len(told), max_size=len(told))
+    return st.builds(_with_times, st.just(told), st.permutations(range(len(told))), hours)
+
+
+TELLINGS = st.lists(BEATS | LOADS | PLANS | INFOS | PROCESSES | HELD, max_size=24).flatmap(_tellings)
 
 
 def reduced(told: list[Told]) -> RunState:
@@ -57,28 +94,35 @@ def reduced(told: list[Told]) -> RunState:
 
 
 def by_hand(told: list[Told]) -> RunState:
-    """The slow twin: looks for the newest of each kind among all that was told."""
+    """The slow twin: goes through all that was told in the order of time."""
     workers: dict[tuple[str, int], dict[str, Any]] = {}
     wanted: dict[str, Any] = {}
     for at, each in sorted(told, key=lambda pair: pair[0]):
-        if isinstance(each, Plan) and each.num_wanted:
-            wanted = {"num_wanted": each.num_wanted, "why_wanted": each.why_wanted, "wanted_at": at}
-        load = each if isinstance(each, Load) else each.load if isinstance(each, WorkerSnapshot) else None
-        state = (
-            worker_state(each)
-            if isinstance(each, Heartbeat)
-            else each.state
-            if isinstance(each, WorkerSnapshot)
-            else None
-        )
-        if state is not None and state.stage in BY_NAME:
-            workers.setdefault((state.stage, state.worker), {}).update(state=state, heard_at=at)
-            if isinstance(each, WorkerSnapshot):
-                workers[state.stage, state.worker].update(host=each.host, pid=each.pid, placed_at=at)
-        if load is not None:
-            workers.setdefault(("generator", load.worker), {}).update(load=load, loaded_at=at)
+        match each:
+            case Plan() if each.num_wanted:
+                wanted = {"num_wanted": each.num_wanted, "why_wanted": each.why_wanted, "wanted_at": at}
+            case Load():
+                workers.setdefault(("generator", each.worker), {}).update(load=each, loaded_at=at)
+            case Heartbeat() | WorkerInfo() | ProcessNews() | HeldNews() if each.stage in BY_NAME:
+                _tell(workers.setdefault((each.stage, each.worker), {}), each, at)
     made = {key: RunWorker(stage=key[0], worker=key[1], **fields) for key, fields in workers.items()}
     return RunState(workers=made, **wanted)
+
+
+def _tell(worker: dict[str, Any], each: Heartbeat | WorkerInfo | ProcessNews | HeldNews, at: float) -> None:
+    match each:
+        case Heartbeat():
+            if "state" not in worker or worker["state"].busy_seconds < each.busy_seconds:
+                worker["busy_at"] = at
+            worker.update(state=worker_state(each), heard_at=at)
+        case WorkerInfo():
+            worker.update(info=each, ready_at=at)
+        case HeldNews():
+            worker.update(is_held=each.is_held, held_at=at)
+        case ProcessNews():
+            loads = {name: value for name, value in worker.items() if name in ("load", "loaded_at")}
+            worker.clear()
+            worker.update(loads, process=each, process_at=at)
 
 
 @given(TELLINGS, st.randoms(use_true_random=False))
@@ -106,12 +150,14 @@ def test_what_is_old_is_gone_and_what_comes_again_is_there_again(
     run = without_gone(reduced(told), now=now, after_seconds=after_seconds)
     whole = reduced(told).workers
     for key, worker in run.workers.items():
-        assert worker.last_at > now - after_seconds
+        assert worker.phase != "left"
+        assert max(worker.spoke_at, worker.loaded_at) > now - after_seconds or worker.phase in ("held", "restarting")
         assert worker.state in (None, whole[key].state)
         assert worker.load in (None, whole[key].load)
-        assert (worker.state is None) == (now - whole[key].heard_at >= after_seconds)
         assert (worker.load is None) == (now - whole[key].loaded_at >= after_seconds)
-    assert all(worker.last_at <= now - after_seconds for key, worker in whole.items() if key not in run.workers)
+    for key, worker in whole.items():
+        if key not in run.workers:
+            assert worker.phase == "left" or max(worker.spoke_at, worker.loaded_at) <= now - after_seconds
     assert without_gone(run, now=now, after_seconds=after_seconds) == run
 
 
@@ -125,6 +171,29 @@ def test_a_worker_is_silent_once_it_has_said_nothing_for_so_long(beat: Heartbeat
 @given(records)
 def test_any_record_may_be_heard(record: Record) -> None:
     run = after(RunState(), [(1.0, record)])
-    if not isinstance(record, Heartbeat | Load | Plan):
+    if not isinstance(record, Heartbeat | WorkerInfo | Load | Plan):
         assert run == RunState()
-    assert all(worker.last_at == 1.0 > NEVER for worker in run.workers.values())
+    assert all(max(worker.spoke_at, worker.loaded_at) == 1.0 > NEVER for worker in run.workers.values())
+
+
+@given(TELLINGS, st.integers(-9, 9).map(float))
+def test_by_another_clock_all_is_the_same(told: list[Told], ahead: float) -> None:
+    later = reduced([(at + ahead, each) for at, each in told])
+    assert {key: worker.later(ahead) for key, worker in reduced(told).workers.items()} == later.workers
+
+
+def test_what_is_told_counts_once_it_is_asked_for() -> None:
+    known = KnownRun(FakeClock())
+    known.tell(Plan(id="p", job="sums", num_wanted=2, why_wanted="so"))
+    assert known.run is known.run
+    assert known.run.num_wanted == 2
+
+
+def test_of_two_that_claim_a_sample_the_last_to_speak_has_it() -> None:
+    load = Load(
+        id="l", job="sums", generator="g", step=1, num_running=1, num_waiting=0, num_finished=0, num_tokens=0,
+        tokens_per_second=1.0, accepted_per_verification=None, strategy="", sample_ids=("a", "b"),
+    )  # fmt: skip
+    other = replace(load, worker=1, sample_ids=("b",))
+    assert reduced([(1.0, load), (2.0, other)]).owners == {"a": ("generator", 0), "b": ("generator", 1)}
+    assert reduced([(3.0, load), (2.0, other)]).owners == {"a": ("generator", 0), "b": ("generator", 0)}

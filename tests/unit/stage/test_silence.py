@@ -5,27 +5,26 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from dashboards import beat, load, snapshot
+from dashboards import beat, load
 from rich.console import Console
 
-from rlhfspec.cli.top import _row
+from rlhfspec.cli.commands.top import _row
 from rlhfspec.control.knowledge import RunKnowledge
 from rlhfspec.control.show import document_of
-from rlhfspec.dashboard.live_state import Live
+from rlhfspec.dashboard.live.live_state import Live
 from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.plugin.top import table_of
 from rlhfspec.runs.folder.run_folder import example_job
-from rlhfspec.runs.live.live import LiveView, Window
-from rlhfspec.runs.view.roster import Roster
+from rlhfspec.runs.live.live import LiveView
+from rlhfspec.runs.live.run_state import KnownRun
+from rlhfspec.runs.view.roster import process_states
 from rlhfspec.stage.silence import SILENT_SECONDS
 
 INFO = WorkerInfo(id="w", job="sums", stage="reward", worker=0, host="h", pid=1, grpc_address="", http_address="")
 
 
-def plugin_top(seconds: float) -> str:
-    told = snapshot()
-    view = LiveView(workers={told.worker: told}, silent_seconds={told.worker: seconds}, window=Window())
+def plugin_top(view: LiveView) -> str:
     console = Console(width=150)
     with console.capture() as captured:
         console.print(table_of(document_of(view), []))
@@ -35,23 +34,24 @@ def plugin_top(seconds: float) -> str:
 @pytest.mark.parametrize(("seconds", "is_told"), [(SILENT_SECONDS - 0.5, False), (SILENT_SECONDS + 0.5, True)])
 def test_all_that_tell_of_silence_tell_it_at_one_time(seconds: float, is_told: bool) -> None:
     clock = FakeClock()
-    roster, live = Roster(clock), Live()
+    known, live = KnownRun(clock), Live()
     knowledge = RunKnowledge(example_job(), "run", "tls://nats:4222", clock)
-    for each in (roster, knowledge.roster):
-        each.joined(INFO)
-        each.heard(beat())
-    for record in (beat(), load()):
-        live.heard(record, clock.now())
+    known.tell(INFO, beat(), load())
+    knowledge.ready(INFO)
+    knowledge.heard(beat())
     asyncio.run(clock.advance(seconds))
     knowledge.broker_answered()
+    view = LiveView(run=known.run, now=clock.now())
+    live.seen(view)
+    [state] = process_states(known.run, clock.now())
     [page], [tile] = live.content(clock.now())["workers"], live.content(clock.now())["generators"]
     [reported] = knowledge.report().workers
     told = {
-        "roster": roster.states()[0].doing,
+        "roster": state.doing,
         "control": reported.doing,
         "dashboard": page["doing"],
         "its generators": "silent" if tile["silent"] else "working",
-        "top": _row(snapshot(), seconds)[2],
-        "kubectl rlhf top": "silent" if "silent" in plugin_top(seconds) else "working",
+        "top": _row(state)[2],
+        "kubectl rlhf top": "silent" if "silent" in plugin_top(view) else "working",
     }
     assert set(told.values()) == {"silent" if is_told else "working"}, told

@@ -184,13 +184,14 @@ def test_where_nobody_said_whether_it_was_taken_it_was_where_it_went_on() -> Non
 def test_where_nobody_has_it_it_is_nowhere_until_it_is_delivered_anew() -> None:
     watched = Watched()
     watched.takes(0)
-    watched.after(23.0).gives(0, progress(4, plain=4), 1, "lost", pause=20.0, reason="nobody said whether it was taken")
+    reason = "it was never said whether it was taken"
+    watched.after(23.0).gives(0, progress(4, plain=4), 1, "lost", pause=20.0, reason=reason)
     watched.after(10.0).takes(2, delivery=2)
     watched.after(1.0).finishes(2)
     life = watched.life()
     assert watched.told(life) == [("generation", 0, 0.0, 3.0), ("move", 0, 3.0, 33.0), ("generation", 2, 33.0, 34.0)]
     assert life.queue_seconds == 0.0
-    assert "nobody said whether it was taken; 1.2 MB in 2 rounds" in shown(life)
+    assert "it was never said whether it was taken; 1.2 MB in 2 rounds" in shown(life)
 
 
 def test_who_was_only_slow_and_came_second_counts_for_nothing() -> None:

@@ -17,7 +17,10 @@ MODULES |= {
     "rlhfspec.other.e": [],
     "rlhfspec.cli.main": ["rlhfspec.cli.show"],
     "rlhfspec.cli.show": ["rlhfspec.other.e"],
+    "rlhfspec.bench.commands.weigh": ["rlhfspec.bench.scale"],  # main finds it by an entry point
+    "rlhfspec.bench.scale": [],
 }
+PACKAGES = ("rlhfspec.room", "rlhfspec.other", "rlhfspec.cli", "rlhfspec.bench", "rlhfspec.bench.commands")
 FILES = {
     "libs/rlhfspec/room/__init__.py": "",
     "libs/rlhfspec/room/a.py": "",
@@ -27,6 +30,8 @@ FILES = {
     "libs/rlhfspec/other/d.py": "",
     "services/rlhfspec/cli/main.py": "from rlhfspec.cli import show\n",
     "services/rlhfspec/cli/show.py": "def show_it():\n    from rlhfspec.other import e\n",
+    "bench/src/rlhfspec/bench/commands/weigh.py": "def weigh_it():\n    from rlhfspec.bench import scale\n",
+    "bench/src/rlhfspec/bench/scale.py": "",
     "libs/rlhfspec/other/e.py": "",
     "docs/d.md": "",
     "pyproject.toml": "",
@@ -46,6 +51,7 @@ FILES = {
     "tests/app.py": "from rlhfspec.cli import main\n",
     "tests/unit/cli/test_show.py": "import app\nCOMMAND = ['show-it']\n",
     "tests/unit/cli/test_other.py": "import app\nCOMMAND = ['hide-it']\n",
+    "tests/unit/cli/test_weigh.py": "import app\nCOMMAND = ['weigh-it']\n",
     "tests/unit/cli/test_directly.py": "from rlhfspec.cli.show import show_it\n",
     "tests/runs/room/test_run.py": "import rlhfspec.room.a\ndef test_it(): ...\n",
 }
@@ -57,7 +63,7 @@ def repository(tmp_path: Path) -> Repository:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     graph = grimp.ImportGraph()
-    for name in ("rlhfspec", "rlhfspec.room", "rlhfspec.room.a", "rlhfspec.other", "rlhfspec.cli", *MODULES):
+    for name in ("rlhfspec", "rlhfspec.room.a", *PACKAGES, *MODULES):
         graph.add_module(name)
     for name, imported in MODULES.items():
         for each in imported:
@@ -69,7 +75,7 @@ def chosen(repository: Repository, *changed: str) -> set[str]:
     return {path.stem.removeprefix("test_") for path in choose(repository, map(Path, changed)).files}
 
 
-ALL = {"a", "c", "helped", "made", "d", "show", "other", "directly"}
+ALL = {"a", "c", "helped", "made", "d", "show", "other", "weigh", "directly"}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,9 @@ ALL = {"a", "c", "helped", "made", "d", "show", "other", "directly"}
         ("libs/rlhfspec/room/b.py", {"c", "helped", "made"}),
         ("libs/rlhfspec/other/d.py", {"d"}),
         ("libs/rlhfspec/other/e.py", {"show", "directly"}),
-        ("services/rlhfspec/cli/show.py", {"show", "other", "directly"}),
+        ("services/rlhfspec/cli/show.py", {"show", "other", "weigh", "directly"}),
+        ("bench/src/rlhfspec/bench/commands/weigh.py", {"weigh"}),
+        ("bench/src/rlhfspec/bench/scale.py", {"weigh"}),
         ("libs/rlhfspec/room/__init__.py", {"a", "c", "helped", "made"}),
         ("libs/rlhfspec/room/csrc/a.cpp", {"a", "c", "helped", "made"}),
         ("libs/rlhfspec/room/gone.py", set()),
@@ -116,7 +124,10 @@ def test_of_this_repository() -> None:
     assert {"drafting/acceptance", "operator/operator_world"} <= {
         f"{path.parent.name}/{path.stem.removeprefix('test_')}" for path in repository.tests
     }
-    assert chosen(repository, "operators/rlhfspec/operator/times.py") >= {"operator_reconcile", "operator_world"}
+    assert chosen(repository, "operators/rlhfspec/operator/deciding/times.py") >= {
+        "operator_reconcile",
+        "operator_world",
+    }
     assert "operator_world" not in chosen(repository, "libs/rlhfspec/engine/core.py")
     assert {"suffix", "selector"} <= chosen(repository, "libs/rlhfspec/engine/drafting/suffix.py"), "a table names it"
     native = chosen(repository, "kernels/rlhfspec/kernels/cpu/csrc/draft.cpp")

@@ -52,6 +52,8 @@ PLANTED = {
     "no-contract": ("tests/unit/engine/test_core.py", "class TestCore(Base): ...\n", 1, "nothing here would be"),
     "no-tier": ("tests/test_core.py", "def test_core() -> None: ...\n", 1, "belongs into tests/TIER/ROOM"),
     "no-room": ("tests/unit/test_core.py", "def test_core() -> None: ...\n", 1, "belongs into tests/TIER/ROOM"),
+    "as-if-a-person": ("services/rlhfspec/cli/start.py", "# a process who waits\n", 1, "who: name the program"),
+    "nobody": ("services/rlhfspec/cli/start.py", "\nwaits = 'for nobody'\n", 2, "nobody: name the program"),
     "dead-link": ("docs/job.md", "\n[it](nowhere.md#there)\n", 2, "nowhere.md does not exist"),
     "no-target": ("docs/job.md", "# Job\n\n`make tests`\n", 3, "make tests is no target"),
     "no-command": ("docs/job.md", "\n```bash\nrlhfspec rum job.yaml\n```\n", 3, "no command rlhfspec rum"),
@@ -125,6 +127,17 @@ def test_a_name_that_means_two_things_is_told(tmp_path: Path, path: str, text: s
     [fault] = house.faults_of(of(tmp_path, {CORE: first, path: text}))
     assert (str(fault.path), fault.line) == (path, line)
     assert words in fault.words
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("services/rlhfspec/cli/start.py", "# for the person who started it, and users who may\n# whose\n"),
+        (CORE, "# for whoever reads it\n"),  # a room that is not finished
+    ],
+)
+def test_a_person_is_somebody_who(tmp_path: Path, path: str, text: str) -> None:
+    assert house.faults_of(of(tmp_path, {path: text})) == []
 
 
 @pytest.mark.parametrize(

@@ -158,10 +158,6 @@ class SuffixDrafter:
                 break
         return draft.forest(batch, acceptance)
 
-    def num_contexts(self) -> int:
-        """Entries of all indexes: what memory grows with."""
-        return sum(len(group.index) for group in self._groups.values())
-
     def _roots(self, batch: DraftBatch, depth: int) -> tuple[list[_Wanted], list[_Node]]:
         """All sequences, and roots for those with room for more than one token."""
         first = np.maximum(batch.lengths - LONGEST, 0)

@@ -1,7 +1,7 @@
 """Walking trees: which drafted nodes did the target choose?
 
-Everything here is arrays over all sequences at once, one numpy pass per level. `accept_slow` is the twin that
-reads like the definition; a test holds them equal.
+Everything here is arrays over all sequences at once, one numpy pass per level. A twin that reads like the
+definition is in `tests/twins`; a test holds them equal.
 """
 
 from __future__ import annotations
@@ -49,26 +49,6 @@ def accept(forest: Forest, num_sequences: int, root_choice: IntArray, node_choic
         path[forest.sequence[chosen], level] = chosen
         num_accepted[forest.sequence[chosen]] = level
     return Walk(reached=reached, accepted=accepted, path=path, num_accepted=num_accepted)
-
-
-def accept_slow(forest: Forest, num_sequences: int, root_choice: IntArray, node_choice: IntArray) -> list[list[int]]:
-    """The accepted node indices of every sequence, as one would say it aloud."""
-    paths: list[list[int]] = []
-    for sequence in range(num_sequences):
-        path: list[int] = []
-        choice, parent = int(root_choice[sequence]), -1
-        while True:
-            children = [
-                node
-                for node in range(forest.size)
-                if forest.sequence[node] == sequence and forest.parent[node] == parent and forest.token[node] == choice
-            ]
-            if not children:
-                break
-            path.append(children[0])
-            choice, parent = int(node_choice[children[0]]), children[0]
-        paths.append(path)
-    return paths
 
 
 def ancestors(forest: Forest) -> IntArray:

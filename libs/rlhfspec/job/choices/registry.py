@@ -2,12 +2,8 @@
 
 Example:
     >>> colours = Registry("colour", Entry(name="violet", about="like a violet", make="colorsys:rgb_to_hsv"))
-    >>> colours.pick("violet").load()(1.0, 0.0, 0.0)
+    >>> colours["violet"].load()(1.0, 0.0, 0.0)
     (0.0, 1.0, 1.0)
-    >>> colours.pick("voilet")
-    Traceback (most recent call last):
-    ...
-    rlhfspec.errors.InvalidRequest: colour: must be one of violet; did you mean violet? (got 'voilet')
 """
 
 from __future__ import annotations
@@ -16,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
-
-from rlhfspec.errors import InvalidRequest, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,23 +76,3 @@ class Registry(Mapping[str, E], Generic[E]):
         """
         others = (*self.where(lambda entry: not entry.needs), *self._beside)
         return f"needs {need}; without one take {' or '.join(others)}"
-
-    def pick(self, name: str) -> E:
-        """Raises InvalidRequest, naming what there is, for a name that is not in the table."""
-        if name not in self._entries:
-            problem = f"must be one of {', '.join(self._entries)}{did_you_mean(name, self._entries)}"
-            raise InvalidRequest(self.field, name, problem)
-        return self._entries[name]
-
-
-def docs_table(columns: Mapping[str, Callable[[E], str]], registry: Registry[E]) -> str:
-    """A table of Markdown, one row an entry.
-
-    >>> print(docs_table({"name": lambda entry: entry.name}, Registry("f", Entry(name="a", about="", make=""))))
-    | name |
-    |---|
-    | a |
-    """
-    rows = [list(columns), *([cell(entry) for cell in columns.values()] for entry in registry.values())]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.access.rights import inbox_of
-from rlhfspec.messages.servers.certificates import LIFETIME, servers_tls
+from rlhfspec.messages.servers.credentials.certificates import LIFETIME, servers_tls
 from rlhfspec.messages.servers.given import NATS, GivenServer, given_server
 from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.messages.transport.jetstream.proof import NO_PROOF, NatsProof, proof_of
+from rlhfspec.messages.transport.jetstream.streams import FOR_EVER, Keeping
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.messages.transport.nats_proof import NO_PROOF, NatsProof, proof_of
-from rlhfspec.messages.transport.nats_streams import FOR_EVER, Keeping
 
 MAX_PENDING = 8192  # messages; as of NatsTransport
 KEEP_SECONDS = LIFETIME.total_seconds()  # longer than any message waits in a run that goes on
@@ -26,8 +26,8 @@ GIVEN_INBOX = "_INBOX"  # every client's: what users of a server may listen to i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsAccess:
-    """How a role speaks with NATS. `inbox_prefix`: nobody else hears its answers, but on a given server, where all
-    roles are one user. `keeping`: of what it declares; a server that outlives its runs forgets what one of them left
+    """How a role speaks with NATS. `inbox_prefix`: no other role hears its answers, but on a given server all roles
+    are one user. `keeping`: of what it declares; a server that outlives its runs forgets what one of them left
     behind."""
 
     proof: NatsProof

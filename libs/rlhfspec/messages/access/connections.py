@@ -1,4 +1,4 @@
-"""How a process of a run reaches the others: one small file, made by whoever starts the run, read by every process.
+"""How a process of a run reaches the others: one small file, made by what starts the run, read by every process.
 
 It holds names of files with secrets, never a secret, so its path may stand in an argument list.
 
@@ -48,14 +48,14 @@ class Connections(BaseModel):
     credentials: Path | None = None
     weights: WeightStoreName = "file"
     weights_folder: Path | None = None  # of "file": in memory, such as /dev/shm
-    activity_folder: Path | None = None  # in which each worker notes what it is at, for who sees it die
+    activity_folder: Path | None = None  # in which each worker notes what it is at, for the process that sees it die
     otlp_endpoint: str | None = None
     http_port: int = Field(0, ge=0, lt=1 << 16)
     grpc_port: int = Field(0, ge=0, lt=1 << 16)
     moves_port: int = Field(0, ge=0, lt=1 << 16)
     link_port: int = Field(0, ge=0, lt=1 << 16)
     worker_host: str | None = None
-    folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"  # who holds its lock, and writes how it ended
+    folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"  # what holds its lock, and writes how it ended
     report_url: str | None = None  # to which `control` reports how the run goes
     supervisor_address: str | None = None  # host:port of its /metrics, on one machine
 

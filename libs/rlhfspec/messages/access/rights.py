@@ -1,11 +1,12 @@
 """What each role may do on the bus, as subjects of NATS: the least it needs for its part of the map (`messages.loop`).
 
-A role is a stage, `view` or `control`, who looks on at everything. All others publish what they produce, pull and end
+A role is a stage, `view` or `control`, which look on at everything. All others publish what they produce, pull and end
 what they consume, and hear their own answers only.
 
 On a laptop `control` is the supervisor: it opens the run (`declares`), and gives back what a dead worker held. In a
-cluster, where runs of many share one account, nobody of a run makes streams or consumers: such a right is by the name
-of the stream, and says nothing of what the stream takes in. The operator makes them (`rlhfspec.operator.streams`).
+cluster, where runs of many share one account, no process of a run makes streams or consumers: such a right is by the
+name of the stream, and says nothing of what the stream takes in. The operator makes
+them (`rlhfspec.operator.shared.streams`).
 
 Example:
     >>> reward = rights_of("reward", "sums", "3f2a")
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages import loop
-from rlhfspec.messages.transport.nats_streams import latest_of, stream_name
+from rlhfspec.messages.transport.jetstream.streams import latest_of, stream_name
 
 CONTROL = "control"
 BUS_ROLES = (*loop.BY_NAME, CONTROL)
@@ -39,8 +40,8 @@ class RoleRights:
 
 
 def inbox_of(role: str, uid: str) -> str:
-    """The prefix of its inboxes (`NatsTransport.connect(inbox_prefix=)`): nobody else hears its answers, not even the
-    same role of another run."""
+    """The prefix of its inboxes (`NatsTransport.connect(inbox_prefix=)`): no other client hears its answers, not even
+    the same role of another run."""
     return f"_INBOX_{role}_{uid}"
 
 
@@ -102,7 +103,7 @@ class _Granted:
         stream = self._stream(subject)
         self.publish.append(f"{subject}.*" if kind == "state" else subject)
         if kind == "work":
-            self.publish.append(f"$JS.API.CONSUMER.LIST.{stream}")  # to name who is behind
+            self.publish.append(f"$JS.API.CONSUMER.LIST.{stream}")  # to name the consumer that is behind
 
     def _to_pull(self, subject: str, name: str) -> None:
         stream = self._stream(subject)
@@ -124,7 +125,7 @@ class _Granted:
             self.publish.append(f"$JS.API.STREAM.MSG.GET.{stream}")
 
     def _stream(self, subject: str) -> str:
-        """Everybody who uses a subject may ask what it was declared as."""
+        """Every role that uses a subject may ask what it was declared as."""
         stream = stream_name(subject)
         self.publish.append(f"$JS.API.STREAM.INFO.{stream}")
         return stream

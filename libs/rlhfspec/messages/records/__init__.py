@@ -1,4 +1,4 @@
-"""What the stages say to each other: frozen, torch-free. `wire` encodes them, `loop` says who reads what.
+"""What the stages say to each other: frozen, torch-free. `wire` encodes them, `loop` says which stage reads what.
 
 Ids are derived, never drawn: a prompt's is `{job}/{step}/{prompt}/{replica}`, and its sample carries the same one, so a
 retry is the same sample and a duplicate is dropped by its id. Steps count from 1. Weights version v is the policy
@@ -111,7 +111,7 @@ class Sample:
     num_accepted: int = 0
     strategies: tuple[tuple[str, int], ...] = ()  # under which plan its tokens were made, in how many steps each
     experts: tuple[tuple[str, tuple[int, ...]], ...] = ()  # layer, and rows each expert ran since a sample said so
-    seconds: float = 0.0  # its share of the generator's work: a step's seconds are divided among all who were there
+    seconds: float = 0.0  # its share of the generator's work: a step's seconds are divided among all that were there
     generator: str = ""  # which one, for the eyes only
     purpose: Purpose = "training"
 
@@ -325,7 +325,7 @@ class Heartbeat:
     since_seconds: float  # how long it has been doing that
     overdue_seconds: float  # past the deadline of its work; negative: so much is left; -inf: not working
     busy_seconds: float  # working, in all; by its difference over time a worker's utilisation
-    trouble: str = ""  # what fails, and is tried again; since when is for those to say who look on
+    trouble: str = ""  # what fails, and is tried again; since when is for observers to say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

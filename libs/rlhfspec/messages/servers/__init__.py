@@ -1,4 +1,4 @@
-"""NATS and Redis of a run with processes, their keys and certificates, and who cleans up after a dead supervisor.
+"""NATS and Redis of a run with processes, their keys and certificates, and what cleans up after a dead supervisor.
 
 What the supervisor does, in this order (imports stay in their modules, for most runs need none of them):
 
@@ -12,7 +12,7 @@ What the supervisor does, in this order (imports stay in their modules, for most
     redis_server = redis.RedisServer(place / "redis", run=uid, socket_folder=scratch.path,
                                      password_file=place / "credentials/redis.password")
     url = await nats_server.start()       # also after it ended: the same port, the same data
-    await nats_server.wait()              # for who restarts it; .pid, .url, await .stop()
+    await nats_server.wait()              # for what restarts it; .pid, .url, await .stop()
     guardians.release()                   # the run ended as it should: nothing is left to kill
 
 Every server carries RLHFSPEC_RUN=uid in its environment, as every process of the run must: the guardians find them

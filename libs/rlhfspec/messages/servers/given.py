@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.messages.servers.credentials.tls_words import said_of
 from rlhfspec.messages.servers.program import write_secret
-from rlhfspec.messages.servers.tls_words import said_of
 
 NATS, REDIS = "nats", "redis"
 CA, CERTIFICATE = "--servers-ca", "--servers-certificate"  # by these options a user named the files
@@ -35,8 +35,8 @@ _FILES = ("key_file", "authority", "certificate", "private_key")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenServer:
     """`url`: without user and password. `password` without a user: of Redis, its default user's; of NATS, a token.
-    `key_file`: in place of both, of NATS: a .creds file, or an NKEY's seed. `authority`: who signed the server's
-    certificate; None: whom this machine trusts. `certificate`: where the server asks for one; `private_key`: None where
+    `key_file`: in place of both, of NATS: a .creds file, or an NKEY's seed. `authority`: the signer of the server's
+    certificate; None: as this machine trusts. `certificate`: where the server asks for one; `private_key`: None where
     that file has the key too."""
 
     url: str

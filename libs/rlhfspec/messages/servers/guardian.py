@@ -31,7 +31,7 @@ UID = "uid"  # the file in a run's folder that says whose it is
 RELEASED = b"released\n"
 # A child that is being started shows its mark a moment later only; on a busy machine, some moments later.
 _QUIET_SECONDS = 1.0
-NOBODY_STARTS = 0.1  # so long to look, in place of that, where nobody is left who could start one
+NOTHING_STARTS = 0.1  # so long to look, in place of that, where no process is left that could start one
 NUM_GUARDIANS = 2
 FIRST_SECONDS = 45.0  # for that program
 GIVE_UP_SECONDS = 30.0  # a process that even a kill does not end hangs in the kernel

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from rlhfspec.messages.servers import find
-from rlhfspec.messages.servers.certificates import ServerTls
+from rlhfspec.messages.servers.credentials.certificates import ServerTls
 from rlhfspec.messages.servers.program import ServerProgram, write_secret
 
 MAX_PAYLOAD_BYTES = 8 << 20  # a sample, and its dead letter, take some 25 bytes a token

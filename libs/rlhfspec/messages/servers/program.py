@@ -94,7 +94,7 @@ class ServerProgram(ABC):
     def _signal(self, which: signal.Signals) -> None:
         assert self._process is not None
         with suppress(ProcessLookupError):  # it ended meanwhile, and `wait` will say so
-            os.kill(self._process.pid, which)  # not `send_signal`, which may take its exit code from who waits
+            os.kill(self._process.pid, which)  # not `send_signal`, which may take its exit code from `wait`
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []

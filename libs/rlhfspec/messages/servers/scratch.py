@@ -3,7 +3,7 @@
 `/dev/shm/rlhfspec-UID` (in the folder for temporary files where there is no shared memory, or none is left) holds the
 weights of a run and what else must have a short name; `RUN/processes` its keys, its servers' data and how its processes
 find each other. Both go when the run ends, and its guardians see to that when it dies. What outlived all of them is
-found by the next run of this user, of any job: a scratch folder whose lock nobody holds is a dead run's.
+found by the next run of this user, of any job: a scratch folder whose lock no process holds is a dead run's.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Scratch:
                 path.mkdir(mode=0o700)
                 self._path = path
                 self._lock = take_lock(path / _LOCK)
-                (path / _PLACE).write_text(str(self._place))  # last: who reads it finds the lock held
+                (path / _PLACE).write_text(str(self._place))  # last: a reader of it finds the lock held
             except OSError as error:
                 problems.append(f"{path} cannot be made: {error.strerror}")
                 self.remove()
@@ -82,8 +82,8 @@ def end_dead_runs(forget: Callable[[Path], object] = lambda path: None) -> list[
 
 
 def end_run_in(place: Path) -> None:
-    """What a dead run left in its RUN/processes, for who holds the run folder's lock now: no other run is there. Its
-    guardians, if they are at it, are waited for: they would remove what comes next."""
+    """What a dead run left in its RUN/processes, for the process that holds the run folder's lock now: no other run is
+    there. Its guardians, if they are at it, are waited for: they would remove what comes next."""
     with suppress(OSError):
         uid = (place / UID).read_text()
         end_run(uid, [])
@@ -106,7 +106,7 @@ def _parents() -> list[Path]:
 
 
 def _scratch_folders() -> Iterator[Path]:
-    """Of this user, and open to nobody else: what others wrote is not believed."""
+    """Of this user, and open to no other: what others wrote is not believed."""
     for path in [path for parent in _parents() for path in parent.glob(f"{_PREFIX}*")]:
         with suppress(OSError):
             found = path.lstat()

@@ -1,4 +1,4 @@
-"""NATS and Redis that many jobs share, as files for their pods: who may connect is said by keys, not by a list of jobs.
+"""NATS and Redis that many jobs share, as files for their pods: keys say what may connect, not a list of jobs.
 
 NATS runs in operator mode with one account for all jobs (`servers.jwt`); a client shows the token of its role in its
 run. Redis knows the operator beforehand, which makes the users of runs. Both speak TLS with a certificate of the

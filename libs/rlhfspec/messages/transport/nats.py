@@ -1,12 +1,12 @@
 """The transport between processes: NATS with JetStream, over nats-py. It needs the extra `rlhfspec[processes]`.
 
 How it decides what `base` leaves open:
-- One stream a subject (`nats_streams`); `declare` makes it and needs the rights to. Everybody else only looks at it.
+- One stream a subject (`jetstream.streams`); `declare` makes it and needs the rights to. All others only look at it.
 - While the server is away, everything waits and goes on; nothing raises for an outage shorter than
   `publish_timeout_seconds`. The same message sent twice is one message, by its id. Ids are known while their message
   is kept and for an hour; after a restart of the server only those of messages that are kept.
 - Fencing is ours: the server lets any client that knows a token refuse or prolong a delivery, even when another one
-  holds it by then (`nats_deliveries`).
+  holds it by then (`jetstream.deliveries`).
 - Dead letters are written by the process that holds or pulls a message that none could handle, with its id: one each.
 - A role that may not do something is told the subject that it lacks.
 """
@@ -22,11 +22,11 @@ from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportFull, Tran
 from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.base import Consumer, Kind, Receipt, Subscription
 from rlhfspec.messages.transport.clock import Clock, SystemClock
-from rlhfspec.messages.transport.nats_connection import ANSWER_SECONDS, Connection, status_of
-from rlhfspec.messages.transport.nats_deliveries import ID, Consuming, NatsReceipt, Token
-from rlhfspec.messages.transport.nats_proof import NO_PROOF, NatsProof
-from rlhfspec.messages.transport.nats_reading import PullReading, WatchReading
-from rlhfspec.messages.transport.nats_streams import (
+from rlhfspec.messages.transport.jetstream.connection import ANSWER_SECONDS, Connection, status_of
+from rlhfspec.messages.transport.jetstream.deliveries import ID, Consuming, NatsReceipt, Token
+from rlhfspec.messages.transport.jetstream.proof import NO_PROOF, NatsProof
+from rlhfspec.messages.transport.jetstream.reading import PullReading, WatchReading
+from rlhfspec.messages.transport.jetstream.streams import (
     FOR_EVER,
     Declared,
     Keeping,

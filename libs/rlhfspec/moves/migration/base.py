@@ -1,4 +1,5 @@
-"""What a mover is given: whom to talk to, how, and who keeps prompts in progress. Contracts, and the error of both."""
+"""What a mover is given: its peers, how to reach them, and what keeps prompts in progress. Contracts, and the error of
+both."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Peer:
 
 
 class NoReply(RLHFSpecError):
-    """A question that nobody answered in time: it may have been heard."""
+    """A question that was not answered in time: it may have been heard."""
 
     def __init__(self, address: str, problem: str) -> None:
         self.address = address

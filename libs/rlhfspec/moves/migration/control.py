@@ -1,7 +1,8 @@
 """How the two ends of a move reach each other: by a call in one process, by frames on one kept connection between two.
 
 A frame is the length of its content (u32), the number of its question (u32), its kind (u8), and the content. Replies
-come in any order, so that no question waits for one before it. gRPC took five times the CPU for each question.
+come in any order, so that no question waits for one before it. One kept gRPC stream takes 2.4 to 3.3 times the CPU
+(docs/moves.md).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class DirectControl:
     async def ask(self, peer: Peer, message: bytes, *, timeout: float = TELL_SECONDS) -> bytes:
         answer = self._answers.get(peer.address)
         if answer is None:
-            raise NoReply(peer.address, "nobody there")
+            raise NoReply(peer.address, "no process there")
         working = asyncio.ensure_future(answer(message))  # goes on after the asker lost patience, as a server does
         try:
             return await asyncio.wait_for(asyncio.shield(working), timeout)
@@ -91,12 +92,12 @@ class _Frames(asyncio.Protocol):
         raise NotImplementedError
 
 
-# -- who asks ---------------------------------------------------------------------------------------------------
+# -- the asker ----------------------------------------------------------------------------------------------------
 
 
 class StreamControl:
-    """Asks the servers of other processes, over a connection to each that is kept. `tls`: of who connects. `answerers`:
-    names in the certificates of those who may answer, for an address proves nothing; None: whoever is there."""
+    """Asks the servers of other processes, over a connection to each that is kept. `tls`: of a client. `answerers`:
+    names in the certificates of those that may answer, for an address proves nothing; None: what is there."""
 
     def __init__(self, tls: ssl.SSLContext | None = None, *, answerers: Collection[str] | None = None) -> None:
         self._tls = tls
@@ -143,7 +144,7 @@ class StreamControl:
         answerer = _common_name(line.transport)
         if self._answerers is not None and answerer not in self._answerers:
             line.transport.abort()
-            raise ConnectionRefusedError(f"{answerer or 'nobody'} may take no sequences")
+            raise ConnectionRefusedError(f"{answerer or 'no role'} may take no sequences")
         keep_alive(line.transport.get_extra_info("socket"), FRAME_SECONDS)
         return line
 
@@ -193,12 +194,12 @@ class _Line(_Frames):
                 future.set_exception(error if isinstance(error, OSError) else ConnectionResetError("it hung up"))
 
 
-# -- who is asked -----------------------------------------------------------------------------------------------
+# -- the answerer -----------------------------------------------------------------------------------------------
 
 
 class StreamControlServer:
-    """Hands what comes to who `serve`s. `askers`: names in the certificates of those who may ask; None: whoever can
-    connect. Listens from the first, answers once served. Made in the running event loop."""
+    """Hands what comes to what it `serve`s. `askers`: names in the certificates of those that may ask; None: all that
+    can connect. Listens from the first, answers once served. Made in the running event loop."""
 
     def __init__(
         self,
@@ -276,7 +277,7 @@ class StreamControlServer:
             try:
                 connection, _ = await self._loop.sock_accept(self._listening)
             except OSError as error:
-                log.warning("nobody can be let in to ask of a move: %s", error)
+                log.warning("no connection can be taken in that asks of a move: %s", error)
                 await asyncio.sleep(1.0)
                 continue
             if len(self._open) >= MOST_CONNECTIONS:
@@ -308,7 +309,7 @@ class StreamControlServer:
 
 
 class _ServedConnection(_Frames):
-    """From one peer. Who has begun a frame must end it in time, who is not read to is not read from."""
+    """From one peer. A frame that has begun must end in time; one that does not read replies is not read from."""
 
     def __init__(self, server: StreamControlServer) -> None:
         super().__init__()
@@ -321,7 +322,7 @@ class _ServedConnection(_Frames):
         super().connection_made(transport)
         name, askers = _common_name(transport), self._server.askers
         if askers is not None and name not in askers:
-            self._may_not, self.most_bytes = f"{name or 'nobody'} may not move sequences", MOST_BYTES_OF_OTHERS
+            self._may_not, self.most_bytes = f"{name or 'no role'} may not move sequences", MOST_BYTES_OF_OTHERS
         self._due = _now() + self._server.frame_seconds
         self._watch()
 

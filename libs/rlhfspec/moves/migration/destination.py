@@ -214,7 +214,7 @@ class Destination:
     def _done(self, done: Done, now: float) -> list[Action]:
         message = done.message
         lease = self._lease_of(message)
-        assert lease is not None, "it was busy, so nobody ended it"
+        assert lease is not None, "it was busy, so it was not ended"
         lease.is_busy, lease.until = False, now + LEASE_SECONDS
         if done.refusal is not None:
             nothing_kept = isinstance(message, messages.Reserve)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from rlhfspec.errors import RLHFSpecError
 
-BUDGET_SECONDS = 0.001  # between two steps, so that nobody who decodes is held for long
+BUDGET_SECONDS = 0.001  # between two steps, so that no sequence is held for long
 T = TypeVar("T")
 
 

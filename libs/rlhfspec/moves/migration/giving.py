@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlhfspec.engine.base import MOST_RANGE_BYTES, KVRange, Manifest, Movable, SequenceState, Watermark
-from rlhfspec.engine.state_bytes import to_bytes
+from rlhfspec.engine.kv.state_bytes import to_bytes
 from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
 from rlhfspec.messages.records import Move, Moved
 from rlhfspec.messages.transport.clock import Clock
@@ -19,14 +19,13 @@ from rlhfspec.moves.migration import source as machines
 from rlhfspec.moves.migration.base import TELL_SECONDS, Custody, MoveControl, NoReply, Peer
 from rlhfspec.moves.migration.choice import Costs
 from rlhfspec.moves.migration.engine_calls import EngineCalls
-from rlhfspec.moves.migration.progress import progress_of
-from rlhfspec.moves.migration.sendings import Links, SendingWay
+from rlhfspec.moves.migration.links.opening import Links, SendingWay
 from rlhfspec.moves.migration.source import Action, Detached, Event, Failed, Heard, MoveSource, PackedKV, Silence
-from rlhfspec.moves.migration.taking import watermark
+from rlhfspec.moves.migration.taking import progress_of, watermark
 from rlhfspec.telemetry.base import SampleProgress
 
 _ASK_SECONDS = 2.0  # for an answer that needs no engine
-_LEAVE_SECONDS = 1.5  # for the first answer to who leaves: somebody else may be quicker
+_LEAVE_SECONDS = 1.5  # for the first answer to one that leaves: another may be quicker
 _NO_KV = 1 << 30  # the position behind which there is none
 
 

@@ -137,7 +137,7 @@ class Refused(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown(MoveMessage):
-    """So long ago that nobody here knows."""
+    """So long ago that this process does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

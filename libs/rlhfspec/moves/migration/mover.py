@@ -25,17 +25,17 @@ from rlhfspec.moves.migration.base import Custody, MoveControl, NoReply, Peer
 from rlhfspec.moves.migration.choice import Costs
 from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
 from rlhfspec.moves.migration.giving import Giving, MoveContext
-from rlhfspec.moves.migration.sendings import Links
+from rlhfspec.moves.migration.links.opening import Links
 from rlhfspec.moves.migration.source import MoveSource
 from rlhfspec.moves.migration.taking import Taking
 
 _MOST_MOVES = 4  # from here at once; others wait
-_CLOSE_SECONDS = 0.5  # for those who wait for what does not come to be told so
+_CLOSE_SECONDS = 0.5  # for those that wait for what does not come to be told so
 T = TypeVar("T")
 
 
 class Mover:
-    """`costs`: told of what prefill costs by whoever steps the engine (`costs.learn_prefill`)."""
+    """`costs`: told of what prefill costs by what steps the engine (`costs.learn_prefill`)."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Mover:
         return dict(self._taking.refused)
 
     async def move(self, move: Move, peer: Peer, *, must_go: bool = False) -> Moved:
-        """`must_go`: this generator is leaving; without KV rather than not at all. Goes on to its end even if whoever
-        awaits it is cancelled."""
+        """`must_go`: this generator is leaving; without KV rather than not at all. Goes on to its end even if the task
+        that awaits it is cancelled."""
         reason = self._why_not(move)
         if reason:
             return _kept(move, reason)

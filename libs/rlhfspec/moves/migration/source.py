@@ -5,9 +5,10 @@
 One action at a time, each with the one event that it ends in; `Tell` ends in Heard, or in Silence when no reply came in
 time. Whatever is heard that does not belong to the present attempt is passed over: an old reply changes nothing.
 
-Who owns it: we do, until Taken is heard. From HandOver until a reply we are in doubt: the sequence stands still here,
-and we ask. Only Refused (never taken, and never will be) or Gone (that process is no more, and has passed nothing on)
-lets it go on here. Who hears nothing for DOUBT_SECONDS forgets it; nobody, or one other, keeps its prompt in progress.
+The owner: this source, until Taken is heard. From HandOver until a reply we are in doubt: the sequence stands still
+here, and we ask. Only Refused (never taken, and never will be) or Gone (that process is no more, and has passed nothing
+on) lets it go on here. A source that hears nothing for DOUBT_SECONDS forgets it; no generator, or one other, keeps its
+prompt in progress.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class LetGo:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """A message whose reply nobody waits for."""
+    """A message whose reply is not waited for."""
 
     message: Told
 
@@ -186,11 +187,6 @@ class MoveSource:
         self._keys = 0
         self._rounds, self._ranges = 0, 0  # whole rounds, and ranges of the present one
         self._since = 0.0  # in doubt
-
-    @property
-    def is_moving(self) -> bool:
-        """Does it stand still?"""
-        return self.state == "doubt"
 
     def start(self) -> list[Action]:
         return [Describe()]
@@ -304,7 +300,7 @@ class MoveSource:
                 return [Reattach(), *self._keep(f"{field}: {reason}")]
             case _ if now - self._since >= DOUBT_SECONDS:  # from here on Gone says nothing: it may have been passed on
                 self.state = "over"
-                return [LetGo(is_known=False), MoveEnd("lost", "nobody said whether it was taken", self._rounds)]
+                return [LetGo(is_known=False), MoveEnd("lost", "it was never said whether it was taken", self._rounds)]
             case GiveUp(reason):
                 self.state = "over"
                 return [LetGo(is_known=False), MoveEnd("lost", reason, self._rounds)]

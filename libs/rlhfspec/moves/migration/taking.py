@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from rlhfspec.engine.base import KVRange, Manifest, Movable, SequenceState, Watermark
-from rlhfspec.engine.state_bytes import from_bytes, to_bytes
+from rlhfspec.engine.kv.state_bytes import from_bytes, to_bytes
+from rlhfspec.engine.scheduling.sequences import stats_of
 from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.moves.migration import messages
@@ -29,8 +31,8 @@ from rlhfspec.moves.migration.destination import (
     Take,
 )
 from rlhfspec.moves.migration.engine_calls import EngineCalls
-from rlhfspec.moves.migration.progress import progress_of
-from rlhfspec.moves.migration.sendings import Links
+from rlhfspec.moves.migration.links.opening import Links
+from rlhfspec.telemetry.base import SampleProgress
 
 LINK_SECONDS = 4.0  # for what is told of to come over the link
 _TICK_SECONDS = 1.0
@@ -193,7 +195,7 @@ class Taking:
         return taking.result()
 
     def _part(self, message: messages.Told) -> None:
-        """Nobody waits any more for what the source of an attempt has given up."""
+        """Nothing waits any more for what the source of an attempt has given up."""
         waiting, given_up = self._waits.get(message.sample, (None, None))
         if waiting is None or given_up is None or waiting.source != message.source:
             return
@@ -252,3 +254,17 @@ def watermark(said: bytes) -> Watermark:
     if not isinstance(read, Watermark):
         raise MalformedRecord("no watermark")
     return read
+
+
+def progress_of(state: SequenceState) -> SampleProgress:
+    """How far a sequence is as it changes hands, now, for observers: of a state that an engine made, or found right."""
+    stats = stats_of(state.counters, state.strategies)
+    return SampleProgress(
+        num_moves=stats.num_moves,
+        weights_versions=tuple(state.weights_versions.tolist()),
+        num_verifications=stats.num_verifications,
+        num_drafted=stats.num_drafted,
+        num_accepted=stats.num_accepted,
+        strategies=stats.strategies,
+        at=time.time(),
+    )

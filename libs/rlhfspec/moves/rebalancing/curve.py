@@ -19,7 +19,7 @@ import numpy as np
 from rlhfspec.common.arrays import Floats
 
 _KEEP = 0.997  # of what was learnt, at each step: it halves in 230
-_GUESS = (8.0, 1.0)  # the shape of a curve that nobody knows: a step costs as much as eight sequences in it
+_GUESS = (8.0, 1.0)  # the shape of a curve that is not known: a step costs as much as eight sequences in it
 _MADE_UP = ((1.0, 2.0), (32.0, 2.0))  # B and weight of what a prior is worth
 _FEW = 16  # observations, before any can be called an outlier
 _MOST_TIMES = 4.0  # what was expected: a step in which the process was stopped is no news of the engine

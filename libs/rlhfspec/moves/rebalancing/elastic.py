@@ -1,7 +1,7 @@
 """How many generators pay: pure but for the moments it is told of.
 
 A stage with n engines of one curve is done after about `F(n) = t0 * max(longest, tokens / (n * rows)) + (c * tokens +
-prefill) / n`: who generates the longest answer makes as many steps as that has tokens, an engine with more work than
+prefill) / n`: the engine with the longest answer makes as many steps as that has tokens, an engine with more work than
 rows makes more, and a step of B sequences takes t0 + c * B. One more pays when F falls by 15 % or more, one less when F
 grows by less than 5 %: what is between is left as it is, so no work of one size asks for both.
 
@@ -38,7 +38,7 @@ class StageOutlook:
 
     step_seconds: float  # of the usual engine
     sequence_seconds: float
-    tokens: float  # that are expected of all who run, wait and are still to be pulled
+    tokens: float  # that are expected of all that run, wait and are still to be pulled
     longest: float  # expected of one of them
     rows: int  # sequences that a generator runs at once
     prefill_seconds: float = 0.0  # owed
@@ -70,7 +70,7 @@ class Wanted:
 
 
 class Elastic:
-    """least, most: as the job allows. Once it knows, what it wants follows from the work alone: whoever carries it out
+    """least, most: as the job allows. Once it knows, what it wants follows from the work alone: what carries it out
     may be late."""
 
     def __init__(self, *, least: int, most: int) -> None:

@@ -116,7 +116,7 @@ class Fleet:
         limit: Numbers | None = None,
         moved_at: Numbers | None = None,
     ) -> Fleet:
-        """What is not said: room without end, one version, nobody leaves, each engine on a host of its own."""
+        """What is not said: room without end, one version, none that leaves, each engine on a host of its own."""
         num_generators, num_sequences = len(step_seconds), len(generator)
 
         def ints(given: Numbers | None, default: int, size: int) -> Ints:

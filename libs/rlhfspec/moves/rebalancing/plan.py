@@ -1,11 +1,11 @@
 """Which sequences go where: `plan(fleet, now, settings)`, pure, the same code in production and in the simulator.
 
 An engine that drains what it has is done after `F = t0 * longest + c * sum + prefill owed` (a step of B sequences takes
-t0 + c * B). Moves change only the sum and who is longest. Four rounds; in each, of one weights version, the latest is
+t0 + c * B). Moves change only the sum and the longest. Four rounds; in each, of one weights version, the latest is
 paired with the earliest that has room, and the one sequence goes over that lowers the later end of the two most. So
 with what remains fixed, every move lowers the larger F of its pair: the ends, sorted downwards, fall, and nothing
-swings back. Where t0 rules there is nothing to gain and nothing moves. First of all go the sequences of whoever leaves,
-and of engines that should be empty (`hosts`).
+swings back. Where t0 rules there is nothing to gain and nothing moves. First of all go the sequences of engines that
+leave, and of engines that should be empty (`hosts`).
 
 Example: 300 and 200 tokens on one engine, nothing on the other.
 
@@ -112,7 +112,7 @@ class _State:
         sources = np.flatnonzero(stays & (self.num_sequences > 0))
         places = np.flatnonzero(stays & (self.rows > 0) & (self.tokens > 0))
         sources = sources[np.argsort(-self.ends[sources], kind="stable")]
-        # Of ends that are alike (who is dry ends at once) the faster engine comes first, then who has more room.
+        # Of ends that are alike (a dry one ends at once) the faster engine comes first, then the one with more room.
         places = places[np.lexsort((-self.tokens[places], self.sequence[places], self.ends[places]))]
         if (self.group == self.group[:1]).all():
             number = min(len(sources), len(places))
@@ -267,7 +267,7 @@ class _State:
     def planned(self) -> PlannedMoves:
         dry = np.flatnonzero((self.num_sequences == 0) & ~self.fleet.is_leaving)
         latest = float(self.ends.max(initial=0.0))
-        goes_on = latest > self.settings.scoring_seconds or not latest  # all are dry: it is others who are awaited
+        goes_on = latest > self.settings.scoring_seconds or not latest  # all are dry: it is others that are awaited
         advice = tuple("consolidate" if self.is_closing[place] else "score" if goes_on else "wait" for place in dry)
         return self.notes.planned(self.before, self.ends, self.is_closing, self.num_kept, dry, advice)
 

@@ -1,4 +1,4 @@
-"""A plan and its reasons: arrays, and words for whoever asks."""
+"""A plan and its reasons: arrays, and words for the reader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Verdicts:
     """[V]: pairs that were looked at; a pair that moved one after the other is there once for each."""
 
     source: Ints
-    destination: Ints  # -1: nobody has room
+    destination: Ints  # -1: no generator has room
     later: Floats  # seconds until the source is done
     earlier: Floats
     verdict: Ints
@@ -74,7 +74,7 @@ class PlannedMoves:
         source, destination = name(int(all_of.source[index])), int(all_of.destination[index])
         verdict, later, earlier = int(all_of.verdict[index]), float(all_of.later[index]), float(all_of.earlier[index])
         if verdict == NO_PLACE:
-            return f"{source}: nobody has room for what it has to hand over"
+            return f"{source}: no generator has room for what it has to hand over"
         ends = f"{source} ends in {later:.2f} s, {name(destination)} in {earlier:.2f} s"
         return f"{ends}: {_WORDS[verdict]}"
 
@@ -101,8 +101,8 @@ class Notes:
         self._pairs.append((source, destination, later, earlier, verdict))
 
     def unplaced(self, source: int) -> None:
-        nobody, never = np.array([-1]), np.array([np.inf])
-        self._pairs.append((np.array([source]), nobody, never, never, np.array([NO_PLACE])))
+        nowhere, never = np.array([-1]), np.array([np.inf])
+        self._pairs.append((np.array([source]), nowhere, never, never, np.array([NO_PLACE])))
 
     def planned(
         self, before: Floats, after: Floats, is_closing: BoolArray, num_kept: Ints, dry: Ints, advice: tuple[str, ...]

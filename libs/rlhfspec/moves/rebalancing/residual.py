@@ -58,10 +58,6 @@ class Residual:
         tokens: Floats = np.interp(rows, np.arange(len(self._table)), self._table) * factors
         return np.asarray(np.maximum(np.minimum(tokens, most), 1.0))
 
-    def typical(self) -> float:
-        """The median of recent lengths, in multiples of their factors; 0: none."""
-        return float(np.median(self._lengths[: min(self._num_learnt, _KEPT)])) if self._num_learnt else 0.0
-
 
 def _table(lengths: Floats, is_censored: BoolArray) -> Floats:
     elapsed = np.exp2(np.arange(_PER_OCTAVE * _OCTAVES + 1) / _PER_OCTAVE) - 1.0

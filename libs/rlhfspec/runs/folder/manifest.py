@@ -37,7 +37,8 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunManifest:
-    """Times are UTC, ISO 8601. A run that was killed stays "running": it could not write any more."""
+    """Describe a run: what ran, on what, since when. Times are UTC, ISO 8601. A run that was killed stays "running": it
+    could not write any more."""
 
     job: str
     versions: dict[str, str]
@@ -56,12 +57,14 @@ class RunManifest:
         return cls(job=job, versions=versions(), machine=machine(), started=now(), models=models)
 
     def resume(self, models: dict[str, dict[str, Any]]) -> RunManifest:
-        """Goes on, perhaps on another machine: versions, machine and models are those of the latest start."""
+        """Return the manifest of the run going on, perhaps on another machine: versions, machine and models are those
+        of the latest start."""
         again = Resumption(at=now(), step=0)
         return replace(RunManifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again))
 
     def going_on_after(self, step: int) -> RunManifest:
-        """Where the trainer found its last checkpoint. One that ended may have written that; now it runs again."""
+        """Return it as it is where the trainer found its last checkpoint. A run that ended may have written that; now
+        it runs again."""
         resumed = (*self.resumed[:-1], *(replace(last, step=step) for last in self.resumed[-1:]))
         return replace(self, resumed=resumed, num_steps=step, outcome="running", finished=None, reason="")
 
@@ -82,7 +85,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed.
+    """Return the versions of what is installed.
 
     >>> "rlhfspec" in versions()
     True
@@ -110,7 +113,7 @@ def machine() -> Machine:
 
 
 def _torch() -> tuple[int, str | None]:
-    """Threads and GPU, if this process has loaded torch: it is not imported just for this."""
+    """Return threads and GPU, if this process has loaded torch: it is not imported just for this."""
     torch = sys.modules.get("torch")
     if torch is None:
         return 1, None

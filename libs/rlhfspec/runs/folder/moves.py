@@ -26,7 +26,7 @@ log = logging.getLogger("rlhfspec.telemetry")
 
 
 class MovesFile:
-    """Of one run; one process writes."""
+    """Write the moves of one run; one process does."""
 
     def __init__(self, run: Path, *, now: Callable[[], float] = time.time) -> None:
         self._path = run / MOVES_FILE
@@ -64,8 +64,8 @@ def content_of(plan: Plan) -> dict[str, Any]:
 
 
 def read_moves(run: Path, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each whole line from there on, and where the next begins; also while the run goes on. Damaged lines are left
-    out."""
+    """Yield each whole line from there on, and where the next begins; also while the run goes on. Damaged lines are
+    left out."""
     path = run / MOVES_FILE
     if not path.exists():
         return
@@ -84,7 +84,7 @@ def read_moves(run: Path, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
 
 
 def _end_of_line(path: Path) -> str:
-    """What is missing where a killed process left a line half written."""
+    """Return what is missing where a killed process left a line half written."""
     if not path.exists() or not path.stat().st_size:
         return ""
     return "" if path.read_bytes().endswith(b"\n") else "\n"

@@ -44,7 +44,8 @@ from rlhfspec.telemetry.folder import TRACES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """How a folder was found. `missing_steps` should be there by the checkpoint, and are not: the curve has a gap."""
+    """Tell how a folder was found. `missing_steps` should be there by the checkpoint, and are not: the curve has a
+    gap."""
 
     resumed: bool
     resume_at: int = 0
@@ -54,7 +55,7 @@ class Opening:
     missing_steps: tuple[int, ...] = ()
 
     def told(self) -> Iterator[str]:
-        """What a person who resumes should know.
+        """Yield what a person who resumes should know.
 
         >>> list(Opening(resumed=True, resume_at=3, num_dropped_steps=1).told())
         ['resuming after step 3; 1 later step is done again']
@@ -72,7 +73,8 @@ class Opening:
 
 
 class RunFolder:
-    """Where things are can be asked at once; `begin` before the first append, `finish` and `close` at the end."""
+    """Keep what a run writes. Where things are can be asked at once; `begin` before the first append, `finish` and
+    `close` at the end."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -95,7 +97,7 @@ class RunFolder:
         self._lock: int | None = None
 
     def check(self, job: RLHFJob, *, resume: bool) -> None:
-        """What `begin` would refuse, said without touching the folder: before models are loaded."""
+        """Raise what `begin` would refuse, without touching the folder: before models are loaded."""
         self._refuse_unwritable()
         if self.path.is_dir():
             self._refuse_foreign()
@@ -110,10 +112,10 @@ class RunFolder:
         models: Mapping[str, Mapping[str, Any]] | None = None,
         processes: Mapping[str, int] | None = None,
     ) -> bool:
-        """Makes the folder, or opens it to go on in it. Whether its manifest could not be read and is begun anew.
+        """Make the folder, or open it to go on in it; return whether its manifest could not be read and is begun anew.
 
-        For the manifest: of each role how its models were found right, and how many processes each stage has.
-        With `resume` a folder that holds no run yet is begun: a run killed before its first line can be resumed too.
+        For the manifest: of each role how its models were found right, and how many processes each stage has. With
+        `resume` a folder that holds no run yet is begun: a run killed before its first line can be resumed too.
         """
         self._make()
         self.check(job, resume=resume)
@@ -128,19 +130,19 @@ class RunFolder:
         return found and before is None
 
     def hold(self) -> None:
-        """For who goes on in a folder that another process began: until `close`, nobody else writes in it."""
+        """Lock a folder that another process began, to go on in it: until `close`, no other process writes in it."""
         try:
             self._lock = take_lock(self.path / ".lock")
-        except OSError as error:  # BlockingIOError too: whoever holds it, as on a machine that was cut off, ends
+        except OSError as error:  # BlockingIOError too: a process that holds it, as on a machine that was cut off, ends
             raise StorageError(self.path, str(error.strerror)) from error
 
     def loaded(self, models: Mapping[str, Mapping[str, Any]]) -> None:
-        """Of each role how its models were found right, where that was not known when the run began."""
+        """Write of each role how its models were found right, where that was not known when the run began."""
         with self._manifest_alone() as manifest:
             self._write_manifest(replace(manifest, models={role: dict(report) for role, report in models.items()}))
 
     def discard(self) -> None:
-        """What `begin` made goes again, for nothing came of it; and the folder, when nothing else is in it."""
+        """Remove what `begin` made, for nothing came of it; and the folder, when nothing else is in it."""
         for path in (self.job_file, self.manifest_file, self._manifest_lock, self.path / ".lock"):
             path.unlink(missing_ok=True)
         for folder in (self.processes, self.logs):
@@ -149,7 +151,8 @@ class RunFolder:
             self.path.rmdir()
 
     def go_on_after(self, step: int) -> Opening:
-        """Before the first append: what was written of later steps goes, since they are done again (0: all of it)."""
+        """Take away, before the first append, what was written of later steps, since they are done again (0: all of
+        it)."""
         with self._manifest_alone() as before:
             manifest = before.going_on_after(step)
             self._write_manifest(manifest)
@@ -171,19 +174,19 @@ class RunFolder:
         )
 
     def append_step(self, metrics: StepMetrics) -> None:
-        """After the step's samples, before its checkpoint: then every checkpoint has its lines."""
+        """Append a step's line after its samples and before its checkpoint: then every checkpoint has its lines."""
         assert metrics.step == self._last_step + 1, f"step {metrics.step} follows step {self._last_step}"
         _append(self.steps_file, metrics.to_line())
         self._last_step = metrics.step
 
     def append_samples(self, samples: Sequence[Sample], rewards: Mapping[str, Score]) -> None:
-        """All samples of one step, at once; `rewards` by sample id."""
+        """Append all samples of one step, at once; `rewards` by sample id."""
         _append(self.samples_file, sample_lines(samples, rewards))
 
     def append_evaluation(
         self, evaluation: Evaluation, samples: Sequence[Sample] = (), rewards: Mapping[str, Score] | None = None
     ) -> None:
-        """Each step has one at most; a resumed run asks `evaluations` which are there."""
+        """Append an evaluation; each step has one at most, and a resumed run asks `evaluations` which are there."""
         there = self.evaluations()
         assert not there or evaluation.step > there[-1].step, f"after step {there[-1].step} there was an evaluation"
         _append(self.evaluation_samples_file, sample_lines(samples, rewards or {}))
@@ -199,7 +202,7 @@ class RunFolder:
 
     @property
     def lock(self) -> int | None:
-        """The open file that holds the folder's lock: who inherits it holds it too."""
+        """Return the open file that holds the folder's lock: a process that inherits it holds it too."""
         return self._lock
 
     def close(self) -> None:
@@ -214,7 +217,7 @@ class RunFolder:
         self.close()
 
     def steps(self) -> list[StepMetrics]:
-        """What is there, also while the run goes on: a line being written is not seen."""
+        """Return what is there, also while the run goes on: a line being written is not seen."""
         return [StepMetrics.from_line(line) for line in _whole_lines(self.steps_file)]
 
     def evaluations(self) -> list[Evaluation]:
@@ -227,7 +230,7 @@ class RunFolder:
         return (json.loads(line) for line in _whole_lines(self.evaluation_samples_file))
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of a step is, if it was kept."""
+        """Return where the checkpoint of a step is, if it was kept."""
         return self.checkpoints / f"step-{step:08d}"
 
     def job(self) -> RLHFJob:
@@ -241,7 +244,8 @@ class RunFolder:
 
     @contextmanager
     def _manifest_alone(self) -> Iterator[RunManifest]:
-        """The trainer may be another process than the one that began the run: each reads what the other wrote."""
+        """Hold the manifest's lock. The trainer may be another process than the one that began the run: each reads what
+        the other wrote."""
         lock = take_lock(self._manifest_lock, wait=True)
         try:
             yield self.manifest()
@@ -255,7 +259,7 @@ class RunFolder:
             return None
 
     def _refuse_unwritable(self) -> None:
-        """A file without a name, in the folder or in the one that it would be made in, is made and gone again."""
+        """Make and remove a file without a name, in the folder or in the one that it would be made in."""
         try:
             there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
             with tempfile.TemporaryFile(dir=there) as file:
@@ -279,7 +283,8 @@ class RunFolder:
             raise InvalidRequest("--out", str(self.path), f"cannot be written: {error.strerror}") from None
 
     def _refuse_foreign(self) -> None:
-        """The job's own folder has a job.yaml too, but it is no run's: other files lie there, and no manifest."""
+        """Refuse a folder with other files and no manifest. The job's own folder has a job.yaml too, but it is no
+        run's."""
         names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
         own = [self.job_file, self.steps_file, self.samples_file, self.checkpoints, self.traces]
         own += [self.processes, self.logs]
@@ -313,7 +318,7 @@ class RunFolder:
 
 
 def _append(path: Path, text: str) -> None:
-    """Whole or not at all: what a full disk took half is taken back."""
+    """Append the text whole or not at all: what a full disk took half is taken back."""
     data = text.encode()
     with _storage_errors(path):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -331,7 +336,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _write(path: Path, content: Iterable[bytes], *, private: bool = False) -> None:
-    """The old file or the new one, never a mixture. private: nobody but the owner may read it."""
+    """Leave the old file or the new one, never a mixture. private: only the owner may read it."""
     temporary = path.with_name(f".{path.name}.tmp")
     with _storage_errors(path):
         try:
@@ -355,7 +360,8 @@ def _storage_errors(path: Path) -> Iterator[None]:
 
 
 def _keep_up_to(step: int, path: Path) -> tuple[int, int]:
-    """Leaves what can be read of the steps up to this one. How many lines went behind the last of them, and before.
+    """Keep what can be read of the steps up to this one; return how many lines went behind the last of them, and
+    before.
 
     Lines come in order of their steps, so what stays is a prefix unless a line was damaged: one truncation then, which
     needs no room on a full disk and which a crash cannot leave half done.
@@ -391,7 +397,7 @@ def _whole_lines(path: Path) -> Iterator[str]:
 
 
 def example_job(**training: Any) -> RLHFJob:
-    """For examples and tests."""
+    """Return a job for examples and tests."""
     return RLHFJob.model_validate(
         {
             "apiVersion": "rlhfspec.io/v1alpha1",

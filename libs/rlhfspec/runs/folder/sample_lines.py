@@ -18,7 +18,7 @@ from rlhfspec.training.data.columns import json_text
 
 
 def sample_lines(samples: Sequence[Sample], rewards: Mapping[str, Score]) -> str:
-    """The lines of a step in id order; `rewards` by sample id, and a sample without one has reward null."""
+    """Return the lines of a step in id order; `rewards` by sample id, and a sample without one has reward null."""
     ordered = sorted(samples, key=lambda sample: sample.sort_key)
     return "".join(sample_line(sample, rewards.get(sample.id)) for sample in ordered)
 
@@ -53,7 +53,7 @@ def _summary(log_probs: Sequence[float]) -> dict[str, float] | None:
 def example_sample(
     *, step: int = 1, prompt: int = 0, replica: int = 0, text: str = "4", log_probs: Sequence[float] = (-0.5,)
 ) -> Sample:
-    """For examples and tests."""
+    """Return a sample for examples and tests."""
     return Sample(
         id=sample_id("sums", step=step, prompt=prompt, replica=replica),
         job="sums",

@@ -41,7 +41,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers of the job; steps after `resume_at` replace what an earlier, longer run reported."""
+    """Report to the trackers of the job; steps after `resume_at` replace what an earlier, longer run reported."""
 
     def __init__(self, job: RLHFJob, folder: RunFolder, *, resume_at: int = 0) -> None:
         observability = job.spec.observability
@@ -73,7 +73,7 @@ class Trackers:
 
 
 def check_packages(job: RLHFJob) -> None:
-    """Checked before anything is loaded or written, not when the tracker starts."""
+    """Refuse missing packages before anything is loaded or written, not when the tracker starts."""
     observability = job.spec.observability
     if observability.tensorboard and find_spec("tensorboard") is None:
         raise _missing("spec.observability.tensorboard", True, "tensorboard")
@@ -84,7 +84,8 @@ def check_packages(job: RLHFJob) -> None:
 
 
 class TensorBoard:
-    """Event files in `events/`, through tensorboard's own writer. `tensorboard --logdir DIR/events` shows them."""
+    """Write event files in `events/`, through tensorboard's own writer. `tensorboard --logdir DIR/events` shows
+    them."""
 
     def __init__(self, folder: RunFolder, *, resume_at: int = 0) -> None:
         from tensorboard.compat.proto import event_pb2
@@ -118,7 +119,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One of their runs for each run folder; resuming the folder resumes theirs."""
+    """Report to one of their runs for each run folder; resuming the folder resumes theirs."""
 
     def __init__(self, wanted: Wandb, job: RLHFJob, folder: RunFolder) -> None:
         import wandb
@@ -151,7 +152,7 @@ class WeightsAndBiases:
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Every number of a line by its path; numbers that stand alone are under `training/`.
+    """Return every number of a line by its path; numbers that stand alone are under `training/`.
 
     Of a layer's experts there is one number, 1 where they share the rows evenly: the busiest one's rows over the mean.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.messages.servers.certificates import SERVERS_AUTHORITY
+from rlhfspec.messages.servers.credentials.certificates import SERVERS_AUTHORITY
 from rlhfspec.messages.servers.given import REDIS, GivenServer, given_server
 from rlhfspec.runs.live.redis_users import PASSWORD_FILE, USER_FILE
 from rlhfspec.stage.tasks import to_the_end
@@ -25,7 +25,7 @@ _CLOSE_SECONDS = 0.2
 def client_of(
     url: str, role: str, credentials: Path | None, timeout_seconds: float, connected: Connected | None = None
 ) -> Redis:
-    """`connected`: in place of a connection's own `on_connect`."""
+    """Return a client for a role. `connected`: in place of a connection's own `on_connect`."""
     if url.partition("://")[0] not in _SCHEMES:
         raise InvalidRequest("redis_url", url, f"must begin with one of {', '.join(f'{each}://' for each in _SCHEMES)}")
     given = given_server(credentials, REDIS)
@@ -36,7 +36,7 @@ def client_of(
 
 
 def client(url: str, timeout_seconds: float, options: dict[str, Any], connected: Connected | None = None) -> Redis:
-    """Without retries of its own: the next beat is one."""
+    """Return a client without retries of its own: the next beat is one."""
     from redis.asyncio import ConnectionPool, Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
@@ -53,7 +53,7 @@ def client(url: str, timeout_seconds: float, options: dict[str, Any], connected:
 
 
 def options_of(given: GivenServer) -> dict[str, Any]:
-    """The same in every role: what its users may do is the user's business."""
+    """Return the options of a given server, the same in every role: what its users may do is the user's business."""
     options: dict[str, Any] = {"username": given.user or None, "password": given.password or None}
     if given.speaks_tls:
         options |= {"ssl_check_hostname": True, "ssl_ca_certs": _text(given.authority)}
@@ -66,7 +66,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def _own_options(url: str, role: str, credentials: Path) -> dict[str, Any]:
-    """A server of many runs knows each role of each run as a user of its own."""
+    """Return the options of a server of many runs, which knows each role of each run as a user of its own."""
     options: dict[str, Any] = {"password": _text_in(credentials / PASSWORD_FILE)}
     if (credentials / USER_FILE).exists():
         options["username"] = _text_in(credentials / USER_FILE)
@@ -93,7 +93,8 @@ def _text_in(path: Path) -> str:
 
 
 async def close(redis: Redis) -> None:
-    """To the end, whoever cancels meanwhile: a connection that is not closed here stays open as long as the process."""
+    """Close to the end, whatever is cancelled meanwhile: a connection that is not closed here stays open as long as the
+    process."""
     await to_the_end(_try_to_close(redis))
 
 
@@ -110,7 +111,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def words_of(error: Exception) -> str:
-    """In one line, and never nothing.
+    """Return the error in one line, and never nothing.
 
     >>> words_of(TimeoutError()), words_of(OSError("no\\n  route"))
     ('no answer in time', 'no route')

@@ -1,4 +1,4 @@
-"""A connection to Redis by TLS that is over as soon as it is closed, whoever is cancelled meanwhile."""
+"""A connection to Redis by TLS that is over as soon as it is closed, whatever is cancelled meanwhile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from rlhfspec.stage.tasks import to_the_end
 
 
 class PromptlyClosed(SSLConnection):
-    """asyncio closes a socket under TLS when the other side has said goodbye too, and the client waits for that only
-    where nothing failed and nobody was cancelled: an event loop that ends before it leaves the socket open."""
+    """Close at once. asyncio closes a socket under TLS when the other side has said goodbye too, and the client waits
+    for that only where nothing failed and nothing was cancelled: an event loop that ends before it leaves the socket
+    open."""
 
     async def _connect(self) -> None:
         await to_the_end(super()._connect())  # type: ignore[no-untyped-call]  # it has a timeout

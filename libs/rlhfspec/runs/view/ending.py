@@ -13,7 +13,8 @@ from rlhfspec.runs.view.summary import Summary, summarize
 
 
 def finish_folder(folder: RunFolder, job: RLHFJob, outcome: RunOutcome, reason: str, *, resume_command: str) -> Summary:
-    """Pictures only where matplotlib is installed: a trainer's image may do without."""
+    """Finish the folder and return its summary, with pictures only where matplotlib is installed: a trainer's image may
+    do without."""
     folder.finish(outcome, reason)
     steps = folder.steps()
     if steps and find_spec("matplotlib") is not None:
@@ -23,7 +24,7 @@ def finish_folder(folder: RunFolder, job: RLHFJob, outcome: RunOutcome, reason: 
 
 
 def kept_traceback(folder: RunFolder, error: BaseException) -> str:
-    """Says where it is."""
+    """Keep the traceback in the folder, and return where it is."""
     failure = folder.path / "failure.txt"
     try:
         failure.write_text("".join(traceback.format_exception(error)))

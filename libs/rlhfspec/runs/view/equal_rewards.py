@@ -18,7 +18,7 @@ NUM_STEPS = 3  # one step of equal groups is chance
 
 
 def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) -> int | None:
-    """How many groups have no two different rewards; `groups` says of each reward to which it belongs."""
+    """Return how many groups have no two different rewards; `groups` says of each reward to which it belongs."""
     by_group: defaultdict[Hashable, set[float]] = defaultdict(set)
     for group, reward in zip(groups, rewards, strict=True):
         by_group[group].add(reward)
@@ -28,7 +28,7 @@ def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) ->
 
 
 def equal_rewards_warning(steps: Sequence[StepMetrics]) -> str:
-    """Of the last steps; empty while some group had something to tell."""
+    """Return a warning of the last steps; empty while some group had something to tell."""
     recent = steps[-NUM_STEPS:]
     if len(recent) < NUM_STEPS or any(step.equal_reward_groups != step.num_prompts for step in recent):
         return ""

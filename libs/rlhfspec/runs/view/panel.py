@@ -28,7 +28,7 @@ _LINES_AROUND = 6  # of the sample: frame, rule, heading, prompt, and the termin
 
 
 def panel(progress: RunProgress, size: ConsoleDimensions, on_interrupt: str) -> RenderableType:
-    """`on_interrupt`: what Ctrl-C does here."""
+    """Return the live picture. `on_interrupt`: what Ctrl-C does here."""
     width = min(size.width, WIDEST)
     inner = width - 4
     rows: list[RenderableType] = [_head(progress, inner), *_metrics(progress, inner)]
@@ -49,7 +49,7 @@ def panel(progress: RunProgress, size: ConsoleDimensions, on_interrupt: str) -> 
 
 
 def _head(progress: RunProgress, width: int) -> Text:
-    """Steps that are done, and how much of the one in progress."""
+    """Return which steps are done, and how much of the one in progress."""
     eta = progress.eta_seconds
     done, total = progress.num_samples_done, progress.num_samples
     share = (progress.num_steps_done + min(1.0, done / total) * (progress.num_steps_done < progress.num_steps)) / (
@@ -133,7 +133,7 @@ def _losses(last: StepMetrics) -> Text:
 
 
 def _moves(progress: RunProgress) -> Text:
-    """How many samples went on elsewhere, how many did not, and why the last plan did what it did."""
+    """Return how many samples went on elsewhere, how many did not, and why the last plan did what it did."""
     went = progress.moves["kv"] + progress.moves["tokens"]
     text = Text(f"{went:<9}")
     if stayed := progress.moves["kept"] + progress.moves["lost"]:
@@ -142,8 +142,9 @@ def _moves(progress: RunProgress) -> Text:
 
 
 def _speed_of_loads(progress: RunProgress) -> Text:
-    """Generators add up; what is accepted is the mean of those that drafted; the strategy is the busiest one's."""
-    loads = list(progress.loads.values())
+    """Return the speed: generators add up; what is accepted is the mean of those that drafted; the strategy is the
+    busiest one's."""
+    loads = progress.loads
     if not loads:
         return Text("no generator has reported yet", "dim")
     busiest: Load = max(loads, key=lambda load: load.num_running)
@@ -188,13 +189,13 @@ def _processes(progress: RunProgress, most: int) -> Iterator[Text]:
         telling = sorted(shown, key=lambda entry: _DULL.index(entry[0].doing) if entry[0].doing in _DULL else -1)
         shown = [entry for entry in shown if entry in telling[: most - 1]]
     for state, utilisation in shown:
-        yield _process(state, utilisation, progress.loads.get(f"{state.stage}-{state.worker}"))
+        yield _process(state, utilisation)
     if more := len(progress.workers) - len(shown):
         yield Text(f"and {more} more, which work or wait (rlhfspec top)", "dim")
 
 
-def _process(state: ProcessState, utilisation: float, load: Load | None) -> Text:
-    """Who, in which process, how busy, since when, what; whoever it waits for; of a generator its load."""
+def _process(state: ProcessState, utilisation: float) -> Text:
+    """Return a line of a process: which, how busy, since when, what; what it waits for; of a generator its load."""
     working, hand = state.doing == "working", "+" if state.by_hand else ""
     row = Text(no_wrap=True, overflow="ellipsis")
     row.append(f"{state.name + hand:<{_LABEL_WIDTH + 2}}", "bold" if working else "dim")
@@ -204,7 +205,7 @@ def _process(state: ProcessState, utilisation: float, load: Load | None) -> Text
     if state.num_restarts:
         row.append(f"restarted {state.num_restarts}x  ", "yellow")
     if state.doing in ("waiting", "working"):
-        if load is not None and working:
+        if (load := state.load) is not None and working:
             row.append(f"{load.num_running}+{load.num_waiting} at {number(load.tokens_per_second)} tok/s  ", "magenta")
         row.append(
             one_line(state.what if working else f"waits for {_whom(state)}{state.what}"), "" if working else "dim"
@@ -216,7 +217,7 @@ def _process(state: ProcessState, utilisation: float, load: Load | None) -> Text
 
 
 def _whom(state: ProcessState) -> str:
-    """Several workers of one stage together: `generator 0, 2: `."""
+    """Return several workers of one stage together: `generator 0, 2: `."""
     numbers: dict[str, list[str]] = {}
     for stage, _, worker in (name.partition(" ") for name in state.waits_for):
         numbers.setdefault(stage, []).append(worker)
@@ -225,7 +226,7 @@ def _whom(state: ProcessState) -> str:
 
 
 def _sample(sample: Sample, width: int, num_lines: int) -> Iterator[Text]:
-    """The end of the prompt and the beginning of the response."""
+    """Yield the end of the prompt and the beginning of the response."""
     heading = Text("last sample  ", "dim", no_wrap=True, overflow="ellipsis")
     yield heading.append(f"{sample.id}, {len(sample.token_ids)} tokens, {sample.finish_reason}", "dim")
     yield Text(_end(one_line(sample.prompt_text), width), "dim", no_wrap=True)
@@ -234,7 +235,7 @@ def _sample(sample: Sample, width: int, num_lines: int) -> Iterator[Text]:
 
 
 def _end(text: str, num_cells: int) -> str:
-    """As much of the end as fits; some characters take two cells."""
+    """Return as much of the end as fits; some characters take two cells."""
     if cell_len(text) <= num_cells:
         return text
     end = text[1 - num_cells :]

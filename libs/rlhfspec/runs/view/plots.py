@@ -30,7 +30,7 @@ COMPONENT_COLOURS = (ORANGE, GREEN, PURPLE, SKY, RED, YELLOW)
 Steps = Sequence[StepMetrics]
 Evaluations = Sequence[Evaluation]
 Points = Mapping[int, float]  # by step
-Panels = list[tuple[float, Callable[["Axes"], None]]]  # width, and who draws it
+Panels = list[tuple[float, Callable[["Axes"], None]]]  # width, and what draws it
 _FEW_STEPS = 20
 _MOST_BESIDE = 3
 _WIDE = 2.0  # times a panel
@@ -38,17 +38,18 @@ _NOTHING = 1e-6  # with one update a step the policy's loss is rounding about ze
 
 
 def overview(steps: Steps, path: Path, *, title: str, evaluations: Evaluations = ()) -> None:
-    """One run at a glance: did it learn, how steadily, how far did it drift, how fast, where time went."""
+    """Draw one run at a glance: did it learn, how steadily, how far did it drift, how fast, where time went."""
     _save(overview_figure(steps, title=title, evaluations=evaluations), path)
 
 
 def compare(runs: Mapping[str, Steps], path: Path, *, evaluations: Mapping[str, Evaluations] | None = None) -> None:
-    """Reward, and below it the KL where there is one, of runs by their names; every row has one scale."""
+    """Draw the reward, and below it the KL where there is one, of runs by their names; every row has one scale."""
     _save(comparison_figure(runs, evaluations=evaluations), path)
 
 
 def overview_figure(steps: Steps, *, title: str, evaluations: Evaluations = ()) -> Figure:
-    """Three rows: what came out, how it was learnt, how it ran. A panel that does not apply to the job is left out."""
+    """Return three rows: what came out, how it was learnt, how it ran. A panel that does not apply to the job is left
+    out."""
     assert steps, "a picture needs a step"
     figure = _figure(18.0, 10.0)
     figure.suptitle(_plain(title), fontsize=15, fontweight="bold")
@@ -95,7 +96,7 @@ def _learning_panels(steps: Steps) -> Panels:
 
 
 def _running_panels(steps: Steps) -> Panels:
-    """The critic, if there is one, is shown here because the row above is full."""
+    """Return how it ran, with the critic, if there is one, because the row above is full."""
     explained = _found(steps, lambda metrics: metrics.explained_variance)
     shown = {
         step: max(value, -1.0) for step, value in explained.items()
@@ -112,7 +113,7 @@ def _running_panels(steps: Steps) -> Panels:
 
 
 def _kl(steps: Steps) -> Panels:
-    """By k3, and by the job's own estimator if that is another one."""
+    """Return the KL by k3, and by the job's own estimator if that is another one."""
     names = dict.fromkeys(name for metrics in steps for name in metrics.kl or {})
     estimates = [
         (name, RED if name == "k3" else GREY, {m.step: m.kl[name] for m in steps if m.kl is not None}) for name in names
@@ -121,7 +122,7 @@ def _kl(steps: Steps) -> Panels:
 
 
 def _curves(title: str, steps: Steps, *curves: tuple[str, str, Points]) -> Panels:
-    """A panel of curves (label, colour, points), those without points left out; no panel where none is left."""
+    """Return a panel of curves (label, colour, points), those without points left out; no panel where none is left."""
     shown = [curve for curve in curves if curve[2]]
 
     def draw(axis: Axes) -> None:
@@ -178,7 +179,7 @@ def _reward(axis: Axes, steps: Steps, evaluations: Evaluations) -> None:
 
 
 def _histograms(axis: Axes, steps: Steps) -> None:
-    """Of the first and the last step; their edges are the same."""
+    """Draw those of the first and the last step; their edges are the same."""
     styles: list[dict[str, Any]] = [{"color": GREY, "fill": True, "alpha": 0.5}, {"color": BLUE}]
     for metrics, style in zip([steps[0], *steps[1:][-1:]], styles, strict=False):
         lengths = metrics.response_length
@@ -188,7 +189,7 @@ def _histograms(axis: Axes, steps: Steps) -> None:
 
 
 def _seconds(axis: Axes, steps: Steps) -> None:
-    """The work of the stages, stacked, and the time that passed, which is less where stages overlap."""
+    """Draw the work of the stages, stacked, and the time that passed, which is less where stages overlap."""
     edges = [steps[0].step - 0.5, *(metrics.step + 0.5 for metrics in steps)]
     bottom = [0.0] * len(steps)
     for stage, colour in STAGE_COLOURS.items():
@@ -204,12 +205,12 @@ def _seconds(axis: Axes, steps: Steps) -> None:
 
 
 def _found(steps: Steps, value: Callable[[StepMetrics], float | None]) -> Points:
-    """By step, where there is a value."""
+    """Return the values by step, where there is one."""
     return {metrics.step: found for metrics in steps if (found := value(metrics)) is not None}
 
 
 def _trend(axis: Axes, points: Points, colour: str, label: str | None = None) -> None:
-    """Few points as they are; for many, a smoothed line over a faint line of the points themselves."""
+    """Draw few points as they are; for many, a smoothed line over a faint line of the points themselves."""
     x, y = list(points), list(points.values())
     if len(points) <= _FEW_STEPS:
         axis.plot(x, y, color=colour, linewidth=1.8, marker="o", markersize=4, label=label)
@@ -219,7 +220,8 @@ def _trend(axis: Axes, points: Points, colour: str, label: str | None = None) ->
 
 
 def _scale(axis: Axes) -> None:
-    """From zero where nothing is below it; what differs from zero by rounding alone is drawn as zero."""
+    """Let the axis begin at zero where nothing is below it; what differs from zero by rounding alone is drawn as
+    zero."""
     low, height = axis.dataLim.ymin, axis.dataLim.height
     if height < _NOTHING:
         axis.set_ylim(-1 if low < 0 else 0, 1)
@@ -228,7 +230,7 @@ def _scale(axis: Axes) -> None:
 
 
 def _dress(axis: Axes, title: str, steps: Steps | None, *, legend: bool = False) -> None:
-    """steps: those of the x-axis; without them it shows tokens."""
+    """Give an axis its title and ticks. steps: those of the x-axis; without them it shows tokens."""
     axis.set_title(_plain(title), fontsize=10, loc="left")
     axis.set_xlabel("tokens" if steps is None else "step", fontsize=9)
     axis.tick_params(labelsize=8)
@@ -244,7 +246,7 @@ def _dress(axis: Axes, title: str, steps: Steps | None, *, legend: bool = False)
 
 
 def ends(steps: Steps) -> tuple[float, float]:
-    """Mean reward of the first and of the last few steps: a tenth of them, five at most.
+    """Return the mean reward of the first and of the last few steps: a tenth of them, five at most.
 
     >>> from rlhfspec.messages.records.metrics import example_step
     >>> ends([example_step(step=step, reward=step / 10) for step in range(1, 10)])
@@ -265,14 +267,14 @@ def _change(steps: Steps) -> str:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """The mean of each value and its neighbours."""
+    """Return the mean of each value and its neighbours."""
     reach = max(2, len(values) // 20)
     windows = [values[max(0, place - reach) : place + reach + 1] for place in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def _plain(text: str) -> str:
-    """matplotlib would typeset text between dollar signs as mathematics."""
+    """Escape what matplotlib would typeset as mathematics: text between dollar signs."""
     return text.replace("$", r"\$")
 
 
@@ -286,7 +288,7 @@ def _figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Without a version in the file: the same numbers give the same bytes."""
+    """Save without a version in the file: the same numbers give the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     options: dict[str, Any] = {"format": "png", "dpi": 110, "metadata": {"Software": None}}

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.records import Heartbeat, Load, Moved, MoveOutcome, Plan, Sample
+from rlhfspec.messages.records import Load, Moved, MoveOutcome, Plan, Sample
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.runs.live.run_state import RunState
 from rlhfspec.runs.view.roster import ProcessState
+from rlhfspec.stage.vitals import WorkerState
 
 _STEPS_OF_ETA = 8
 _WINDOW_SECONDS = 5.0
@@ -21,7 +23,7 @@ _WINDOW_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """The workers of one stage together."""
+    """Hold the workers of one stage together."""
 
     stage: str
     num_workers: int
@@ -32,7 +34,7 @@ class StageState:
 
 
 class RunProgress:
-    """`now` gives monotonic seconds."""
+    """Keep how far a run is. `now` gives monotonic seconds."""
 
     def __init__(self, job: RLHFJob, now: Callable[[], float]) -> None:
         self.job = job
@@ -40,7 +42,7 @@ class RunProgress:
         self.num_samples = job.spec.training.prompts_per_step * job.spec.algorithm.samples_per_prompt
         self.steps: tuple[StepMetrics, ...] = ()
         self.evaluations: tuple[Evaluation, ...] = ()
-        self.loads: Mapping[str, Load] = {}
+        self.loads: tuple[Load, ...] = ()
         self.stages: tuple[StageState, ...] = ()
         self.workers: tuple[tuple[ProcessState, float], ...] = ()  # with each its utilisation: of a run with processes
         self.last_sample: Sample | None = None
@@ -53,7 +55,7 @@ class RunProgress:
         self._busy_before: tuple[tuple[float, Mapping[tuple[str, int], float]], ...] = ()
 
     def history(self, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> None:
-        """Of the run that is resumed."""
+        """Take over the steps of the run that is resumed."""
         self.steps, self.evaluations = tuple(steps), tuple(evaluations)
 
     def step(self, metrics: StepMetrics) -> None:
@@ -64,14 +66,14 @@ class RunProgress:
         self.evaluations = (*self.evaluations, evaluation)
 
     def sample(self, sample: Sample) -> None:
-        """A redelivered sample counts once."""
+        """Count a sample; a redelivered one counts once."""
         if sample.step != self._step_of_samples:
             self._step_of_samples, self._done = sample.step, set()
         self._done.add(sample.id)
         self.last_sample = sample
 
-    def load(self, load: Load) -> None:
-        self.loads = {**self.loads, load.generator: load}
+    def known(self, run: RunState) -> None:
+        self.loads = tuple(worker.load for worker in run.generators if worker.load is not None)
 
     def moved(self, moved: Moved) -> None:
         self.moves = self.moves + Counter((moved.how,))
@@ -80,17 +82,17 @@ class RunProgress:
         reasons = [move.reason for move in plan.moves] or plan.why_not
         self.why_moved = reasons[0] if reasons else self.why_moved
 
-    def vitals(self, states: Sequence[Heartbeat]) -> None:
+    def vitals(self, states: Sequence[WorkerState]) -> None:
         shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})
         self.stages = tuple(_stage(name, states, shares) for name in dict.fromkeys(state.stage for state in states))
 
     def processes(self, states: Sequence[ProcessState]) -> None:
-        """In the place of `vitals`, where every worker has a process of its own."""
+        """Take the processes in the place of `vitals`, where every worker has one of its own."""
         shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})
         self.workers = tuple((state, shares[state.stage, state.worker]) for state in states)
 
     def _shares(self, busy: Mapping[tuple[str, int], float]) -> dict[tuple[str, int], float]:
-        """Of the last seconds that each worker worked; snapshots are kept for that long."""
+        """Return the share of the last seconds that each worker worked; snapshots are kept for that long."""
         now = self._now()
         kept = [entry for entry in self._busy_before if now - entry[0] <= _WINDOW_SECONDS]
         older = [entry for entry in self._busy_before if now - entry[0] > _WINDOW_SECONDS]
@@ -117,7 +119,7 @@ class RunProgress:
 
     @property
     def eta_seconds(self) -> float | None:
-        """From the last few steps; None before the first."""
+        """Return what is left, by the last few steps; None before the first."""
         recent = [metrics.seconds.step for metrics in self.steps[-_STEPS_OF_ETA:]]
         if not recent:
             return None
@@ -126,8 +128,9 @@ class RunProgress:
         return max(0.0, remaining - min(mean, self._now() - self._step_began))
 
 
-def _stage(name: str, states: Sequence[Heartbeat], shares: Mapping[tuple[str, int], float]) -> StageState:
-    """What the stage's longest-working worker does or, if none works, what its workers have waited for longest."""
+def _stage(name: str, states: Sequence[WorkerState], shares: Mapping[tuple[str, int], float]) -> StageState:
+    """Return what the stage's longest-working worker does or, if none works, what its workers have waited for
+    longest."""
     workers = [state for state in states if state.stage == name]
     told = max(workers, key=lambda state: (state.doing == "working", state.doing == "waiting", state.since_seconds))
     return StageState(

@@ -103,9 +103,10 @@ def summarize(
     resume_command: str,
     num_texts: int = 0,
 ) -> Summary:
-    """Of the run in the folder, after its `finish`; also written there as `summary.md`.
+    """Return the summary of the run in the folder, after its `finish`; also written there as `summary.md`.
 
-    num_texts: responses that are shown, from the beginning and from the end of the run each."""
+    num_texts: responses that are shown, from the beginning and from the end of the run each.
+    """
     places = [("run folder", str(folder.path))]
     for label, path in (("pictures", folder.plots), ("policy", folder.export), ("checkpoints", folder.checkpoints)):
         if path.is_dir() and any(path.iterdir()):
@@ -132,7 +133,8 @@ Texts = list[tuple[str, list[ResponseText]]]
 
 
 def _texts(folder: RunFolder, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], count: int) -> Texts:
-    """At first and in the end: of the evaluations, which answer the same prompts, or of the steps, which do not."""
+    """Return responses at first and in the end: of the evaluations, which answer the same prompts, or of the steps,
+    which do not."""
     if evaluations:
         found = [(f"held-out prompts, after step {run.step}", run.step) for run in _ends(evaluations)]
         return [(title, _responses(folder.evaluation_samples(), step, count)) for title, step in found]
@@ -148,7 +150,7 @@ def _ends(things: Sequence[T]) -> Sequence[T]:
 
 
 def _responses(lines: Iterator[dict[str, Any]], step: int, count: int) -> list[ResponseText]:
-    """The first response to each of the first prompts."""
+    """Return the first response to each of the first prompts."""
     wanted = (line for line in lines if line["step"] == step and line["id"].endswith("/0"))
     return [
         ResponseText(prompt=line["prompt"], text=line["text"], reward=line["reward"]) for line in islice(wanted, count)
@@ -194,7 +196,8 @@ def _held_out(evaluations: Sequence[Evaluation]) -> str:
 
 
 def by_stage(steps: Sequence[StepMetrics]) -> list[tuple[str, float, float]]:
-    """Seconds of every stage that worked, and their share of what passed; stages overlap, so shares may exceed 1."""
+    """Return the seconds of every stage that worked, and their share of what passed; stages overlap, so shares may
+    exceed 1."""
     passed = sum(metrics.seconds.step for metrics in steps)
     totals = {name: sum(float(getattr(metrics.seconds, name)) for metrics in steps) for name in STAGE_COLOURS}
     return [(name, total, total / passed if passed else 0.0) for name, total in totals.items() if total]
@@ -206,13 +209,13 @@ def _mean_accepted(steps: Sequence[StepMetrics]) -> float | None:
 
 
 def _short(text: str) -> str:
-    """Safe to show, and not longer than a person reads."""
+    """Return the text safe to show, and not longer than a person reads."""
     safe = visible(text).strip("\n")
     return safe if len(safe) <= _MOST_CHARACTERS else safe[:_MOST_CHARACTERS] + " ..."
 
 
 def _fenced(text: str) -> str:
-    """In a fence that the text cannot close."""
+    """Return the text in a fence that it cannot close."""
     safe = _short(text)
     longest = max(map(len, re.findall("`+", safe)), default=0)
     fence = "`" * max(3, longest + 1)

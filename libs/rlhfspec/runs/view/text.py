@@ -13,7 +13,7 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def visible(text: str) -> str:
-    """What a model wrote, with every character that could control a terminal made visible. Line ends stay.
+    """Return what a model wrote, with every character that could control a terminal made visible. Line ends stay.
 
     >>> visible("red \\x1b[31m, back\\b, \\u202e turned")
     'red ␛[31m, back␈, � turned'
@@ -30,7 +30,7 @@ def one_line(text: str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values from the first to the last, each column the mean of its share; a flat line is drawn low.
+    """Return the values from the first to the last, each column the mean of its share; a flat line is drawn low.
 
     >>> sparkline([0, 1, 2, 3], 4), sparkline([0, 0, 3, 3], 2), sparkline([5, 5], 8)
     ('▁▃▆█', '▁█', '▁▁')
@@ -44,7 +44,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def histogram(counts: Sequence[int]) -> str:
-    """Bars from zero; an empty bin is blank and a full one never is.
+    """Return bars from zero; an empty bin is blank and a full one never is.
 
     >>> histogram([0, 1, 100])
     ' ▁█'
@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, so that numbers in a column line up; "-" if there is no number.
+    """Return three significant digits, so that numbers in a column line up; "-" if there is no number.
 
     >>> number(0.4), number(1234.5), number(3.1e-7), number(0.0), number(2e30), number(None)
     ('0.400', '1,234', '3.1e-07', '0', '2.0e+30', '-')

@@ -23,20 +23,22 @@ from rich.live import Live
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.records import Heartbeat, Load, Moved, Plan, Sample
+from rlhfspec.messages.records import Moved, Plan, Sample
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.runs.live.run_state import RunState
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.runs.view.text import duration, estimates, number, visible
+from rlhfspec.stage.vitals import WorkerState
 
 REFRESHES_PER_SECOND = 2  # at some 2 ms of one core each
 
 
 class View:
-    """Every method returns at once; drawing happens in a thread of its own, a few times a second."""
+    """Show a run. Every method returns at once; drawing happens in a thread of its own, a few times a second."""
 
     def __init__(
         self,
@@ -52,11 +54,12 @@ class View:
         self._live: Live | None = None
 
     def history(self, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> None:
-        """Those of the run that is resumed."""
+        """Take over the steps of the run that is resumed."""
         self.progress.history(steps, evaluations)
 
-    def load(self, load: Load) -> None:
-        self.progress.load(load)
+    def known(self, run: RunState) -> None:
+        """Take the loads of its generators."""
+        self.progress.known(run)
 
     def moved(self, moved: Moved) -> None:
         self.progress.moved(moved)
@@ -67,11 +70,11 @@ class View:
     def sample(self, sample: Sample) -> None:
         self.progress.sample(sample)
 
-    def vitals(self, snapshot: Sequence[Heartbeat]) -> None:
-        self.progress.vitals(snapshot)
+    def vitals(self, states: Sequence[WorkerState]) -> None:
+        self.progress.vitals(states)
 
     def processes(self, states: Sequence[ProcessState]) -> None:
-        """Of a run whose workers have processes of their own."""
+        """Take the processes of a run whose workers have processes of their own."""
         self.progress.processes(states)
 
     def step(self, metrics: StepMetrics) -> None:
@@ -85,7 +88,7 @@ class View:
             self.say(evaluation_line(evaluation, self.progress))
 
     def say(self, text: str) -> None:
-        """A line that stays: above the live picture, or among the plain lines."""
+        """Write a line that stays: above the live picture, or among the plain lines."""
         if self.mode != "off":
             print_line(self._console, text)
 
@@ -108,7 +111,7 @@ class View:
 
 
 def step_line(metrics: StepMetrics, progress: RunProgress) -> str:
-    """One line that tells whether a run goes well."""
+    """Return one line that tells whether a run goes well."""
     width = len(str(progress.num_steps))
     eta, accepted = progress.eta_seconds, metrics.accepted_per_verification
     parts = [
@@ -146,13 +149,14 @@ def job_line(job: RLHFJob) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """As it is: no markup, no colours by guess, no folding, and nothing that the terminal's encoding lacks."""
+    """Print the text as it is: no markup, no colours by guess, no folding, and nothing that the terminal's encoding
+    lacks."""
     safe = visible(text).encode(console.encoding, "replace").decode(console.encoding)
     console.print(safe, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _mode(wanted: Literal["auto", "live", "plain", "off"], console: Console) -> Literal["live", "plain", "off"]:
-    """The picture needs a terminal that moves its cursor and shows block characters."""
+    """Return how to show; the picture needs a terminal that moves its cursor and shows block characters."""
     able = console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
     if wanted == "live" and not able:
         problem = "needs a terminal that moves its cursor and shows UTF-8; take auto or plain"

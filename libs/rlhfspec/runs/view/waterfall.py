@@ -30,12 +30,12 @@ WORTH_TELLING = 0.01  # of the whole life: a wait that is shorter is noise
 
 
 def bar_width(columns: int) -> int:
-    """What a terminal has room for beside the other columns."""
+    """Return what a terminal has room for beside the other columns."""
     return max(12, min(48, columns - 72))
 
 
 def waterfall(life: Life, *, width: int = 48) -> Table:
-    """A row for each span; the axis goes from when the prompt was published to when the policy was trained."""
+    """Return a row for each span; the axis goes from when the prompt was published to when the policy was trained."""
     title = f"{life.sample}: {seconds(life.ended - life.began)}"
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", caption=_legend(life), caption_justify="left")
     table.add_column("")
@@ -57,7 +57,7 @@ def waterfall(life: Life, *, width: int = 48) -> Table:
 
 
 def slowest_table(lives: Sequence[Life]) -> Table:
-    """Where the time of each went."""
+    """Return where the time of each went."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("sample", no_wrap=True)
     for title in ("until scored", "in queues", "generation", "moves", "scores", "tokens"):
@@ -81,7 +81,7 @@ def slowest_table(lives: Sequence[Life]) -> Table:
 
 
 def _tokens(stay: Span) -> int:
-    """When it ended, of the sample."""
+    """Return the sample's tokens when the stay ended."""
     return int(stay.attributes.get("tokens_before", 0)) + int(stay.attributes.get("tokens", 0))
 
 
@@ -111,7 +111,7 @@ def pieces(life: Life, span: Span) -> Iterator[Piece]:
 
 
 def bar(parts: Sequence[Piece], *, began: float, ended: float, width: int) -> str:
-    """What is drawn later wins; everything that has a length is seen."""
+    """Return the pieces as text; what is drawn later wins, and everything that has a length is seen."""
     cells = [" "] * width
     scale = width / max(ended - began, 1e-9)
     for mark, start, end in parts:
@@ -123,7 +123,7 @@ def bar(parts: Sequence[Piece], *, began: float, ended: float, width: int) -> st
 
 
 def notes(life: Life, span: Span) -> Iterator[str]:
-    """What it did, and what it waited for."""
+    """Yield what it did, and what it waited for."""
     told = span.attributes
     if span.waited_seconds >= WORTH_TELLING * (life.ended - life.began):
         yield f"{seconds(span.waited_seconds)} until {span.stage} {span.worker} took it"
@@ -176,7 +176,7 @@ def _of_a_move(span: Span) -> Iterator[str]:
 
 
 def _legend(life: Life) -> str:
-    """What is rare is explained where it is seen."""
+    """Return the explanation of what is rare, where it is seen."""
     seen = {mark for span in life.spans for mark, _, _ in pieces(life, span)}
     always = (IN_THE_QUEUE, AT_WORK, FOR_OTHERS)
     return "   ".join(f"{mark} {what}" for mark, what in LEGEND.items() if mark in always or mark in seen)
@@ -207,7 +207,7 @@ def seconds(value: float) -> str:
 
 
 def _complete(span: Span) -> float:
-    """When all of its step was there; where a span waits for nobody: its begin."""
+    """Return when all of its step was there; where a span waits for nothing, its begin."""
     return min(max(float(span.attributes.get("complete", span.began)), span.began), span.ended)
 
 

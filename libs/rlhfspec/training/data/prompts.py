@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfspec.engine.text import Tokenizer
+from rlhfspec.engine.scheduling.text import Tokenizer
 from rlhfspec.errors import InvalidRequest, JobError, Problem
-from rlhfspec.huggingface.positions import config_of
+from rlhfspec.huggingface.structure.positions import config_of
 from rlhfspec.job import Dataset, Model
 from rlhfspec.training.data.columns import columns_json, columns_of_rows
 from rlhfspec.training.data.order import Order

@@ -44,6 +44,7 @@ class Ranks:
     num_ranks: int = 1
     silence_seconds: float = 0.0  # how long rank 0 may say nothing
     commands: Any = None  # the process group that commands travel in, for its longer patience
+    host: Any = None  # the one for objects and for tensors of the host: that of a GPU takes neither
 
     def mine(self, micro_batches: list[list[int]]) -> list[list[int]]:
         """This rank's share of micro-batches whose number is a multiple of the ranks'."""
@@ -53,7 +54,7 @@ class Ranks:
         """The sum over ranks."""
         if self.num_ranks > 1:
             tensor = tensor.clone()
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.host)
         return tensor
 
     def gathered(self, thing: Any) -> list[Any]:
@@ -61,7 +62,7 @@ class Ranks:
         things = [thing]
         if self.num_ranks > 1:
             things = [None] * self.num_ranks
-            dist.all_gather_object(things, thing)
+            dist.all_gather_object(things, thing, group=self.host)
         return things
 
     def told_by(self, rank: int, thing: T) -> T:
@@ -75,19 +76,29 @@ class Ranks:
             return tensor.to("meta")
 
         said: list[Any] = [_mapped(thing, head)]
-        dist.broadcast_object_list(said, src=rank)
+        dist.broadcast_object_list(said, src=rank, group=self.host)
         if self.rank != rank:
-            return _mapped(said[0], lambda like: _broadcast(torch.empty_like(like, device="cpu"), rank))  # type: ignore[no-any-return]
+            return _mapped(said[0], lambda like: self._broadcast(torch.empty_like(like, device="cpu"), rank))  # type: ignore[no-any-return]
         for tensor in tensors:
-            _broadcast(tensor, rank)
+            self._broadcast(tensor, rank)
         return thing
 
-    def shard(self, module: nn.Module, trunk: Any) -> None:
-        """FSDP2: each rank keeps a share of every weight and of its optimizer state; blocks are whole when they run."""
+    def _broadcast(self, tensor: Tensor, rank: int) -> Tensor:
+        """By its bytes: gloo does not know every type."""
+        sent = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+        dist.broadcast(sent, src=rank, group=self.host)
+        return sent.view(tensor.dtype).reshape(tensor.shape)
+
+    def shard(self, module: nn.Module, trunk: Any, device: torch.device) -> None:
+        """FSDP2: each rank keeps a share of every weight and of its optimizer state; blocks are whole when they run.
+
+        The module comes from the host: a block goes to the device, and is cut there before the next one comes.
+        """
         if self.num_ranks == 1:
             return
-        mesh = init_device_mesh("cpu", (self.num_ranks,))
+        mesh = init_device_mesh(device.type, (self.num_ranks,))
         for part in (*_blocks(trunk), module):
+            _take(part, device)
             for group in (*_of_other_types(part), part):
                 fully_shard(group, mesh=mesh)
         for part in module.modules():
@@ -107,33 +118,32 @@ def _mapped(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return {name: _mapped(each, change) for name, each in thing.items()} if isinstance(thing, dict) else thing
 
 
-def _broadcast(tensor: Tensor, rank: int) -> Tensor:
-    """By its bytes: gloo does not know every type."""
-    sent = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
-    dist.broadcast(sent, src=rank)
-    return sent.view(tensor.dtype).reshape(tensor.shape)
-
-
 @contextmanager
-def joined(*, timeout_seconds: float, silence_seconds: float) -> Iterator[Ranks]:
+def joined(*, timeout_seconds: float, silence_seconds: float, device: str = "cpu") -> Iterator[Ranks]:
     """The ranks that torchrun started, or this process alone.
 
     `timeout_seconds` are for one exchange while all work; `silence_seconds` for rank 0 to say something at all: it is
-    busy with the other stages for most of a step.
+    busy with the other stages for most of a step. device: this rank's own.
     """
     told = rank_told(os.environ)
     if told.num_ranks == 1:
         yield Ranks()
         return
-    _meet(told, timeout_seconds)
+    _meet(told, timeout_seconds, torch.device(device))
     try:
-        commands = dist.new_group(timeout=timedelta(seconds=silence_seconds))
-        yield Ranks(rank=told.rank, num_ranks=told.num_ranks, silence_seconds=silence_seconds, commands=commands)
+        patient, usual = (timedelta(seconds=seconds) for seconds in (silence_seconds, timeout_seconds))
+        yield Ranks(
+            rank=told.rank,
+            num_ranks=told.num_ranks,
+            silence_seconds=silence_seconds,
+            commands=dist.new_group(timeout=patient, backend="gloo"),
+            host=dist.new_group(timeout=usual, backend="gloo"),
+        )
     finally:
         dist.destroy_process_group()
 
 
-def _meet(told: RankTold, timeout_seconds: float) -> None:
+def _meet(told: RankTold, timeout_seconds: float, device: torch.device) -> None:
     """Says so where that takes long: somebody is not there."""
     others = f"the other {told.num_ranks - 1} ranks" if told.rank == 0 else f"rank 0 at {told.leader}"
     telling = threading.Timer(
@@ -142,12 +152,29 @@ def _meet(told: RankTold, timeout_seconds: float) -> None:
     telling.daemon = True
     telling.start()
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group(timeout=timedelta(seconds=timeout_seconds), **_group_of(device))
     except RuntimeError as error:
         problem = f"waited for {others} for {timeout_seconds:g} s: {str(error).splitlines()[0]}"
         raise StageStalled("trainer", told.rank, others, timeout_seconds, problem) from error
     finally:
         telling.cancel()
+
+
+def _group_of(device: torch.device) -> dict[str, Any]:
+    """What the ranks' process group is made of; the device is this process's current one from now on.
+
+    >>> _group_of(torch.device("cpu"))
+    {'backend': 'gloo'}
+    """
+    if device.type == "cpu":
+        return {"backend": "gloo"}
+    module: Any = torch.get_device_module(device)
+    if device.index is not None:
+        module.set_device(device)
+    backends = f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}"
+    if device.type != "cuda":
+        return {"backend": backends}
+    return {"backend": backends, "device_id": torch.device("cuda", module.current_device())}
 
 
 class Follows(Protocol):
@@ -184,8 +211,8 @@ class Leader:
         return self._learner.state()  # type: ignore[no-any-return]
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._command("load_state", state)
-        self._learner.load_state(state)
+        self._command("load_state")
+        self._learner.load_state(self._ranks.told_by(0, state))
 
     def close(self) -> None:
         self._command("stop")
@@ -206,7 +233,7 @@ def follow(learner: Follows, ranks: Ranks) -> None:
         name, arguments = _next_command(ranks)
         if name == "stop":
             return
-        getattr(learner, name)(*arguments)
+        getattr(learner, name)(*arguments if name != "load_state" else (ranks.told_by(0, {}),))
 
 
 def _next_command(ranks: Ranks) -> tuple[str, tuple[Any, ...]]:
@@ -219,6 +246,14 @@ def _next_command(ranks: Ranks) -> tuple[str, tuple[Any, ...]]:
         raise StageStalled("trainer", ranks.rank, "a command of rank 0", patience, problem) from error
     command: tuple[str, tuple[Any, ...]] = said[0]
     return command
+
+
+def _take(part: nn.Module, device: torch.device) -> None:
+    """To the device, but for what is cut there already."""
+    part._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+    for child in part.children():
+        if not isinstance(child, FSDPModule):
+            _take(child, device)
 
 
 def _of_other_types(part: nn.Module) -> list[nn.Module]:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
-from rlhfspec.huggingface.causal_lm import within_positions
+from rlhfspec.huggingface.structure.causal_lm import CausalLM, within_positions
 from rlhfspec.messages.loop import scoring_stages
 from rlhfspec.training.learning.aggregation import token_indices
 from rlhfspec.training.learning.algorithms import (
@@ -48,6 +48,7 @@ from rlhfspec.training.learning.algorithms import (
 )
 from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.learning.fusion import Meet, chains_of, first
+from rlhfspec.training.learning.memory import ActivationRoom
 from rlhfspec.training.learning.network import Network, State
 from rlhfspec.training.learning.packing import pack, pack_groups, split_evenly
 from rlhfspec.training.learning.rollouts import Rollouts
@@ -104,14 +105,17 @@ class Learner:
         self._share_prompts = training.share_prompts and not self._lora_dropout
         if training.share_prompts and self._lora_dropout and self._ranks.rank == 0:
             log.info("every sample runs its own copy of the prompt: model.lora.dropout is drawn for each of them")
+        trunks = _trunks(self._chains.models, policy, critic)
+        room = ActivationRoom(spec, trunks, self._device, self._computes_in)
         if "policy" in self._chains.models:
-            self._forward = _policy_forward(spec, policy.to(self._device), self._ranks)
+            self._forward = _policy_forward(spec, self._unshared(policy), self._ranks, self._device)
             self._networks["policy"] = Network(policy, training.optimizer, training, field="spec.training.optimizer")
         if "critic" in self._chains.models:
             assert critic is not None, "this algorithm trains a critic"
-            self._ranks.shard(critic.to(self._device), critic.trunk)
+            self._ranks.shard(self._unshared(critic), critic.trunk, self._device)
             settings = training.critic_optimizer
             self._networks["critic"] = Network(critic, settings, training, field="spec.training.criticOptimizer")
+        room.settle((each for network in self._networks.values() for each in network.parameters), self._ranks)
 
     @classmethod
     def from_spec(
@@ -126,6 +130,10 @@ class Learner:
         if "critic" in models:
             critic = load_critic(spec.model, max_context=max_context)
         return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads, device=device)
+
+    def _unshared(self, module: Any) -> Any:
+        """On the device; where ranks share it, it is taken there block by block."""
+        return module.to(self._device) if self._ranks.num_ranks == 1 else module
 
     @property
     def policy(self) -> Any:
@@ -293,7 +301,11 @@ class Learner:
         return pack_sequences(prompts, answers, share_prompts=self._share_prompts).to(self._device)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.training.autocast == "bfloat16")
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._computes_in == torch.bfloat16)
+
+    @property
+    def _computes_in(self) -> torch.dtype:
+        return torch.bfloat16 if self._spec.training.autocast == "bfloat16" else torch.float32
 
     @property
     def _lora_dropout(self) -> bool:
@@ -305,7 +317,7 @@ class Learner:
         if not self._lora_dropout:
             yield
             return
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([] if self._device.type == "cpu" else [self._device], device_type=self._device.type):
             drawn = f"{self._spec.training.seed}:{self._networks['policy'].num_updates}:{sample}"
             torch.manual_seed(int.from_bytes(hashlib.blake2b(drawn.encode(), digest_size=7).digest(), "little"))
             lora.set_dropout(self._policy, True)
@@ -361,7 +373,7 @@ class Learner:
         return "critic" in scoring_stages(self._spec.algorithm)
 
 
-def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks) -> PolicyForward:
+def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks, device: torch.device) -> PolicyForward:
     temperature = spec.generation.temperature
     if spec.training.exact_on_policy:
         if ranks.num_ranks > 1:
@@ -372,8 +384,12 @@ def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks) -> PolicyForward:
         max_context = within_positions(policy, spec.max_context)
         return ExactForward(policy, temperature, max_context=max_context, dtype=spec.generation.dtype)
     forward = TorchForward(policy, temperature)
-    ranks.shard(forward, forward.parts.trunk)
+    ranks.shard(forward, forward.parts.trunk, device)
     return forward
+
+
+def _trunks(models: Sequence[str], policy: Any, critic: Critic | None) -> list[Any]:
+    return [CausalLM(policy).trunk if model == "policy" or critic is None else critic.trunk for model in models]
 
 
 def _tokens(rollouts: Rollouts, samples: Sequence[int]) -> Tensor:

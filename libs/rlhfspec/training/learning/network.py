@@ -39,18 +39,18 @@ class Network:
         self.module = module
         self.num_updates = 0
         self._training = training
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._optimizer = make_optimizer(self._parameters, settings, field=field)
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._optimizer = make_optimizer(self.parameters, settings, field=field)
         self._schedule = self._fresh_schedule()
 
     def grad_norm(self) -> float:
         """Over all gradients gathered so far; infinite or NaN when one of them is."""
-        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        return float(whole(norm))
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def update(self, norm: float) -> Update:
         """One optimizer step with the gradients gathered since the last one, whose norm this is."""
-        nn.utils.clip_grads_with_norm_(self._parameters, self._training.max_grad_norm, torch.tensor(norm))
+        nn.utils.clip_grads_with_norm_(self.parameters, self._training.max_grad_norm, torch.tensor(norm))
         rate = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
         self._schedule.step()
@@ -62,10 +62,12 @@ class Network:
         self._optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> dict[str, Tensor]:
-        """Every weight once, by its first name in the module, and whole. Shares memory with the module."""
+        """Every weight once, by its first name in the module, and whole. Shares memory with the module; where ranks
+        hold shares, the first of them has it on its host, and the others do not."""
         by_name = self.module.state_dict(keep_vars=True)
         first_names = {id(tensor): name for name, tensor in reversed(by_name.items())}  # tied weights have several
-        return {name: whole(tensor.detach()) for name, tensor in by_name.items() if first_names[id(tensor)] == name}
+        own = {name: tensor.detach() for name, tensor in by_name.items() if first_names[id(tensor)] == name}
+        return _whole(own)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Of exactly these names and shapes; a module may be given a part of its weights (its adapters)."""
@@ -80,10 +82,7 @@ class Network:
     def optimizer_state(self) -> State:
         """Nested dictionaries of names, tensors and numbers; a parameter is known by its place. Shares memory too."""
         state = self._optimizer.state_dict()
-        of_parameters = {
-            str(place): {name: whole(value) if isinstance(value, Tensor) else value for name, value in of.items()}
-            for place, of in state["state"].items()
-        }
+        of_parameters = {str(place): _whole(of) for place, of in state["state"].items()}
         return {"state": of_parameters, "param_groups": state["param_groups"], "num_updates": self.num_updates}
 
     def load_optimizer_state(self, state: State) -> None:
@@ -100,7 +99,7 @@ class Network:
 
     def _placed(self, place: int, value: Any) -> Any:
         """As the parameter is kept: torch's own loading does not cut a whole tensor into shares."""
-        parameter = self._parameters[place]
+        parameter = self.parameters[place]
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             return _like(parameter, value.clone())
         return value.clone() if isinstance(value, Tensor) else value
@@ -116,13 +115,25 @@ class Network:
         return schedule
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor of which ranks hold shares; every rank has to ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With all of the tensors of which ranks hold shares, one after the other, on the host of the first rank; on the
+    others without them. Every rank has to ask."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if not isinstance(value, DTensor):
+            found[name] = value
+            continue
+        gathered = value.full_tensor()
+        if value.device_mesh.get_local_rank() == 0:
+            found[name] = gathered.cpu()
+    return found
 
 
 def _like(kept: Tensor, given: Tensor) -> Tensor:
-    return distribute_tensor(given, kept.device_mesh, kept.placements) if isinstance(kept, DTensor) else given
+    """Every rank has all of what is given, and cuts its share out by itself."""
+    if not isinstance(kept, DTensor):
+        return given
+    return distribute_tensor(given, kept.device_mesh, kept.placements, src_data_rank=None)
 
 
 def _step_quietly(schedule: torch.optim.lr_scheduler.LRScheduler) -> None:

@@ -22,9 +22,9 @@ from torch import nn
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.anatomy import examine
-from rlhfspec.huggingface.causal_lm import CausalLM, within_positions
 from rlhfspec.huggingface.loading import LOAD_ERRORS, refuse_other_weights
+from rlhfspec.huggingface.structure.anatomy import examine
+from rlhfspec.huggingface.structure.causal_lm import CausalLM, within_positions
 from rlhfspec.training.modeling.loading import load_causal_lm, prepared
 from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
@@ -37,14 +37,13 @@ class Critic(nn.Module):
         super().__init__()
         parts = CausalLM(model)
         self.trunk = parts.trunk
-        self.attentions = parts.anatomy.attentions
         self.score = nn.Linear(parts.width, 1, dtype=model.get_input_embeddings().weight.dtype)
         nn.init.zeros_(self.score.weight)
         nn.init.zeros_(self.score.bias)
 
     def forward(self, batch: PackedRow) -> torch.Tensor:
         """Values [t], float32, of the states before each response token."""
-        hidden = hidden_states(self.trunk, self.attentions, batch)
+        hidden = hidden_states(self.trunk, batch)
         with torch.autocast(hidden.device.type, enabled=False):  # a value has few significant digits to lose
             return self.score(hidden.to(self.score.weight.dtype))[:, 0].float()  # type: ignore[no-any-return]
 
@@ -72,7 +71,7 @@ def _saved_critic(folder: Path, field: str, dtype: str, max_context: int) -> Cri
 
     try:
         config = AutoConfig.from_pretrained(folder)
-        with torch.random.fork_rng():  # of the model only the shape is wanted
+        with torch.random.fork_rng(devices=()):  # of the model only the shape is wanted
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         examine(model, name=field, max_context=within_positions(model, max_context))
         critic = Critic(model)

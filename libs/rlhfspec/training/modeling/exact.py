@@ -29,20 +29,12 @@ import torch
 from transformers import AttentionInterface
 
 from rlhfspec import job
-from rlhfspec.engine.cache import new_kv
+from rlhfspec.engine.kv.cache import new_kv
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.huggingface.attention import (
-    AttentionSpec,
-    cache_shape,
-    fit_cache,
-    refuse_unknown,
-    use_eager_experts,
-)
-from rlhfspec.huggingface.casting import Precision, precision_of, round_parameters
-from rlhfspec.huggingface.causal_lm import anatomy_of
-from rlhfspec.huggingface.check import OWN_BITS, keep_report, report_of
-from rlhfspec.huggingface.probes import Probe
-from rlhfspec.huggingface.reference import (
+from rlhfspec.huggingface.fused.casting import Precision, precision_of, round_parameters
+from rlhfspec.huggingface.proof.check import OWN_BITS, keep_report, report_of
+from rlhfspec.huggingface.proof.probes import Probe
+from rlhfspec.huggingface.proof.reference import (
     TOLERANCES,
     ExpertChoices,
     ProbeResult,
@@ -51,6 +43,14 @@ from rlhfspec.huggingface.reference import (
     ask,
     same_bits,
 )
+from rlhfspec.huggingface.structure.attention import (
+    AttentionSpec,
+    cache_shape,
+    fit_cache,
+    refuse_unknown,
+    use_eager_experts,
+)
+from rlhfspec.huggingface.structure.causal_lm import anatomy_of
 from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
@@ -80,7 +80,9 @@ def check_exact(spec: job.Spec) -> None:
     if not spec.training.exact_on_policy:
         return
     dropout = 0.0 if spec.model.lora is None else spec.model.lora.dropout
+    recomputes = spec.training.activation_checkpointing
     refused: tuple[tuple[bool, str, object, str], ...] = (
+        (recomputes == "on", "training.activationCheckpointing", recomputes, "must not be on"),
         (spec.training.autocast != "off", "training.autocast", spec.training.autocast, "must be off"),
         (dropout > 0, "model.lora.dropout", dropout, "must be 0"),
         (spec.model.dtype != "float32", "model.dtype", spec.model.dtype, "must be float32 (generation.dtype is free)"),
@@ -188,7 +190,7 @@ class ExactForward(TorchForward):
         self._repack_if_changed()
         self.modules_on_kernels.guard_rows(lambda: self._answers(probes))
         alone, together = [self._answers([probe])[0] for probe in probes], self._answers(probes)
-        difference = reference.check(alone, TOLERANCES[self._cache.dtype], who="the exact trainer's")
+        difference = reference.check(alone, TOLERANCES[self._cache.dtype], whose="the exact trainer's")
         if not same_bits(alone, together):
             problem = "a sequence's logits depend on its neighbours, so exactOnPolicy is not possible"
             raise UnsupportedModel("model", reference.kind, problem)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.huggingface.audit import Reads, not_audited
-from rlhfspec.huggingface.casting import Precision
-from rlhfspec.huggingface.causal_lm import CausalLM
-from rlhfspec.huggingface.experts import PackedExperts, by_expert, gate, oriented
-from rlhfspec.huggingface.fuse import FusedModel, Loader, fuse, guard_forward, guard_rows, is_inside
-from rlhfspec.huggingface.guard import Guard
-from rlhfspec.huggingface.rotary import RotaryTable
+from rlhfspec.huggingface.fused.audit import Reads, not_audited
+from rlhfspec.huggingface.fused.casting import Precision
+from rlhfspec.huggingface.fused.experts import PackedExperts, by_expert, gate, oriented
+from rlhfspec.huggingface.fused.fuse import FusedModel, Loader, fuse, guard_forward, guard_rows, is_inside
+from rlhfspec.huggingface.fused.guard import Guard
+from rlhfspec.huggingface.fused.rotary import RotaryTable
+from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear, RowInvariantActivation, activation_twin
 from rlhfspec.kernels.norm import FusedRMSNorm, rms_norm_twin
 from rlhfspec.training.modeling.exact_functions import exact, exact_gated_mlp, exact_linear, stored

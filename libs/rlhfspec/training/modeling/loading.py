@@ -20,13 +20,13 @@ import torch
 
 from rlhfspec import job
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface.anatomy import examine
-from rlhfspec.huggingface.casting import Precision, cast, precision_of, round_parameters
-from rlhfspec.huggingface.causal_lm import CausalLM, within_positions
-from rlhfspec.huggingface.check import BITS_BY_COMPANY, keep_report
+from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of, round_parameters
 from rlhfspec.huggingface.loading import load_model
-from rlhfspec.huggingface.reference import TOLERANCES, FollowedChoices, ProbeResult, Reference, Rounding, ask
-from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
+from rlhfspec.huggingface.proof.check import BITS_BY_COMPANY, keep_report
+from rlhfspec.huggingface.proof.reference import TOLERANCES, FollowedChoices, ProbeResult, Reference, Rounding, ask
+from rlhfspec.huggingface.structure.anatomy import examine
+from rlhfspec.huggingface.structure.causal_lm import CausalLM, within_positions
+from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
 from rlhfspec.messages.records.models import ModelReport
 from rlhfspec.training.modeling.packed import attend, hidden_states, use_packed_attention
 from rlhfspec.training.modeling.probed import answers, every_row, probes_of, random_keys
@@ -77,7 +77,7 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
     reference = ask(model, anatomy, probes_of(model, max_context), name=name, rounding=rounding)
     cast(model, precision)
     use_packed_attention(model)
-    difference = reference.check(_packed_answers(model, reference), TOLERANCES[kept_as], who="the trainer's")
+    difference = reference.check(_packed_answers(model, reference), TOLERANCES[kept_as], whose="the trainer's")
     report = ModelReport(
         model=type(model).__name__,
         path="packed",
@@ -99,7 +99,7 @@ def _packed_answers(model: Any, reference: Reference) -> list[ProbeResult]:
     parts, batch = CausalLM(model), every_row(reference.probes)
     try:
         with random_keys(model, reference.probes, attend), FollowedChoices(reference.choices):
-            return answers(parts.logits(hidden_states(parts.trunk, parts.anatomy.attentions, batch)), batch)
+            return answers(parts.logits(hidden_states(parts.trunk, batch)), batch)
     except FORWARD_ERRORS as error:
         if isinstance(error, UnsupportedModel):
             raise

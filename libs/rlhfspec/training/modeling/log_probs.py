@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rlhfspec.huggingface.causal_lm import CausalLM
+from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
 _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32; more are computed in parts, and again in the backward pass
@@ -72,7 +72,7 @@ class TorchForward(nn.Module):
         """Nothing is derived from the parameters here."""
 
     def hidden(self, batch: PackedRow) -> torch.Tensor:
-        return hidden_states(self.parts.trunk, self.parts.anatomy.attentions, batch)
+        return hidden_states(self.parts.trunk, batch)
 
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
         """hidden [t, hidden], targets [t] -> the fields of TokenLogProbs."""

@@ -12,7 +12,7 @@ import torch
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.causal_lm import anatomy_of
+from rlhfspec.huggingface.structure.causal_lm import anatomy_of
 
 _ADAPTER = "default"
 
@@ -28,7 +28,7 @@ def add_lora(model: Any, lora: job.Lora, *, seed: int) -> None:
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(config, model, _ADAPTER)

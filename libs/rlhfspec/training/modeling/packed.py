@@ -11,8 +11,9 @@ Where neighbours answer the same prompt, it may stand there once, and each answe
     predicting         ^ | ^ ^ ^ | ^ ^ | ^ ^ ^       the prompt's last row predicts the first token of every answer
 
 Any Hugging Face model that `rlhfspec.huggingface` has examined runs such rows unmodified: `use_packed_attention`
-names our attention function, and `forward_layout` tells it where sequences end. (Tokens meet in attention only, which
-is what `examine` looks for; so a model that could not share a prompt is not loaded at all.)
+names our attention function and keeps on each attention what it sees, and `forward_layout` says where sequences end.
+(Tokens meet in attention only, which is what `examine` looks for; so a model that could not share a prompt is not
+loaded at all.)
 
 Example:
     >>> batch = pack_sequences([(5, 6, 7), (8,)], [(1, 2), (3, 4, 9)])
@@ -40,10 +41,12 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from rlhfspec.huggingface.attention import AttentionSpec, refuse_unknown, visible
-from rlhfspec.huggingface.causal_lm import run_trunk
+from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.structure.attention import AttentionSpec, refuse_unknown, visible
+from rlhfspec.huggingface.structure.causal_lm import anatomy_of, run_trunk
 
 _ATTENTION_NAME = "rlhfspec_packed"
+_SPEC = "rlhfspec_attention"  # on an attention module: what it sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,34 +144,47 @@ class _RowWriter:
 
 def use_packed_attention(model: Any) -> None:
     """From now on the model's attention takes packed rows only."""
+    first: dict[str, AttentionSpec] = {}
+    for spec in anatomy_of(model).attentions:
+        module, seen = model.get_submodule(spec.path), first.setdefault(spec.path, spec)
+        if (seen.window, seen.chunk) != (spec.window, spec.chunk):
+            raise UnsupportedModel("model", type(module).__name__, "an attention that sees more when it runs again")
+        keep_spec(module, spec)
     AttentionInterface.register(_ATTENTION_NAME, attend)
     model.set_attn_implementation(_ATTENTION_NAME)
 
 
-@dataclass(slots=True)
-class RowLayout:
-    """Which sequences a packed row holds, and which attention of the forward comes next."""
-
-    parts: tuple[RowPart, ...]
-    coming: Iterator[AttentionSpec]
+def keep_spec(module: Any, spec: AttentionSpec) -> None:
+    """On the module itself, so that it may run at any time: in the backward pass, say, of what was not kept."""
+    setattr(module, _SPEC, spec)
 
 
-_layout: ContextVar[RowLayout | None] = ContextVar("layout of the packed row that runs in this thread", default=None)
+def spec_of(module: Any) -> AttentionSpec | None:
+    """What it sees, if it is one of the model's attentions."""
+    return getattr(module, _SPEC, None)
+
+
+_layout: ContextVar[tuple[RowPart, ...] | None] = ContextVar("parts of the row that runs in this thread", default=None)
+
+
+def layout_now() -> tuple[RowPart, ...] | None:
+    """Of the row that runs in this thread."""
+    return _layout.get()
 
 
 @contextmanager
-def forward_layout(parts: tuple[RowPart, ...], attentions: tuple[AttentionSpec, ...]) -> Iterator[None]:
-    """How the row is laid out that runs inside, once; each thread has its own."""
-    token = _layout.set(RowLayout(parts, iter(attentions)))
+def forward_layout(parts: tuple[RowPart, ...] | None) -> Iterator[None]:
+    """How the row is laid out that runs inside; each thread has its own."""
+    token = _layout.set(parts)
     try:
         yield
     finally:
         _layout.reset(token)
 
 
-def hidden_states(trunk: Any, attentions: tuple[AttentionSpec, ...], batch: PackedRow) -> torch.Tensor:
+def hidden_states(trunk: Any, batch: PackedRow) -> torch.Tensor:
     """The trunk's output for the rows that predict. Returns [t, hidden]."""
-    with forward_layout(batch.parts, attentions):
+    with forward_layout(batch.parts):
         output = run_trunk(trunk, batch.token_ids, batch.position_ids)
     # a look-up of rows whose backward adds up a row's gradients in order: index_select's, on a GPU, in any order
     return functional.embedding(batch.predicting, output[0])
@@ -179,11 +195,11 @@ def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
            dropout: float = 0.0, **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The attention function transformers calls in every layer. query [1, H, T, D], key/value [1, Hkv, T, D]."""
     refuse_unknown(module, keywords)
-    layout = _layout.get()
-    assert layout is not None, "packed attention outside of forward_layout"
+    parts = _layout.get()
+    assert parts is not None, "packed attention outside of forward_layout"
     assert not dropout, "attention dropout is off: log-probs of one policy are compared"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return row_attention(query, key, value, layout.parts, next(layout.coming), scale, softcap or 0.0, s_aux), None
+    return row_attention(query, key, value, parts, getattr(module, _SPEC), scale, softcap or 0.0, s_aux), None
 
 
 def row_attention(

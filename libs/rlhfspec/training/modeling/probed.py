@@ -1,7 +1,7 @@
 """The probes of a load in one packed row, for forwards without a cache: the trainer's and the exact trainer's.
 
 Example:
-    >>> from rlhfspec.huggingface.anatomy import examine
+    >>> from rlhfspec.huggingface.structure.anatomy import examine
     >>> from rlhfspec.tiny import random_model
     >>> model = random_model("llama", seed=0)
     >>> _ = examine(model, name="model", max_context=512)
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from rlhfspec.huggingface.attention import AttentionSpec, as_before
-from rlhfspec.huggingface.audit import not_audited
-from rlhfspec.huggingface.causal_lm import anatomy_of
-from rlhfspec.huggingface.probes import Probe, choose_without_cache, random_past
-from rlhfspec.huggingface.reference import ProbeResult
+from rlhfspec.huggingface.fused.audit import not_audited
+from rlhfspec.huggingface.proof.probes import Probe, choose_without_cache, random_past
+from rlhfspec.huggingface.proof.reference import ProbeResult
+from rlhfspec.huggingface.structure.attention import AttentionSpec, as_before
+from rlhfspec.huggingface.structure.causal_lm import anatomy_of
 from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 
 _NAME = "rlhfspec_probed"

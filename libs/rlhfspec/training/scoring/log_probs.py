@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from rlhfspec.common.arrays import IntArray
-from rlhfspec.engine.runner import ModelRunner, RunnerConfig
+from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
 from rlhfspec.errors import InvalidRequest, NumericalError
-from rlhfspec.huggingface.causal_lm import max_positions
+from rlhfspec.huggingface.structure.causal_lm import max_positions
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.tree_attention import AttentionMeta
@@ -107,7 +107,7 @@ class SequenceRows:
             RunnerConfig(
                 name=name,
                 dtype=kept_as,
-                arithmetic=arithmetic_for(kept_as, arithmetic),
+                arithmetic=arithmetic_for(kept_as, arithmetic, device),
                 device=torch.device(device),
                 max_context=max_context,
                 num_blocks=num_blocks,

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlhfspec.errors import WeightsVersionError
-from rlhfspec.huggingface.causal_lm import hidden_of
+from rlhfspec.huggingface.structure.causal_lm import hidden_of
 from rlhfspec.training.modeling.critic import Critic
 from rlhfspec.training.modeling.packed import pack_sequences
 from rlhfspec.training.scoring.log_probs import SequenceRows

@@ -29,7 +29,7 @@ import torch
 from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.errors import WeightsVersionError
 from rlhfspec.messages.records import Role, Weights
-from rlhfspec.messages.servers.certificates import channel_credentials
+from rlhfspec.messages.servers.credentials.certificates import channel_credentials
 from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, weights_record
 from rlhfspec.training.weights.grpc_client import TICK_SECONDS, GrpcWeightClient, Patience
 from rlhfspec.training.weights.grpc_fetch import Fetch

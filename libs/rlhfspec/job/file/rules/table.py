@@ -191,6 +191,11 @@ def _exact() -> list[JobRule]:
             problem="exactOnPolicy computes as the engine does: must be off",
         ),
         JobRule(
+            field="training.activationCheckpointing",
+            holds=_INEXACT | ~field("training.activationCheckpointing").equals("on"),
+            problem="exactOnPolicy runs on the CPU, and keeps what it computes: must not be on",
+        ),
+        JobRule(
             field="model.lora.dropout",
             holds=_INEXACT | ~is_set("model.lora") | given("model.lora.dropout").equals(0.0),
             problem="exactOnPolicy has no room for chance: must be 0",

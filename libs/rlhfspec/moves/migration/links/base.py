@@ -25,7 +25,7 @@ from rlhfspec.errors import LinkError
 
 MOST_LANDED_BYTES = 256 << 20  # of ranges that landed and are not done, all together
 SECONDS = 10.0  # for the other end to answer, to make room, or to send all of a range that it began
-KEPT_SECONDS = 60.0  # what landed and nobody took
+KEPT_SECONDS = 60.0  # what landed and was not taken
 MOST_KEY_BYTES = 512
 
 
@@ -49,7 +49,7 @@ class LandingAddress:
 
 
 class Landing(Protocol):
-    """The destination's end: one for all who send here."""
+    """The destination's end: one for all that send here."""
 
     @property
     def offer(self) -> str:
@@ -69,7 +69,7 @@ class Landing(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends every connection and thread. Nobody may be using what was taken."""
+        """Ends every connection and thread. What was taken may not be in use."""
         ...
 
 

@@ -1,10 +1,10 @@
-"""What two ends say to each other over a socket: who knows the offer's token, then one header a range.
+"""What two ends say to each other over a socket: that both know the offer's token, then one header a range.
 
     destination -> source: MAGIC, nonce; source -> destination: nonce, proof; destination -> source: proof
     source -> destination, for each range: header, key, and what the link puts behind it
 
 A proof is an HMAC of both nonces under the token, which itself never travels here. Lengths are checked before anything
-is read or kept, and whoever stops in the middle is given up at a deadline.
+is read or kept, and an end that stops in the middle is given up at a deadline. A `Door` is where sources connect.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import ssl
 import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from rlhfspec.errors import LinkError
-from rlhfspec.moves.migration.links.base import MOST_KEY_BYTES
+from rlhfspec.moves.migration.links.base import MOST_KEY_BYTES, SECONDS
 
 MAGIC = b"RLHFKV01"
 _NONCE_BYTES = 16
@@ -26,6 +29,9 @@ _PROOF_BYTES = 32
 _HEADER = struct.Struct("!4sHIQ")  # mark, length of the key, place (the link's own number), bytes of the range
 _MARK = b"KVRG"
 CHUNK_BYTES = 1 << 20  # so that a close is noticed
+_MOST_CONNECTIONS = 128
+_MOST_STRANGERS = 16  # which have not yet shown that they know the token
+_PAUSE_SECONDS = 0.1  # when there are no files left to open
 
 
 class FrameHeader(NamedTuple):
@@ -59,7 +65,7 @@ class FrameHeader(NamedTuple):
 
 
 def welcome(connection: socket.socket, token: str, *, timeout: float) -> None:
-    """The destination's part. LinkError for who does not know the token."""
+    """The destination's part. LinkError where the other end does not know the token."""
     deadline = time.monotonic() + timeout
     ours = secrets.token_bytes(_NONCE_BYTES)
     send_all(connection, [MAGIC + ours], deadline)
@@ -83,15 +89,15 @@ def greet(connection: socket.socket, token: str, *, timeout: float) -> None:
         raise LinkError("greeting", "the other end does not know the token")
 
 
-def _proof(token: str, who: bytes, *nonces: bytes) -> bytes:
-    return hmac.digest(bytes.fromhex(token), b"\0".join((MAGIC, who, *nonces)), "sha256")
+def _proof(token: str, end: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(bytes.fromhex(token), b"\0".join((MAGIC, end, *nonces)), "sha256")
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def read_exactly(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
-    """`deadline` None: as long as it takes, for who has begun nothing."""
+    """`deadline` None: as long as it takes, where nothing has begun."""
     buffer = bytearray(num_bytes)
     read_into(connection, memoryview(buffer), deadline)
     return bytes(buffer)
@@ -128,7 +134,7 @@ def send_all(connection: socket.socket, parts: Sequence[bytes | memoryview], dea
 
 
 def refuse_dead(connection: socket.socket) -> None:
-    """For who expects nothing from the other end but its end."""
+    """Where nothing is expected from the other end but its end."""
     connection.settimeout(0)
     try:
         if connection.recv(1, socket.MSG_PEEK) == b"":
@@ -141,3 +147,90 @@ def refuse_dead(connection: socket.socket) -> None:
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.001, deadline - time.monotonic())
+
+
+# --- where sources connect --------------------------------------------------------------------------------------------
+
+
+class Door:
+    """One thread that listens and one for each connection, all ended and joined by `close`.
+
+    `serve(connection)` runs in a thread of the connection until it returns or raises LinkError."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        token: str,
+        serve: Callable[[socket.socket], None],
+        *,
+        tls: ssl.SSLContext | None = None,
+        seconds: float = SECONDS,
+    ) -> None:
+        self._listening = listening
+        self._token = token
+        self._serve = serve
+        self._tls = tls
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._connections: dict[threading.Thread, socket.socket] = {}
+        self._strangers: set[threading.Thread] = set()
+        self._closed = threading.Event()
+        self._accepting = threading.Thread(target=self._accept, name="link door", daemon=True)
+        self._accepting.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._listening.getsockname()[1])
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            threads = [self._accepting, *self._connections]
+            for each in (self._listening, *self._connections.values()):
+                _shut(each)
+        for thread in threads:
+            thread.join()
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:  # the other end is gone already, or we close
+                self._closed.wait(_PAUSE_SECONDS)
+                continue
+            with self._lock:
+                is_full = len(self._connections) >= _MOST_CONNECTIONS or len(self._strangers) >= _MOST_STRANGERS
+                if self._closed.is_set() or is_full:
+                    connection.close()
+                    continue
+                thread = threading.Thread(target=self._run, args=(connection,), name="link", daemon=True)
+                self._strangers.add(thread)
+                self._connections[thread] = connection
+                thread.start()
+
+    def _run(self, connection: socket.socket) -> None:
+        this = threading.current_thread()
+        try:
+            connection.settimeout(self._seconds)
+            if self._tls is not None:
+                with self._lock:  # from here on it is the wrapped one that a close must shut
+                    connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                    self._connections[this] = connection
+                connection.do_handshake()
+            welcome(connection, self._token, timeout=self._seconds)
+            self._strangers.discard(this)
+            self._serve(connection)
+        except (LinkError, OSError):
+            pass  # what waits for a range was told by `serve`; the source sees its connection end
+        finally:
+            with self._lock:
+                self._strangers.discard(this)
+                self._connections.pop(this, None)
+                _shut(connection)
+            connection.close()
+
+
+def _shut(connection: socket.socket) -> None:
+    with suppress(OSError):  # it is not connected any more
+        connection.shutdown(socket.SHUT_RDWR)  # wakes what waits on it

@@ -12,7 +12,7 @@ from typing import TypeVar
 from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.links.base import KEPT_SECONDS, MOST_LANDED_BYTES
 
-_REMEMBERED = 1024  # keys that failed, or that nobody wants
+_REMEMBERED = 1024  # keys that failed, or that are not wanted
 _LEAST_BUFFER = 1 << 16
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class KVInbox:
             _remember(self._failed, key, problem)
             self._changed.notify_all()
 
-    # --- for who reads -----------------------------------------------------------------------------------------------
+    # --- for the reader ----------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
         return key in self._landed
@@ -144,7 +144,7 @@ class KVInbox:
             raise LinkError("landing", "is closed")
 
     def _forget_old(self) -> None:
-        """What nobody took. Whoever began a move tells its keys within seconds, or never."""
+        """What was not taken. A source tells the keys of a move within seconds, or never."""
         before = time.monotonic() - self._kept_seconds
         old = [key for key, each in self._landed.items() if each.at < before and not each.is_taken]
         for key in old:

@@ -41,10 +41,6 @@ _GRANT = struct.Struct("!QI")  # address, bytes of what follows of the agent
 _DONE = b"+"
 
 
-def is_installed() -> bool:
-    return _package() is not None
-
-
 def _package() -> ModuleType | None:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     for name in _PACKAGES:

@@ -1,11 +1,14 @@
-"""Makes either end of a link, of the kinds that `rlhfspec.job.choices.links` lists."""
+"""Makes either end of a link, of the kinds that `rlhfspec.job.choices.links` lists, and holds those of one process."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import ssl
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from rlhfspec.errors import InvalidRequest, LinkError, did_you_mean
 from rlhfspec.job.choices.links import AUTO, LINKS
@@ -17,9 +20,13 @@ from rlhfspec.moves.migration.links.base import (
     LandingAddress,
     LandingWay,
     Offer,
+    QuickSending,
     Sending,
 )
 from rlhfspec.moves.migration.links.inbox import KVInbox
+
+_NUM_THREADS = 8  # that wait in links: neither the event loop nor the engine ever does
+T = TypeVar("T")
 
 
 class WaysIn:
@@ -44,7 +51,7 @@ class WaysIn:
         self.inbox.done(key)
 
     def close(self) -> None:
-        self.inbox.close()  # nobody waits for room any more
+        self.inbox.close()  # nothing waits for room any more
         for way in self._ways:
             way.close()
 
@@ -94,3 +101,72 @@ def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: floa
                 return sending
     kinds = ", ".join(str(way["kind"])[:20] for way in read.ways[:8])
     raise LinkError("offer", f"no way of it leads there from here ({kinds})")
+
+
+@dataclass(slots=True)
+class SendingWay:
+    """To one offer. `lock`: a link has one room at a time."""
+
+    sending: Sending | None = None
+    is_at_once: bool = False  # what there was room for can be sent without a thread
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Links:
+    """Where KV lands in this process, and an open way to each process that it was ever sent to. `open_sending`: the
+    function above, with what TLS it needs."""
+
+    def __init__(self, landing: Landing, open_sending: Callable[[str], Sending]) -> None:
+        self.landing = landing
+        self._open = open_sending
+        self._ways: dict[str, SendingWay] = {}
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="moves")
+
+    async def in_thread(self, do: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
+
+    def way(self, offer: str) -> SendingWay:
+        return self._ways.setdefault(offer, SendingWay())
+
+    async def room(self, way: SendingWay, offer: str, num_bytes: int) -> memoryview:
+        """With the way's lock held. Raises LinkError; then the next one opens it anew."""
+
+        sending = way.sending
+        try:
+            way.is_at_once = isinstance(sending, QuickSending) and sending.is_at_once(num_bytes)
+        except OSError as error:
+            raise LinkError("connection", f"broke ({error.strerror or error})") from error
+        if way.is_at_once and sending is not None:
+            return sending.room(num_bytes)
+
+        def open_and_ask() -> memoryview:
+            if way.sending is None:
+                way.sending = self._open(offer)
+            return way.sending.room(num_bytes)
+
+        return await self.in_thread(open_and_ask)
+
+    async def send(self, way: SendingWay, key: str, num_bytes: int) -> None:
+        """What was packed into its room. Raises LinkError."""
+        sending = way.sending
+        assert sending is not None, "nothing was packed"
+        if way.is_at_once:
+            sending.send(key, num_bytes)
+        else:
+            await self.in_thread(lambda: sending.send(key, num_bytes))
+
+    def drop(self, way: SendingWay, offer: str) -> None:
+        """It failed."""
+        self._ways.pop(offer, None)
+        sending, way.sending = way.sending, None
+        if sending is not None:
+            self._threads.submit(sending.close)
+
+    def close(self) -> None:
+        """Blocks until its threads are gone."""
+        for way in self._ways.values():
+            if way.sending is not None:
+                way.sending.close()
+        self._ways.clear()
+        self.landing.close()
+        self._threads.shutdown(wait=True)

@@ -1,9 +1,9 @@
 """Between processes of one host: the source packs into memory that the destination has mapped too.
 
-The memory is of files without a name (memfd), handed over a local socket: nobody else can open them, they cannot shrink
-under who reads, and the kernel frees them when both ends are gone, however they ended. So a killed process leaves
-nothing to clean up, and no path is ever taken from the other end. Each is reused from range to range, for fresh pages
-cost more than what is copied into them: the destination sends its number back when it is done.
+The memory is of files without a name (memfd), handed over a local socket: no other process can open them, they cannot
+shrink under their reader, and the kernel frees them when both ends are gone, however they ended. So a killed process
+leaves nothing to clean up, and no path is ever taken from the other end. Each is reused from range to range, for fresh
+pages cost more than what is copied into them: the destination sends its number back when it is done.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from typing import Any
 
 from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, LandingAddress
-from rlhfspec.moves.migration.links.door import Door
-from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, send_all
+from rlhfspec.moves.migration.links.frames import Door, FrameHeader, greet, read_exactly, send_all
 from rlhfspec.moves.migration.links.inbox import KVInbox
 
 _PLACE = struct.Struct("!I")
@@ -104,7 +103,7 @@ class ShmSending:
             raise LinkError("shm", f"cannot connect to {way.get('name')}: {error}") from error
 
     def is_at_once(self, num_bytes: int) -> bool:
-        """There is memory, and it is free. What is sent then is a header, to one who has eight of them at most."""
+        """There is memory, and it is free. What is sent then is a header, to an end that has eight of them at most."""
         if select.select([self._connection], [], [], 0.0)[0]:
             heard = self._connection.recv(1024, socket.MSG_PEEK)
             if not heard or len(heard) % _PLACE.size:

@@ -14,8 +14,15 @@ from typing import Any
 
 from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, LandingAddress
-from rlhfspec.moves.migration.links.door import Door
-from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, read_into, refuse_dead, send_all
+from rlhfspec.moves.migration.links.frames import (
+    Door,
+    FrameHeader,
+    greet,
+    read_exactly,
+    read_into,
+    refuse_dead,
+    send_all,
+)
 from rlhfspec.moves.migration.links.inbox import KVInbox
 
 

@@ -1,7 +1,11 @@
-"""A Hugging Face sequence classifier that runs a prompt once for its answers, where its class can go on behind a cache.
+"""A Hugging Face sequence classifier that spares what it can.
 
-Prompt and answer are then always run apart, so that a prompt that was kept and one that was not lead to the same bits.
-A class that cannot (it looks ahead, or knows no cache) runs every sample as one sequence, and it is said once.
+On the CPU it runs a prompt once for its answers, where its class can go on behind a cache. Prompt and answer are then
+always run apart, so that a prompt that was kept and one that was not lead to the same bits. A class that cannot (it
+looks ahead, or knows no cache) runs every sample as one sequence, and it is said once.
+
+On a device a forward of one short sequence mostly reads weights: sequences that wait are run together, padded on the
+right. Both are tried when the model is loaded.
 """
 
 from __future__ import annotations
@@ -9,19 +13,26 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from rlhfspec.huggingface.trace import FORWARD_ERRORS, first_line
+from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
 from rlhfspec.training.scoring.kept_prompts import LEAST_TOKENS
 
 log = logging.getLogger(__name__)
 KEPT_BYTES = 1 << 30
+BATCH_TOKENS = 1 << 14  # of one forward on a device, padding included
 _PROBE_TOKENS, _PROBE_PROMPT, _NUM_PROBES = 24, 16, 3
-_TOLERANCE = 1e-3  # of the largest output; a cache that is not seen, or only in part, changes far more
+# Of the largest output; a cache or a mask that is not seen, or only in part, changes far more.
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+_Asked = tuple[list[int], Future[torch.Tensor]]
+_ANEW = "its prompt anew, for the model cannot go on behind one"
+_ALONE = "alone, for the model does not see that shorter ones beside it are padded"
 
 
 class Classifier:
@@ -30,15 +41,21 @@ class Classifier:
     def __init__(self, model: Any, *, keep_prompts: bool, name: str, most_bytes: int = KEPT_BYTES) -> None:
         self.limit: int | None = getattr(model.config, "max_position_embeddings", None)
         self._model = model
+        self._device = next(model.parameters()).device
         self._pad = getattr(model.config, "pad_token_id", None)
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._caches: dict[tuple[int, ...], Any] = {}  # by the prompt; the one that was used last stands last
-        self._keeps_prompts = keep_prompts and self._can_keep(name)
+        on_cpu = self._device.type == "cpu"
+        self._keeps_prompts = keep_prompts and on_cpu and self._can(self._kept, name, _ANEW)
+        batches = not on_cpu and self._pad is not None and self._can(self._together, name, _ALONE)
+        self._batches = Batches(self._together) if batches else None
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], num_shared: int) -> torch.Tensor:
         """[labels]. num_shared: so many of the tokens stand in front of every answer to this prompt."""
+        if self._batches is not None:
+            return self._batches.ask(list(token_ids))
         prompt, answer = tuple(token_ids[:num_shared]), list(token_ids[num_shared:])
         is_read_from = any(token != self._pad for token in answer)  # the output is that of the last token but padding
         if not self._keeps_prompts or num_shared < LEAST_TOKENS or not is_read_from:
@@ -50,14 +67,25 @@ class Classifier:
             self._caches.clear()
 
     def _whole(self, token_ids: list[int]) -> torch.Tensor:
-        return self._model(torch.tensor([token_ids])).logits[0]  # type: ignore[no-any-return]
+        return self._model(self._rows([token_ids])).logits[0]  # type: ignore[no-any-return]
+
+    def _rows(self, rows: list[list[int]]) -> torch.Tensor:
+        return torch.tensor(rows, device=self._device)
+
+    @torch.inference_mode()
+    def _together(self, sequences: list[list[int]]) -> torch.Tensor:
+        """[sequences, labels], in one forward."""
+        longest = max(map(len, sequences))
+        padded = [[*each, *[self._pad or 0] * (longest - len(each))] for each in sequences]
+        mask = [[1] * len(each) + [0] * (longest - len(each)) for each in sequences]
+        return self._model(self._rows(padded), attention_mask=self._rows(mask)).logits.cpu()  # type: ignore[no-any-return]
 
     def _behind(self, prompt: tuple[int, ...], answer: list[int]) -> torch.Tensor:
         """Whatever fails, nothing is kept."""
         with ExitStack() as undo:
             undo.callback(self.clear)
             cache = copy.deepcopy(self._cache(prompt))  # what an answer adds is not the prompt's
-            logits = self._model(torch.tensor([answer]), past_key_values=cache, use_cache=True).logits[0]
+            logits = self._model(self._rows([answer]), past_key_values=cache, use_cache=True).logits[0]
             undo.pop_all()
         return logits  # type: ignore[no-any-return]
 
@@ -66,34 +94,84 @@ class Classifier:
             if prompt in self._caches:
                 self._caches[prompt] = self._caches.pop(prompt)
                 return self._caches[prompt]
-        cache = self._model(torch.tensor([prompt]), use_cache=True).past_key_values
+        cache = self._model(self._rows([list(prompt)]), use_cache=True).past_key_values
         with self._lock:
             self._caches[prompt] = cache
             while len(self._caches) > 1 and sum(map(_num_bytes, self._caches.values())) > self._most_bytes:
                 del self._caches[next(iter(self._caches))]
         return cache
 
-    def _can_keep(self, name: str) -> bool:
-        why = self._why_not()
+    def _can(self, outputs: Callable[[list[list[int]]], torch.Tensor], name: str, otherwise: str) -> bool:
+        why = self._why_not(outputs)
         if why:
-            log.info("%s: every answer runs its prompt anew, for the model cannot go on behind one: %s", name, why)
+            log.info("%s: every answer runs %s: %s", name, otherwise, why)
         return not why
 
     @torch.inference_mode()
-    def _why_not(self) -> str:
-        """Tried, since a class may take a cache and ignore it."""
+    def _why_not(self, outputs: Callable[[list[list[int]]], torch.Tensor]) -> str:
+        """Tried, since a class may take a cache or a mask and ignore it."""
         random = torch.Generator().manual_seed(0)
         num_ids = int(self._model.get_input_embeddings().num_embeddings)
-        probes = torch.randint(num_ids, (_NUM_PROBES, _PROBE_TOKENS), generator=random)
+        drawn = torch.randint(num_ids, (_NUM_PROBES, _PROBE_TOKENS), generator=random).tolist()
+        probes = [probe[place:] for place, probe in enumerate(drawn)]  # of several lengths
         try:
-            whole = torch.stack([self._whole(probe) for probe in probes.tolist()])
-            parts = [self._behind(tuple(probe[:_PROBE_PROMPT]), probe[_PROBE_PROMPT:]) for probe in probes.tolist()]
+            whole = torch.stack([self._whole(probe) for probe in probes]).float().cpu()
+            difference = float((outputs(probes).float().cpu() - whole).abs().max() / whole.abs().max())
         except FORWARD_ERRORS as error:
             return first_line(error)
         finally:
             self.clear()
-        difference = float((torch.stack(parts) - whole).abs().max() / whole.abs().max())
-        return "" if difference < _TOLERANCE else f"its outputs differ by {difference:.2g} of the largest"
+        near = difference < _TOLERANCES[self._model.dtype]
+        return "" if near else f"its outputs differ by {difference:.2g} of the largest"
+
+    def _kept(self, probes: list[list[int]]) -> torch.Tensor:
+        return torch.stack([self._behind(tuple(probe[:_PROBE_PROMPT]), probe[_PROBE_PROMPT:]) for probe in probes])
+
+
+class Batches:
+    """What several threads ask for at a time, run together in the order in which they asked.
+
+    run: sequences -> [sequences, ...], of at most `most_tokens` with the padding, or of one sequence.
+
+    >>> Batches(lambda sequences: torch.tensor([[sum(each)] for each in sequences])).ask([1, 2])
+    tensor([3])
+    """
+
+    def __init__(self, run: Callable[[list[list[int]]], torch.Tensor], most_tokens: int = BATCH_TOKENS) -> None:
+        self._run = run
+        self._most_tokens = most_tokens
+        self._running = threading.Lock()
+        self._waiting: deque[_Asked] = deque()
+
+    def ask(self, token_ids: list[int]) -> torch.Tensor:
+        """Return the row of this sequence. What fails together is run alone, so that an error is its own sequence's."""
+        mine = (token_ids, Future[torch.Tensor]())
+        self._waiting.append(mine)
+        with self._running:  # the thread that gets it runs the others' too, which then find their answers
+            if not mine[1].done():
+                self._waiting.remove(mine)
+                self._run_with(mine)
+        return mine[1].result()
+
+    def _run_with(self, mine: _Asked) -> None:
+        asked = [mine, *self._others(len(mine[0]))]
+        try:
+            rows = self._run([token_ids for token_ids, _ in asked])
+        except FORWARD_ERRORS:
+            self._waiting.extendleft(reversed(asked[1:]))
+            rows = self._run([mine[0]])
+            asked = [mine]
+        for (_, answer), row in zip(asked, rows, strict=True):
+            answer.set_result(row)
+
+    def _others(self, longest: int) -> Iterator[_Asked]:
+        number = 2
+        while self._waiting:
+            longest = max(longest, len(self._waiting[0][0]))
+            if longest * number > self._most_tokens:
+                break
+            yield self._waiting.popleft()
+            number += 1
 
 
 def _num_bytes(cache: Any) -> int:

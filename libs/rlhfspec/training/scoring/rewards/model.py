@@ -1,4 +1,4 @@
-"""Rewards from a Hugging Face sequence-classification model: the raw output of one label, one sequence a forward."""
+"""Rewards from a Hugging Face sequence-classification model: the raw output of one label."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class ModelRewards:
-    """Each sequence is scored alone: batching would let its neighbours' lengths change its last bits.
+    """On the CPU each sequence is scored alone: batching would let its neighbours' lengths change its last bits. On a
+    device, whose bits depend on the rows of a forward, those that wait are scored together (`Classifier`).
 
     keep_prompts: answers to one prompt run it once, where the model's class allows it (`Classifier`).
     Runs with the process's number of threads. torch is imported when the model is loaded.
@@ -36,6 +37,8 @@ class ModelRewards:
         chat_template: bool,
         base_folder: Path,
         field: str,
+        device: str = "cpu",
+        dtype: str = "auto",
         keep_prompts: bool = True,
     ) -> None:
         beside = base_folder / path
@@ -43,6 +46,8 @@ class ModelRewards:
         self._label = label
         self._chat_template = chat_template
         self._field = field
+        self._device = device
+        self._dtype = ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
         self._keep_prompts = keep_prompts
         self._lock = threading.Lock()
         self._loaded: tuple[Classifier, Any] | None = None
@@ -98,12 +103,12 @@ class ModelRewards:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         from rlhfspec.huggingface.loading import LOAD_ERRORS
-        from rlhfspec.huggingface.trace import first_line
+        from rlhfspec.huggingface.structure.trace import first_line
         from rlhfspec.training.scoring.rewards.classifier import Classifier
 
         try:
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                self._path, dtype=torch.float32, output_loading_info=True
+                self._path, dtype=getattr(torch, self._dtype), output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(self._path)
         except LOAD_ERRORS as error:
@@ -115,7 +120,8 @@ class ModelRewards:
         self._check_label(model.config.num_labels)
         if self._chat_template and tokenizer.chat_template is None:
             raise InvalidRequest(f"{self._field}.chatTemplate", True, "the reward model's tokenizer has no template")
-        return Classifier(model.eval(), keep_prompts=self._keep_prompts, name=self._path), tokenizer
+        model = model.to(self._device).eval()
+        return Classifier(model, keep_prompts=self._keep_prompts, name=self._path), tokenizer
 
     def _check_label(self, num_labels: int) -> None:
         if self._label is None and num_labels != 1:

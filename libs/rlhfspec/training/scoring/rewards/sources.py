@@ -23,6 +23,7 @@ from rlhfspec.training.scoring.rewards.imports import load_function
 from rlhfspec.training.scoring.rewards.model import ModelRewards
 
 log = logging.getLogger(__name__)
+ON_DEVICE_CONCURRENCY = 64
 AnySource = FunctionSource | ModelSource | HttpSource
 
 
@@ -31,7 +32,8 @@ class RewardSources:
     Making it imports functions and loads models, so their errors come before a run begins.
 
     A failing source ends the job (`RewardError`) or leaves the sample out (a score with `error`), as its `onError`
-    says. It never counts as zero. keep_prompts: where prompts have several answers, a model runs each once for them.
+    says. It never counts as zero. device: of reward models. keep_prompts: where prompts have several answers, a model
+    runs each once for them.
 
     Example:
         >>> import tempfile
@@ -46,10 +48,16 @@ class RewardSources:
     """
 
     def __init__(
-        self, rewards: Rewards, base_folder: Path, *, keep_prompts: bool = True, sleep: Sleep = asyncio.sleep
+        self,
+        rewards: Rewards,
+        base_folder: Path,
+        *,
+        device: str = "cpu",
+        keep_prompts: bool = True,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         made = [
-            _make(source, base_folder, f"spec.rewards.sources[{index}]", keep_prompts)
+            _make(source, base_folder, f"spec.rewards.sources[{index}]", device, keep_prompts)
             for index, source in enumerate(rewards.sources)
         ]
         self.names = _names(rewards.sources)
@@ -59,9 +67,11 @@ class RewardSources:
         self.told: Callable[[str], None] = lambda trouble: None  # what fails; empty: all answer again
         self._weights = [source.weight for source in rewards.sources]
         self._drops = [source.on_error == "drop" for source in rewards.sources]
+        limits = [_limits(source, device) for source in rewards.sources]
+        self.concurrency = max(each.concurrency for each in limits)
         self._attempts = [
-            Attempts(name, source, _limits(settings), sleep, self._call_ended)
-            for name, source, settings in zip(self.names, made, rewards.sources, strict=True)
+            Attempts(name, source, limit, sleep, self._call_ended)
+            for name, source, limit in zip(self.names, made, limits, strict=True)
         ]
 
     @property
@@ -172,11 +182,15 @@ def _not_generated(sample: Sample) -> Score:
     return _score(sample, error=f"not generated: {sample.error}")
 
 
-def _limits(source: AnySource) -> Limits:
-    return Limits(concurrency=source.concurrency, timeout_seconds=source.timeout_seconds, retries=source.retries)
+def _limits(source: AnySource, device: str) -> Limits:
+    """A model on a device runs what waits together, so that more may wait for it than the job's default says."""
+    concurrency = source.concurrency
+    if isinstance(source, ModelSource) and device != "cpu" and "concurrency" not in source.model_fields_set:
+        concurrency = ON_DEVICE_CONCURRENCY
+    return Limits(concurrency=concurrency, timeout_seconds=source.timeout_seconds, retries=source.retries)
 
 
-def _make(source: AnySource, base_folder: Path, field: str, keep_prompts: bool) -> Rewarder:
+def _make(source: AnySource, base_folder: Path, field: str, device: str, keep_prompts: bool) -> Rewarder:
     match source:
         case FunctionSource():
             return _function(source, base_folder, field)
@@ -187,6 +201,8 @@ def _make(source: AnySource, base_folder: Path, field: str, keep_prompts: bool) 
                 chat_template=source.chat_template,
                 base_folder=base_folder,
                 field=field,
+                device=device,
+                dtype=source.dtype,
                 keep_prompts=keep_prompts,
             )
             model.load()

@@ -1,0 +1,1 @@
+"""`rlhfspec bench drain`: a draining batch, watched step by step."""

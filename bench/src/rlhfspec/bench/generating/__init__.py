@@ -1,0 +1,1 @@
+"""`rlhfspec bench generate`: tokens a second of our modes and of others."""

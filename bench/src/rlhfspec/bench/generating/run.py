@@ -1,0 +1,232 @@
+"""Runs the benchmark: every mode of a scenario in turn, repetition after repetition, so that noise hits all alike.
+
+One process holds our engine and all its modes; every rival is a process of its own, kept alive and asleep between its
+turns. Start-up, profiling and one warm-up a scenario are not timed; prefill is.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.bench.bars import bars_of_generation
+from rlhfspec.bench.generating.results import ResultRow, Results, published
+from rlhfspec.bench.generating.scenarios import MAX_CONTEXT, PAIRS, SCENARIO_NAMES, BenchScenario, scenarios
+from rlhfspec.bench.processor import processor
+from rlhfspec.bench.worker import Worker, WorkerFailed, hf_command, our_command, vllm_command
+from rlhfspec.errors import InvalidRequest
+
+_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT = ("plain", "adaptive"), "static", "hf", "vllm-plain", "vllm-draft"
+_MODES = (*_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT)
+_WARM_UP_TOKENS = 12
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """Say what is run. pair: of PAIRS, whose text the prompts are of. modes: of MODES; `static` is every strategy of
+    the grid, `static:NAME` one of them. budget_seconds: no repetition starts after that; what was measured by then is
+    the result."""
+
+    target: str
+    draft: str
+    pair: str = PAIRS[0]
+    modes: tuple[str, ...] = _MODES
+    scenarios: tuple[str, ...] = SCENARIO_NAMES
+    threads: tuple[int, ...] = (1, 2)
+    repeats: int = 5
+    num_tokens: int = 128
+    dtype: str = "bfloat16"
+    vllm_python: str | None = None
+    vllm_draft_tokens: int = 4
+    budget_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            if mode not in _MODES and not mode.startswith("static:"):
+                raise InvalidRequest("modes", mode, f"must be among {', '.join(_MODES)} or static:NAME")
+        if not set(self.modes).intersection((*_OURS, _STATIC)) and not any("static:" in mode for mode in self.modes):
+            raise InvalidRequest("modes", self.modes, "must hold at least one of ours: plain, adaptive, static")
+        scenarios(self.scenarios, num_tokens=self.num_tokens)  # an unknown name is refused before anything starts
+        if self.repeats < 1:
+            raise InvalidRequest("repeats", self.repeats, "must be >= 1")
+
+
+@dataclass(slots=True)
+class _Mode:
+    """Hold one mode in one scenario while it is being measured."""
+
+    name: str
+    worker: Worker
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Benchmark:
+    def __init__(
+        self, settings: BenchSettings, report: Report = print, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._report = report
+        self._clock = clock
+        self._deadline = clock() + (settings.budget_seconds or float("inf"))
+        self._skipped: dict[str, str] = {}
+
+    def run(self) -> Results:
+        rows: list[ResultRow] = []
+        costs: dict[str, Any] = {}
+        arithmetic = ""
+        for index, num_threads in enumerate(self._settings.threads):
+            with ExitStack() as stack:
+                workers, loaded = self._start(stack, num_threads)
+                costs[str(num_threads)], arithmetic = loaded["costs"], loaded["arithmetic"]
+                rows += self._measure(workers, num_threads, self._share_of_time(index))
+        results = Results(
+            machine=processor(arithmetic=arithmetic),
+            rows=tuple(rows),
+            costs=costs,
+            settings=published(self._settings, "target", "draft", "vllm_python"),
+            skipped=tuple(f"{mode}: {reason}" for mode, reason in self._skipped.items()),
+        )
+        return replace(results, bars=bars_of_generation(results))
+
+    def _share_of_time(self, index: int) -> float:
+        """Return when the thread count at `index` must be done: what is left is shared by those to come."""
+        now = self._clock()
+        return now + (self._deadline - now) / (len(self._settings.threads) - index)
+
+    def _start(self, stack: ExitStack, num_threads: int) -> tuple[dict[str, Worker], dict[str, Any]]:
+        """Return workers by mode, and what ours said of itself."""
+        self._report(f"{num_threads} thread(s): starting the engine and measuring its cost tables")
+        ours = stack.enter_context(Worker.start(our_command(), num_threads=num_threads))
+        loaded = ours.ask("load", **self._load_arguments(num_threads, num_draft_tokens=0))["loaded"]
+        workers = dict.fromkeys(self._our_modes(loaded["static"]), ours)
+        for mode, command in self._rivals().items():
+            self._report(f"{num_threads} thread(s): starting {mode}")
+            num_draft_tokens = self._settings.vllm_draft_tokens if mode == VLLM_DRAFT else 0
+            try:
+                rival = stack.enter_context(Worker.start(command, num_threads=num_threads))
+                rival.ask("load", **self._load_arguments(num_threads, num_draft_tokens))
+            except WorkerFailed as failure:
+                self._skip(mode, str(failure).splitlines()[0])
+            else:
+                workers[mode] = rival
+        return workers, loaded
+
+    def _our_modes(self, grid: list[str]) -> list[str]:
+        modes: list[str] = []
+        for mode in self._settings.modes:
+            if mode == _STATIC:
+                modes += [f"static:{name}" for name in grid]
+            elif mode in _OURS:
+                modes.append(mode)
+            elif mode.startswith("static:"):
+                if mode.removeprefix("static:") not in grid:
+                    raise InvalidRequest("modes", mode, f"the grid holds {', '.join(grid)}")
+                modes.append(mode)
+        return list(dict.fromkeys(modes))
+
+    def _rivals(self) -> dict[str, list[str]]:
+        rivals: dict[str, list[str]] = {}
+        python = find_vllm_python(self._settings.vllm_python)
+        for mode in self._settings.modes:
+            if mode == HF:
+                rivals[mode] = hf_command()
+            elif mode in (VLLM_PLAIN, VLLM_DRAFT) and python is None:
+                self._skip(mode, "no vLLM here (make setup-vllm, or --vllm-python)")
+            elif mode in (VLLM_PLAIN, VLLM_DRAFT) and python is not None:
+                rivals[mode] = vllm_command(python)
+        return rivals
+
+    def _skip(self, mode: str, reason: str) -> None:
+        if mode not in self._skipped:
+            self._report(f"{mode} is left out: {reason}")
+        self._skipped[mode] = reason
+
+    def _load_arguments(self, num_threads: int, num_draft_tokens: int) -> dict[str, Any]:
+        return {
+            "target": self._settings.target,
+            "draft": self._settings.draft,
+            "dtype": self._settings.dtype,
+            "num_threads": num_threads,
+            "max_context": MAX_CONTEXT,
+            "max_sequences": 64,
+            "num_draft_tokens": num_draft_tokens,
+        }
+
+    def _measure(self, workers: dict[str, Worker], num_threads: int, deadline: float) -> Iterator[ResultRow]:
+        """Measure repetition after repetition over all scenarios, so that a cut leaves every scenario measured."""
+        settings = self._settings
+        todo = scenarios(settings.scenarios, num_tokens=settings.num_tokens, pair=settings.pair)
+        modes = {scenario.name: [_Mode(name, worker) for name, worker in workers.items()] for scenario in todo}
+        for repetition in range(settings.repeats):
+            for scenario in todo:
+                self._repeat(scenario, modes[scenario.name], repetition, num_threads, deadline)
+        for scenario in todo:
+            yield from (_row(mode, scenario, num_threads) for mode in modes[scenario.name] if mode.answers)
+
+    def _repeat(
+        self, scenario: BenchScenario, modes: list[_Mode], repetition: int, num_threads: int, deadline: float
+    ) -> None:
+        """Run every mode once, after a warm-up the first time, in another order each time."""
+        for mode in random.Random(repetition).sample(modes, len(modes)) if repetition else modes:
+            if self._clock() >= deadline:
+                if repetition == 0:
+                    self._skip(f"{mode.name} in {scenario.name}", "no time left")
+                continue
+            if repetition == 0:
+                mode.worker.ask("run", mode=mode.name, **_request(_shortened(scenario), repetition))
+            mode.answers.append(mode.worker.ask("run", mode=mode.name, **_request(scenario, repetition)))
+        speeds = [f"{mode.name} {_speed(mode.answers[-1]):.0f}" for mode in modes if len(mode.answers) > repetition]
+        if speeds:
+            where = f"{num_threads} thread(s), {scenario.name}, repetition {repetition + 1}"
+            self._report(f"{where}: {', '.join(speeds)} tokens/s")
+
+
+def find_vllm_python(given: str | None) -> Path | None:
+    """Return the one given, else that of .venv-vllm here; None when there is none."""
+    if given is not None:
+        path = Path(given)
+        if not path.exists():
+            raise InvalidRequest("vllm_python", given, "no such file")
+        return path
+    own = Path(".venv-vllm/bin/python")
+    return own.absolute() if own.exists() else None
+
+
+def _request(scenario: BenchScenario, repetition: int) -> dict[str, Any]:
+    return {
+        "scenario": scenario.name,
+        "prompts": scenario.prompts,
+        "max_tokens": scenario.max_tokens,
+        "seeds": scenario.seeds(repetition),
+    }
+
+
+def _shortened(scenario: BenchScenario) -> BenchScenario:
+    lengths = tuple(min(length, _WARM_UP_TOKENS) for length in scenario.max_tokens)
+    return BenchScenario(name=scenario.name, prompts=scenario.prompts, max_tokens=lengths)
+
+
+def _speed(answer: dict[str, Any]) -> float:
+    return float(answer["num_tokens"] / answer["seconds"])
+
+
+def _row(mode: _Mode, scenario: BenchScenario, num_threads: int) -> ResultRow:
+    speeds = tuple(_speed(answer) for answer in mode.answers)
+    return ResultRow(
+        scenario=scenario.name,
+        mode=mode.name,
+        num_threads=num_threads,
+        tokens_per_second=statistics.median(speeds),
+        repeats=speeds,
+        accepted_per_verification=statistics.fmean(answer["accepted_per_verification"] for answer in mode.answers),
+        digests=tuple(answer["digest"] for answer in mode.answers if "digest" in answer),
+        selector=mode.answers[-1].get("selector", {}),
+    )

@@ -1,0 +1,78 @@
+"""What is generated: which prompts, how long, with which seeds. The same for every mode and every rival.
+
+Example:
+    >>> [(s.name, s.num_sequences) for s in scenarios(["batch-4", "long-tail"], num_tokens=16)]
+    [('batch-4', 4), ('long-tail', 64)]
+    >>> [run] = scenarios(["batch-1"], num_tokens=16)
+    >>> run.seeds(repetition=0) != run.seeds(repetition=1)
+    True
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.tiny import corpus, library
+
+BATCHES = (1, 4, 8, 16, 32, 64)
+SCENARIO_NAMES = (*(f"batch-{size}" for size in BATCHES), "long-tail")
+MAX_CONTEXT = 640  # prompts are shorter than 128 tokens, responses at most 512
+
+PAIRS = ("english", "library")  # of tiny models: target and draft, and the text they were trained on
+_TAIL_SEQUENCES, _TAIL_LIMIT = 64, 512
+_TAIL_MEDIAN_OF_BATCH, _TAIL_SIGMA = 0.75, 0.9  # a few sequences run several times longer than the median
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchScenario:
+    """Say what is generated. `max_tokens[i]`: the exact length of response i, as end-of-sequence tokens are ignored."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.max_tokens)
+
+    def seeds(self, repetition: int) -> list[int]:
+        return [1_000_003 * (repetition + 1) + index for index in range(self.num_sequences)]
+
+
+def scenarios(names: Iterable[str], *, num_tokens: int, pair: str = "english") -> list[BenchScenario]:
+    """Return the scenarios. `num_tokens`: the length of every response of a batch; long-tail lengths are lognormal
+    around 3/4 of it. `pair`: whose text the prompts are of."""
+    return [_scenario(name, num_tokens, pair) for name in names]
+
+
+def batch_scenario(size: int, num_tokens: int, pair: str = "english") -> BenchScenario:
+    return _of_lengths(f"batch-{size}", [num_tokens] * size, pair)
+
+
+def _scenario(name: str, num_tokens: int, pair: str) -> BenchScenario:
+    if name not in SCENARIO_NAMES:
+        raise InvalidRequest("scenarios", name, f"must be among {', '.join(SCENARIO_NAMES)}")
+    if name == "long-tail":
+        return _of_lengths(name, _tail_lengths(num_tokens), pair)
+    return batch_scenario(int(name.removeprefix("batch-")), num_tokens, pair)
+
+
+def _of_lengths(name: str, lengths: list[int], pair: str) -> BenchScenario:
+    text = library if pair == "library" else corpus
+    chosen = tuple(tuple(prompt) for prompt in text.prompts(len(lengths), seed=7))
+    return BenchScenario(name=name, prompts=chosen, max_tokens=tuple(lengths))
+
+
+def _tail_lengths(num_tokens: int) -> list[int]:
+    rng = random.Random(11)
+    mean = math.log(_TAIL_MEDIAN_OF_BATCH * num_tokens)
+    draws = [rng.lognormvariate(mean, _TAIL_SIGMA) for _ in range(_TAIL_SEQUENCES)]
+    return [min(max(round(length), 8), _TAIL_LIMIT) for length in draws]

@@ -1,0 +1,23 @@
+"""A generator of `rlhfspec bench rebalance` and `migrate`: `python -m rlhfspec.bench.moving NUMBER CORE`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+
+def main() -> None:
+    """Serve, with what libraries print on standard error: only answers travel on the pipe."""
+    number, core = map(int, sys.argv[1:])
+    os.sched_setaffinity(0, {core})
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    from rlhfspec.bench.moving.generator import Generator
+
+    asyncio.run(Generator(number, answers).serve(sys.stdin))
+
+
+if __name__ == "__main__":
+    main()

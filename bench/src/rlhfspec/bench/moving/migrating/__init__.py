@@ -1,0 +1,1 @@
+"""`rlhfspec bench migrate`: what a move costs."""

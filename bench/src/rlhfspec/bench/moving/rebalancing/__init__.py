@@ -1,0 +1,1 @@
+"""`rlhfspec bench rebalance`: what moves gain."""

@@ -1,0 +1,56 @@
+"""Which sequences go to which generator, and when: what a stage is compared under.
+
+Example:
+    >>> pulled = Pulled(8, at_once=3)
+    >>> pulled.first(), pulled.more(1, 2), pulled.more(0, 1)
+    ([[0, 2, 4], [1, 3, 5]], [6, 7], [])
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from rlhfspec.bench.moving.pair import NUM_GENERATORS
+
+DEALT, PULLED, OURS, CLAIRVOYANT = "dealt", "pulled", "ours", "clairvoyant"
+ARMS = (DEALT, PULLED, OURS, CLAIRVOYANT)
+PULLED_AT_ONCE = 16
+
+
+class Arm(Protocol):
+    def first(self) -> list[list[int]]:
+        """Return, of each generator, what it begins with."""
+        ...
+
+    def more(self, number: int, num_finished: int) -> list[int]:
+        """Return what a generator gets when so many of its sequences have ended."""
+        ...
+
+
+class Placed:
+    """Give everything at once, to where it was dealt."""
+
+    def __init__(self, placement: tuple[int, ...]) -> None:
+        self._placement = placement
+
+    def first(self) -> list[list[int]]:
+        return [[i for i, at in enumerate(self._placement) if at == number] for number in range(NUM_GENERATORS)]
+
+    def more(self, number: int, num_finished: int) -> list[int]:
+        return []
+
+
+class Pulled:
+    """Let each hold so many at once and take the next as one ends."""
+
+    def __init__(self, count: int, at_once: int = PULLED_AT_ONCE) -> None:
+        self._waiting = deque(range(count))
+        self._at_once = at_once
+
+    def first(self) -> list[list[int]]:
+        ahead = [self._waiting.popleft() for _ in range(min(NUM_GENERATORS * self._at_once, len(self._waiting)))]
+        return [ahead[number::NUM_GENERATORS] for number in range(NUM_GENERATORS)]
+
+    def more(self, number: int, num_finished: int) -> list[int]:
+        return [self._waiting.popleft() for _ in range(min(num_finished, len(self._waiting)))]

@@ -1,0 +1,91 @@
+"""What the simulator says of a stage, by the curves that were measured before it: seconds of every arm, the placement
+of one that knows all lengths, and ideal sharing.
+
+Example: a curve of 10 ms a token whatever the batch; the longest sequence decides alone.
+    >>> from rlhfspec.bench.moving.rebalancing.workloads import StageWorkload
+    >>> flat = MeasuredCurve(sizes=(1, 64), alone=(0.01, 0.01), busy=(0.01, 0.01), prefill_seconds=0.0)
+    >>> stage = StageWorkload.of("skew", seed=1)
+    >>> found = predict(stage, flat, clairvoyant(stage, flat), earlier=[])
+    >>> round(found["ideal"] / (max(stage.lengths) * 0.01), 2), round(found["dealt"] / found["clairvoyant"], 2)
+    (1.0, 1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlhfspec.bench.moving.pair import NUM_GENERATORS
+from rlhfspec.bench.moving.rebalancing.arms import CLAIRVOYANT, DEALT, OURS, PULLED, PULLED_AT_ONCE
+from rlhfspec.bench.moving.rebalancing.workloads import LONGEST_RESPONSE, StageWorkload
+from rlhfspec.simulator.lengths import Workload
+from rlhfspec.simulator.policies import policy_named
+from rlhfspec.simulator.references import assign, ideal_sharing_seconds
+from rlhfspec.simulator.scenario import Scenario
+from rlhfspec.simulator.simulator import simulate
+from rlhfspec.simulator.step_curves import StepCurve
+
+IDEAL = "ideal"
+ROWS = 64  # of a generator: all sequences of a stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCurve:
+    """Hold seconds of a token of each of sizes[i] sequences, the neighbour asleep or running likewise. prefill_seconds:
+    of one prompt token."""
+
+    sizes: tuple[int, ...]
+    alone: tuple[float, ...]
+    busy: tuple[float, ...]
+    prefill_seconds: float
+
+    @property
+    def steps(self) -> StepCurve:
+        return StepCurve(name="measured", num_sequences=self.sizes, alone=self.alone, busy=self.busy)
+
+    @property
+    def law(self) -> tuple[float, float]:
+        """Return t0 and c of `t0 + c * B`, nearest to what was measured while the neighbour ran."""
+        return self.steps.fitted(max(self.sizes), busy_share=1.0)
+
+
+def clairvoyant(stage: StageWorkload, curve: MeasuredCurve) -> tuple[int, ...]:
+    """Return where each sequence begins, placed by one that knows all lengths, prefill included."""
+    return tuple(assign(_scenario(curve), workload_of(stage), engines_used=NUM_GENERATORS).tolist())
+
+
+def predict(
+    stage: StageWorkload, curve: MeasuredCurve, best: Sequence[int], earlier: Sequence[int]
+) -> dict[str, float]:
+    """Return seconds by arm. `earlier`: lengths that ours has learnt from."""
+    work, dealt = workload_of(stage), _scenario(curve)
+    ours = policy_named("ours", work, history=np.asarray(earlier, np.int64))
+    return {
+        DEALT: simulate(dealt, work).seconds,
+        PULLED: simulate(replace(dealt, pulls=True, rows=PULLED_AT_ONCE), work).seconds,
+        OURS: simulate(dealt, work, ours).seconds,
+        CLAIRVOYANT: simulate(dealt, replace(work, dealt=np.asarray(best, np.int64))).seconds,
+        IDEAL: ideal_sharing_seconds(dealt, work),
+    }
+
+
+def workload_of(stage: StageWorkload) -> Workload:
+    return Workload(
+        lengths=np.asarray(stage.lengths, np.int64),
+        prompt_tokens=np.asarray([len(prompt) for prompt in stage.prompts], np.int64),
+        prompts=np.asarray(stage.groups, np.int64),
+        dealt=np.asarray(stage.dealt, np.int64),
+        limit=LONGEST_RESPONSE,
+    )
+
+
+def _scenario(curve: MeasuredCurve) -> Scenario:
+    return Scenario(
+        num_generators=NUM_GENERATORS,
+        curve=curve.steps,
+        rows=ROWS,
+        prefill_seconds=curve.prefill_seconds,
+        engines_per_host=NUM_GENERATORS,
+    )

@@ -1,0 +1,135 @@
+"""TRL's GRPO trainer as a rival of a whole training step. Run by the Python that has TRL.
+
+As fast as its own options make it on a CPU without vLLM, which has none for it: no gradient checkpointing (its default
+is on, and slower), all samples in one batch, nothing reported or saved.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def variety(completion: str) -> float:
+    """Return the reward of both sides: cheap, and different from sample to sample.
+
+    >>> variety("aab")
+    0.25
+    """
+    return len(set(completion)) / 8
+
+
+class Stopwatch:
+    """Add up the seconds of named calls, and forget them when read."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **options)
+            finally:
+                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+        return timed
+
+    def read(self) -> dict[str, float]:
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+def train(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train so many steps; return what each took from the end of the one before, and where it went."""
+    import torch
+    import trl  # type: ignore[import-not-found]
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    torch.set_num_threads(arguments["num_threads"])
+    watch = Stopwatch()
+    steps: list[dict[str, Any]] = []
+
+    class StepRecorder(TrainerCallback):
+        began = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            now = time.perf_counter()
+            num_tokens = trainer._metrics["train"]["completions/mean_length"][-1] * num_samples
+            steps.append({"seconds": now - self.began, "calls": watch.read(), "num_tokens": round(num_tokens)})
+            self.began = now
+
+    num_samples = arguments["prompts_per_step"] * arguments["samples_per_prompt"]
+    trainer = trl.GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(arguments["model"], dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(arguments["model"], padding_side="left"),
+        reward_funcs=_rewards,
+        args=_config(trl.GRPOConfig, arguments, num_samples),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in arguments["prompts"]]),
+        callbacks=[StepRecorder()],
+    )
+    for name in ("_generate", "_calculate_rewards", "_generate_and_score_completions"):
+        setattr(trainer, name, watch.around(name, getattr(trainer, name)))
+    trainer.train()
+    return {"steps": [_step(step) for step in steps], "version": f"TRL {trl.__version__}"}
+
+
+def _rewards(completions: list[str], **_: Any) -> list[float]:
+    return [variety(completion) for completion in completions]
+
+
+def _config(make: Callable[..., Any], arguments: dict[str, Any], num_samples: int) -> Any:
+    return make(
+        output_dir=arguments["folder"],
+        use_cpu=True,
+        bf16=arguments["dtype"] == "bfloat16",
+        max_steps=arguments["steps"],
+        per_device_train_batch_size=num_samples,
+        gradient_accumulation_steps=1,
+        num_generations=arguments["samples_per_prompt"],
+        max_completion_length=arguments["num_tokens"],
+        generation_kwargs={"min_new_tokens": arguments["num_tokens"]},
+        temperature=1.0,
+        loss_type="grpo",
+        beta=arguments["beta"],
+        learning_rate=arguments["learning_rate"],
+        lr_scheduler_type="constant",
+        shuffle_dataset=False,
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        optim="adamw_torch",
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        dataloader_pin_memory=False,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=arguments["seed"],
+    )
+
+
+def _step(measured: dict[str, Any]) -> dict[str, Any]:
+    """Return stages that do not overlap: what is not generation or scoring is training (and the trainer's own
+    upkeep)."""
+    calls = measured["calls"]
+    generation, reward = calls["_generate"], calls["_calculate_rewards"]
+    log_probs = calls["_generate_and_score_completions"] - generation - reward
+    by_stage = {"generation": generation, "reward": reward, "reference": log_probs}
+    by_stage["training"] = measured["seconds"] - sum(by_stage.values())
+    return {"seconds": measured["seconds"], "by_stage": by_stage, "num_tokens": measured["num_tokens"]}
+
+
+if __name__ == "__main__":
+    from serve import serve  # type: ignore[import-not-found]  # beside this file, found by the path of a script
+
+    serve({"train": train})

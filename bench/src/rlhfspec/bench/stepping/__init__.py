@@ -1,0 +1,1 @@
+"""`rlhfspec bench step`: a whole training step against TRL's."""

@@ -1,0 +1,25 @@
+"""How pictures are drawn into files. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def drawn(path: Path, *, dpi: int = 130, **figure: Any) -> Iterator[Any]:
+    """Yield a figure to draw on; it is written when the block ends. `figure`: as pyplot takes it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    made = pyplot.figure(**({"layout": "constrained"} | figure))
+    try:
+        yield made
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.savefig(path, dpi=dpi, metadata={"Software": None})
+    finally:
+        pyplot.close(made)

@@ -1,0 +1,96 @@
+"""The verdicts of a sweep as the tables in docs/models.md."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import transformers
+
+from rlhfspec.sweep.run import Judged
+from rlhfspec.sweep.verdict import Kind
+
+BEGIN, END = "<!-- from here to the end: rlhfspec models check all --table docs/models.md -->\n", "<!-- end -->\n"
+_KINDS: tuple[Kind, ...] = ("right", "refused", "wrong", "not made")
+_PATHS = {"native": "one call", "layers": "its layers"}
+_TITLES = {
+    "right": "Right in every bit",
+    "refused": "Refused",
+    "wrong": "Wrong",
+    "not made": "Not made: transformers makes no such model of our configurations",
+}
+
+
+def write_into(text: str, judged: Sequence[Judged]) -> str:
+    """Return the document with its tables exchanged, or the tables alone where there is no place for them.
+
+    >>> write_into("# Models\\n" + BEGIN + "old\\n" + END + "More.", [])[-5:]
+    'More.'
+    """
+    before, found, rest = text.partition(BEGIN)
+    if not found:
+        return markdown(judged)
+    return before + BEGIN + "\n" + markdown(judged) + "\n" + END + rest.partition(END)[2]
+
+
+def markdown(judged: Sequence[Judged]) -> str:
+    types: defaultdict[str, list[Judged]] = defaultdict(list)
+    for each in sorted(judged, key=lambda each: (each.case.model_type, bool(each.case.variant))):
+        types[each.case.model_type].append(each)
+    plain = {name: cases[0] for name, cases in types.items()}
+    variants = Counter(each.verdict.kind for each in judged if each.case.variant)
+    parts = [
+        f"transformers {transformers.__version__}, {len(types)} types: "
+        f"{_counts(Counter(each.verdict.kind for each in plain.values()))}.\n"
+        f"{variants.total()} variants of them: {_counts(variants)}."
+    ]
+    for kind in _KINDS:
+        chosen = {name: cases for name, cases in types.items() if plain[name].verdict.kind == kind}
+        if chosen:
+            lines = _right_rows(chosen) if kind == "right" else _other_rows(chosen)
+            parts.append("\n".join([f"### {_TITLES[kind]}\n", *lines]))
+    of_right = [each for each in judged if each.case.variant and plain[each.case.model_type].verdict.kind == "right"]
+    if reasons := list(_reasons(each for each in of_right if each.verdict.kind != "right")):
+        parts.append("\n".join(["### Why those variants are not right\n", *reasons]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _counts(kinds: Mapping[Kind, int]) -> str:
+    return ", ".join(f"{kinds[kind]} {kind}" for kind in _KINDS if kinds.get(kind))
+
+
+def _right_rows(types: dict[str, list[Judged]]) -> Iterator[str]:
+    yield (
+        "| type | runs as | log-probs | bfloat16 | variants right | variants refused or not made |\n"
+        "|---|---|---:|---:|---:|---|"
+    )
+    for name, (plain, *variants) in types.items():
+        verdict = plain.verdict
+        report, band = verdict.report, verdict.in_bfloat16
+        assert report is not None
+        num_right = sum(each.verdict.kind == "right" for each in variants)
+        others = ", ".join(f"`{each.case.variant}`" for each in variants if each.verdict.kind != "right")
+        texts = "; ".join(filter(None, (*map(_cell, verdict.limits), others)))
+        ratio = "" if band is None else f"{band.ratio:.2f}"
+        yield f"| {name} | {_PATHS[report.path]} | {verdict.difference:.0e} | {ratio} | {num_right} | {texts} |"
+
+
+def _other_rows(types: dict[str, list[Judged]]) -> Iterator[str]:
+    yield "| type | why | variants that are right |\n|---|---|---|"
+    for name, (plain, *variants) in types.items():
+        right = ", ".join(f"`{each.case.variant}`" for each in variants if each.verdict.kind == "right")
+        yield f"| {name} | {_cell(plain.verdict.detail)} | {right} |"
+
+
+def _reasons(variants: Iterable[Judged]) -> Iterator[str]:
+    """Yield each variant and kind of verdict once, with the reason that one of the types gave."""
+    groups: defaultdict[tuple[str, Kind], list[Judged]] = defaultdict(list)
+    for each in variants:
+        groups[each.case.variant, each.verdict.kind].append(each)
+    yield "| variant | verdict | types | for example |\n|---|---|---:|---|"
+    for (variant, kind), cases in sorted(groups.items()):
+        yield f"| `{variant}` | {kind} | {len(cases)} | {cases[0].case.model_type}: {_cell(cases[0].verdict.detail)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

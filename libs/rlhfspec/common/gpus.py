@@ -1,0 +1,46 @@
+"""Which GPUs a process may see: one each, so that whatever it computes, in whichever thread, is on the right one.
+
+Example: of four GPUs the second rank of two is to use the third.
+    >>> of_rank(["1", "2"], {"LOCAL_RANK": "1"})
+    ['2']
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NODE = re.compile(r"nvidia\d+")
+
+
+def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """Return the names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them; without asking CUDA.
+
+    >>> visible({"CUDA_VISIBLE_DEVICES": "3,MIG-d5"}), visible({"CUDA_VISIBLE_DEVICES": ""})
+    (['3', 'MIG-d5'], [])
+    """
+    told = environment.get(VISIBLE)
+    if told is not None:
+        return [name.strip() for name in told.split(",") if name.strip() not in ("", "-1")]
+    count = sum(1 for node in devices.glob("nvidia*") if _NODE.fullmatch(node.name))
+    return [str(index) for index in range(count)]
+
+
+def of_rank(gpus: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the one that is this rank's, of those of all ranks on this machine; all where there is one rank."""
+    rank = environment.get("LOCAL_RANK", "")
+    return [gpus[int(rank) % len(gpus)]] if rank and gpus else list(gpus)
+
+
+def see_only(told: str | None, environment: MutableMapping[str, str]) -> None:
+    """Make this process see the GPUs that it was told (a list with commas), of several ranks its own one alone.
+
+    It must not have asked CUDA for anything yet.
+    """
+    gpus = visible(environment) if told is None else visible({VISIBLE: told})
+    mine = of_rank(gpus, environment)
+    if told is not None or mine != gpus:
+        environment[VISIBLE] = ",".join(mine)
+        environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # numbers mean the same in every process

@@ -1,0 +1,58 @@
+"""A device that models run on: how much memory it has, and when it is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlhfspec.errors import InvalidRequest
+
+FIELD = "gpu_memory_fraction"
+
+
+def module_of(device: torch.device) -> Any:
+    """`torch.cuda`, or what stands for it with another kind of device."""
+    return torch.get_device_module(device)
+
+
+def is_measured(device: torch.device) -> bool:
+    """Does the device say how much memory it has, and how much of it is free?"""
+    return device.type != "cpu" and hasattr(module_of(device), "mem_get_info")
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done all that it was given; a CPU always has."""
+    if device.type != "cpu":
+        module_of(device).synchronize(device)
+
+
+def check_fits(device: torch.device, fraction: float, *, weights: int, kv: int) -> None:
+    """Raise InvalidRequest with the sum, before anything is on the device, where weights and KV (bytes) do not fit."""
+    if is_measured(device) and weights + kv > free_bytes(device, fraction):
+        parts = (f"weights take {gigabytes(weights)}", f"{gigabytes(kv)} of keys and values")
+        raise InvalidRequest(FIELD, fraction, does_not_fit(device, fraction, *parts))
+
+
+def free_bytes(device: torch.device, fraction: float) -> int:
+    """What this process may still take there."""
+    module = module_of(device)
+    module.empty_cache()
+    free, total = module.mem_get_info(device)
+    return int(min(free, fraction * total - module.memory_allocated(device)))
+
+
+def does_not_fit(device: torch.device, fraction: float, *parts: str) -> str:
+    """The sum that does not add up."""
+    module = module_of(device)
+    free, total = module.mem_get_info(device)
+    may = f"{gigabytes(int(fraction * total))}, {fraction:g} of {device}, may be taken and {gigabytes(free)} are free"
+    return f"{may}; {', '.join(parts)}, beside {gigabytes(module.memory_allocated(device))} of this process"
+
+
+def gigabytes(num_bytes: int) -> str:
+    """
+    >>> gigabytes(16_060_000_000), gigabytes(250_000)
+    ('16.06 GB', '0.00025 GB')
+    """
+    return f"{num_bytes / 1e9:.4g} GB"

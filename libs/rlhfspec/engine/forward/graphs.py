@@ -1,0 +1,116 @@
+"""Replays a forward from fixed buffers, one captured graph per shape bucket (CUDA graphs).
+
+A decoding step launches hundreds of small kernels; replaying a captured graph costs one launch. Rows are padded to a
+bucket with rows that write nothing and see nothing, so padding cannot touch a result. Plain decoding and every tree
+width have their own buckets in one memory pool, so switching strategy never captures again and never clears KV.
+
+Without a GPU the same buffers and padding run through `call_again`, which is how the tests reach them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rlhfspec.common.arrays import IntArray
+from rlhfspec.kernels.tree_attention import AttentionMeta
+
+ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+EXTRA_BUCKETS = (0, 4, 8, 16)  # depth of the trees
+
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMeta], torch.Tensor]
+Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
+
+
+@dataclass(slots=True)
+class _Captured:
+    tokens: torch.Tensor  # [1, bucket]
+    positions: torch.Tensor  # [1, bucket]
+    meta: AttentionMeta
+    replay: Callable[[], torch.Tensor]
+
+
+class GraphedForward:
+    """Calls `forward(tokens [1, N], positions [1, N], meta)` through captured graphs."""
+
+    def __init__(self, forward: Forward, device: torch.device, capture: Capture | None = None) -> None:
+        self.forward = forward
+        self.device = device
+        self.capture = capture or CudaCapture()
+        self._captured: dict[tuple[int, int, tuple[int, ...]], _Captured] = {}
+
+    def __call__(self, tokens: IntArray, positions: IntArray, meta: AttentionMeta) -> torch.Tensor | None:
+        """Hidden states [1, bucket, hidden], the first N rows being the answer; None for shapes beyond the buckets."""
+        rows, depth = len(tokens), meta.extra.shape[1]
+        if rows > ROW_BUCKETS[-1] or depth > EXTRA_BUCKETS[-1]:
+            return None
+        bucket = ROW_BUCKETS[bisect_left(ROW_BUCKETS, rows)]
+        width = EXTRA_BUCKETS[bisect_left(EXTRA_BUCKETS, depth)]
+        key = (bucket, width, tuple(meta.slot_table.shape))
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._captured[key] = self._new(bucket, width, meta)
+        self._fill(captured, tokens, positions, meta)
+        return captured.replay()
+
+    def _new(self, bucket: int, width: int, meta: AttentionMeta) -> _Captured:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        static = AttentionMeta(
+            slots=zeros(bucket) - 1, table_rows=zeros(bucket), context_lens=zeros(bucket),
+            extra=zeros(bucket, width) - 1, slot_table=zeros(*meta.slot_table.shape),
+        )  # fmt: skip
+        tokens, positions = zeros(1, bucket, dtype=torch.int64), zeros(1, bucket, dtype=torch.int64)
+        replay = self.capture(lambda: self.forward(tokens, positions, static))
+        return _Captured(tokens, positions, static, replay)
+
+    def _fill(self, captured: _Captured, tokens: IntArray, positions: IntArray, meta: AttentionMeta) -> None:
+        """Write this batch into the fixed buffers; the rest becomes padding."""
+        _write(captured.tokens[0], tokens, 0)
+        _write(captured.positions[0], positions, 0)
+        static = captured.meta
+        for name, padding in (("slots", -1), ("table_rows", 0), ("context_lens", 0)):
+            _write(getattr(static, name), getattr(meta, name), padding)
+        extra = np.full((len(static.extra), static.extra.shape[1]), -1, np.int32)
+        extra[: len(tokens), : meta.extra.shape[1]] = meta.extra
+        static.extra.copy_(torch.from_numpy(extra), non_blocking=True)  # type: ignore[union-attr]
+        static.slot_table.copy_(torch.from_numpy(meta.slot_table), non_blocking=True)  # type: ignore[union-attr]
+
+
+def _write(buffer: torch.Tensor, values: IntArray, padding: int) -> None:
+    padded = np.full(len(buffer), padding, np.int32)
+    padded[: len(values)] = values
+    buffer.copy_(torch.from_numpy(padded), non_blocking=True)
+
+
+def call_again(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The capture of machines without CUDA: a replay is a call."""
+    return run
+
+
+class CudaCapture:
+    """Records one CUDA graph per call, all in one memory pool. Other threads may call CUDA meanwhile."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compiles Triton kernels and sizes workspaces outside the recording
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay

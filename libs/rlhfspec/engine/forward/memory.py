@@ -1,0 +1,73 @@
+"""How much KV a device takes: what is left there beside weights and the largest forward.
+
+On a CPU memory is mapped on demand, so every row has room for a full context; a device's memory is taken at the start.
+
+    budget = the device's memory x fraction          # of this process
+    KV     = budget - what the process has there - 2 x largest forward    # one run plainly, one in captured graphs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.forward.device import FIELD, does_not_fit, free_bytes, gigabytes, is_measured, module_of
+from rlhfspec.engine.forward.runner import ModelRunner
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.huggingface.structure.trace import first_line
+from rlhfspec.kernels import gumbel
+from rlhfspec.kernels.tree_attention import AttentionMeta
+
+_FORWARDS = 2
+_TREE_NODES = 16  # of a row, when all rows have one
+
+
+def least(config: EngineConfig) -> EngineConfig:
+    """The configuration with KV for one sequence: enough to prove a model with, before KV has its size."""
+    if config.kv_cache_tokens is not None or not is_measured(torch.device(config.device)):
+        return config
+    return config.holding(config.table_width // config.block_size)
+
+
+def sized(config: EngineConfig, runners: Sequence[ModelRunner]) -> EngineConfig:
+    """The configuration with as many blocks as the device takes; the runners hold them from now on."""
+    device = torch.device(config.device)
+    if config.kv_cache_tokens is not None or not is_measured(device):
+        return config
+    try:
+        forward = max(_forward_bytes(runner, config) for runner in runners)
+    except torch.OutOfMemoryError as error:
+        raise InvalidRequest(FIELD, config.gpu_memory_fraction, f"the largest forward: {first_line(error)}") from error
+    for runner in runners:
+        runner.hold(0)
+    room = free_bytes(device, config.gpu_memory_fraction) - _FORWARDS * forward
+    num_bytes = sum(runner.bytes_per_position for runner in runners) * config.block_size
+    num_blocks = min(config.num_blocks, max(room, 0) // num_bytes)
+    if num_blocks < least(config).num_blocks:
+        missing = least(config).num_blocks * num_bytes
+        raise InvalidRequest(FIELD, config.gpu_memory_fraction, does_not_fit(
+            device, config.gpu_memory_fraction, f"{_FORWARDS} forwards {gigabytes(_FORWARDS * forward)}",
+            f"keys and values of one sequence {gigabytes(missing)}",
+        ))  # fmt: skip
+    for runner in runners:
+        runner.hold(num_blocks)
+    return config.holding(num_blocks)
+
+
+@torch.inference_mode()
+def _forward_bytes(runner: ModelRunner, config: EngineConfig) -> int:
+    """What the largest step takes beside weights and KV: a whole prefill chunk, and a tree for every row."""
+    num_logits = config.max_sequences * (1 + min(config.tree_slots, _TREE_NODES))
+    rows = config.prefill_chunk + num_logits
+    nothing, index = np.zeros(rows, np.int32), np.arange(num_logits, dtype=np.int32)
+    meta = AttentionMeta(nothing - np.int32(1), nothing, nothing, np.full((rows, 0), -1, np.int32), nothing[None])
+    module, device = module_of(runner.config.device), runner.config.device
+    module.reset_peak_memory_stats(device)
+    before = module.memory_allocated(device)
+    logits = runner.forward(nothing, nothing, meta, index, graphed=False)
+    ones = np.ones(num_logits, np.float32)
+    gumbel.sample(logits, index.astype(np.uint64), index, ones, nothing[:num_logits], ones)
+    return int(module.max_memory_allocated(device) - before)

@@ -1,0 +1,108 @@
+"""From a path to what an engine begins with: models on our kernels, tokenizer, memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.forward.memory import least, sized
+from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
+from rlhfspec.engine.kv.state import EngineState, KVSpace
+from rlhfspec.errors import InvalidRequest, did_you_mean
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.huggingface.structure.causal_lm import max_positions
+from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.linear import arithmetic_for
+from rlhfspec.kernels.malloc import tune_malloc
+
+log = logging.getLogger(__name__)
+
+
+def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[str, Any]) -> EngineState:
+    config = _config(options)
+    model = load_model(path)
+    draft = None if drafter is None else load_model(drafter, field="drafter")
+    return make_state(model, config, draft=draft, tokenizer=_tokenizer(path))
+
+
+def make_state(model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None) -> EngineState:
+    """What an engine begins with, of Hugging Face models already in memory; they are swapped in place."""
+    _check_positions(model, draft, config.max_context)
+    if config.device.startswith("cpu"):
+        tune_malloc()
+        build.set_num_threads(config.num_threads or torch.get_num_threads())
+    eos = eos_token_ids(model)
+    wanted, config = config, least(config)
+    target = ModelRunner(model, _runner_config(config, "model"))
+    draft_runner = None if draft is None else ModelRunner(draft, _runner_config(config, "drafter"))
+    if draft_runner is not None and draft_runner.vocab_size != target.vocab_size:
+        problem = f"vocabulary size must equal the target's {target.vocab_size}"
+        raise InvalidRequest("drafter", draft_runner.vocab_size, problem)
+    config = sized(wanted, [target] if draft_runner is None else [target, draft_runner])
+    return EngineState(
+        config=config,
+        target=KVSpace(target, config),
+        draft=None if draft_runner is None else KVSpace(draft_runner, config),
+        tokenizer=tokenizer,
+        eos_token_ids=eos,
+    )
+
+
+def _check_positions(model: Any, draft: Any, max_context: int) -> None:
+    limit = max_positions(model)
+    if limit is not None and max_context > limit:
+        raise InvalidRequest("max_context", max_context, f"must be <= the model's {limit} positions")
+    limit = None if draft is None else max_positions(draft)
+    if limit is not None and max_context > limit:
+        raise InvalidRequest("drafter", limit, f"has fewer positions than max_context ({max_context})")
+
+
+def _config(options: dict[str, Any]) -> EngineConfig:
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            raise InvalidRequest(name, options[name], f"unknown option{did_you_mean(name, known)}")
+    if isinstance(options.get("dtype"), torch.dtype):
+        options = {**options, "dtype": str(options["dtype"]).removeprefix("torch.")}
+    return EngineConfig(**options)
+
+
+def _runner_config(config: EngineConfig, name: str) -> RunnerConfig:
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    arithmetic = "torch" if dtype == torch.float64 else arithmetic_for(dtype, config.arithmetic, config.device)
+    return RunnerConfig(
+        name=name,
+        dtype=dtype,
+        arithmetic=arithmetic,
+        device=torch.device(config.device),
+        max_context=config.max_context,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        attention_split=config.attention_split,
+        gpu_memory_fraction=config.gpu_memory_fraction,
+    )
+
+
+def _tokenizer(path: str | Path) -> Any:
+    """What transformers raises for a folder without tokenizer files differs from class to class."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        log.info("no tokenizer at %s (%s): token ids in, token ids out", path, type(error).__name__)
+        return None
+
+
+def eos_token_ids(model: Any) -> tuple[int, ...]:
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)

@@ -1,0 +1,246 @@
+"""One model, ready to run flattened batches: unmodified Hugging Face layers over our kernels and the paged cache.
+
+Target and draft are two runners over the same blocks, each with its own KV tensor (its namespace).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import zlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.forward.device import check_fits
+from rlhfspec.engine.forward.graphs import GraphedForward
+from rlhfspec.engine.kv.cache import give_back, new_kv
+from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of, round_parameters, widen
+from rlhfspec.huggingface.fused.experts import ExpertLoad
+from rlhfspec.huggingface.fused.fuse import FusedModel, fuse
+from rlhfspec.huggingface.fused.native import native_decoder
+from rlhfspec.huggingface.proof.check import RunnerProof, prove
+from rlhfspec.huggingface.proof.probes import choose
+from rlhfspec.huggingface.proof.reference import TOLERANCES, Rounding, ask
+from rlhfspec.huggingface.structure.anatomy import examine
+from rlhfspec.huggingface.structure.attention import (
+    AttentionSpec,
+    cache_shape,
+    fit_cache,
+    refuse_unknown,
+    use_eager_experts,
+)
+from rlhfspec.huggingface.structure.causal_lm import CausalLM
+from rlhfspec.kernels.attention_splits import SPLIT
+from rlhfspec.kernels.decoder import NativeDecoder
+from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
+from rlhfspec.messages.records.models import ModelReport
+
+_ATTENTION_NAME = "rlhfspec_tree"
+SPARE_BYTES = 1 << 30  # of KV; an 8B model's keys and values of 8,000 tokens, one sixteenth of its weights
+# Its products are torch's, in fewer bits. In bfloat16 a sound model was seen to be .011 to .017 from the reference.
+_TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    name: str  # for messages: "model", "drafter", "reference" or "critic"
+    dtype: torch.dtype
+    arithmetic: str  # rlhfspec.kernels.linear.arithmetic_for decides
+    device: torch.device
+    max_context: int
+    num_blocks: int
+    block_size: int
+    num_spare_blocks: int = 0  # beyond `num_blocks`, as far as SPARE_BYTES last: for what is only kept to save time
+    attention_split: int = SPLIT
+    gpu_memory_fraction: float = 1.0  # that weights and KV may take of a device's memory
+
+
+class ModelRunner:
+    """`forward` runs N tokens of any mixture of sequences and returns the logits of the wanted rows.
+
+    The model is exchanged in place. Making a runner proves that it runs what Hugging Face runs; `report` says how.
+    """
+
+    def __init__(self, model: Any, config: RunnerConfig) -> None:
+        began = time.perf_counter()
+        self.config = config
+        widen(model)
+        anatomy = examine(model, name=config.name, max_context=config.max_context)
+        self.vocab_size = anatomy.vocab_size
+        self.num_token_ids = int(model.get_input_embeddings().num_embeddings)  # that it takes; it may give fewer
+        if self.num_token_ids < self.vocab_size:
+            problem = f"gives {self.vocab_size} token ids and takes {self.num_token_ids}"
+            raise UnsupportedModel(config.name, type(model).__name__, problem)
+        self.attentions = anatomy.attentions
+        self.kv_shape = (len(anatomy.attentions), 2, *cache_shape(anatomy.attentions))
+        room = min(config.max_context, config.num_blocks * config.block_size)
+        probes = choose(anatomy, model.config, room, self.num_token_ids)
+        precision = precision_of(model, config.dtype)
+        round_parameters(model, precision)
+        rounding = Rounding(model, precision, arithmetic=config.arithmetic, activations=self.activation_dtype)
+        reference = ask(model, anatomy, probes, name=config.name, rounding=rounding)
+        check_fits(
+            config.device, config.gpu_memory_fraction,
+            weights=sum(parameter.numel() for parameter in model.parameters()) * config.dtype.itemsize,
+            kv=config.num_blocks * config.block_size * self.bytes_per_position,
+        )  # fmt: skip
+        self.fused = self._prepare(model, precision)
+        self._graphs: GraphedForward | None = None
+        self.hold(config.num_blocks)
+        self.parts = CausalLM(model)
+        self.native: NativeDecoder | None = None  # runs all layers in one call, where it can
+        self._active: AttentionMeta | None = None
+        self._coming: Iterator[AttentionSpec] = iter(())
+        self._digest = ""
+        tolerances = TOLERANCES if config.device.type == "cpu" else _TOLERANCES_OF_CUDA
+        tolerance = tolerances[config.dtype]
+        proof = RunnerProof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split)
+        self.report: ModelReport = prove(proof, began=began)
+        give_back(self.kv)
+        self.expert_load = ExpertLoad(self.fused.model)
+        if config.device.type == "cuda" and not self.expert_load.rows():  # which experts run is decided on the host
+            self._graphs = GraphedForward(self._run_layers, config.device)
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """On CPU activations are fp32 whatever weights and KV are stored in (fp64 in the reference mode)."""
+        if self.config.device.type == "cpu":
+            return torch.float64 if self.config.dtype == torch.float64 else torch.float32
+        return self.config.dtype
+
+    @property
+    def is_row_invariant(self) -> bool:
+        """Is every bit of a row its own, in any company?"""
+        return self.config.device.type == "cpu" and self.config.arithmetic != "torch"
+
+    @cached_property
+    def architecture(self) -> str:
+        """What of the fingerprint stays when the weights change: shapes, attention, types, arithmetic."""
+        parts = (self.config.dtype, self.activation_dtype, self.config.arithmetic, self.config.attention_split,
+                 self.attentions, type(self.fused.model).__name__, self.fused.shapes)  # fmt: skip
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of KV, over all layers."""
+        return math.prod(self.kv_shape) * self.config.dtype.itemsize
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        most = SPARE_BYTES // (self.bytes_per_position * self.config.block_size)
+        return min(self.config.num_spare_blocks, most)
+
+    def hold(self, num_blocks: int) -> None:
+        """Have KV of so many blocks instead; what it held is lost."""
+        self.config = config = replace(self.config, num_blocks=num_blocks)
+        self.kv = torch.empty(0)  # gone before there is another one
+        self.kv = new_kv(
+            num_blocks=num_blocks + self._num_spare_blocks, num_layers=self.kv_shape[0], block_size=config.block_size,
+            num_kv_heads=self.kv_shape[2], head_dim=self.kv_shape[3], dtype=config.dtype, device=config.device,
+        )  # fmt: skip
+        if self._graphs is not None:  # recorded with the one before
+            self._graphs = GraphedForward(self._run_layers, config.device)
+
+    def fingerprint(self) -> str:
+        """What two engines must share for a sequence's KV to move between them: weights, configuration, arithmetic.
+
+        Hashed when it is first asked for, and again after every change of the weights.
+        """
+        if not self._digest:
+            total = hashlib.blake2b(self.architecture.encode(), digest_size=16)
+            for tensor in self.fused.held():
+                data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                total.update(zlib.crc32(data).to_bytes(4, "little"))  # five times as fast, and steps wait for it
+            self._digest = total.hexdigest()
+        return self._digest
+
+    @torch.inference_mode()
+    def load_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self.fused.load(state_dict)
+        self._digest = ""
+        if self.native is not None:
+            self.native.bind()
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray, *, graphed: bool = True
+    ) -> torch.Tensor:
+        """Run tokens[N] at positions[N]; `meta` says where each row writes and what it sees.
+
+        graphed: through a captured graph where there are any. Returns float32 logits [len(logit_rows), vocab].
+        """
+        if self.native is not None:
+            return self.native.forward(
+                tokens.astype(np.int64), positions.astype(np.int64), meta, logit_rows.astype(np.int64)
+            )
+        hidden = self._graphs(tokens, positions, meta) if graphed and self._graphs is not None else None
+        if hidden is None:
+            token_ids = torch.from_numpy(tokens.astype(np.int64)).to(self.config.device)[None]  # [1, N]
+            position_ids = torch.from_numpy(positions.astype(np.int64)).to(self.config.device)[None]
+            hidden = self._run_layers(token_ids, position_ids, meta)
+        wanted = torch.from_numpy(logit_rows.astype(np.int64)).to(self.config.device)
+        return self.parts.logits(hidden[0].index_select(0, wanted))
+
+    def native_decoder(self) -> NativeDecoder | None:
+        """The one-call decoder for a model that it knows; the layers stay as its slow twin."""
+        if not self.is_row_invariant:
+            return None
+        return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split)
+
+    def _run_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        """[1, N] tokens and positions -> hidden [1, N, hidden]; attention finds `meta` through the runner."""
+        self._active, self._coming = meta, iter(self.attentions)
+        token = _running.set(self)
+        try:
+            return self.parts.hidden(token_ids, position_ids)
+        finally:
+            _running.reset(token)
+            self._active = None
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float,
+               sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+        """The next attention of the forward. query [1, H, N, Dk], key, value [1, Hkv, N, .] -> [1, N, H, Dv]."""
+        assert self._active is not None
+        spec, (heads, dim) = next(self._coming), self.kv_shape[2:]
+        query, key, value = (
+            fit_cache(states, count, dim)[0].transpose(0, 1)  # [N, heads, D]
+            for states, count in ((query, query.shape[1]), (key, heads), (value, heads))
+        )
+        out = tree_attention(
+            query, key, value, self.kv, spec.index, self._active,
+            scale=scale, sliding_window=spec.window, chunk=spec.chunk, softcap=softcap, sinks=sinks,
+            split=self.config.attention_split,
+        )  # fmt: skip
+        return out[None, ..., : spec.value_dim].contiguous()
+
+    def _prepare(self, model: Any, precision: Precision) -> FusedModel:
+        fused = fuse(model, precision, arithmetic=self.config.arithmetic, max_context=self.config.max_context)
+        fused.model.to(device=self.config.device)
+        computed_in = self.activation_dtype
+        cast(fused.model, precision if computed_in == self.config.dtype else Precision(computed_in))
+        AttentionInterface.register(_ATTENTION_NAME, attend)
+        model.set_attn_implementation(_ATTENTION_NAME)
+        use_eager_experts(model)
+        return fused
+
+
+_running: ContextVar[ModelRunner] = ContextVar("the runner whose layers run in this thread")
+
+
+def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+           scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+           **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """The attention function that transformers calls in every layer."""
+    refuse_unknown(module, keywords)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _running.get().attend(query, key, value, scale, softcap or 0.0, s_aux), None

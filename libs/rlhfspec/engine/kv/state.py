@@ -1,0 +1,170 @@
+"""What an engine holds. It is made first and given to every part: scheduler, speculation, moves, profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rlhfspec.common.arrays import BoolArray, IntArray
+from rlhfspec.engine.base import Bytes, Request, check_types
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.forward.runner import ModelRunner
+from rlhfspec.engine.kv.cache import BlockPool, Prefix, RestingKV, SlotTable, check_slots
+from rlhfspec.engine.scheduling.sequences import Generated, RowTable, Sequence
+from rlhfspec.engine.scheduling.text import Tokenizer
+from rlhfspec.errors import InvalidRequest, WeightsVersionError
+from rlhfspec.kernels.kv_pack import pack_into, pack_slots, unpack_from, unpack_slots
+
+
+class KVSpace:
+    """One model's namespace in the paged cache: its KV over the engine's blocks, and its own permutation of the slots.
+
+    Target and draft have one each. `cached[row]` is the only place that says up to where a row's KV is valid.
+    """
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        self.runner = runner
+        self.table = SlotTable(config.max_sequences, config.table_width, config.block_size)
+        self.cached: IntArray = np.zeros(config.max_sequences, np.int32)  # leading positions whose KV is valid
+        self.filled: BoolArray = np.zeros(config.num_blocks, np.bool_)  # blocks whose part of a prompt is there
+        self._copied: list[tuple[Sequence, int]] = []  # and the block that its tail is to be copied from
+
+    def enter(self, sequence: Sequence) -> None:
+        """Its blocks become the row's; what siblings computed in the shared ones is there already."""
+        self.table.append(sequence.row, sequence.blocks)
+        shared = sequence.blocks[: sequence.num_shared_blocks]
+        self.cached[sequence.row] = self.num_filled(shared) * self.table.block_size
+
+    def grow(self, row: int, blocks: list[int]) -> None:
+        """More blocks, which held something of others until now."""
+        self.table.append(row, blocks)
+        self.filled[blocks] = False
+
+    def num_filled(self, blocks: list[int]) -> int:
+        """How many of them, from the first on, hold KV."""
+        filled = self.filled[blocks]
+        return len(blocks) if filled.all() else int(filled.argmin())
+
+    def leave(self, row: int) -> None:
+        self.table.clear(row)
+        self.cached[row] = 0
+
+    def rest(self, row: int, num_tokens: int) -> RestingKV:
+        """What `resume` needs to go on in another row. Behind the last token there is KV of accepted tokens that came
+        after the sequence's end."""
+        slots = self.table.slots[row, : self.table.capacity[row]].copy()
+        return RestingKV(slots, min(int(self.cached[row]), num_tokens))
+
+    def resume(self, row: int, resting: RestingKV, num_tokens: int) -> None:
+        """One of its tokens is always left to run."""
+        self.table.slots[row, : len(resting.slots)] = resting.slots
+        self.table.capacity[row] = len(resting.slots)
+        self.cached[row] = min(resting.num_cached, num_tokens - 1)
+
+    def copy_later(self, sequence: Sequence, block: int) -> None:
+        """The tail of the sequence's prompt is in this block too: `copy_tails` takes it from there, before anything
+        is written, whoever owns the block by then."""
+        if self.cached[sequence.row] == len(sequence.prefix.hashes) * self.table.block_size:
+            self.cached[sequence.row] = sequence.prefix.num_tokens
+            self._copied.append((sequence, block))
+
+    def copy_tails(self) -> None:
+        """All in one go."""
+        if not self._copied:
+            return
+        size, tails = self.table.block_size, [(each.prefix, each, block) for each, block in self._copied]
+        from_slots = [np.arange(prefix.num_tail) + block * size for prefix, _, block in tails]
+        to_slots = [self.table.slots[each.row, prefix.num_tokens - prefix.num_tail : prefix.num_tokens]
+                    for prefix, each, _ in tails]  # fmt: skip
+        source, target = (
+            torch.from_numpy(np.concatenate(slots).astype(np.int32)).to(self.runner.kv.device)
+            for slots in (from_slots, to_slots)
+        )
+        unpack_slots(pack_slots(self.runner.kv, source), self.runner.kv, target)
+        for sequence, _ in self._copied:
+            self.mark_prefix(sequence)
+        self._copied.clear()
+
+    def read(self, row: int, first: int, out: Bytes) -> None:
+        """KV of the row's positions from `first` on, as many as `out` [n, bytes a position] takes."""
+        if len(out):
+            pack_into(self.runner.kv, self.table.slots[row, first : first + len(out)], out)
+
+    def write(self, row: int, first: int, kv: Bytes) -> None:
+        """KV [n, bytes a position] of the positions from `first` on, which is as far as the row's KV went."""
+        assert first == self.cached[row], "a gap in the KV"
+        if len(kv):
+            unpack_from(kv, self.runner.kv, self.table.slots[row, first : first + len(kv)])
+            self.cached[row] = first + len(kv)
+
+    def mark_prefix(self, sequence: Sequence, *, first: int = 0) -> None:
+        """Blocks of the prompt, from the `first` on, whose KV is now complete may be shared."""
+        prefix, cached = sequence.prefix, int(self.cached[sequence.row])
+        whole = cached // self.table.block_size
+        self.filled[sequence.blocks[first : min(whole, len(prefix.hashes))]] = True
+        if prefix.num_tail and cached >= prefix.num_tokens:
+            self.filled[sequence.blocks[len(prefix.hashes)]] = True
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineState:
+    """Sequences, their rows and blocks, and the KV spaces over them."""
+
+    config: EngineConfig
+    target: KVSpace
+    draft: KVSpace | None = None
+    tokenizer: Tokenizer | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    weights_version: int = 0
+    pool: BlockPool = field(init=False)
+    rows: RowTable = field(init=False)
+    sequences: dict[str, Sequence] = field(default_factory=dict)  # that wait or run here
+    by_row: dict[int, Sequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.config.num_blocks, self.config.block_size)
+        self.rows = RowTable(self.config.max_sequences, self.config.table_width)
+
+    @property
+    def spaces(self) -> tuple[KVSpace, ...]:
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    def new_sequence(self, request: Request, generated: Generated) -> Sequence:
+        eos = () if request.params.ignore_eos else self.eos_token_ids
+        return Sequence(
+            request=request,
+            group=request.group or f"prompt-{hash(request.prompt_token_ids)}",
+            generated=generated,
+            stop_ids=(*request.params.stop_token_ids, *eos),
+            prefix=Prefix.of(request.prompt_token_ids, self.config.block_size),
+        )
+
+    def validate(self, request: Request) -> None:
+        """Raise InvalidRequest, naming the field, for what can never run here."""
+        check_types(request)
+        prompt, params, num_token_ids = request.prompt_token_ids, request.params, self.target.runner.num_token_ids
+        ids = (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids))
+        for name, token_ids in (*ids, *(("history", sample) for sample in request.history)):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < num_token_ids:
+                outside = next(token for token in token_ids if not 0 <= token < num_token_ids)
+                raise InvalidRequest(name, outside, f"token id outside [0, {num_token_ids})")
+        limit = min(self.config.max_context, (self.pool.num_blocks - 1) * self.config.block_size)
+        if len(prompt) >= limit:
+            raise InvalidRequest("prompt_token_ids", f"{len(prompt)} tokens", f"must be shorter than {limit}")
+        if len(prompt) + params.max_tokens > limit:
+            raise InvalidRequest(
+                "max_tokens", params.max_tokens, f"with a prompt of {len(prompt)} must be <= {limit - len(prompt)}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest("stop", params.stop, "stop strings need a tokenizer, and the model folder holds none")
+        if request.weights_version not in (None, self.weights_version):
+            raise WeightsVersionError(request.weights_version or 0, self.weights_version, "not the loaded one")
+
+    def check_row(self, sequence: Sequence) -> None:
+        """It is the sequence's, and its tables are permutations of its blocks' slots."""
+        assert self.by_row[sequence.row] is sequence, f"row {sequence.row} belongs to another"
+        for space in self.spaces:
+            slots = space.table.slots[sequence.row, : space.table.capacity[sequence.row]]
+            check_slots(f"row {sequence.row}", slots, sequence.blocks, self.config.block_size)

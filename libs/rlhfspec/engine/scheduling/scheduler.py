@@ -1,0 +1,436 @@
+"""Who runs in this step: admission by free blocks, chunks of prompts, room for trees, preemption when short.
+
+By the law none of these choices can change a token; they only decide when it appears.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, MutableSequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+
+from rlhfspec.common.arrays import BoolArray, IntArray
+from rlhfspec.engine.kv.cache import Prefix, check_blocks, check_slots, give_back
+from rlhfspec.engine.kv.prefixes import Found, Prefixes
+from rlhfspec.engine.kv.state import EngineState
+from rlhfspec.engine.scheduling.sequences import PREEMPTIONS, Sequence
+from rlhfspec.errors import InvalidRequest
+
+_RUNNING_PER_SPARE_BLOCK = 4  # blocks left free at admission, so that a newcomer is not preempted at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """Rows of this step. A decoding row has exactly one token without KV; a prefilling row gets a chunk."""
+
+    decode_rows: IntArray  # [B]
+    prefill_rows: IntArray  # [P]
+    prefill_starts: IntArray  # [P] first position of the chunk
+    prefill_counts: IntArray  # [P]
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return int(self.prefill_counts.sum())
+
+    @property
+    def empty(self) -> bool:
+        return not len(self.decode_rows) and not len(self.prefill_rows)
+
+
+class RowWatcher(Protocol):
+    """Told by the scheduler which sequences have a row and run there."""
+
+    def start(self, sequence: Sequence) -> None:
+        """Take note of a sequence that has taken a row, with all of its tokens."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept of a sequence that leaves its row; it still has it."""
+        ...
+
+
+class Scheduler:
+    """Owns the queue, and who has a row and blocks."""
+
+    def __init__(self, state: EngineState) -> None:
+        self.state = state
+        self.pool = state.pool
+        self.rows = state.rows
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # the youngest is preempted first
+        self.away: dict[str, Sequence] = {}  # exported, and still ours until they are cancelled or taken back
+        self.arriving: dict[str, Sequence] = {}  # rows and blocks kept for what another engine sends
+        self.staying: dict[str, Sequence] = {}  # finished, and to be extended; the first one lets go of its KV first
+        self.prefixes = Prefixes(state)
+        self.promised: dict[bytes, int] = {}  # prefix hash -> whole prompt block that one of the arriving will fill
+        self.num_preemptions = 0
+        self.num_found_tokens = 0  # that had to run before their sequence could decode, and whose KV was there
+        self._watchers: list[RowWatcher] = []
+        self._epochs = count(time.time_ns())  # another engine's, or an earlier life's, are never taken for ours
+
+    def watch(self, watcher: RowWatcher) -> None:
+        """Tell this one too, from now on, of sequences that come to a row and leave it."""
+        self._watchers.append(watcher)
+
+    def find(self, request_id: str) -> Sequence | None:
+        """Waiting, running, on its way, or staying."""
+        places = (self.state.sequences, self.away, self.arriving, self.staying)
+        return next((place[request_id] for place in places if request_id in place), None)
+
+    def refuse_known(self, request_id: str) -> None:
+        if self.find(request_id) is not None:
+            raise InvalidRequest("id", request_id, "is already in the engine")
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Take waiting sequences while rows and blocks last."""
+        self._admit()
+        while self.waiting and not self.running and self.reclaim((*self.away.values(), *self.arriving.values())):
+            self._admit()  # nobody who runs could have made room
+        self.prefixes.copy_tails()
+
+    def _admit(self) -> None:
+        """One whose shared prefix is still being computed by a sibling waits for it rather than compute it twice;
+        others may pass it."""
+        passed: list[Sequence] = []
+        while self.waiting and self.rows.free_rows:
+            sequence = self.waiting.popleft()
+            found = Found() if sequence.resting else self.prefixes.find(sequence)
+            if found.is_pending:
+                passed.append(sequence)
+                continue
+            if not self._has_room(sequence, sequence.num_tokens, found.blocks):
+                passed.append(sequence)
+                break
+            tails = self.prefixes.tails(found)
+            self._enter_row(sequence, sequence.num_tokens, found.blocks)
+            for space, block in tails:
+                space.copy_later(sequence, block)
+            self.num_found_tokens += int(self.state.target.cached[sequence.row])
+            self.running.append(sequence)
+            self.prefixes.register(sequence)
+            self._started(sequence)
+        self.waiting.extendleft(reversed(passed))
+
+    def schedule(self) -> StepRows:
+        active = np.fromiter((sequence.row for sequence in self.running), np.int32, len(self.running))
+        cached = self.state.target.cached
+        missing = self.rows.lengths[active] - cached[active]
+        prefill = active[missing > 1]
+        counts = missing[missing > 1]
+        before = np.cumsum(counts) - counts
+        counts = np.minimum(counts, np.maximum(self.state.config.prefill_chunk - before, 0)).astype(np.int32)
+        prefill, counts = prefill[counts > 0], counts[counts > 0]
+        return StepRows(
+            decode_rows=active[missing == 1],
+            prefill_rows=prefill,
+            prefill_starts=cached[prefill],
+            prefill_counts=counts,
+        )
+
+    def make_room(self) -> None:
+        """Every running row gets a slot for its next token; the youngest give way when blocks run out."""
+        capacity = self.state.target.table.capacity
+        for sequence in list(self.running):
+            while sequence.has_row and capacity[sequence.row] < self.rows.lengths[sequence.row] + 1:
+                if self.pool.num_free or self.give_way():
+                    self._grow(sequence, 1)
+                elif not self.reclaim(tuple(self.away.values())):
+                    self.preempt(self.running[-1])
+
+    def make_tree_room(self, decode_rows: IntArray, slots_wanted: int) -> None:
+        """Spare blocks for tree nodes, only from what is free: speculation never evicts a sequence, running or
+        staying; prompts that are kept for nobody give way."""
+        table = self.state.target.table
+        short = table.capacity[decode_rows] - self.rows.lengths[decode_rows] < slots_wanted
+        if not short.any():
+            return
+        needy = set(decode_rows[short].tolist())
+        width = table.slots.shape[1]
+        for sequence in self.running:
+            if sequence.row in needy:
+                capacity, length = int(table.capacity[sequence.row]), int(self.rows.lengths[sequence.row])
+                blocks = self.pool.blocks_for(min(length + slots_wanted, width) - capacity)
+                blocks = min(blocks, self.pool.num_free, (width - capacity) // self.pool.block_size)
+                if blocks > 0:
+                    self._grow(sequence, blocks)
+
+    # -- coming and going -----------------------------------------------------------------------------------
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take the memory back; the sequence recomputes its KV later and, by the law, goes on with the same tokens."""
+        self.rows.counters[sequence.row, PREEMPTIONS] += 1
+        self.num_preemptions += 1
+        self.running.remove(sequence)
+        self._leave_row(sequence)
+        self.waiting.appendleft(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Out of the engine; what it generated stays in the sequence object."""
+        request_id = sequence.request.id
+        if request_id in self.state.sequences:
+            del self.state.sequences[request_id]
+            (self.running if sequence.has_row else self.waiting).remove(sequence)
+        if sequence.has_row:
+            self._leave_row(sequence)
+        self._lose_rest(sequence)
+        for place in (self.away, self.arriving, self.staying):
+            place.pop(request_id, None)
+
+    def stay(self, sequence: Sequence) -> None:
+        """It finished, and keeps its blocks, without a row, as long as nobody else needs them."""
+        length = int(self.rows.lengths[sequence.row])
+        sequence.resting = tuple(space.rest(sequence.row, length) for space in self.state.spaces)
+        del self.state.sequences[sequence.request.id]
+        self.running.remove(sequence)
+        self._leave_row(sequence)
+        self.staying[sequence.request.id] = sequence
+
+    def extend(self, longer: Sequence) -> None:
+        """It takes the place of the one that stays, whose tokens it begins with."""
+        stayed = self.staying.pop(longer.request.id)
+        if stayed.resting:  # behind its first prompt a block is no part of any prompt: the slots are permuted
+            longer.prefix, longer.resting = stayed.prefix, stayed.resting
+            longer.blocks, longer.num_shared_blocks = stayed.blocks, stayed.num_shared_blocks
+        self.state.sequences[longer.request.id] = longer
+        self.waiting.append(longer)
+
+    def give_way(self) -> bool:
+        """One that has no row lets go of its KV. It computes it again, should it go on. False: there is none."""
+        holder = next(iter(self._holders), None)
+        if holder is not None:
+            self._lose_rest(holder)
+        return holder is not None
+
+    def drop_kv(self) -> None:
+        """The weights changed: what runs computes its KV again, and what is on its way has none any more."""
+        for sequence in reversed(list(self.running)):
+            self.preempt(sequence)
+        while self.reclaim((*self.away.values(), *self.arriving.values())) or self.give_way():
+            pass
+        for space in self.state.spaces:  # what nobody used since the last weights is not needed in memory
+            give_back(space.runner.kv, first_block=self.pool.num_touched)
+        self.pool.forget()
+
+    def detach(self, sequence: Sequence) -> None:
+        """It does not run any more, and keeps its row and blocks as long as nobody else needs them."""
+        del self.state.sequences[sequence.request.id]
+        (self.running if sequence.has_row else self.waiting).remove(sequence)
+        self.away[sequence.request.id] = sequence
+        self._lose_rest(sequence)
+        if sequence.has_row:
+            self.rows.save(sequence)
+
+    def reattach(self, sequence: Sequence) -> None:
+        """It goes on here after all, as old as it is."""
+        del self.away[sequence.request.id]
+        self.state.sequences[sequence.request.id] = sequence
+        by_age(self.running if sequence.has_row else self.waiting, sequence)
+
+    def reserve(self, sequence: Sequence, num_tokens: int, *, in_ranges: bool) -> bool:
+        """A row and blocks for a sequence that brings its own KV, beginning with the whole prompt blocks that
+        siblings hold filled or, if it comes `in_ranges`, are bringing too; False when there is no room."""
+        shared = self.prefixes.find(sequence).blocks
+        num_there = len(shared)
+        hashes = sequence.prefix.hashes
+        for prefix_hash in hashes[num_there:] if in_ranges else ():
+            if prefix_hash not in self.promised:
+                break
+            shared.append(self.promised[prefix_hash])
+        if not self.rows.free_rows or not self._has_room(sequence, num_tokens, shared):
+            return False
+        num_shared = len(shared)
+        self._enter_row(sequence, num_tokens, shared)
+        self.arriving[sequence.request.id] = sequence
+        filled = [space.num_filled(sequence.blocks[:num_there]) for space in self.state.spaces]
+        sequence.num_promised = tuple(num_shared if each == num_there else each for each in filled)
+        for space, num_blocks in zip(self.state.spaces, sequence.num_promised, strict=True):
+            space.cached[sequence.row] = num_blocks * self.pool.block_size  # `keep_promises` will look again
+        if self.state.config.prefix_sharing:
+            self.promised |= zip(hashes[num_shared:], sequence.blocks[num_shared:], strict=False)
+        return True
+
+    def landed(self, sequence: Sequence) -> None:
+        """More KV of an arriving sequence is here: what of its own prompt blocks is whole may be shared."""
+        for space, first in zip(self.state.spaces, sequence.num_promised, strict=True):
+            space.mark_prefix(sequence, first=first)
+        for prefix_hash, block in zip(sequence.prefix.hashes, sequence.blocks, strict=False):
+            if self.promised.get(prefix_hash) == block and self.state.target.filled[block]:
+                del self.promised[prefix_hash]
+                self.pool.register(prefix_hash, block)
+
+    def keep_promises(self, sequence: Sequence) -> None:
+        """What a sibling was to bring may never have come: then KV behind the gap is of no use."""
+        for space, num_blocks in zip(self.state.spaces, sequence.num_promised, strict=True):
+            filled = space.num_filled(sequence.blocks[:num_blocks])
+            if filled < num_blocks:
+                space.cached[sequence.row] = filled * self.pool.block_size
+                if space is self.state.target:
+                    self._leave_row(sequence)  # and waits, should the sibling still bring it
+                    return
+
+    def has_slots(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Does the row own slots for so many tokens, if need be after it was given more?"""
+        missing = num_tokens - int(self.state.target.table.capacity[sequence.row])
+        blocks = self.pool.blocks_for(max(missing, 0))
+        if blocks > self.num_available:
+            return False
+        while blocks > self.pool.num_free and self.give_way():
+            pass
+        self._grow(sequence, blocks)
+        return True
+
+    def settle(self, sequence: Sequence) -> None:
+        """What arrived runs from the next step on, with its KV or after computing it again, as old as it is."""
+        del self.arriving[sequence.request.id]
+        self.state.sequences[sequence.request.id] = sequence
+        by_age(self.running if sequence.has_row else self.waiting, sequence)
+        if sequence.has_row:
+            self.rows.write(sequence)
+            self._withdraw_promises(sequence)
+            self.prefixes.register(sequence)
+            for space in self.state.spaces:
+                space.mark_prefix(sequence)
+            self._started(sequence)
+
+    def _started(self, sequence: Sequence) -> None:
+        for watcher in self._watchers:
+            watcher.start(sequence)
+
+    # -- rows and blocks ------------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """For about so many more sequences: as large as those that run are now; with none, of full context."""
+        whole = self.pool.blocks_for(self.state.config.max_context)
+        free = self.num_available
+        each = max((self.pool.num_blocks - free) // len(self.running), 1) if self.running else whole
+        room = min(len(self.rows.free_rows), free // each)
+        return room if self.running else max(room, 1)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that no row owns: those that are free, and those that sequences without a row would let go of."""
+        return int(self._available.sum())
+
+    @property
+    def _available(self) -> BoolArray:
+        owners = self.pool.references.copy()
+        for holder in self._holders:
+            owners[holder.blocks] -= 1
+        return np.equal(owners, 0)
+
+    @property
+    def _holders(self) -> list[Sequence]:
+        """Of blocks, without a row, as they give way: who stays, the first to do so first, then who was extended, the
+        youngest first."""
+        return [each for each in (*self.staying.values(), *reversed(self.waiting)) if each.resting]
+
+    @property
+    def _spare_blocks(self) -> int:
+        return len(self.running) // _RUNNING_PER_SPARE_BLOCK
+
+    def _has_room(self, sequence: Sequence, num_tokens: int, shared: list[int]) -> bool:
+        """For a newcomer that shares these blocks; of those that are free, they are no longer free for others."""
+        need = self.pool.blocks_for(num_tokens + 1) - len(shared) - len(sequence.blocks)
+        need = max(need, 0) + self._spare_blocks
+        available = self._available
+        if need + available[shared].sum() > available.sum():
+            return False  # and nobody lets go of anything for it
+        while need + self.pool.num_kept(shared) > self.pool.num_free and self.give_way():
+            pass
+        return True
+
+    def _enter_row(self, sequence: Sequence, num_tokens: int, shared: list[int]) -> None:
+        sequence.epoch = next(self._epochs)
+        if not sequence.resting:
+            self.pool.retain(shared)
+            sequence.blocks, sequence.num_shared_blocks = shared, len(shared)
+        self.state.by_row[self.rows.enter(sequence)] = sequence
+        for index, space in enumerate(self.state.spaces):
+            if sequence.resting:
+                space.resume(sequence.row, sequence.resting[index], num_tokens)
+            else:
+                space.enter(sequence)
+        sequence.resting = ()
+        self._grow(sequence, max(self.pool.blocks_for(num_tokens + 1) - len(sequence.blocks), 0))
+
+    def _grow(self, sequence: Sequence, count: int) -> None:
+        blocks = self.pool.allocate(count)
+        sequence.blocks.extend(blocks)
+        for space in self.state.spaces:
+            space.grow(sequence.row, blocks)
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        if sequence.request.id not in self.arriving:
+            for watcher in self._watchers:
+                watcher.forget(sequence)
+        self._withdraw_promises(sequence)
+        for space in self.state.spaces:
+            space.leave(sequence.row)
+        del self.state.by_row[sequence.row]
+        self.rows.leave(sequence)
+        sequence.epoch = 0
+        if not sequence.resting:
+            self._let_go(sequence)
+
+    def _lose_rest(self, sequence: Sequence) -> None:
+        if sequence.resting:
+            sequence.resting = ()
+            self._let_go(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Of its blocks. When its KV is computed again, all of its prompt lies in order."""
+        self.pool.release(sequence.blocks, self.state.target.filled)
+        sequence.blocks, sequence.num_shared_blocks = [], 0
+        if sequence.prefix.num_tokens != len(sequence.request.prompt_token_ids) - 1:
+            sequence.prefix = Prefix.of(sequence.request.prompt_token_ids, self.pool.block_size)
+
+    def _withdraw_promises(self, sequence: Sequence) -> None:
+        """Of the blocks that it was to fill: siblings that count on them compute them, or find them elsewhere."""
+        first = sequence.num_shared_blocks
+        for prefix_hash, block in zip(sequence.prefix.hashes[first:], sequence.blocks[first:], strict=False):
+            if self.promised.get(prefix_hash) == block:
+                del self.promised[prefix_hash]
+
+    def reclaim(self, moving: Iterable[Sequence]) -> bool:
+        """Take the memory of one that is on its way to or from another engine; it stays ours, and may recompute."""
+        holder = next((sequence for sequence in moving if sequence.has_row), None)
+        if holder is not None:
+            self._leave_row(holder)
+        return holder is not None
+
+    def check(self) -> None:
+        """Free plus owned blocks are everything, and every sequence is in one place; AssertionError if not."""
+        on_rows = list(self.state.by_row.values())
+        resting = self._holders
+        check_blocks(self.pool, [each.blocks for each in (*on_rows, *resting)], self.state.target.filled)
+        for sequence in resting:
+            assert not sequence.has_row, f"{sequence.request.id} rests, and has a row"
+            for kv in sequence.resting:
+                check_slots(sequence.request.id, kv.slots, sequence.blocks, self.pool.block_size)
+        for sequence in on_rows:
+            self.state.check_row(sequence)
+            for space in () if sequence.request.id in self.arriving else self.state.spaces:
+                cached, length = space.cached[sequence.row], self.rows.lengths[sequence.row]
+                assert 0 <= cached < length, f"row {sequence.row}: KV of {cached} positions, {length} tokens"
+        moving = [*self.away.values(), *self.arriving.values()]
+        num_rows = len(self.running) + sum(sequence.has_row for sequence in moving)
+        assert len(on_rows) == num_rows == len(self.rows.lengths) - len(self.rows.free_rows), "rows leaked"
+        assert len(self.state.sequences) == len(self.running) + len(self.waiting), "sequences leaked"
+        everywhere = [*self.state.sequences, *self.away, *self.arriving, *self.staying]
+        assert len(set(everywhere)) == len(everywhere), "a sequence is in two places"
+        leased = {block for sequence in self.arriving.values() for block in sequence.blocks}
+        assert leased.issuperset(self.promised.values()), "a block is promised that nobody will fill"
+
+
+def by_age(line: MutableSequence[Sequence], sequence: Sequence) -> None:
+    """Into the line, before the first one that came later."""
+    younger = (index for index, other in enumerate(line) if other.arrived > sequence.arrived)
+    line.insert(next(younger, len(line)), sequence)

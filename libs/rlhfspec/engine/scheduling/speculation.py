@@ -1,0 +1,225 @@
+"""The engine's side of drafting: which drafters there are, and who chooses.
+
+Switching strategy, drafter or selector never touches a sequence: by the law it cannot change its tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.drafting.acceptance import AcceptanceModel
+from rlhfspec.engine.drafting.base import (
+    PLAIN,
+    BatchState,
+    DraftBatch,
+    DraftChoice,
+    Drafter,
+    DraftOutcome,
+    DraftPlan,
+    Forest,
+    Selector,
+    empty_forest,
+)
+from rlhfspec.engine.drafting.cost import CostModel
+from rlhfspec.engine.drafting.fixed import FixedSelector, static_grid
+from rlhfspec.engine.drafting.outlook import default_plans
+from rlhfspec.engine.drafting.selector import AdaptiveSelector
+from rlhfspec.engine.drafting.tree import Walk, index_in_sequence
+from rlhfspec.engine.forward.draft_forward import DraftForward
+from rlhfspec.engine.forward.profile import profile, unmeasured
+from rlhfspec.engine.kv.cache import give_back
+from rlhfspec.engine.kv.state import EngineState
+from rlhfspec.engine.scheduling.scheduler import Scheduler, StepRows
+from rlhfspec.engine.scheduling.sequences import Sequence
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job.choices.drafters import ADAPTIVE, DRAFTERS, OFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The trees of one step, and how they came about."""
+
+    plan: DraftPlan
+    state: BatchState
+    batch: DraftBatch  # the decoding sequences, as they are before this step's commit
+    forest: Forest  # the nodes to verify
+    num_proposed: int = 0
+    choice: DraftChoice | None = None
+    seconds: float = 0.0
+
+
+class Speculator:
+    """Holds drafters, statistics and the selector, and runs one proposal. Implements `RowWatcher`."""
+
+    def __init__(self, state: EngineState, scheduler: Scheduler) -> None:
+        self.state = state
+        self.scheduler = scheduler
+        self.drafters = _drafters(state)
+        self.acceptance = AcceptanceModel(state.config.max_sequences)
+        self.costs = CostModel()
+        self.used: list[Drafter] = []
+        self.selector: Selector = FixedSelector(PLAIN)
+        self._selectors: dict[str | DraftPlan, Selector] = {}  # one a mode: coming back to it, it knows what it learnt
+
+    def choose(self, speculation: str | DraftPlan) -> None:
+        """Install the selector for a mode: off, a drafter's name, adaptive, a static strategy, or a Plan."""
+        if not self.costs.tables and speculation != OFF:
+            self.costs = self._profile() if self._may_profile else unmeasured()
+        if speculation not in self._selectors:
+            self._selectors[speculation] = self._selector(speculation)
+        self.selector = self._selectors[speculation]
+        wanted = self._drafters_of(speculation)
+        for drafter in wanted:
+            if drafter not in self.used:
+                for sequence in self.scheduler.running:
+                    self._start_one(drafter, sequence)
+        self.used = wanted
+
+    @property
+    def _may_profile(self) -> bool:
+        return self.state.config.profile and not self.state.by_row
+
+    def _profile(self) -> CostModel:
+        """It writes over the cache, which is empty afterwards."""
+        self.scheduler.drop_kv()
+        costs = profile(self.state)
+        for space in self.state.spaces:
+            give_back(space.runner.kv)
+        return costs
+
+    def propose(self, schedule: StepRows) -> Proposal:
+        """Choose a plan, draft trees for it, and keep the nodes worth verifying."""
+        decode_rows, state = schedule.decode_rows, self._batch_state(schedule)
+        plan = self.selector.plan(state) if len(decode_rows) else PLAIN
+        began = time.perf_counter()
+        batch = self.batch(decode_rows)
+        if plan.drafter is None:
+            return Proposal(plan=plan, state=state, batch=batch, forest=empty_forest())
+        wanted = min(plan.depth * plan.width * plan.branch, self.state.config.tree_slots)
+        self.scheduler.make_tree_room(decode_rows, wanted)
+        rule = self.selector.rule(plan, state)
+        forest = self.drafters[plan.drafter].propose(batch, plan, self.acceptance, rule)
+        seconds = time.perf_counter() - began
+        choice = self.selector.budget(plan, state, forest, seconds)
+        return Proposal(
+            plan=plan, state=state, batch=batch, forest=self._fitting(forest.take(choice.keep), decode_rows),
+            num_proposed=forest.size, choice=choice, seconds=seconds,
+        )  # fmt: skip
+
+    def _batch_state(self, schedule: StepRows) -> BatchState:
+        rows = schedule.decode_rows
+        lengths = self.state.rows.lengths[rows]
+        return BatchState(
+            rows=rows,
+            room=self.state.rows.limits[rows] - lengths,
+            num_prefill_rows=schedule.num_prefill_tokens,
+            kv_tokens=int(lengths.sum()) + schedule.num_prefill_tokens,
+        )
+
+    def learn(
+        self, proposal: Proposal, walk: Walk, *, num_committed: int, verify_seconds: float, step_seconds: float
+    ) -> None:
+        """Tell drafters and selector what happened, after the commit."""
+        batch = proposal.batch
+        if not batch.size:
+            return
+        lengths = self.state.rows.lengths[batch.rows]
+        for drafter in self.used:
+            drafter.observe(batch, lengths)
+        outcome = DraftOutcome(
+            plan=proposal.plan, state=proposal.state, forest=proposal.forest,
+            reached=walk.reached, accepted=walk.accepted,
+            num_committed=num_committed, num_proposed=proposal.num_proposed, choice=proposal.choice,
+            draft_seconds=proposal.seconds, verify_seconds=verify_seconds, step_seconds=step_seconds,
+        )  # fmt: skip
+        self.selector.observe(outcome)
+
+    def batch(self, decode_rows: IntArray) -> DraftBatch:
+        rows = self.state.rows
+        lengths = rows.lengths[decode_rows]
+        return DraftBatch(
+            rows=decode_rows,
+            lengths=lengths,
+            prompt_lengths=rows.prompt_lengths[decode_rows],
+            room=rows.limits[decode_rows] - lengths,
+            seeds=rows.seeds[decode_rows],
+            temperatures=rows.temperatures[decode_rows],
+            tokens=rows.tokens,
+            weights_version=self.state.weights_version,
+        )
+
+    def start(self, sequence: Sequence) -> None:
+        for drafter in self.used:
+            self._start_one(drafter, sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        for drafter in self.drafters.values():
+            drafter.forget(sequence.row)
+        self.acceptance.forget(sequence.row)
+
+    def learnt(self, sequence: Sequence) -> tuple[tuple[str, float, float], ...]:
+        """What is known of this sequence's own acceptance; it goes with it to another engine."""
+        return self.acceptance.learnt(sequence.row) if sequence.has_row else ()
+
+    def take_over(self, sequence: Sequence, learnt: tuple[tuple[str, float, float], ...]) -> None:
+        if sequence.has_row:
+            self.acceptance.take_over(sequence.row, [entry for entry in learnt if entry[0] in self.drafters])
+
+    def reset(self) -> None:
+        """The target's weights changed."""
+        for drafter in self.drafters.values():
+            drafter.reset()
+        self.selector.reset()
+        self._selectors = {mode: kept for mode, kept in self._selectors.items() if kept is self.selector}
+
+    def _fitting(self, forest: Forest, decode_rows: IntArray) -> Forest:
+        """Drop nodes for which a sequence owns no free slot (memory is short); later nodes go first."""
+        table = self.state.target.table
+        free = table.capacity[decode_rows] - self.state.rows.lengths[decode_rows]
+        fits = index_in_sequence(forest, len(decode_rows)) < free[forest.sequence]
+        return forest if fits.all() else forest.take(np.flatnonzero(fits).astype(np.int32))
+
+    def _start_one(self, drafter: Drafter, sequence: Sequence) -> None:
+        length = int(self.state.rows.lengths[sequence.row])
+        drafter.start(
+            sequence.row, self.state.rows.tokens[sequence.row, :length], sequence.group, sequence.request.history
+        )
+
+    def _names(self) -> list[str]:
+        return sorted(self.drafters)
+
+    def _selector(self, speculation: str | DraftPlan) -> Selector:
+        grid = {OFF: PLAIN, **static_grid(self._names())}
+        plan = speculation if isinstance(speculation, DraftPlan) else grid.get(speculation)
+        if plan is not None:
+            return FixedSelector(plan, costs=self.costs if self.costs.tables else None, acceptance=self.acceptance)
+        if speculation in self.drafters or speculation == ADAPTIVE:
+            names = self._names() if speculation == ADAPTIVE else [speculation]
+            return AdaptiveSelector(self.costs, self.acceptance, default_plans(names))
+        if speculation in DRAFTERS:
+            raise InvalidRequest("speculation", speculation, "needs a draft model: give drafter=PATH")
+        known = ", ".join([ADAPTIVE, *self._names(), *grid])
+        raise InvalidRequest("speculation", speculation, f"must be one of {known}")
+
+    def _drafters_of(self, speculation: str | DraftPlan) -> list[Drafter]:
+        if speculation == ADAPTIVE:
+            return list(self.drafters.values())
+        if isinstance(speculation, str) and speculation in self.drafters:
+            return [self.drafters[speculation]]
+        plan = speculation if isinstance(speculation, DraftPlan) else static_grid(self._names()).get(speculation, PLAIN)
+        return [] if plan.drafter is None else [self.drafters[plan.drafter]]
+
+
+def _drafters(state: EngineState) -> dict[str, Drafter]:
+    """All that can draft here, each as its table says."""
+    made: dict[str, Drafter] = {}
+    for name, entry in DRAFTERS.items():
+        if not entry.runs_draft_model:
+            made[name] = entry.load()()
+        elif state.draft is not None:
+            made[name] = entry.load()(DraftForward(state.draft, state.by_row))
+    return made

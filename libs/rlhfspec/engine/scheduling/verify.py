@@ -1,0 +1,164 @@
+"""One target forward: laying out roots, prompt chunks and trees as rows, and reading the choices back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray, concatenate_ranges
+from rlhfspec.engine.drafting.base import Forest
+from rlhfspec.engine.drafting.tree import Walk, ancestors
+from rlhfspec.engine.kv.state import EngineState
+from rlhfspec.engine.scheduling.scheduler import StepRows
+from rlhfspec.engine.scheduling.sequences import RowTable
+from rlhfspec.kernels import gumbel
+from rlhfspec.kernels.tree_attention import AttentionMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """The target's choice at every wanted row of a `VerifyBatch`, in their order."""
+
+    tokens: IntArray  # [B + F + M]
+    log_probs: FloatArray  # [B + F + M] under the untempered target
+    tempered: FloatArray  # [B + F + M] log-probs under the distribution really sampled from
+    finite: BoolArray  # [B + F + M] False: the logits held NaN or infinity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyBatch:
+    """Rows: the root and tree nodes of each decoding sequence, then the tokens of prompt chunks.
+
+    Logits are wanted of the roots [B], of the last token of chunks that complete a prompt [F], and of all nodes [M],
+    in that order.
+    """
+
+    tokens: IntArray  # [N]
+    positions: IntArray  # [N]
+    meta: AttentionMeta
+    logit_rows: IntArray  # [B + F + M]
+    sampled_rows: IntArray  # [B + F + M] table row of each wanted row
+    noise_positions: IntArray  # [B + F + M] response position of the token chosen there
+    finishing: IntArray  # [F] table rows whose prompt is complete after this forward
+
+
+def lay_out(state: EngineState, schedule: StepRows, forest: Forest, node_index: IntArray) -> VerifyBatch:
+    """Flatten everything that runs in this step into one batch of rows."""
+    rows, table = state.rows, state.target.table
+    decode = schedule.decode_rows
+    lengths = rows.lengths[decode]
+    member = np.repeat(schedule.prefill_rows, schedule.prefill_counts)
+    chunk_positions = concatenate_ranges(schedule.prefill_starts, schedule.prefill_counts)
+    node_rows = decode[forest.sequence]
+    node_lengths = lengths[forest.sequence]
+
+    # in the order of what is wanted: roots, chunk tokens, nodes
+    table_rows = np.concatenate((decode, member, node_rows))
+    committed = np.concatenate((lengths - 1, chunk_positions))
+    num_committed = len(committed)
+    positions = np.concatenate((committed, node_lengths + forest.depth - 1))
+    tokens = np.concatenate((rows.tokens[table_rows[:num_committed], committed], forest.token))
+    slots = table.slots[table_rows, np.concatenate((committed, node_lengths + node_index))]
+    extra = _ancestor_slots(forest, slots[num_committed:], num_committed)
+    context_lens = np.concatenate((committed + 1, node_lengths))
+
+    # in the order of memory: the rows of one sequence are neighbours, so that they share each key they load
+    order = np.argsort(
+        np.concatenate((np.arange(len(decode)), np.full(len(member), len(decode)), forest.sequence)), kind="stable"
+    )
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+
+    finishing, last_of_chunk = _finishing(rows, schedule)
+    sampled_rows = np.concatenate((decode, finishing, node_rows))
+    depth = np.concatenate((np.zeros(len(decode) + len(finishing), np.int32), forest.depth))
+    wanted = np.concatenate((np.arange(len(decode)), len(decode) + last_of_chunk, np.arange(num_committed, len(order))))
+    return VerifyBatch(
+        tokens=tokens[order],
+        positions=positions[order],
+        meta=AttentionMeta(
+            slots=slots[order],
+            table_rows=table_rows[order],
+            context_lens=context_lens[order],
+            extra=extra[order],
+            slot_table=table.slots,
+        ),
+        logit_rows=place[wanted],
+        sampled_rows=sampled_rows,
+        noise_positions=rows.lengths[sampled_rows] - rows.prompt_lengths[sampled_rows] + depth,
+        finishing=finishing,
+    )
+
+
+def _finishing(rows: RowTable, schedule: StepRows) -> tuple[IntArray, IntArray]:
+    """Rows whose chunk completes what they have, and where among the chunk tokens their last one stands."""
+    ends = schedule.prefill_starts + schedule.prefill_counts
+    complete = ends == rows.lengths[schedule.prefill_rows]
+    last_of_chunk = np.cumsum(schedule.prefill_counts) - 1
+    return schedule.prefill_rows[complete], last_of_chunk[complete].astype(np.int32)
+
+
+def _ancestor_slots(forest: Forest, node_slots: IntArray, num_committed: int) -> IntArray:
+    """[N, D] slots of a node's drafted ancestors and itself, -1 padded; all -1 for rows that are no nodes."""
+    paths = ancestors(forest)  # [M, D]
+    extra = np.full((num_committed + forest.size, paths.shape[1]), -1, np.int32)
+    if forest.size:
+        extra[num_committed:] = np.where(paths >= 0, node_slots[paths], -1)
+    return extra
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """New tokens of S sequences (decoding ones first, then those whose prompt is complete), up to D+1 each."""
+
+    rows: IntArray  # [S] table rows
+    tokens: IntArray  # [S, D+1]
+    log_probs: FloatArray  # [S, D+1]
+    tempered: FloatArray  # [S, D+1]
+    finite: BoolArray  # [S, D+1]
+    counts: IntArray  # [S] valid columns
+
+
+def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
+    """The forward, and the target's choice by the law at every wanted row."""
+    logits = state.target.runner.forward(batch.tokens, batch.positions, batch.meta, batch.logit_rows)
+    rows, table = batch.sampled_rows, state.rows
+    if not len(rows):  # chunks in the middle of prompts
+        none = np.empty(0, np.float32)
+        return SampledTokens(tokens=np.empty(0, np.int32), log_probs=none, tempered=none, finite=np.empty(0, np.bool_))
+    result = gumbel.sample(
+        logits, table.seeds[rows], batch.noise_positions, table.temperatures[rows],
+        table.top_k[rows], table.top_p[rows],
+    )  # fmt: skip
+    return SampledTokens(
+        tokens=result.tokens.cpu().numpy(),
+        log_probs=result.log_probs.cpu().numpy(),
+        tempered=result.tempered_log_probs.cpu().numpy(),
+        finite=result.finite.cpu().numpy(),
+    )
+
+
+def choices(batch: VerifyBatch, sampled: SampledTokens, num_decode: int) -> tuple[IntArray, IntArray]:
+    """Of all sampled tokens, those after the roots and those after the tree nodes."""
+    tokens = sampled.tokens
+    return tokens[:num_decode], tokens[num_decode + len(batch.finishing) :]
+
+
+def gather(batch: VerifyBatch, walk: Walk, num_decode: int, sampled: SampledTokens) -> Committed:
+    """Read the target's choice after the root and after every accepted node."""
+    num_first = len(batch.finishing)
+    first_node = num_decode + num_first
+    path = np.full((first_node, walk.path.shape[1]), 0, np.int64)
+    path[:, 0] = np.arange(first_node)
+    path[:num_decode, 1:] = np.where(walk.path[:, 1:] >= 0, walk.path[:, 1:] + first_node, 0)
+    counts = np.ones(first_node, np.int32)
+    counts[:num_decode] += walk.num_accepted
+    return Committed(
+        rows=batch.sampled_rows[:first_node],
+        tokens=sampled.tokens[path],
+        log_probs=sampled.log_probs[path],
+        tempered=sampled.tempered[path],
+        finite=sampled.finite[path],
+        counts=counts,
+    )

@@ -1,0 +1,286 @@
+"""The proof at load: what the engine runs is the model that Hugging Face runs, and a row's bits are its own.
+
+Every probe runs alone, in one piece, and its logits must be Hugging Face's. Then all of them run together: halves of
+prompts in one row, single tokens behind them, and the rest as branches of trees among other branches, over memory that
+holds NaN. In that company no bit may change.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfspec.common.arrays import IntArray
+from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.fused.fuse import FusedModel, guard_rows
+from rlhfspec.huggingface.proof.probes import Probe, random_past
+from rlhfspec.huggingface.proof.reference import ExpertChoices, ProbeResult, Reference, compare, same_bits
+from rlhfspec.huggingface.structure.attention import fit_cache
+from rlhfspec.huggingface.structure.causal_lm import Anatomy, CausalLM
+from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
+from rlhfspec.kernels.decoder import NativeDecoder
+from rlhfspec.kernels.tree_attention import AttentionMeta
+from rlhfspec.kernels.tree_attention_twin import write_kv_reference
+from rlhfspec.messages.records.models import ModelReport
+
+log = logging.getLogger(__name__)
+_ATTRIBUTE = "rlhfspec_report"
+OWN_BITS, BITS_BY_COMPANY = "every row's own", "may depend on the rows beside it"
+
+
+class Runnable(Protocol):
+    """What is proved: a model over a paged cache."""
+
+    kv: Tensor  # [blocks, layers, 2, block size, heads, dim]
+    parts: CausalLM
+    fused: FusedModel
+    native: NativeDecoder | None
+
+    def forward(self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray) -> Tensor: ...
+
+    def native_decoder(self) -> NativeDecoder | None: ...
+
+
+def keep_report(model: Any, report: ModelReport) -> None:
+    """Leaves it on the model, for `report_of`."""
+    object.__setattr__(model, _ATTRIBUTE, report)
+
+
+def report_of(model: Any) -> ModelReport:
+    return getattr(model, _ATTRIBUTE)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerProof:
+    """What is to be shown of a runner."""
+
+    runner: Runnable
+    anatomy: Anatomy
+    reference: Reference
+    is_row_invariant: bool
+    tolerance: float  # of the logits, in parts of the largest one
+    attention_split: int
+
+
+def prove(proof: RunnerProof, *, began: float) -> ModelReport:
+    """Raises UnsupportedModel, naming what is not so."""
+    runner, reference = proof.runner, proof.reference
+    name, kind = reference.name, reference.kind
+    check = Check(runner, proof.anatomy, reference.probes)
+    try:
+        guarded: tuple[str, ...] = ()
+        if proof.is_row_invariant:
+            fused = runner.fused
+            guarded = guard_rows(fused.model, fused.guard, runner.parts, check.a_forward(), name=name)
+        alone, together = check.alone(), check.together()
+        difference = reference.check(alone, proof.tolerance, whose="the engine's")
+        if proof.is_row_invariant and not same_bits(alone, together):
+            raise UnsupportedModel(name, kind, "a row's bits depend on the rows beside it")
+        if not proof.is_row_invariant and compare(together, alone, reference.probes)[0] > proof.tolerance:
+            raise UnsupportedModel(name, kind, "a row's logits depend on the rows beside it")
+        runner.native = runner.native_decoder()
+        if runner.native is not None and not same_bits(check.together(), alone):
+            log.warning("%s: the one-call decoder gives other bits than the layers of %s: they run instead", name, kind)
+            runner.native = None
+    except FORWARD_ERRORS as error:
+        if isinstance(error, UnsupportedModel):
+            raise
+        raise UnsupportedModel(name, kind, f"fails on the engine's kernels: {first_line(error)}") from error
+    finally:
+        check.clean()
+    return ModelReport(
+        model=kind,
+        path="layers" if runner.native is None else "native",
+        attentions=proof.anatomy.kinds_of_attention,
+        guarded=tuple(dict.fromkeys(type(runner.fused.model.get_submodule(path)).__name__ for path in guarded)),
+        probes=tuple(str(probe) for probe in reference.probes),
+        difference=difference,
+        noise=reference.noise,
+        bits=OWN_BITS if proof.is_row_invariant else BITS_BY_COMPANY,
+        attention_split=proof.attention_split,
+        seconds=time.perf_counter() - began,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeToken:
+    """One token of a forward."""
+
+    token: int
+    position: int
+    slot: int
+    probe: int  # row of the slot table
+    context: int  # what it sees of the slot table
+    extra: tuple[int, ...] = ()  # and beyond: slots of the branch that it ends
+    wanted: int | None = None  # the place in its probe, where its logits count
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlace:
+    """Where a probe lies in the cache: one slot a position, and as many again for branches that lead nowhere."""
+
+    probe: Probe
+    index: int
+    first: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.probe.length + len(self.probe.tokens)
+
+    @property
+    def half(self) -> int:
+        return len(self.probe.tokens) // 2
+
+    def alone(self) -> list[ProbeToken]:
+        return [self._row(place) for place in range(len(self.probe.tokens))]
+
+    def beginning(self) -> list[ProbeToken]:
+        """The first half, as a chunk of a prompt."""
+        return [self._row(place) for place in range(self.half)]
+
+    def ending(self, vocab_size: int, num_slots: int) -> list[ProbeToken]:
+        """One token as decoding does it; the others as a branch of a tree, each beside one that leads nowhere
+        (where there is room: the cache has `num_slots`)."""
+        rows, root = [self._row(self.half)], self.probe.past + self.half + 1
+        branch: tuple[int, ...] = ()
+        for place in range(self.half + 1, len(self.probe.tokens)):
+            decoy = self.first + self.probe.length + place
+            own = self.first + self.probe.past + place
+            position = self.probe.past + place
+            token = self.probe.tokens[place]
+            common: dict[str, Any] = {"position": position, "probe": self.index, "context": root}
+            if decoy < num_slots:
+                rows.append(ProbeToken(token=(token + 1) % vocab_size, slot=decoy, extra=(*branch, decoy), **common))
+            branch = (*branch, own)
+            rows.append(ProbeToken(token=token, slot=own, extra=branch, wanted=place, **common))
+        return rows
+
+    def _row(self, place: int) -> ProbeToken:
+        position = self.probe.past + place
+        return ProbeToken(
+            token=self.probe.tokens[place], position=position, slot=self.first + position, probe=self.index,
+            context=position + 1, wanted=place,
+        )  # fmt: skip
+
+
+class Check:
+    """Runs probes through a model, alone and together."""
+
+    def __init__(self, runner: Runnable, anatomy: Anatomy, probes: Sequence[Probe]) -> None:
+        self.runner = runner
+        self.anatomy = anatomy
+        self.probes = tuple(probes)
+        self._num_slots = runner.kv.shape[0] * runner.kv.shape[3]
+        self._num_used = 0  # blocks
+
+    def alone(self) -> list[ProbeResult]:
+        """Every probe by itself, in one piece."""
+        answers = []
+        for probe in self.probes:
+            [place] = self._places([probe])
+            with ExpertChoices() as choices:
+                [logits] = self._run([place], place.alone(), fresh=True)
+            answers.append(ProbeResult(logits, choices.made))
+        return answers
+
+    def together(self) -> list[ProbeResult]:
+        """The same, in as few forwards as the cache has room for."""
+        answers: list[ProbeResult] = []
+        for group in self._groups():
+            places = self._places(group)
+            begun = self._run(places, [row for place in places for row in place.beginning()], fresh=True)
+            ended = self._run(places, [row for place in places for row in self._ending(place)])
+            answers.extend(ProbeResult(torch.cat(parts), []) for parts in zip(begun, ended, strict=True))
+        return answers
+
+    def _ending(self, place: ProbePlace) -> list[ProbeToken]:
+        return place.ending(self.anatomy.vocab_size, self._num_slots)
+
+    def a_forward(self) -> Callable[[], Tensor]:
+        """One forward of several probes, ready to run."""
+        places = self._places(self._groups()[0])
+        self._lay_out(places)
+        return partial(
+            self.runner.forward, *self._arguments(places, [row for place in places for row in place.alone()])
+        )
+
+    def _groups(self) -> list[list[Probe]]:
+        groups: list[list[Probe]] = [[]]
+        for probe in self.probes:
+            if groups[-1] and not self._fits([*groups[-1], probe]):
+                groups.append([])
+            groups[-1].append(probe)
+        return groups
+
+    def _fits(self, probes: list[Probe]) -> bool:
+        return sum(place.num_slots for place in self._places(probes)) <= self._num_slots
+
+    def _places(self, probes: Sequence[Probe]) -> list[ProbePlace]:
+        places: list[ProbePlace] = []
+        first = 0
+        for index, probe in enumerate(probes):
+            places.append(ProbePlace(probe, index, first))
+            first += places[-1].num_slots
+        return places
+
+    def _run(self, places: list[ProbePlace], rows: list[ProbeToken], *, fresh: bool = False) -> list[Tensor]:
+        """One forward; the wanted logits of every place, in the order of its tokens."""
+        if fresh:
+            self._lay_out(places)
+        logits = self.runner.forward(*self._arguments(places, rows)).cpu()
+        owners = [row.probe for row in rows if row.wanted is not None]
+        return [logits[[place.index == owner for owner in owners]] for place in places]
+
+    def _arguments(
+        self, places: list[ProbePlace], rows: list[ProbeToken]
+    ) -> tuple[IntArray, IntArray, AttentionMeta, IntArray]:
+        """Of `Runnable.forward`."""
+        tokens, positions = ([row.token for row in rows], [row.position for row in rows])
+        wanted = [index for index, row in enumerate(rows) if row.wanted is not None]
+        return _array(tokens), _array(positions), self._meta(places, rows), _array(wanted)
+
+    def _meta(self, places: list[ProbePlace], rows: list[ProbeToken]) -> AttentionMeta:
+        longest = max(place.probe.length for place in places)
+        firsts = _array([place.first for place in places])
+        extra = np.full((len(rows), max(len(row.extra) for row in rows)), -1, np.int32)
+        for index, row in enumerate(rows):
+            extra[index, : len(row.extra)] = row.extra
+        return AttentionMeta(
+            slots=_array([row.slot for row in rows]),
+            table_rows=_array([row.probe for row in rows]),
+            context_lens=_array([row.context for row in rows]),
+            extra=extra,
+            slot_table=(firsts[:, None] + np.arange(longest)).astype(np.int32),
+        )
+
+    def _lay_out(self, places: list[ProbePlace]) -> None:
+        """NaN wherever a probe will write, its random past before it."""
+        kv = self.runner.kv
+        block_size, heads, dim = kv.shape[3], kv.shape[4], kv.shape[5]
+        num_used = -(-sum(place.num_slots for place in places) // block_size)
+        self._num_used = max(self._num_used, num_used)
+        kv[:num_used] = float("nan")
+        for place in (place for place in places if place.probe.past):
+            slots = torch.arange(place.first, place.first + place.probe.past, device=kv.device)
+            for spec in self.anatomy.attentions:
+                past = (
+                    fit_cache(states, heads, dim)[0].transpose(0, 1) for states in random_past(spec, place.probe.past)
+                )
+                keys, values = (states.to(kv.device) for states in past)  # [past, heads, dim]
+                write_kv_reference(keys, values, kv, spec.index, slots)
+
+    def clean(self) -> None:
+        """The cache as it was."""
+        self.runner.kv[: self._num_used] = 0.0
+
+
+def _array(numbers: list[int]) -> IntArray:
+    return np.array(numbers, np.int32)

@@ -1,0 +1,136 @@
+"""A causal LM in the two parts in which the engine and the trainers run it: the trunk, and all that is behind it.
+
+`anatomy.py` finds where a model is cut.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhfspec.huggingface.structure.attention import AttentionSpec
+from rlhfspec.huggingface.structure.positions import positions_in
+
+_ATTRIBUTE = "rlhfspec_anatomy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """What `anatomy.examine` found; it is kept on the model, so that all that run the model go by it."""
+
+    trunk: str  # the module's path
+    trunk_output: type  # what the trunk returns
+    attentions: tuple[AttentionSpec, ...]  # in the order in which they run
+    width: int  # of a hidden state
+    vocab_size: int
+    called: frozenset[str]  # paths of the modules that run; others lend their weights at most
+
+    @property
+    def kinds_of_attention(self) -> tuple[str, ...]:
+        """What they do, each kind once."""
+        return tuple(dict.fromkeys(str(spec) for spec in self.attentions))
+
+
+def anatomy_of(model: Any) -> Anatomy:
+    """What `keep_anatomy` left on this model."""
+    return getattr(model, _ATTRIBUTE)  # type: ignore[no-any-return]
+
+
+def keep_anatomy(model: Any, anatomy: Anatomy) -> None:
+    object.__setattr__(model, _ATTRIBUTE, anatomy)
+
+
+class CausalLM:
+    """A model in the two parts in which the engine and the trainer run it, head and all being the model's own code.
+
+    Example:
+        >>> from rlhfspec.huggingface.structure.anatomy import examine
+        >>> from rlhfspec.tiny import random_model
+        >>> model = random_model("gemma2", seed=0)      # caps its logits behind the head
+        >>> _ = examine(model, name="model", max_context=64)
+        >>> parts, tokens = CausalLM(model), torch.tensor([[5, 6, 7]])
+        >>> hidden = parts.hidden(tokens, torch.tensor([[0, 1, 2]]))
+        >>> torch.allclose(parts.logits(hidden[0]), model(tokens).logits[0], atol=1e-6)
+        True
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.anatomy = anatomy_of(model)
+        self.trunk = model.get_submodule(self.anatomy.trunk)
+        self.width = self.anatomy.width
+        self._head_guard: AbstractContextManager[object] = nullcontext()
+        self._given = _Given(self.anatomy.trunk_output)
+        self._behind = _with_submodule(model, self.anatomy.trunk, self._given)
+
+    def hidden(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """[1, N] tokens and positions -> [1, N, hidden]"""
+        return run_trunk(self.trunk, token_ids, position_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, width] -> float32 [n, vocab], by the model's own forward behind its trunk."""
+        self._given.hidden = hidden[None]
+        nothing = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        try:
+            with self._head_guard:
+                output = type(self.model).forward(self._behind, input_ids=nothing, use_cache=False)
+        finally:
+            self._given.hidden = None
+        return output.logits[0].float()  # type: ignore[no-any-return]
+
+    def guard_head(self, guard: AbstractContextManager[object]) -> None:
+        """From now on the code behind the trunk runs inside `guard`."""
+        self._head_guard = guard
+
+
+def run_trunk(trunk: Any, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """[1, N] tokens and positions -> hidden states [1, N, width]"""
+    return hidden_of(trunk(input_ids=token_ids, position_ids=position_ids, use_cache=False))
+
+
+def hidden_of(output: Any) -> torch.Tensor:
+    """The hidden states in what a trunk returns."""
+    return output[0] if isinstance(output, tuple) else output.last_hidden_state  # type: ignore[no-any-return]
+
+
+class _Given(nn.Module):
+    """In the trunk's place: returns what it was given."""
+
+    def __init__(self, output: type) -> None:
+        super().__init__()
+        self.output = output
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.hidden,) if self.output is tuple else self.output(last_hidden_state=self.hidden)
+
+
+def _with_submodule(model: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
+    """The same model with one module exchanged: all else is shared with the original, which stays as it is."""
+    name, _, rest = path.partition(".")
+    view = copy.copy(model)
+    view._modules = dict(model._modules)
+    inner = view._modules[name]
+    assert inner is not None, path
+    view._modules[name] = _with_submodule(inner, rest, replacement) if rest else replacement
+    return view
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of the decoder, also within a model for more than text."""
+    return model.config.get_text_config(decoder=True)
+
+
+def max_positions(model: Any) -> int | None:
+    """How many positions the model was made for; None where it does not say."""
+    return positions_in(model.config)
+
+
+def within_positions(model: Any, num_tokens: int) -> int:
+    """So many tokens, or as many as the model has positions."""
+    return min(num_tokens, max_positions(model) or num_tokens)

@@ -1,0 +1,45 @@
+"""A past that costs nothing: a model made to believe that so many positions lie behind it.
+
+Hugging Face then makes the masks and positions of tokens far inside a long sequence, in a forward of a few tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicLayer
+
+from rlhfspec.huggingface.structure.causal_lm import text_config
+
+
+class PastLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Hands out zeros that take no memory in front of the new keys and values, and keeps nothing."""
+
+    is_compileable = False
+
+    def __init__(self, length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length = length
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any,
+               ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        return self._behind(key_states), self._behind(value_states)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def _behind(self, states: torch.Tensor) -> torch.Tensor:
+        shape = (*states.shape[:-2], self.length, states.shape[-1])
+        return torch.cat([states.new_zeros(()).expand(shape), states], dim=-2)
+
+
+def past_of(model: Any, length: int) -> dict[str, Any]:
+    """Keyword arguments of a forward behind `length` positions (0: at the beginning, without a cache)."""
+    if not length:
+        return {"use_cache": False}
+    num_layers = 2 * getattr(text_config(model), "num_hidden_layers", 0) + 64  # some attend several times a layer
+    return {"past_key_values": Cache(layers=[PastLayer(length) for _ in range(num_layers)]), "use_cache": True}

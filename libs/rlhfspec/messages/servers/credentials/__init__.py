@@ -1,0 +1,1 @@
+"""What servers and roles prove themselves with: certificates, keys, tokens."""

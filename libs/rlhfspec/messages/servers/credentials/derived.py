@@ -1,0 +1,39 @@
+"""Keys that are a function of one secret and of what they are for: with the secret they can be made again, the same
+bytes every time, and one of them tells nothing of another.
+
+Example:
+    >>> secret = bytes(32)
+    >>> derived(secret, "redis", "reward").hex()[:8], derived(secret, "redis", "trainer").hex()[:8]
+    ('f63a4997', 'fc0124e5')
+    >>> nkey_seed(secret, USER_KEY, "reward")[:2]
+    'SU'
+"""
+
+from __future__ import annotations
+
+import json
+
+import nkeys
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+OPERATOR_KEY, ACCOUNT_KEY, USER_KEY = nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_USER
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+
+
+def derived(secret: bytes, *purpose: str, length: int = 32) -> bytes:
+    """By HKDF. No two purposes are written alike, whatever their words contain."""
+    return HKDF(hashes.SHA256(), length, salt=b"rlhfspec", info=json.dumps(purpose).encode()).derive(secret)
+
+
+def ec_key(secret: bytes, *purpose: str) -> ec.EllipticCurvePrivateKey:
+    """For certificates: 16 bytes more than the curve's numbers have, so that none is likelier than another."""
+    number = int.from_bytes(derived(secret, "ec", *purpose, length=48), "big")
+    return ec.derive_private_key(number % (_P256_ORDER - 1) + 1, ec.SECP256R1())
+
+
+def nkey_seed(secret: bytes, kind: int, *purpose: str) -> str:
+    """Of a NATS operator, account or user."""
+    seed: bytes = nkeys.encode_seed(derived(secret, "nkey", *purpose), kind)
+    return seed.decode()

@@ -1,0 +1,1 @@
+"""What `nats.py` is made of: the connection, and streams, deliveries and readings of JetStream."""

@@ -1,0 +1,343 @@
+"""One connection to a NATS server that outlives the server: requests are asked again until they are answered.
+
+What nats-py leaves to its user is here: a first connection that fails at once and says why, answers that were lost
+with a connection, refused subjects (which the server tells the connection alone), and a partition in which a
+socket never closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import re
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Literal
+
+import nats.errors
+from nats.aio.client import PING_PROTO, Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportClosed, TransportUnavailable
+from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.messages.transport.jetstream.greeting import check_info, explained, read_info
+from rlhfspec.messages.transport.jetstream.proof import NatsProof
+
+Arrived = Callable[[Msg], Awaitable[None]]
+Use = Literal["publish", "subscription"]  # of a subject, in the server's words
+ANSWER_SECONDS = 5.0  # then it is asked again; an answer that was lost with its connection is not waited for
+RETRY_SECONDS = 0.1
+HUNG_SECONDS = 0.5
+OUTBOX_BYTES = 64 << 20  # what is sent while the server is away
+_REFUSED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
+
+
+class Connection:
+    """`patience_seconds`: so long a request waits for a server that is away. `role`: named where the server refuses."""
+
+    def __init__(self, url: str, clock: Clock, patience_seconds: float, role: str = "") -> None:
+        self.url = url
+        self.clock = clock
+        self.patience_seconds = patience_seconds
+        self.disturbed: set[Callable[[], None]] = set()  # called when waiting any longer may be in vain
+        self.is_closed = False
+        self.num_reconnects = 0
+        self._role = role
+        self._nc = _Client()
+        self._connected = asyncio.Event()
+        self._inbox = ""
+        self._numbers = itertools.count()
+        self._answers: dict[str, tuple[str, asyncio.Future[Msg | None]]] = {}  # by number; None: lost
+        self._refused: set[tuple[Use, str]] = set()  # of which subjects, in small letters
+
+    @classmethod
+    async def open(
+        cls,
+        url: str,
+        *,
+        name: str,
+        inbox_prefix: str,
+        proof: NatsProof,
+        tls: ssl.SSLContext | None,
+        clock: Clock,
+        patience_seconds: float,
+        connect_timeout_seconds: float,
+        role: str = "",
+    ) -> Connection:
+        """Raises at once: InvalidRequest for what has to be changed, TransportUnavailable where nothing answers."""
+        proof.check()
+        connection, opened = cls(url, clock, patience_seconds, role), False
+        try:
+            async with asyncio.timeout(connect_timeout_seconds):
+                check_info(url, await read_info(url), tls)
+                await connection._open(name, inbox_prefix, proof, tls)
+            opened = True
+        except TimeoutError:
+            raise TransportUnavailable(url, f"no answer within {connect_timeout_seconds:g} s") from None
+        finally:
+            if not opened:
+                await connection._give_up()
+        return connection
+
+    async def _open(self, name: str, inbox_prefix: str, proof: NatsProof, tls: ssl.SSLContext | None) -> None:
+        if tls is not None:
+            quiet_about_tls()
+        try:
+            await self._nc.connect(
+                [self.url],
+                name=name,
+                inbox_prefix=inbox_prefix,
+                **proof.options(),
+                tls=tls,
+                allow_reconnect=False,  # the first time, what is wrong is to be said
+                max_reconnect_attempts=1,
+                reconnect_time_wait=0.25,  # type: ignore[arg-type]
+                connect_timeout=2,
+                ping_interval=1,
+                max_outstanding_pings=2,
+                pending_size=OUTBOX_BYTES,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnected,
+                closed_cb=self._on_closed,
+            )
+        except (nats.errors.Error, OSError) as error:
+            raise explained(self.url, error, proof) from error
+        self._nc.options.update(allow_reconnect=True, max_reconnect_attempts=-1)
+        self._connected.set()
+        self._inbox = self._nc.new_inbox()
+        await self.listen(f"{self._inbox}.*", self._on_answer)
+
+    async def _give_up(self) -> None:
+        """nats-py would wait for a goodbye, which after a failed handshake never comes."""
+        if (socket := _socket_of(self._nc)) is not None:
+            socket.abort()
+        if self._nc.is_connected:
+            await self._nc.close()
+
+    def hurry(self, seconds: float) -> None:
+        """From now on, and for what waits already."""
+        self.patience_seconds = min(self.patience_seconds, seconds)
+
+    # --- sending -------------------------------------------------------------------------------------------------
+
+    async def ask(
+        self,
+        subject: str,
+        data: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        seconds: float = ANSWER_SECONDS,
+    ) -> Msg | None:
+        """One try. None: no answer came; whether it was heard is not known."""
+        self.refuse("publish", subject)
+        number = str(next(self._numbers))
+        answer: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._connected.wait()
+                self._answers[number] = subject.lower(), answer
+                await self._publish(subject, data, f"{self._inbox}.{number}", headers)
+                message = await answer
+        except (TimeoutError, nats.errors.OutboundBufferLimitError):
+            message = None
+        finally:
+            self._answers.pop(number, None)
+        self.refuse("publish", subject)
+        return message
+
+    async def until_answered(self, subject: str, data: bytes = b"") -> Msg:
+        """For what may be heard twice. Raises TransportUnavailable when the server is away for too long."""
+        began = self.clock.now()
+        while True:
+            answer = await self.ask(subject, data)
+            if answer is not None and status_of(answer) != "503":
+                return answer
+            if self.clock.now() - began >= self.patience_seconds:
+                raise TransportUnavailable(self.url, f"no answer to {subject} for {self.patience_seconds:g} s")
+            await self.clock.sleep(RETRY_SECONDS)
+
+    async def api(self, call: str, body: object = None) -> dict[str, Any]:
+        """Of JetStream. An error of the server's is raised, but `error` 404 and what the request is to blame for."""
+        began = self.clock.now()
+        while True:
+            answer = await self.until_answered(f"$JS.API.{call}", b"" if body is None else json.dumps(body).encode())
+            found: dict[str, Any] = json.loads(answer.data)
+            error = found.get("error")
+            if error is None or error["code"] < 500:
+                return found
+            if self.clock.now() - began >= self.patience_seconds:
+                raise TransportUnavailable(self.url, f"{call}: {error['description']}")
+            await self.clock.sleep(RETRY_SECONDS)
+
+    async def send(
+        self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Not confirmed: while the server is away it is kept, and dropped when that is too much."""
+        self.refuse("publish", subject)
+        with suppress(nats.errors.OutboundBufferLimitError):
+            await self._publish(subject, data, reply, headers)
+
+    async def _publish(self, subject: str, data: bytes, reply: str, headers: Mapping[str, str] | None) -> None:
+        try:
+            await self._nc.publish(subject, data, reply=reply, headers=None if headers is None else dict(headers))
+        except nats.errors.ConnectionClosedError:
+            raise TransportClosed(subject) from None
+
+    def refuse_too_large(self, subject: str, id: str, data: bytes, headers: Mapping[str, str]) -> None:
+        """The server would close the connection over it, again and again."""
+        size = len(data) + 16 + sum(len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items())
+        if size > self._nc.max_payload:
+            raise MessageTooLarge(subject, id, size, self._nc.max_payload)
+
+    # --- listening -----------------------------------------------------------------------------------------------
+
+    async def listen(self, subject: str, arrived: Arrived) -> Subscription:
+        """The server knows of it, or has refused it, before it answers whatever is asked after this."""
+        self.refuse("subscription", subject)
+        return await self._nc.subscribe(subject, cb=arrived)
+
+    async def until_connected(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._connected.wait()
+        return self._connected.is_set()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connected.is_set()
+
+    @property
+    def max_payload(self) -> int:
+        """Of the server, in bytes."""
+        return self._nc.max_payload
+
+    def new_inbox(self) -> str:
+        return self._nc.new_inbox()
+
+    def refuse_if_closed(self, subject: str) -> None:
+        if self.is_closed:
+            raise TransportClosed(subject)
+
+    def refuse(self, use: Use, subject: str) -> None:
+        """Raises when nothing can travel there any more."""
+        self.refuse_if_closed(subject)
+        if (use, subject.lower()) in self._refused:
+            client = f"role {self._role}" if self._role else "this user"
+            verb = "publish" if use == "publish" else "subscribe"
+            raise InvalidRequest("permission denied", subject, f"{client} may not {verb} to {subject}")
+
+    # --- what the connection says --------------------------------------------------------------------------------
+
+    async def _on_answer(self, message: Msg) -> None:
+        _, answer = self._answers.get(message.subject.rpartition(".")[2], ("", None))
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    async def _on_error(self, error: Exception) -> None:
+        if found := _REFUSED.search(str(error)):
+            use, subject = found[1].lower(), found[2].lower()
+            self._refused.add(("publish" if use == "publish" else "subscription", subject))
+            self._lose([answer for asked, answer in self._answers.values() if asked == subject])
+
+    async def _on_disconnected(self) -> None:
+        self._connected.clear()
+        self._lose([answer for _, answer in self._answers.values()])
+
+    async def _on_reconnected(self) -> None:
+        self.num_reconnects += 1
+        self._connected.set()
+        self._lose([])
+
+    async def _on_closed(self) -> None:
+        self.is_closed = True
+        self._connected.set()  # the tasks that wait for it are told
+        self._lose([answer for _, answer in self._answers.values()])
+
+    def _lose(self, answers: list[asyncio.Future[Msg | None]]) -> None:
+        for answer in answers:
+            if not answer.done():
+                answer.set_result(None)
+        for call in list(self.disturbed):
+            call()
+
+    async def close(self) -> None:
+        """Even if it is cancelled on the way, no socket stays open."""
+        try:
+            if self._connected.is_set() and not self.is_closed:
+                with suppress(nats.errors.Error):
+                    await self._nc.flush(timeout=1)
+            self.is_closed = True
+            await self._nc.close()
+        finally:
+            if (socket := _socket_of(self._nc)) is not None:
+                socket.abort()
+
+
+def status_of(message: Msg) -> str:
+    """Of an answer that is no message: "404", "503" ... Empty for a message."""
+    return "" if message.reply or not message.headers else message.headers.get("Status", "")
+
+
+class _Client(Client):
+    """A program that answers in the server's place later, without TLS, is told nothing: nats-py takes TLS for what a
+    server may ask for, and would show a password to one that does not."""
+
+    def _connect_command(self) -> bytes:
+        socket = _socket_of(self)
+        assert socket is not None, "it is connected"
+        if self.options.get("tls") is not None and socket.get_extra_info("ssl_object") is None:
+            socket.abort()
+            raise nats.errors.Error("nats: the server speaks no TLS any more")
+        return super()._connect_command()
+
+    async def _process_op_err(self, e: Exception) -> None:
+        """nats-py waits for a dead socket to close before it connects anew: up to 15 minutes, where bytes are unsent
+        (nats.py #671). Such a socket is given up."""
+        socket = _socket_of(self)
+        await super()._process_op_err(e)
+        if self.is_reconnecting and socket is not None:
+            asyncio.get_running_loop().call_later(HUNG_SECONDS, self._give_up, socket)
+
+    def _give_up(self, socket: asyncio.WriteTransport) -> None:
+        if _socket_of(self) is socket:  # else it is connected anew by now
+            socket.abort()
+
+    async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
+        """After all that is still to be written, which nats-py's ping overtakes: `drain` took the answer for a sign
+        that the server had heard it, dropped what came later, and that stayed delivered until its ack wait was over.
+        """
+        answer: asyncio.Future[bool] = asyncio.Future()
+        if future is not None:  # it may be cancelled by then, which nats-py takes for an error of the connection
+            answer.add_done_callback(lambda _: None if future.done() else future.set_result(True))
+        self._pongs.append(answer)
+        await self._send_command(PING_PROTO)
+        await self._flush_pending()
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        """What is unsent while the server is away is given up: nats-py would write it to a lost TLS connection, which
+        raises AttributeError."""
+        if not self.is_connected:
+            self._pending, self._pending_data_size = [], 0
+        await super()._close(status, do_cbs)
+
+
+def _socket_of(nc: Client) -> asyncio.WriteTransport | None:
+    """What nats-py keeps behind its fence; so does `_Client`."""
+    writer = getattr(nc._transport, "_io_writer", None)
+    return None if writer is None else writer.transport
+
+
+def quiet_about_tls() -> None:
+    """asyncio warns of each TLS connection that its peer closes; nothing is wrong with that."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "eof_received" not in str(record.msg)
+
+    log = logging.getLogger("asyncio")
+    if not any(getattr(each, "__name__", "") == "is_news" for each in log.filters):
+        log.addFilter(is_news)

@@ -1,0 +1,129 @@
+"""How a subject is kept by JetStream: one stream each, which says itself what it was declared for.
+
+- Work: an interest stream with a durable consumer for each name that pulls; the server never gives a message up.
+- State: the latest message of each key, which is the last word of the subject. What was stored is published again
+  under `latest.`, with its number, for those that watch.
+- A signal is a plain subject; its stream keeps nothing, and is there to say that it was declared.
+
+Example:
+    >>> stream_name("rlhf.sums.3f2a.sample"), subject_of("rlhf_sums_3f2a_sample")
+    ('rlhf_sums_3f2a_sample', 'rlhf.sums.3f2a.sample')
+    >>> key_word("policy"), key_word("sums/3.7"), key_word("")
+    ('policy', 'sums%2F3%2E7', '%')
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+from urllib.parse import quote
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.messages.transport.base import Consumer, Kind
+
+SECOND = 1_000_000_000  # JetStream counts nanoseconds
+DUPLICATE_WINDOW_SECONDS = 3600  # for as long an id is known when its message is gone; some 200 bytes of memory each
+_WORDS = re.compile(r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*")
+_KIND, _CONSUMERS = "rlhfspec.kind", "rlhfspec.consumers"
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    kind: Kind
+    consumers: Mapping[str, Consumer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """How long a message stays though it may not have been read, by its kind (0: for ever), and what else each stream
+    says of itself."""
+
+    work_seconds: float = 0.0
+    state_seconds: float = 0.0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+FOR_EVER = Keeping()
+
+
+def stream_name(subject: str) -> str:
+    if not _WORDS.fullmatch(subject):
+        raise InvalidRequest("subject", subject, "must be words of letters, digits and -, with dots between them")
+    return subject.replace(".", "_")
+
+
+def subject_of(stream: str) -> str:
+    return stream.replace("_", ".")
+
+
+def key_word(key: str) -> str:
+    """The key as one word of a subject."""
+    return quote(key, safe="").replace(".", "%2E") or "%"
+
+
+def latest_of(subject: str, word: str = "*") -> str:
+    """Where state is published again, once it is stored; only the server publishes there."""
+    return f"latest.{subject}.{word}"
+
+
+def stream_config(subject: str, declared: Declared, max_pending: int, keeping: Keeping = FOR_EVER) -> dict[str, Any]:
+    consumers = [asdict(consumer) for consumer in declared.consumers.values()]
+    seconds = keeping.work_seconds if declared.kind == "work" else keeping.state_seconds
+    return {
+        "name": stream_name(subject),
+        "storage": "file",
+        "num_replicas": 1,
+        "max_msgs": max_pending,
+        "max_age": round(seconds * SECOND),
+        "duplicate_window": DUPLICATE_WINDOW_SECONDS * SECOND,
+        "metadata": {**keeping.metadata, _KIND: declared.kind, _CONSUMERS: json.dumps(consumers)},
+        **_settings(subject, declared.kind),
+    }
+
+
+def _settings(subject: str, kind: Kind) -> dict[str, Any]:
+    if kind == "work":
+        return {"subjects": [subject], "retention": "interest", "discard": "new"}
+    settings: dict[str, Any] = {"retention": "limits", "discard": "old", "max_msgs_per_subject": 1}
+    if kind == "signal":
+        return {**settings, "subjects": [f"signal.{subject}"]}
+    republish = {"src": f"{subject}.*", "dest": latest_of(subject, "{{wildcard(1)}}")}
+    return {**settings, "subjects": [f"{subject}.*"], "republish": republish}
+
+
+def consumer_config(consumer: Consumer) -> dict[str, Any]:
+    """Delivered for ever by the server: dead letters are written by the process that pulls."""
+    return {
+        "name": consumer.name,
+        "durable_name": consumer.name,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": round(consumer.ack_wait_seconds * SECOND),
+        "max_ack_pending": consumer.max_unacknowledged,
+        "max_deliver": -1,
+    }
+
+
+def requests_for(
+    subject: str, declared: Declared, max_pending: int, keeping: Keeping = FOR_EVER
+) -> list[tuple[str, dict[str, Any]]]:
+    """What JetStream is asked to declare it: the call and its body, of the stream first, then of each consumer. Asked
+    for what is there already, the server changes nothing."""
+    stream = stream_name(subject)
+    of_consumers = [
+        (f"CONSUMER.CREATE.{stream}.{each.name}", {"stream_name": stream, "config": consumer_config(each)})
+        for each in declared.consumers.values()
+    ]
+    return [(f"STREAM.CREATE.{stream}", stream_config(subject, declared, max_pending, keeping)), *of_consumers]
+
+
+def declared_of(subject: str, info: Mapping[str, Any]) -> Declared:
+    """What a stream says of itself."""
+    metadata = info["config"].get("metadata", {})
+    if _KIND not in metadata:
+        raise InvalidRequest("subject", subject, f"the stream {stream_name(subject)} was made by another program")
+    consumers = [Consumer(**fields) for fields in json.loads(metadata[_CONSUMERS])]
+    return Declared(cast(Kind, metadata[_KIND]), {consumer.name: consumer for consumer in consumers})

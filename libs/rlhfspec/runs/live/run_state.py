@@ -1,0 +1,296 @@
+"""What is known of a run's workers, in one shape, by one pure reducer: what was told goes in, the next state comes out.
+
+Of what is told of a worker the newest counts, in whatever order it comes: the same things told in another order, or
+twice, make the same state. (How long a worker worked in all, `busy_seconds`, must only grow from one start of its
+process to the next.) Times are readings of one clock, by the listener. The view, `rlhfspec top`, the dashboard,
+control's report and `kubectl rlhf` draw this state and keep none of their own.
+
+Example:
+    >>> from rlhfspec.messages.records import Heartbeat
+    >>> beat = Heartbeat(
+    ...     id="b", job="sums", stage="reward", worker=0, doing="waiting", what="samples", since_seconds=1.0,
+    ...     overdue_seconds=-1.0, busy_seconds=0.0,
+    ... )
+    >>> run = after(RunState(), [(10.0, beat)])
+    >>> [worker] = run.workers.values()
+    >>> worker.state.what, worker.is_silent(20.0), worker.is_silent(30.0)
+    ('samples', False, True)
+    >>> without_gone(run, now=50.0, after_seconds=30.0).workers
+    {}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rlhfspec.messages.loop import BY_NAME
+from rlhfspec.messages.records import Heartbeat, Load, Plan, Record, WorkerInfo
+from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.stage.silence import is_silent
+from rlhfspec.stage.vitals import WorkerState
+
+NEVER = float("-inf")
+WorkerKey = tuple[str, int]  # stage, and its number there
+Phase = Literal["starting", "running", "restarting", "held", "left"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessNews:
+    """Tell that a worker's process starts, or is gone; what watches it says so. What an earlier process said counts no
+    longer."""
+
+    stage: str
+    worker: int
+    phase: Literal["starting", "restarting", "left"]
+    what: str = ""
+    pid: int | None = None
+    num_restarts: int = 0
+    by_hand: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldNews:
+    """Tell that a worker's process was stopped from outside (SIGSTOP), or goes on."""
+
+    stage: str
+    worker: int
+    is_held: bool
+
+
+News = Record | ProcessNews | HeldNews
+Told = tuple[float, News]  # when, and what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunWorker:
+    """Hold what is known of one worker. What was never told is None, and was told NEVER."""
+
+    stage: str
+    worker: int
+    state: WorkerState | None = None
+    heard_at: float = NEVER  # of `state`
+    busy_at: float = NEVER  # first heard to have worked for as long as it has
+    load: Load | None = None  # of a generator
+    loaded_at: float = NEVER
+    info: WorkerInfo | None = None  # once it is ready
+    ready_at: float = NEVER
+    process: ProcessNews | None = None
+    process_at: float = NEVER
+    is_held: bool = False
+    held_at: float = NEVER  # or let go on
+
+    @property
+    def key(self) -> WorkerKey:
+        return self.stage, self.worker
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}-{self.worker}"
+
+    @property
+    def phase(self) -> Phase:
+        if self.process is not None and self.process.phase != "starting":
+            return self.process.phase
+        if self.is_held:
+            return "held"
+        return "starting" if self.info is None else "running"
+
+    @property
+    def pid(self) -> int | None:
+        if self.process is not None and self.process.pid is not None:
+            return self.process.pid
+        return None if self.info is None else self.info.pid
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Return whether it was started from another shell."""
+        return self.process is not None and self.process.by_hand
+
+    @property
+    def spoke_at(self) -> float:
+        """Return when it was last heard, or something happened to its process; of its load nothing is asked."""
+        return max(self.heard_at, self.ready_at, self.process_at, self.held_at)
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether more was told of it than a load."""
+        return self.spoke_at > NEVER
+
+    @property
+    def worked_at(self) -> float:
+        """Return when it last worked, or something happened to its process."""
+        works = self.state is not None and self.state.doing == "working"
+        return max(self.busy_at, self.ready_at, self.process_at, self.held_at, self.heard_at if works else NEVER)
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.state is not None and self.state.doing == "stopped"
+
+    def is_silent(self, now: float) -> bool:
+        """Return whether it has not said for long what it does."""
+        return is_silent(now - self.spoke_at)
+
+    def is_load_silent(self, now: float) -> bool:
+        """Return whether it has not said for long what it has."""
+        return is_silent(now - self.loaded_at)
+
+    def later(self, seconds: float) -> RunWorker:
+        """Return the same by a clock that is so far ahead."""
+        return replace(
+            self, heard_at=self.heard_at + seconds, busy_at=self.busy_at + seconds, loaded_at=self.loaded_at + seconds,
+            ready_at=self.ready_at + seconds, process_at=self.process_at + seconds, held_at=self.held_at + seconds,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Hold the state of a run. `num_wanted`: so many generators would pay, by the last plan that knew it; None: none
+    did yet."""
+
+    workers: Mapping[WorkerKey, RunWorker] = field(default_factory=dict)
+    num_wanted: int | None = None
+    why_wanted: str = ""
+    wanted_at: float = NEVER
+
+    @property
+    def there(self) -> list[RunWorker]:
+        """Return the known ones that did not leave."""
+        return [worker for worker in self.workers.values() if worker.is_known and worker.phase != "left"]
+
+    @property
+    def generators(self) -> list[RunWorker]:
+        """Return those that told their load, by number."""
+        found = (worker for worker in self.workers.values() if worker.load is not None)
+        return sorted(found, key=lambda worker: worker.worker)
+
+    @property
+    def infos(self) -> list[WorkerInfo]:
+        """Return the infos of all that are ready."""
+        return [worker.info for worker in self.workers.values() if worker.info is not None]
+
+    @property
+    def states(self) -> list[WorkerState]:
+        """Return the states of those that run, as the workers say them."""
+        running = (worker for worker in self.workers.values() if worker.phase in ("starting", "running"))
+        return [worker.state for worker in running if worker.state is not None]
+
+    @property
+    def owners(self) -> dict[str, WorkerKey]:
+        """Return which generator makes a sample, by id; of two that claim it, the one that spoke last."""
+        by_time = sorted(self.generators, key=lambda worker: worker.loaded_at)
+        return {sample: each.key for each in by_time if each.load is not None for sample in each.load.sample_ids}
+
+    def is_only_worker(self, key: WorkerKey) -> bool:
+        """Return whether no other worker of its stage may hold records."""
+        return all(worker.stage != key[0] or worker.key == key for worker in self.there)
+
+    def quiet_seconds(self, now: float) -> float:
+        """Return the time since any worker worked, started or ended."""
+        return min((now - each.worked_at for each in self.workers.values() if each.is_known), default=0.0)
+
+    def all_run(self, now: float) -> bool:
+        """Return whether no worker is expected back that is away now."""
+        return all(worker.phase == "running" and not worker.is_silent(now) for worker in self.there)
+
+
+class KnownRun:
+    """Keep the state of a run as this process is told of it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._run = RunState()
+        self._told: list[Told] = []  # since
+
+    def tell(self, *news: News) -> None:
+        now = self.clock.now()
+        self._told += [(now, each) for each in news]
+
+    @property
+    def run(self) -> RunState:
+        if self._told:
+            self._run, self._told = after(self._run, self._told), []
+        return self._run
+
+
+def after(run: RunState, told: Iterable[Told]) -> RunState:
+    """Return the state after all that was told, each with when. What tells nothing of a worker of the loop changes
+    nothing. The workers are copied once: give what came together together."""
+    workers = dict(run.workers)
+    for at, news in told:
+        match news:
+            case Plan():
+                if news.num_wanted > 0 and at >= run.wanted_at:
+                    run = replace(run, num_wanted=news.num_wanted, why_wanted=news.why_wanted, wanted_at=at)
+            case Load():
+                worker = _worker(workers, ("generator", news.worker))
+                if at >= worker.loaded_at:
+                    workers[worker.key] = replace(worker, load=news, loaded_at=at)
+            case Heartbeat() | WorkerInfo() | ProcessNews() | HeldNews() if news.stage in BY_NAME:
+                worker = _worker(workers, (news.stage, news.worker))
+                if at >= worker.process_at:
+                    workers[worker.key] = _after(worker, news, at)
+    return replace(run, workers=workers)
+
+
+def without_gone(run: RunState, *, now: float, after_seconds: float) -> RunState:
+    """Return the state without those that left, and without what is so old: a worker that says nothing, but for one
+    whose process is held or comes again, and a load that is not told again."""
+    kept = {}
+    for key, worker in run.workers.items():
+        if now - worker.loaded_at >= after_seconds or worker.phase == "left":
+            worker = replace(worker, load=None, loaded_at=NEVER)
+        is_awaited = worker.phase in ("held", "restarting")
+        if worker.phase == "left" or (now - worker.spoke_at >= after_seconds and not is_awaited):
+            worker = RunWorker(stage=worker.stage, worker=worker.worker, load=worker.load, loaded_at=worker.loaded_at)
+        if max(worker.spoke_at, worker.loaded_at) > NEVER:
+            kept[key] = worker
+    return replace(run, workers=kept)
+
+
+def worker_state(beat: Heartbeat) -> WorkerState:
+    return WorkerState(
+        stage=beat.stage,
+        worker=beat.worker,
+        doing=beat.doing,
+        what=beat.what,
+        since_seconds=beat.since_seconds,
+        overdue_seconds=beat.overdue_seconds,
+        busy_seconds=beat.busy_seconds,
+        trouble=beat.trouble,
+    )
+
+
+def _worker(workers: Mapping[WorkerKey, RunWorker], key: WorkerKey) -> RunWorker:
+    return workers.get(key) or RunWorker(stage=key[0], worker=key[1])
+
+
+def _after(worker: RunWorker, news: Heartbeat | WorkerInfo | ProcessNews | HeldNews, at: float) -> RunWorker:
+    """Return the worker after some news of its newest process; what is older than the last of its kind changes
+    nothing."""
+    match news:
+        case Heartbeat():
+            return _heard(worker, news, at)
+        case WorkerInfo() if at >= worker.ready_at:
+            return replace(worker, info=news, ready_at=at)
+        case HeldNews() if at >= worker.held_at:
+            return replace(worker, is_held=news.is_held, held_at=at)
+        case ProcessNews():
+            worker = replace(worker, process=news, process_at=at)
+            if worker.heard_at <= at:
+                worker = replace(worker, state=None, heard_at=NEVER, busy_at=NEVER)
+            if worker.ready_at <= at:
+                worker = replace(worker, info=None, ready_at=NEVER)
+            return worker if worker.held_at > at else replace(worker, is_held=False, held_at=NEVER)
+    return worker
+
+
+def _heard(worker: RunWorker, beat: Heartbeat, at: float) -> RunWorker:
+    before = worker.state.busy_seconds if worker.state is not None else None
+    if at >= worker.heard_at:
+        busy_at = worker.busy_at if beat.busy_seconds == before else at
+        return replace(worker, state=worker_state(beat), heard_at=at, busy_at=busy_at)
+    if beat.busy_seconds == before:
+        return replace(worker, busy_at=min(worker.busy_at, at))
+    return worker

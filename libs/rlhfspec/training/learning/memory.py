@@ -1,0 +1,72 @@
+"""Whether what a forward keeps for its backward pass fits the device, beside all that stays there.
+
+`training.activationCheckpointing: auto` computes layers again where
+
+    activations of a micro-batch  >  .9 x (free memory once the weights are there - 3 x trained weights) - 1 GiB
+
+Trained weights get a gradient and the two moments of Adam; 1 GiB is for logits, which are made and kept in parts of
+256 MB; a tenth is left for fragments of the allocator and the work space of products.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rlhfspec import job
+from rlhfspec.training.learning.distributed import Ranks
+from rlhfspec.training.modeling.recomputed import activation_bytes, recompute
+
+log = logging.getLogger("rlhfspec.training.learning")
+GIB = 1 << 30
+
+
+class ActivationRoom:
+    """Of the models that a rank trains. Made while they are on the host, where two short rows are tried."""
+
+    def __init__(self, spec: job.Spec, trunks: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
+        self._setting = spec.training.activation_checkpointing
+        self._trunks = trunks
+        self._device = device
+        self._kept: list[int | None] = []
+        if self._setting == "auto" and device.type != "cpu":
+            num_tokens = max(spec.training.tokens_per_micro_batch, spec.max_context)
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                self._kept = [activation_bytes(trunk, num_tokens) for trunk in trunks]
+
+    def settle(self, trained: Iterable[torch.Tensor], ranks: Ranks) -> bool:
+        """Once the weights are on the device: layers are computed again, or not, and on all ranks alike."""
+        again = self._setting == "on"
+        if self._kept:
+            again = not all(ranks.gathered(self._fits(sum(map(_own_bytes, trained)))))
+        for trunk in self._trunks if again else ():
+            recompute(trunk)
+        return again
+
+    def _fits(self, trained: int) -> bool:
+        free = torch.get_device_module(self._device).mem_get_info(self._device)[0]
+        needed = max((kept for kept in self._kept if kept is not None), default=0)
+        room = fits_into(free, trained)
+        fits = None not in self._kept and needed <= room
+        log.info(
+            "a micro-batch keeps %.2f GiB of activations where there is room for %.2f: layers are %s",
+            needed / GIB, room / GIB, "kept" if fits else "computed again in the backward pass",
+        )  # fmt: skip
+        return fits
+
+
+def fits_into(free: int, trained: int) -> int:
+    """Bytes of activations that there is room for.
+
+    >>> fits_into(free=50 * GIB, trained=10 * GIB) / GIB
+    17.0
+    """
+    return int(0.9 * (free - 3 * trained)) - GIB
+
+
+def _own_bytes(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes

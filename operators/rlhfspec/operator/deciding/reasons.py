@@ -1,0 +1,443 @@
+"""Why a job is not as it should be: one word, and the evidence. `docs/conditions.md` shows this table.
+
+The first cause that holds is the one that is shown: what explains others stands before them.
+
+Example:
+    >>> [cause.reason for cause in CAUSES][:3]
+    ['BadConfig', 'Queued', 'MissingSecret']
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rlhfspec.cluster import names
+from rlhfspec.job import RLHFJob
+from rlhfspec.messages.loop import workers_of
+from rlhfspec.operator.deciding.draft import FRESH_SECONDS, Draft, worker_name
+from rlhfspec.operator.deciding.failures import is_about_storage_away
+from rlhfspec.operator.deciding.memory import WorkerMemory
+from rlhfspec.operator.deciding.observed import PodView, Refusal, Said
+from rlhfspec.operator.deciding.wanted import wanted_workers
+from rlhfspec.operator.making import kueue
+from rlhfspec.operator.making.workloads import WORKLOAD_KIND as WORKLOAD
+from rlhfspec.worker.exits import is_about_full_disk
+
+READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # so long a pod may take after the job ran, and before
+_STEADY_SECONDS = 30.0  # so long a worker that failed again and again must be ready to count as back
+PULL_REASONS = {
+    "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError",
+    "RegistryUnavailable",
+}  # fmt: skip
+CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError"}
+LOST_REASONS = {"NodeLost", "DeletionByTaintManager"}
+# What the kubelet says of a pod's first moments, until it may read what the pod mounts, and has.
+NOT_YET = re.compile(
+    r"failed to sync (secret|configmap) cache|object \S+ not registered|no relationship found between node"
+)
+ABOUT_VOLUMES = re.compile(r"persistent ?volume|volume node affinity", re.IGNORECASE)
+NOT_THERE = re.compile(r'(secret|configmap) "[^"]*" not found|references non-existent (secret|config) key')
+# Reasons of refusals, of what has the name of something that the job needs: somebody's, or of an older job of its name.
+IN_THE_WAY, LEAVING = "AlreadyExists", "Leaving"
+Find = Callable[[Draft], Iterator[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    reason: str
+    means: str
+    todo: str
+    find: Find
+
+
+def finding(draft: Draft) -> Said | None:
+    """The first cause, with its first evidence; None: all is well, as far as anybody knows."""
+    outcome = draft.memory.outcome
+    if outcome is not None:
+        return Said(outcome.reason, outcome.message) if outcome.type == "Failed" else None
+    for cause in CAUSES:
+        evidence = list(dict.fromkeys(cause.find(draft)))
+        if evidence:
+            more = f" (and {len(evidence) - 1} more)" if len(evidence) > 1 else ""
+            return Said(cause.reason, evidence[0][:900] + more)
+    return None
+
+
+def config_problem(draft: Draft) -> str:
+    """What keeps the job from starting at all; empty: nothing."""
+    job = draft.job
+    if job.job is None:
+        return str(job.problems[0]) if job.problems else "it cannot be read"
+    storage = job.job.spec.storage
+    if not (storage.uri or storage.claim or draft.settings.default_claim):
+        return (
+            "spec.storage.claim: name a PersistentVolumeClaim of this namespace, or an object store as "
+            "spec.storage.uri: the operator has no claim by default"
+        )
+    if kueue.is_queued(draft) and not draft.settings.kueue:
+        return "spec.scheduling.gang: kueue is not among operator.gang of the operator's chart: add it there"
+    if too_many := _too_many(job.job, draft.settings.max_workers):
+        return too_many
+    last = draft.observed.trial
+    return last.problem if last is not None and last.generation == job.generation else ""
+
+
+def _too_many(job: RLHFJob, allowed: int) -> str:
+    replicas = job.spec.roles.generator.replicas
+    counts = {names.CONTROL: 1} | workers_of(job)
+    counts["generator"] = max(counts["generator"], replicas.max if replicas else 1)
+    role = max(counts, key=lambda role: counts[role])
+    if sum(counts.values()) <= allowed:
+        return ""
+    return (
+        f"spec.roles.{role}.workers: {counts[role]}, so {sum(counts.values())} pods in all; the operator allows a job "
+        f"{allowed} (jobs.maxWorkers of its chart)"
+    )
+
+
+def all_ready(draft: Draft) -> bool:
+    pods = [draft.by_key.get(key) for key in wanted_workers(draft)]
+    return bool(pods) and all(pod is not None and pod.ready and not pod.is_deleting for pod in pods)
+
+
+# --- what is looked at -----------------------------------------------------------------------------------------------
+
+
+def _pods(draft: Draft) -> Iterator[PodView]:
+    """Those that should run, and do not end."""
+    for key in wanted_workers(draft):
+        pod = draft.by_key.get(key)
+        if pod is not None and not pod.is_deleting and not pod.is_finished:
+            yield pod
+
+
+def _down(draft: Draft) -> Iterator[tuple[str, WorkerMemory]]:
+    """Workers that ended and are not back. One that ended again and again since the last trained step is back when it
+    has stayed for a while."""
+    for key in wanted_workers(draft):
+        memory, pod = draft.memory.of_worker(worker_name(key)), draft.by_key.get(key)
+        is_back = pod is not None and pod.ready and pod.uid != memory.pod
+        if is_back and pod is not None and memory.num_failures >= 2:
+            is_back = draft.seconds_since(pod.ready_changed or pod.created) >= _STEADY_SECONDS
+        if memory.reason and not is_back:
+            yield worker_name(key), memory
+
+
+def _refusals(draft: Draft) -> Iterator[Refusal]:
+    wanted = {names.pod_name(draft.job.name, *key) for key in wanted_workers(draft)}
+    for refusal in draft.observed.refusals:
+        if refusal.kind not in ("Pod", WORKLOAD) or (
+            refusal.name in wanted and refusal.name not in {pod.name for pod in draft.pods}
+        ):
+            yield refusal
+
+
+# --- the causes ------------------------------------------------------------------------------------------------------
+
+
+def _bad_config(draft: Draft) -> Iterator[str]:
+    if problem := config_problem(draft):
+        yield problem
+    for refusal in _refusals(draft):
+        if refusal.reason == IN_THE_WAY:
+            yield f"{refusal.kind} {refusal.name} is there already, and is not of this job: remove it"
+
+
+def _missing_secret(draft: Draft) -> Iterator[str]:
+    return (f"{pod.name}: {message}" for pod in _pods(draft) for message in _missing(pod))
+
+
+def _missing(pod: PodView) -> Iterator[str]:
+    if pod.phase != "Pending":
+        return
+    if pod.waiting is not None and pod.waiting.reason in CONFIG_REASONS:
+        yield pod.waiting.message
+    for warning in _mount_warnings(pod):
+        if NOT_THERE.search(warning):
+            yield warning
+
+
+def _mount_warnings(pod: PodView) -> Iterator[str]:
+    """The latest first. Where the pod has its sandbox, all that it mounts is there, whatever was said before."""
+    if pod.phase != "Pending" or pod.has_sandbox:
+        return
+    for warning in reversed(pod.warnings):
+        if warning.reason in ("FailedMount", "FailedAttachVolume") and not NOT_YET.search(warning.message):
+            yield warning.message
+
+
+def roles_that_lack_ours(draft: Draft) -> list[str]:
+    """Whose pods cannot start because somebody removed what the operator made."""
+    config, roles = names.config_name(draft.job.name, draft.job.uid), list[str]()
+    for pod in _pods(draft):
+        ours = {f'"{config}" not found', f'"{names.secret_name(draft.job.name, pod.role, draft.job.uid)}" not found'}
+        if any(name in message for message in _missing(pod) for name in ours):
+            roles.append(pod.role)
+    return list(dict.fromkeys(roles))
+
+
+def _quota(draft: Draft) -> Iterator[str]:
+    return (f"{r.name}: {r.message}" for r in _refusals(draft) if _is_quota(r))
+
+
+def _refused(draft: Draft) -> Iterator[str]:
+    other = (r for r in _refusals(draft) if not _is_quota(r) and r.reason not in (IN_THE_WAY, LEAVING))
+    return (f"{r.kind} {r.name}: {r.message}" for r in other)
+
+
+def _is_quota(refusal: Refusal) -> bool:
+    return "exceeded quota" in refusal.message or "failed quota" in refusal.message
+
+
+def _image_pull(draft: Draft) -> Iterator[str]:
+    for pod in _pods(draft):
+        if pod.waiting is not None and pod.waiting.reason in PULL_REASONS:
+            # The kubelet says the same in turns with and without this, and each change would be written.
+            text = re.sub(r'Back-off pulling image "[^"]*":? ?|ErrImagePull: ', "", pod.waiting.message)
+            yield f"{pod.name}: {text or pod.waiting.reason}"
+
+
+def _storage_unavailable(draft: Draft) -> Iterator[str]:
+    for pod in _pods(draft):
+        if pod.unscheduled is not None and ABOUT_VOLUMES.search(pod.unscheduled.message):
+            yield f"{pod.name}: {pod.unscheduled.message}"
+        yield from (f"{pod.name}: {warning}" for warning in _mount_warnings(pod))
+    yield from (f"{name}: {memory.message}" for name, memory in _down(draft) if is_about_storage_away(memory.message))
+
+
+def _unschedulable(draft: Draft) -> Iterator[str]:
+    for pod in _pods(draft):
+        if pod.unscheduled is not None:
+            lacking = dict.fromkeys(re.findall(r"Insufficient ([\w./-]*\w)", pod.unscheduled.message))
+            which = f"no node has enough {', '.join(lacking)}: " if lacking else ""
+            yield f"{pod.name}: {which}{pod.unscheduled.message or pod.unscheduled.reason}"
+
+
+def _node_lost(draft: Draft) -> Iterator[str]:
+    for pod in draft.pods:
+        if pod.is_finished or not pod.is_deleting:
+            continue
+        if draft.is_lost(pod) and pod.role == "trainer":
+            yield (
+                f"{pod.name} is on node {pod.node}, which does not answer. It is not made elsewhere, because it may "
+                "still write the run folder: bring the node back, or, once that machine is off for certain, "
+                f"kubectl delete pod {pod.name} --force"
+            )
+        elif draft.is_lost(pod) or (pod.disruption is not None and pod.disruption.reason in LOST_REASONS):
+            yield f"{pod.name} is on node {pod.node}, which does not answer"
+    for name, memory in _down(draft):
+        if memory.reason in LOST_REASONS:
+            yield f"{name}: {memory.message or memory.reason}"
+
+
+def _evicted(draft: Draft) -> Iterator[str]:
+    for pod in draft.pods:
+        if pod.disruption is not None and pod.is_deleting and pod.disruption.reason not in LOST_REASONS:
+            yield f"{pod.name}: {pod.disruption.message or pod.disruption.reason}"
+    for name, memory in _down(draft):
+        if memory.disrupted and memory.reason not in LOST_REASONS and not memory.num_failures:
+            yield f"{name}: {memory.reason}: {memory.message}"
+
+
+def _storage_full(draft: Draft) -> Iterator[str]:
+    for name, memory in _down(draft):
+        if is_about_full_disk(memory.message):
+            yield f"{name}: {memory.message}"
+    for trouble in draft.fresh_report.troubles if draft.fresh_report else ():
+        if is_about_full_disk(trouble.message):
+            yield trouble.message
+
+
+def _out_of_memory(draft: Draft) -> Iterator[str]:
+    return (f"{name}: {memory.message}" for name, memory in _down(draft) if memory.reason == "OOMKilled")
+
+
+def _trouble(reason: str) -> Find:
+    """What control says of the run."""
+
+    def find(draft: Draft) -> Iterator[str]:
+        for trouble in draft.fresh_report.troubles if draft.fresh_report else ():
+            if trouble.reason == reason:
+                yield trouble.message
+
+    return find
+
+
+def _broker(draft: Draft) -> Iterator[str]:
+    if draft.observed.broker is not None and draft.memory.state == "open":
+        yield draft.observed.broker.message
+    yield from _trouble("BrokerUnavailable")(draft)
+    for name, memory in _down(draft):
+        if memory.reason == "Temporary" and not is_about_storage_away(memory.message):
+            yield f"{name}: {memory.message}"
+
+
+def _crash_loop(draft: Draft) -> Iterator[str]:
+    for name, memory in _down(draft):
+        if memory.num_failures >= 2:
+            yield f"{name}: {memory.num_failures} failures since step {draft.memory.step}, the last: {memory.message}"
+
+
+def _control_silent(draft: Draft) -> Iterator[str]:
+    since = draft.memory.running_since
+    if draft.memory.state != "open" or since is None:
+        return
+    at = draft.observed.report_at
+    since = max(since, at) if at is not None and draft.report is not None else since
+    since = max(since, draft.observed.listening_since or since)
+    if draft.seconds_since(since) >= FRESH_SECONDS:
+        yield f"{names.pod_name(draft.job.name, names.CONTROL, 0)} has reported nothing since {since:%H:%M:%S} UTC"
+
+
+def _not_ready(draft: Draft) -> Iterator[str]:
+    allowed = FIRST_READY_SECONDS if draft.memory.running_since is None else READY_SECONDS
+    for name, memory in _down(draft):
+        yield f"{name} ended: {memory.message or memory.reason}; it is started again"
+    for refusal in _refusals(draft):
+        if refusal.reason == LEAVING:
+            yield f"{refusal.name} of an older job of this name is still ending"
+    for pod in _pods(draft):
+        if pod.role == names.PREPARE:
+            continue
+        since = max(pod.created, pod.ready_changed or pod.created)
+        if not pod.ready and draft.seconds_since(since) >= allowed:
+            yield f"{pod.name} is {pod.phase} and not ready since {since:%H:%M:%S} UTC"
+
+
+CAUSES = (
+    Cause(
+        "BadConfig",
+        "A field of the job is wrong, or names something that is not there, or something of somebody else's has a name "
+        "that the job needs. The message says which.",
+        "Correct the field, and the job begins; one that ran and failed by it is to be made again. Remove what is in "
+        "the way, and it goes on.",
+        _bad_config,
+    ),
+    Cause(
+        "Queued",
+        "The job waits in a queue of Kueue, or was evicted. The message is Kueue's own.",
+        "Wait. If it asks for more than the queue has at all: lower roles.ROLE.resources, or raise the quota.",
+        kueue.why_it_waits,
+    ),
+    Cause(
+        "MissingSecret",
+        "A pod cannot start: a Secret or ConfigMap that it mounts or reads is not there.",
+        "Create it. Those of the operator itself (NAME-ROLE-UID, NAME-connections-UID) are made again by it.",
+        _missing_secret,
+    ),
+    Cause(
+        "QuotaExceeded",
+        "The namespace's ResourceQuota leaves no room for a pod.",
+        "Raise the quota, or lower roles.ROLE.resources or workers. The operator tries again every few seconds.",
+        _quota,
+    ),
+    Cause(
+        "PodRefused",
+        "Pod security, a policy or a webhook refuses an object of the job, or the webhook cannot be asked.",
+        "Read what refuses it and why: a podTemplate may ask for too much, a webhook's service may be down.",
+        _refused,
+    ),
+    Cause(
+        "ImagePull",
+        "A node cannot get an image.",
+        "Check the image's name, the registry, and the pull secret of the chart's values.",
+        _image_pull,
+    ),
+    Cause(
+        "StorageUnavailable",
+        "The job's volume cannot be mounted (its claim is missing, unbound, or in use elsewhere), or its object store "
+        "does not answer.",
+        "kubectl describe pvc; pods on several nodes need ReadWriteMany. Of a store: its address and the network "
+        "policy.",
+        _storage_unavailable,
+    ),
+    Cause(
+        "Unschedulable",
+        "No node has room for a pod, or its queue holds it back. The message names what is lacking.",
+        "Add nodes, or lower roles.ROLE.resources.",
+        _unschedulable,
+    ),
+    Cause(
+        "NodeLost",
+        "A node does not answer. Workers are made again elsewhere, the trainer only once it is gone for certain.",
+        "Bring the node back; of a trainer do as the message says.",
+        _node_lost,
+    ),
+    Cause(
+        "Evicted",
+        "A pod was evicted, preempted or drained. It is made again; this does not count as a failure.",
+        "Nothing, unless it happens often: then set priorities, or requests that fit.",
+        _evicted,
+    ),
+    Cause(
+        "StorageFull",
+        "A process could not write: the volume is full.",
+        "Enlarge the claim, or remove old run folders.",
+        _storage_full,
+    ),
+    Cause(
+        "OOMKilled",
+        "A worker took more memory than its limit.",
+        "Suspend the job, raise roles.ROLE.resources.limits.memory, resume it; or make one with a lower "
+        "generation.kvCacheTokens or tokensPerMicroBatch.",
+        _out_of_memory,
+    ),
+    Cause(
+        "RewardFailing",
+        "A reward source fails. The message names it.",
+        "Read `kubectl rlhf logs NAME --role reward`; correct the function or the service.",
+        _trouble("RewardFailing"),
+    ),
+    Cause(
+        "BrokerUnavailable",
+        "NATS or Redis cannot be reached. Workers wait, and go on where they were.",
+        "Look at the servers' pods; external ones: their address and the network policy.",
+        _broker,
+    ),
+    Cause(
+        "RecordUndeliverable",
+        "A record was given to its stage again and again, and never came back.",
+        "Read the log of the stage that the message names.",
+        _trouble("RecordUndeliverable"),
+    ),
+    Cause(
+        "CrashLoop",
+        "A worker failed more than once since the last trained step, and has not stayed for half a minute since.",
+        "Read its log: kubectl logs, or `kubectl rlhf logs NAME --role ROLE`.",
+        _crash_loop,
+    ),
+    Cause(
+        "Stalled",
+        "Every worker waits, or a piece of work takes longer than its deadline. The message says which for what.",
+        "Read the log of the worker that the message names.",
+        _trouble("Stalled"),
+    ),
+    Cause(
+        "ControlSilent",
+        "The job's control has not reported for a minute. The job itself may go on.",
+        "Look at control's log, and at the way from it to the operator: network policy, certificate.",
+        _control_silent,
+    ),
+    Cause(
+        "PodsNotReady",
+        "A worker ended and is started again, or is not ready for long (a minute; five before the job first ran).",
+        "kubectl describe pod, kubectl logs.",
+        _not_ready,
+    ),
+)
+
+# Beside the causes above: of jobs that failed, and of one that the operator itself stumbles over.
+OTHERS = {
+    "DeadlineExceeded": (
+        "activeDeadlineSeconds or preRunningDeadlineSeconds is over.",
+        "Raise it, or find out what took so long.",
+    ),
+    "FailurePolicy": ("A worker ended with an exit code for which a rule says FailJob.", "Read its log."),
+    "WorkerFailed": ("A worker ended with an error that would only happen again (exit code 78).", "Read its log."),
+    "OperatorError": (
+        "The operator cannot digest the job, which did not fail: it is tried again each minute.",
+        "Please report the message and the job; changing the field that it names may help.",
+    ),
+}

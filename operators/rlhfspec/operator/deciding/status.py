@@ -1,0 +1,239 @@
+"""A job's status as others see it, from what is remembered and what is observed. The same reconcile gives the same
+status, so that nothing is written when nothing happened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from rlhfspec.cluster import names
+from rlhfspec.operator.deciding.draft import Draft, Event
+from rlhfspec.operator.deciding.memory import Memory, tidy
+from rlhfspec.operator.deciding.observed import JobView, Said
+from rlhfspec.operator.deciding.reasons import all_ready, finding
+from rlhfspec.operator.deciding.times import text_of
+from rlhfspec.operator.deciding.wanted import wanted_workers
+from rlhfspec.operator.making import kueue
+from rlhfspec.operator.making.objects import run_folder
+from rlhfspec.operator.making.pods import num_gpus
+
+# So often, at most, is written what changes all the time: steps and counts of pods; gauges, such as tokens/s.
+_COUNTS_SECONDS, GAUGES_SECONDS = 1.0, 5.0
+COUNTS = ("step", "totalSteps", "shown", "checkpointStep")  # of progress; the rest are gauges
+# The phase of a job: one word for what its conditions say in full.
+PHASES = {
+    "Terminating": "It was deleted, and its pods are being ended.",
+    "Succeeded": "Its last step is trained.",
+    "Failed": "It cannot go on; the reason says why.",
+    "Suspending": "It was asked to pause, or Kueue evicted it: its pods are being ended, the trainer's first, after a "
+    "checkpoint.",
+    "Suspended": "It paused. Nothing of it runs.",
+    "Pending": "Nothing of it runs yet, or Kueue lets it wait.",
+    "Preparing": "`prepare` checks it and makes its run folder.",
+    "Running": "All its pods have been ready, and it trains.",
+    "Starting": "Its pods start, or it is started again as a whole.",
+}
+
+
+def render(draft: Draft) -> tuple[dict[str, Any], list[Event]]:
+    """The new status, and what is worth an event since the old one."""
+    old, memory = draft.job.status, draft.memory
+    found, phase = finding(draft), phase_of(draft)
+    said = found or (Said(memory.outcome.reason, memory.outcome.message) if memory.outcome else Said(""))
+    new = {
+        "phase": phase,
+        "observedGeneration": draft.job.generation,
+        "reason": said.reason,
+        "message": said.message,
+        "conditions": _conditions(draft, phase, found),
+        "roles": _roles(draft),
+        "generators": sum(pod.role == "generator" and pod.is_running for pod in draft.pods),
+        "selector": f"{names.JOB}={draft.job.name},{names.ROLE}=generator",
+        "gpus": _gpus(draft),
+        "progress": _progress(draft),
+        "run": _run(draft),
+        "restarts": _restarts(memory),
+        "memory": memory.as_status(),
+    }
+    times = {"startTime": memory.started, "completionTime": memory.completed}
+    new |= {name: text_of(time) for name, time in times.items() if time is not None}
+    new = tidy(new)
+    return new, list(_events(old, new))
+
+
+def undecided(job: JobView, error: Exception, now: datetime) -> tuple[dict[str, Any], list[Event]]:
+    """Of a job that the operator cannot digest: as it was, and what is wrong."""
+    said = Said("OperatorError", f"{type(error).__name__}: {error}"[:900])
+    before = {condition["type"]: condition for condition in job.status.get("conditions") or ()}
+    healthy = _condition(job, now, "Healthy", False, said, before.get("Healthy"))
+    new = {
+        "phase": "Pending", **job.status, "observedGeneration": job.generation, "reason": said.reason,
+        "message": said.message, "conditions": list((before | {"Healthy": healthy}).values()),
+    }  # fmt: skip
+    return new, list(_events(job.status, new))
+
+
+def seconds_to_write(
+    old: Mapping[str, Any], new: Mapping[str, Any], last_write: datetime | None, now: datetime
+) -> float | None:
+    """Until the new status is to be written. 0: at once, which is what somebody waits for. None: nothing changed."""
+    if old == new:
+        return None
+    if last_write is None or _news(old) != _news(new):
+        return 0.0
+    pause = GAUGES_SECONDS if _without_gauges(old) == _without_gauges(new) else _COUNTS_SECONDS
+    return max(0.0, pause - (now - last_write).total_seconds())
+
+
+def _without_gauges(status: Mapping[str, Any]) -> dict[str, Any]:
+    progress = status.get("progress") or {}
+    return {**status, "progress": {name: progress.get(name) for name in COUNTS}}
+
+
+def _news(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what changes all the time. What the operator remembers is never late, but for the last step: that is
+    in the next report again."""
+    memory = {name: value for name, value in (status.get("memory") or {}).items() if name != "step"}
+    often = ("progress", "roles", "generators")
+    return {name: value for name, value in status.items() if name not in often} | {"memory": memory}
+
+
+def _run(draft: Draft) -> dict[str, Any]:
+    if not draft.memory.number:
+        return {"number": 0}
+    run: dict[str, Any] = {"number": draft.memory.number, "uid": draft.run_uid, "restartId": draft.memory.restart_id}
+    folder = run_folder(draft) if draft.job.job else (draft.job.status.get("run") or {}).get("folder", "")
+    return run | {"folder": folder}
+
+
+def _restarts(memory: Memory) -> dict[str, Any]:
+    """By worker: since the run began."""
+    by_worker = {name: worker.restarts for name, worker in sorted(memory.workers.items()) if worker.restarts}
+    return {"total": memory.total, "counted": memory.counted, "byWorker": by_worker}
+
+
+def _roles(draft: Draft) -> dict[str, dict[str, int]]:
+    wanted = wanted_workers(draft)
+    roles = dict.fromkeys([*(role for role, _ in wanted), *sorted(p.role for p in draft.pods if p.is_running)])
+    counts = {}
+    for role in roles:
+        pods = [pod for pod in draft.pods if pod.role == role]
+        counts[role] = {
+            "wanted": sum(key[0] == role for key in wanted),
+            "ready": sum(pod.ready and not pod.is_deleting for pod in pods),
+            "failed": sum(pod.phase == "Failed" for pod in pods),
+        }
+    return counts
+
+
+def _gpus(draft: Draft) -> int:
+    return sum(num_gpus(draft, role) for role, _ in wanted_workers(draft))
+
+
+def _progress(draft: Draft) -> dict[str, Any]:
+    report = draft.report
+    old = dict(draft.job.status.get("progress") or {})
+    step = max(report.step if report else draft.memory.step, old.get("step", 0), _completed_step(draft))
+    total = (report.total_steps if report else old.get("totalSteps")) or _steps_of(draft)
+    new = {"step": step, "totalSteps": total, "shown": f"{step}/{total}"}
+    if report is None:
+        return old | new
+    gauges = {
+        "reward": report.reward, "kl": report.kl, "tokensPerSecond": report.tokens_per_second,
+        "acceptedPerVerification": report.accepted_per_verification, "etaSeconds": report.eta_seconds,
+    }  # fmt: skip
+    new["checkpointStep"] = max(report.checkpoint_step, old.get("checkpointStep", 0))
+    return new | {name: round(value, 4) for name, value in gauges.items() if value is not None}
+
+
+def _steps_of(draft: Draft) -> int:
+    return draft.spec.training.steps if draft.job.job else 0
+
+
+def _completed_step(draft: Draft) -> int:
+    """By the trainer's last line: the control pod may be gone before it can report that step."""
+    outcome = draft.memory.outcome
+    said = re.match(r"completed: step (\d+)", outcome.message) if outcome and outcome.type == "Succeeded" else None
+    return int(said[1]) if said else 0
+
+
+def _conditions(draft: Draft, phase: str, found: Said | None) -> list[dict[str, Any]]:
+    memory, outcome = draft.memory, draft.memory.outcome
+    is_open = memory.state == "open" and outcome is None
+    ended = Said(outcome.reason, outcome.message) if outcome else Said(phase)
+    is_ready = is_open and memory.prepared and all_ready(draft)
+    now = {
+        "Ready": (is_ready, Said("AllReady" if is_ready else phase)),
+        "Prepared": (memory.prepared, Said("Prepared" if memory.prepared else phase)),
+        "Running": (is_open and memory.running_since is not None, Said(phase)),
+        "Succeeded": (outcome is not None and outcome.type == "Succeeded", ended),
+        "Failed": (outcome is not None and outcome.type == "Failed", ended),
+        "Suspended": (phase == "Suspended", Said(phase)),
+        "Healthy": (found is None, found or Said("AsExpected")),
+    }
+    before = {condition["type"]: condition for condition in draft.job.status.get("conditions") or ()}
+    return [
+        _condition(draft.job, draft.now, type_, is_true, said, before.get(type_))
+        for type_, (is_true, said) in now.items()
+    ]
+
+
+def _condition(
+    job: JobView, now: datetime, type_: str, is_true: bool, said: Said, before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    status = "True" if is_true else "False"
+    since = before.get("lastTransitionTime") if before is not None and before["status"] == status else None
+    return {
+        "type": type_,
+        "status": status,
+        "reason": said.reason,
+        "message": said.message,
+        "lastTransitionTime": since or text_of(now.replace(microsecond=0)),
+        "observedGeneration": job.generation,
+    }
+
+
+def _events(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
+    was, now = _healthy(old), _healthy(new)
+    if old.get("phase") != new["phase"]:
+        is_bad = new["phase"] == "Failed"
+        message = new["message"] if new["phase"] in ("Failed", "Succeeded") else f"The job is {new['phase']}"
+        yield Event("Warning" if is_bad else "Normal", new["phase"], message or new["phase"])
+    if now["status"] == "False" and now["reason"] != was.get("reason") and new["phase"] != "Failed":
+        yield Event("Warning", now["reason"], now["message"])
+    if old.get("memory") == new.get("memory"):
+        return
+    before, after = Memory.of(old), Memory.of(new)
+    for name, memory in after.workers.items():
+        if memory.pod != before.of_worker(name).pod:
+            yield Event("Warning", "WorkerEnded", f"{name}: {memory.reason}: {memory.message}"[:1000])
+    if before.generators != after.generators and before.number == after.number:
+        yield Event("Normal", "Scaled", f"{before.generators} -> {after.generators} generators")
+
+
+def _healthy(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "Healthy":
+            return condition  # type: ignore[no-any-return]
+    return {}
+
+
+def phase_of(draft: Draft) -> str:
+    """The first one that holds."""
+    memory = draft.memory
+    suspend = draft.job.job is not None and draft.spec.suspend
+    prepare = draft.by_key.get((names.PREPARE, 0))
+    is_preparing = memory.state == "open" and not memory.prepared
+    rules = (
+        ("Terminating", draft.job.deleting_since is not None),
+        (memory.outcome.type if memory.outcome else "", memory.outcome is not None),
+        ("Suspending", memory.state == "closing" and (suspend or kueue.withdraws(draft))),
+        ("Suspended", memory.state == "closed" and suspend),
+        ("Pending", memory.state == "closed"),
+        ("Pending", is_preparing and (prepare is None or prepare.node is None)),
+        ("Preparing", is_preparing),
+        ("Running", memory.state == "open" and memory.running_since is not None),
+    )
+    return next((phase for phase, holds in rules if holds), "Starting")

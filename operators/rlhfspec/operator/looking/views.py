@@ -1,0 +1,185 @@
+"""The API server's objects as what the operator looks at.
+
+Example:
+    >>> view = job_view({"metadata": {"name": "sums", "namespace": "rl", "uid": "6f1c", "generation": 1,
+    ...     "resourceVersion": "7", "creationTimestamp": "2026-01-01T00:00:00Z"}, "spec": {"trainig": {}}})
+    >>> view.job, view.problems[-1].field
+    (None, 'spec.trainig')
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhfspec.cluster import names
+from rlhfspec.errors import Problem
+from rlhfspec.job import API_VERSION, RLHFJob
+from rlhfspec.job.file.checks import check
+from rlhfspec.job.file.problems import explain
+from rlhfspec.operator.deciding.memory import tidy
+from rlhfspec.operator.deciding.observed import JobView, PodView, Said, Terminated, Worker, worker_of
+from rlhfspec.operator.deciding.times import maybe_time_of, time_of
+
+_MOST_WARNINGS = 8
+FINISHED = ("Succeeded", "Failed")
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+def job_view(body: Mapping[str, Any], before: JobView | None = None) -> JobView:
+    """Of an RLHFJob as it was watched. `before`: an older one; most changes are of the status, and what the user wrote
+    need not be read and checked again then."""
+    metadata = body["metadata"]
+    manifest: Mapping[str, Any] = manifest_of(body)
+    if before is not None and before.manifest == manifest:
+        manifest, job, problems = before.manifest, before.job, before.problems
+    else:
+        job, problems = read(manifest)
+    return JobView(
+        namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"],
+        generation=metadata.get("generation", 1), resource_version=metadata.get("resourceVersion", ""),
+        created=time_of(metadata["creationTimestamp"]),
+        deleting_since=maybe_time_of(metadata.get("deletionTimestamp")),
+        leaves_orphans="orphan" in (metadata.get("finalizers") or ()),
+        manifest=manifest, status=tidy(body.get("status") or {}), job=job, problems=problems,
+    )  # fmt: skip
+
+
+def manifest_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """As a user would write it, and `rlhfspec validate` read it."""
+    metadata = body["metadata"]
+    annotations = {k: v for k, v in (metadata.get("annotations") or {}).items() if k != _LAST_APPLIED}
+    kept = {"name": metadata["name"], "namespace": metadata["namespace"]}
+    kept |= {"labels": labels} if (labels := metadata.get("labels")) else {}
+    kept |= {"annotations": annotations} if annotations else {}
+    return {"apiVersion": API_VERSION, "kind": names.KIND, "metadata": kept, "spec": body.get("spec") or {}}
+
+
+def read(manifest: Mapping[str, Any]) -> tuple[RLHFJob | None, tuple[Problem, ...]]:
+    """With the checks of a job file, but those that look at files: they are not here."""
+    try:
+        job = RLHFJob.model_validate(manifest)
+        problems = tuple(finding.as_problem({}) for finding in check(job))
+    except ValidationError as error:
+        return None, tuple(explain(error, manifest, {})[0])
+    except Exception as error:  # no manifest ends a watch
+        return None, (Problem(field="spec", problem=f"{type(error).__name__}: {error}"[:900]),)
+    return (None if problems else job), problems
+
+
+def pod_view(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = ()) -> PodView | None:
+    """Of a pod, and the events on it; None: it is no job's. Whose it is say its owner and its name, not its labels:
+    those anybody may write."""
+    metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
+    owner = owner_of(metadata)
+    if owner is None or (worker := _worker_of(metadata["name"], owner["name"])) is None:
+        return None
+    labels = metadata.get("labels") or {}
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
+    ready = conditions.get("Ready", {})
+    container, state = _container(status), _state(spec, status)
+    phase = _phase_of_worker(status, container)
+    return PodView(
+        name=metadata["name"], uid=metadata["uid"], role=worker[0], worker=worker[1],
+        run=labels.get(names.RUN, ""), owner=owner["uid"],
+        restart_id=(metadata.get("annotations") or {}).get(names.RESTART_ID, ""),
+        phase=phase, lingers=phase in FINISHED and status.get("phase") not in FINISHED,
+        ready=bool(container.get("ready", ready.get("status") == "True")) and phase not in FINISHED,
+        ready_changed=maybe_time_of(ready.get("lastTransitionTime")), node=spec.get("nodeName"),
+        created=time_of(metadata["creationTimestamp"]), gone_by=maybe_time_of(metadata.get("deletionTimestamp")),
+        grace_seconds=metadata.get("deletionGracePeriodSeconds") or 0.0,
+        why=_said(status) if status.get("reason") else None,
+        unscheduled=_unless(conditions.get("PodScheduled"), "True"), waiting=_maybe_said(state.get("waiting")),
+        terminated=_terminated(state.get("terminated")),
+        has_sandbox=conditions.get("PodReadyToStartContainers", {}).get("status") == "True",
+        disruption=_unless(conditions.get("DisruptionTarget"), "False"), warnings=_warnings(events),
+    )  # fmt: skip
+
+
+def owner_of(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The job whose pod it is; None: no job's, or another program's."""
+    owners = metadata.get("ownerReferences") or ()
+    return next((owner for owner in owners if owner.get("controller") and owner["kind"] == names.KIND), None)
+
+
+def _worker_of(pod: str, job: str) -> Worker | None:
+    """
+    >>> _worker_of("sums-generator-2", "sums"), _worker_of("sums-shell", "sums"), _worker_of("other-reward-0", "sums")
+    (('generator', 2), None, None)
+    """
+    worker = worker_of(pod.removeprefix(f"{job}-"))
+    return worker if worker[0] in names.ROLES and pod == names.pod_name(job, *worker) else None
+
+
+def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The worker's. Others that a webhook put beside it say nothing of how the worker fares."""
+    return next((each for each in status.get("containerStatuses") or () if each["name"] == names.CONTAINER), {})
+
+
+def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) -> Any:
+    """A pod whose worker ended goes on as long as a sidecar does, and failed if a sidecar did. What happened to the pod
+    as a whole, such as Evicted, is said of the pod."""
+    ended = (container.get("state") or {}).get("terminated")
+    if ended and not status.get("reason"):
+        return "Failed" if ended.get("exitCode") else "Succeeded"
+    return status.get("phase", "Pending")
+
+
+def _state(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the worker's container, or of an init container that keeps it from running. One that restarts always is a
+    sidecar: it may end as it likes."""
+    state: Mapping[str, Any] = _container(status).get("state") or {}
+    if "running" in state or "terminated" in state:
+        return state
+    sidecars = {init["name"] for init in spec.get("initContainers") or () if init.get("restartPolicy") == "Always"}
+    for init in status.get("initContainerStatuses") or ():
+        other = init.get("state") or {}
+        waits = (other.get("waiting") or {}).get("reason", "PodInitializing") != "PodInitializing"
+        if waits or (init["name"] not in sidecars and (other.get("terminated") or {}).get("exitCode")):
+            return dict(other)
+    return state
+
+
+def _said(said: Mapping[str, Any]) -> Said:
+    return Said(said.get("reason") or "", said.get("message") or "")
+
+
+def _maybe_said(said: Mapping[str, Any] | None) -> Said | None:
+    return _said(said) if said else None
+
+
+def _unless(condition: Mapping[str, Any] | None, status: str) -> Said | None:
+    return _said(condition) if condition is not None and condition.get("status") != status else None
+
+
+def _terminated(state: Mapping[str, Any] | None) -> Terminated | None:
+    if not state:
+        return None
+    return Terminated(
+        exit_code=state.get("exitCode", 0), reason=state.get("reason") or "",
+        message=last_line(state.get("message") or ""), at=maybe_time_of(state.get("finishedAt")),
+    )  # fmt: skip
+
+
+def last_line(text: str) -> str:
+    """Where a process could say nothing itself, Kubernetes gives the end of its log.
+
+    >>> last_line("Traceback ...\\nMemoryError: big\\n")
+    'MemoryError: big'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:500] if lines else ""
+
+
+def _warnings(events: Iterable[Mapping[str, Any]]) -> tuple[Said, ...]:
+    warnings = [event for event in events if event.get("type") == "Warning"]
+    return tuple(map(_said, sorted(warnings, key=_last_seen)[-_MOST_WARNINGS:]))
+
+
+def _last_seen(event: Mapping[str, Any]) -> str:
+    series = event.get("series") or {}
+    times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
+    return next((re.sub(r"(\.\d+)?Z$", "Z", time) for time in times if time), "")

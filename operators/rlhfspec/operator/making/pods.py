@@ -1,0 +1,341 @@
+"""One worker's pod: what *restricted* pod security admits, and nothing that could tell it from another pod of the same
+worker in the same run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from fnmatch import fnmatchcase
+from typing import Any
+
+from rlhfspec.cluster import names
+from rlhfspec.job.block import MOST
+from rlhfspec.job.cluster import PodOptions
+from rlhfspec.messages.loop import BY_NAME
+from rlhfspec.operator.deciding.draft import Draft
+from rlhfspec.operator.deciding.observed import Worker
+from rlhfspec.operator.deciding.wanted import restart_id_of
+from rlhfspec.operator.making import gang
+
+_USER = 65532  # the images' own; any other works as well
+SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences
+# Kubernetes comes back to a namespace that is deleted after half of the longest grace of its pods, gone or not: with 80
+# seconds all is gone within a minute. A trainer whose run is to go on from its checkpoint is asked with more patience.
+_GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 80
+CHECKPOINT_SECONDS = 600
+NODE_SECONDS = 60  # a node may be away so long before its pods are made elsewhere
+TOKEN_SECONDS = 3600
+LOAD_SECONDS = 600  # for a start: libraries, and a file system that is slow
+_FETCH_SECONDS = 4 * 3600  # where models are fetched from an object store first
+
+
+def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
+    role, worker = key
+    options: PodOptions = getattr(draft.spec.roles, role)
+    metadata = {
+        "name": names.pod_name(draft.job.name, role, worker),
+        "namespace": draft.job.namespace,
+        "labels": names.labels_of(draft.job.name, role, worker) | {names.RUN: draft.run_uid},
+        "annotations": {names.RESTART_ID: restart_id_of(draft, role)},
+        "ownerReferences": [owner],
+    }
+    whole: dict[str, Any] = {
+        "apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": _spec(draft, key, options),
+    }  # fmt: skip
+    ours, jobs, roles = _templates(draft, options)
+    for change in (ours, gang.overlay(draft, key), jobs, roles):
+        whole = merged(whole, change)
+    for name in ("labels", "annotations"):  # by these it is found again
+        whole["metadata"][name] = whole["metadata"][name] | metadata[name]
+    whole["metadata"] |= {"name": metadata["name"], "namespace": metadata["namespace"], "ownerReferences": [owner]}
+    whole["spec"]["restartPolicy"] = "Never"
+    return whole
+
+
+def _templates(draft: Draft, options: PodOptions) -> tuple[Mapping[Any, Any], ...]:
+    """What is merged into a pod, the last word last: the cluster's, the job's, the role's."""
+    return draft.settings.pod_template, draft.spec.pod_template, options.pod_template
+
+
+def trainer_seconds(draft: Draft) -> int:
+    """For its step and a checkpoint, where the job is suspended or begins anew; more, where a template says so."""
+    templates = _templates(draft, draft.spec.roles.trainer) if draft.job.job else ()
+    said = [template.get("spec", {}).get("terminationGracePeriodSeconds") for template in templates]
+    return max(CHECKPOINT_SECONDS, *(each for each in said if isinstance(each, int)), 0)
+
+
+def _spec(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
+    role, scheduling, images = key[0], draft.spec.scheduling, draft.settings.images
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "serviceAccountName": names.SERVICE_ACCOUNT,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": LONG_GRACE_SECONDS if role in SLOW_LEAVERS else _GRACE_SECONDS,
+        "securityContext": _security(draft),
+        "tolerations": [
+            {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute",
+             "tolerationSeconds": NODE_SECONDS}
+            for state in ("not-ready", "unreachable")
+        ],
+        "containers": [_container(draft, key, options)],
+        "volumes": _volumes(draft, role),
+    }  # fmt: skip
+    if images.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in images.pull_secrets]
+    priority_class = scheduling.priority_class or draft.settings.priority_classes.get(role)
+    if priority_class:
+        spec["priorityClassName"] = priority_class
+    if scheduling.topology_key and role == "generator":
+        spec["topologySpreadConstraints"] = [_spread(draft, scheduling.topology_key)]
+    return spec
+
+
+def _security(draft: Draft) -> dict[str, Any]:
+    user = {"runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}
+    return {
+        "runAsNonRoot": True,
+        **(user if draft.settings.chooses_user else {}),
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _spread(draft: Draft, topology_key: str) -> dict[str, Any]:
+    """Generators as evenly as the nodes let them: they are many, and losing one place should not lose all."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": topology_key,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {names.JOB: draft.job.name, names.ROLE: "generator"}},
+    }
+
+
+def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
+    role = key[0]
+    resources = options.resources or draft.settings.resources.get(role) or {}
+    container: dict[str, Any] = {
+        "name": names.CONTAINER,
+        "image": image_of(draft, role, options),
+        "imagePullPolicy": draft.settings.images.pull_policy,
+        "command": command(draft, key),
+        "env": [*_environment(draft), *_threads(resources, _num_processes(draft, role))],
+        **_variables_of(draft.spec.storage.secret),
+        "resources": {name: dict(amounts) for name, amounts in resources.items()},
+        "volumeMounts": _mounts(role),
+        "securityContext": {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePath": "/dev/termination-log",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }  # fmt: skip
+    if role != names.PREPARE:
+        container |= {"ports": _ports(role), **_probes(_FETCH_SECONDS if draft.spec.storage.uri else LOAD_SECONDS)}
+    return container
+
+
+def image_of(draft: Draft, role: str, options: PodOptions) -> str:
+    images = draft.settings.images
+    if options.image is not None:
+        return options.image
+    if role not in names.TORCH_ROLES:
+        return images.slim
+    return images.cuda if any(_gpus(draft, role, options).values()) else images.cpu
+
+
+def command(draft: Draft, key: Worker) -> list[str]:
+    """As the supervisor of a laptop starts it."""
+    role, worker = key
+    module = ["-m", f"rlhfspec.{role}", "--connections", str(names.CONNECTIONS_FILE)]
+    if role in BY_NAME:
+        module += ["--worker", str(worker)]
+    ranks = _num_processes(draft, role)
+    if ranks > 1:
+        module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
+    return ["python", *module]
+
+
+def _num_processes(draft: Draft, role: str) -> int:
+    return draft.spec.roles.trainer.ranks if role == "trainer" else 1
+
+
+def _environment(draft: Draft) -> list[dict[str, Any]]:
+    values = {
+        "RLHFSPEC_CACHE": str(names.CACHE), "RLHFSPEC_RUN": draft.run_uid, "HOME": "/tmp",
+        "HF_HOME": str(names.CACHE / "huggingface"), "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # they are no lines of a log
+    }  # fmt: skip
+    host = {"name": "RLHFSPEC_HOST", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}}
+    return [host, *({"name": name, "value": value} for name, value in values.items())]
+
+
+def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any]]:
+    """As many as the limit lets run: torch counts the node's cores, and what is over the limit stands still.
+
+    >>> _threads({"limits": {"cpu": "3500m"}}, 1), _threads({"limits": {"cpu": 8}}, 2), _threads({}, 1)
+    ([{'name': 'OMP_NUM_THREADS', 'value': '3'}], [{'name': 'OMP_NUM_THREADS', 'value': '4'}], [])
+    """
+    cores = amount(resources.get("limits", {}).get("cpu"))
+    if not cores:
+        return []
+    return [{"name": "OMP_NUM_THREADS", "value": str(max(int(cores / processes), 1))}]
+
+
+def _ports(role: str) -> list[dict[str, Any]]:
+    ports = {"http": names.HTTP_PORT}
+    if role in BY_NAME:
+        ports["grpc"] = names.GRPC_PORT
+    if role == "generator":
+        ports |= {"moves": names.MOVES_PORT, "link": names.LINK_PORT}
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
+
+
+def _variables_of(secret: str | None) -> dict[str, Any]:
+    return {} if secret is None else {"envFrom": [{"secretRef": {"name": secret}}]}
+
+
+def _probes(start_seconds: int) -> dict[str, Any]:
+    """A process whose event loop stands still for a minute is started again."""
+
+    def probe(path: str, **settings: int) -> dict[str, Any]:
+        return {"httpGet": {"path": path, "port": "http", "scheme": "HTTP"}, **settings}
+
+    return {
+        "startupProbe": probe("/healthz", periodSeconds=2, timeoutSeconds=5, failureThreshold=start_seconds // 2),
+        "livenessProbe": probe("/healthz", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        "readinessProbe": probe("/readyz", periodSeconds=2, timeoutSeconds=5, failureThreshold=2),
+    }
+
+
+def _volumes(draft: Draft, role: str) -> list[dict[str, Any]]:
+    job, uid = draft.job.name, draft.job.uid
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": names.config_name(job, uid), "defaultMode": 0o444}},
+        {"name": "credentials", "secret": {"secretName": names.secret_name(job, role, uid), "defaultMode": 0o440}},
+        {"name": "storage", **_storage(draft)},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": draft.settings.shared_memory}},
+    ]
+    if role == names.CONTROL:
+        token = {"audience": names.AUDIENCE, "expirationSeconds": TOKEN_SECONDS, "path": names.TOKEN_FILE.name}
+        volumes.append(
+            {"name": "token", "projected": {"defaultMode": 0o440, "sources": [{"serviceAccountToken": token}]}}
+        )
+    return volumes
+
+
+def _storage(draft: Draft) -> dict[str, Any]:
+    """Of a job in an object store: a folder of the pod's own, gone with it."""
+    storage = draft.spec.storage
+    if storage.uri is not None:
+        return {"emptyDir": {}}
+    return {"persistentVolumeClaim": {"claimName": storage.claim or draft.settings.default_claim}}
+
+
+def _mounts(role: str) -> list[dict[str, Any]]:
+    mounts: list[dict[str, Any]] = [
+        {"name": "config", "mountPath": str(names.CONFIG), "readOnly": True},
+        {"name": "credentials", "mountPath": str(names.CREDENTIALS), "readOnly": True},
+        {"name": "storage", "mountPath": str(names.STORAGE)},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if role == names.CONTROL:
+        mounts.append({"name": "token", "mountPath": str(names.TOKEN_FILE.parent), "readOnly": True})
+    return mounts
+
+
+def num_gpus(draft: Draft, role: str) -> int:
+    """That one pod of the role asks for."""
+    options: PodOptions = getattr(draft.spec.roles, role)
+    return min(sum(_gpus(draft, role, options).values()), MOST)  # 1e99 fits no status
+
+
+def _gpus(draft: Draft, role: str, options: PodOptions) -> dict[str, int]:
+    """How many of each kind the worker's container is limited to. A claim (dynamic resource allocation) counts as one:
+    how many devices are behind it stands in the cluster, not in the pod."""
+    resources = _resources(draft, role, options)
+    limits, claims = resources.get("limits"), resources.get("claims")
+    found = {
+        name: math.ceil(amount(said))
+        for name, said in (limits.items() if isinstance(limits, Mapping) else ())
+        if any(fnmatchcase(name, pattern) for pattern in draft.settings.gpu_resources)
+    }
+    return found | ({"claims": len(claims)} if isinstance(claims, list) and claims else {})
+
+
+def _resources(draft: Draft, role: str, options: PodOptions) -> Mapping[Any, Any]:
+    """As the pod will have them. Templates are a user's: anything may be in them."""
+    resources: Mapping[Any, Any] = options.resources or draft.settings.resources.get(role) or {}
+    for template in _templates(draft, options):
+        containers = template.get("spec", {}).get("containers")
+        for container in containers if isinstance(containers, list) else ():
+            own = container.get("resources") if isinstance(container, Mapping) else None
+            if isinstance(own, Mapping) and container.get("name") == names.CONTAINER:
+                resources = merged(resources, own)
+    return resources
+
+
+# --- a user's additions, and amounts ---------------------------------------------------------------------------------
+
+# By what the things in a list are told apart; `name` where nothing is said.
+_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort", "imagePullSecrets": "name", "hostAliases": "ip"}
+
+
+def merged(base: Mapping[Any, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
+    """A pod with a user's additions, as `kubectl patch` merges: blocks key by key, named things by their name, the rest
+    of lists at the end; null removes.
+
+    >>> merged({"env": [{"name": "A", "value": "1"}], "x": 1}, {"env": [{"name": "A", "value": "2"}], "x": None})
+    {'env': [{'name': 'A', 'value': '2'}]}
+    """
+    result = dict(base)
+    for name, value in change.items():
+        if value is None:
+            result.pop(name, None)
+        elif isinstance(value, Mapping) and isinstance(result.get(name), Mapping):
+            result[name] = merged(result[name], value)
+        elif _is_list(value) and _is_list(result.get(name)):
+            result[name] = _merged_lists(result[name], value, _KEYS.get(name, "name"))
+        else:
+            result[name] = value
+    return result
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _merged_lists(base: Sequence[Any], change: Sequence[Any], key: str) -> list[Any]:
+    """Text, such as a command, is replaced as a whole; blocks without the key, such as tolerations, are added."""
+    if not all(isinstance(item, Mapping) for item in (*base, *change)):
+        return list(change)
+    result = list(base)
+    for item in change:
+        index = next((i for i, each in enumerate(base) if key in item and each.get(key) == item[key]), None)
+        if index is not None:
+            result[index] = merged(result[index], item)
+        elif item not in result:
+            result.append(item)
+    return result
+
+
+_PARTS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2})|([numkMGTPE]|[KMGTPE]i))?")
+_POWERS = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+
+
+def amount(said: int | str | None) -> Decimal:
+    """One of Kubernetes' amounts as a number; 0 where nothing is said, or what the API server will refuse.
+
+    >>> [float(amount(text)) for text in (8, "3500m", "1k", "2Gi", "1e0")]
+    [8.0, 3.5, 1000.0, 2147483648.0, 1.0]
+    >>> amount("many")
+    Decimal('0')
+    """
+    found = _PARTS.fullmatch(str(said))
+    if found is None:
+        return Decimal(0)
+    number, exponent, suffix = found.groups()
+    if suffix and suffix.endswith("i"):
+        return Decimal(number) * Decimal(1024) ** ("KMGTPE".index(suffix[0]) + 1)
+    return Decimal(number).scaleb(int(exponent or _POWERS.get(suffix or "", 0)))

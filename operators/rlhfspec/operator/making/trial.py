@@ -1,0 +1,126 @@
+"""Whether pods can be made of what the user wrote: the API server is asked before a run opens, and makes nothing.
+
+The schema of a job cannot say what a `podTemplate` or an amount of a resource may be; only the API server knows. What
+it refuses for another reason, such as a quota, is left for the pods themselves: it may be otherwise by then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rlhfspec.cluster import names
+from rlhfspec.cluster.api import ApiResponse
+from rlhfspec.job import RLHFJob
+from rlhfspec.job.cluster import PodOptions
+from rlhfspec.messages.loop import workers_of
+from rlhfspec.operator.deciding.draft import Draft
+from rlhfspec.operator.making import objects
+
+_ONLY_A_TRIAL = ("dry run", "dryRun")  # a webhook that takes no part in one
+# What a webhook says that cannot be asked or denies it, or an admission policy: no fault of the job's words.
+_NOT_ABOUT_WORDS = ("webhook", "is forbidden: ", *_ONLY_A_TRIAL)
+_MOST_CHARACTERS = 2000
+_TYPES_ARE_WRONG = "failed to create typed patch object"
+_CANNOT_READ = 'Pod in version "v1" cannot be handled as a Pod: '
+_WRONG_TYPE = re.compile(r"cannot unmarshal (\w+) into Go struct field \w+\.(\S+) of type (\S+)")
+_GIVEN = {"array": "a list", "object": "a mapping", "bool": "true or false"}
+_TYPES = {"string": "a string", "bool": "true or false"} | dict.fromkeys(("int", "int32", "int64"), "a whole number")
+
+
+def is_due(draft: Draft) -> bool:
+    memory, last = draft.memory, draft.observed.trial
+    may_begin = memory.state == "closed" and (memory.outcome is None or draft.never_ran)
+    return may_begin and (last is None or last.generation != draft.job.generation) and bool(_roles(draft))
+
+
+def is_passed(draft: Draft) -> bool:
+    last = draft.observed.trial
+    return not _roles(draft) or (last is not None and last.generation == draft.job.generation and not last.problem)
+
+
+def pods(draft: Draft) -> list[dict[str, Any]]:
+    return [objects.pod(draft, (role, 0)) for role in _roles(draft)]
+
+
+def _roles(draft: Draft) -> list[str]:
+    """Of whose pods the user wrote more than which image; what is written for all of them is tried by one."""
+    if draft.job.job is None:
+        return []
+    roles = (names.PREPARE, names.CONTROL, *workers_of(draft.job.job))
+    options: dict[str, PodOptions] = {role: getattr(draft.spec.roles, role) for role in roles}
+    for_all = [names.PREPARE] if draft.spec.pod_template else []
+    return [role for role in roles if options[role].pod_template or options[role].resources or role in for_all]
+
+
+def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> str:
+    """The first; empty: none is the user's."""
+    for pod, answer in zip(tried, answers, strict=True):
+        if _is_about_words(answer):
+            where = _where(job, pod["metadata"]["labels"][names.ROLE])
+            return f"{where}: no pod can be made of it: {_in_words(answer.message)}"[:_MOST_CHARACTERS]
+    return ""
+
+
+def refusals(tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> list[tuple[str, ApiResponse]]:
+    """By name, pods that are made at once when the trial is over, and would be refused just so: a webhook that cannot
+    be asked takes its time, which no job should have to wait for twice."""
+    return [
+        (pod["metadata"]["name"], answer)
+        for pod, answer in zip(tried, answers, strict=True)
+        if pod["metadata"]["labels"][names.ROLE] == names.PREPARE
+        and answer.is_refused
+        and not answer.is_taken
+        and not any(word in answer.message for word in _ONLY_A_TRIAL)
+    ]
+
+
+def _where(job: RLHFJob | None, role: str) -> str:
+    """What the user wrote that is in the role's pods."""
+    if job is None:
+        return f"spec.roles.{role}"
+    options: PodOptions = getattr(job.spec.roles, role)
+    written = [f"spec.roles.{role}"] if options.pod_template or options.resources else []
+    return " or ".join([*written, *(["spec.podTemplate"] if job.spec.pod_template else [])])
+
+
+def _in_words(message: str) -> str:
+    """What the API server says of a pod that it cannot read, without the words of its own code.
+
+    >>> told = 'Pod in version "v1" cannot be handled as a Pod: '
+    >>> field = "PodSpec.spec.tolerations of type []v1.Toleration"
+    >>> _in_words(told + f"json: cannot unmarshal string into Go struct field {field}")
+    'spec.tolerations must be a list of Toleration, not a string'
+    >>> _in_words(told + 'strict decoding error: unknown field "spec.nodeselector"')
+    'unknown field "spec.nodeselector"'
+    >>> _in_words("Required value")
+    'Required value'
+    """
+    found = _WRONG_TYPE.search(message)
+    if found is None:
+        return message.removeprefix(_CANNOT_READ).removeprefix("strict decoding error: ")
+    is_given, place, wanted = found.groups()
+    return f"{place} must be {_type_in_words(wanted)}, not {_GIVEN.get(is_given, 'a ' + is_given)}"
+
+
+def _type_in_words(kind: str) -> str:
+    if kind.startswith("[]"):
+        return f"a list of {kind.removeprefix('[]').rpartition('.')[2]}"
+    if kind.startswith("map["):
+        return "a mapping"
+    return _TYPES.get(kind, f"a mapping ({kind.rpartition('.')[2]})")
+
+
+def _is_about_words(answer: ApiResponse) -> bool:
+    """
+    >>> _is_about_words(ApiResponse(422, {"message": 'Pod "a" is invalid: spec.containers[0].name: Required value'}))
+    True
+    >>> _is_about_words(ApiResponse(403, {"message": "exceeded quota: a"}))
+    False
+    >>> denied = 'pods "a" is forbidden: ValidatingAdmissionPolicy "b" with binding "b" denied request: not today'
+    >>> _is_about_words(ApiResponse(422, {"message": denied}))
+    False
+    """
+    is_wrong = answer.code in (400, 422) or (answer.code == 500 and _TYPES_ARE_WRONG in answer.message)
+    return is_wrong and not any(word in answer.message for word in _NOT_ABOUT_WORDS)

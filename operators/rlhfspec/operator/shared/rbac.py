@@ -1,0 +1,81 @@
+"""What the operator may do, as data: the chart's roles are made from it, and the tests compare it with an audit log.
+
+| rules | bound in |
+|---|---|
+| JOBS | every namespace with jobs |
+| GANG | the same, when jobs use Kueue, Volcano or coscheduling |
+| SPACES | the cluster, when the operator's scope is cluster: where a namespace has the label, it makes the rest |
+| KUEUE | the cluster, when jobs use Kueue |
+| RELEASE | the operator's own namespace |
+| CLUSTER | the cluster: a TokenReview has no namespace |
+| INSTALL | the operator's own namespace, for the install hook (`keys`) alone |
+
+It never reads a Secret: whose one is that is there already says a patch that tests its owner. Reading what
+the API server serves (`/apis`) is granted to everybody by Kubernetes itself.
+
+Example:
+    >>> [rule.resources for rule in JOBS if "get" in rule.verbs]
+    []
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhfspec.cluster import names
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRule:
+    group: str
+    resources: tuple[str, ...]
+    verbs: tuple[str, ...]
+
+
+JOBS = (
+    PolicyRule(names.GROUP, (names.PLURAL,), ("list", "watch", "delete")),
+    PolicyRule(names.GROUP, (f"{names.PLURAL}/status",), ("patch",)),
+    PolicyRule("", ("pods",), ("list", "watch", "create", "patch", "delete")),
+    PolicyRule("", ("configmaps", "secrets"), ("create", "patch")),
+    PolicyRule("", ("events",), ("list", "watch", "create", "patch")),
+)
+GANG = (
+    PolicyRule("scheduling.volcano.sh", ("podgroups",), ("create", "patch")),
+    PolicyRule("scheduling.x-k8s.io", ("podgroups",), ("create", "patch")),
+    PolicyRule("kueue.x-k8s.io", ("workloads",), ("list", "watch", "create", "delete")),
+    PolicyRule("kueue.x-k8s.io", ("workloads/status",), ("patch",)),
+)
+RELEASE = (
+    PolicyRule("coordination.k8s.io", ("leases",), ("get", "create", "update")),
+    PolicyRule("", ("pods",), ("list", "patch")),  # the label of the leader
+)
+# What has no namespace, of Kueue: which nodes a flavor means, and what a priority class is worth.
+KUEUE = (
+    PolicyRule("kueue.x-k8s.io", ("resourceflavors",), ("list", "watch")),
+    PolicyRule("scheduling.k8s.io", ("priorityclasses",), ("list", "watch")),
+)
+# The chart adds names: only those objects may be patched, and only the role JOBS be bound.
+SPACES = (
+    PolicyRule("", ("namespaces",), ("list", "watch")),
+    PolicyRule("", ("serviceaccounts", "persistentvolumeclaims"), ("create",)),
+    PolicyRule("networking.k8s.io", ("networkpolicies",), ("create",)),
+    PolicyRule("rbac.authorization.k8s.io", ("rolebindings",), ("create",)),
+    PolicyRule("rbac.authorization.k8s.io", ("clusterroles",), ("bind",)),
+    PolicyRule("", ("serviceaccounts",), ("patch",)),
+    PolicyRule("networking.k8s.io", ("networkpolicies",), ("patch",)),
+)
+CLUSTER = (PolicyRule("authentication.k8s.io", ("tokenreviews",), ("create",)),)
+INSTALL = (PolicyRule("", ("secrets",), ("get", "create")),)
+
+
+def as_rules(rules: tuple[PolicyRule, ...]) -> list[dict[str, Any]]:
+    """As a Role has them.
+
+    >>> as_rules(CLUSTER)
+    [{'apiGroups': ['authentication.k8s.io'], 'resources': ['tokenreviews'], 'verbs': ['create']}]
+    """
+    return [
+        {"apiGroups": [said["group"]], "resources": list(said["resources"]), "verbs": list(said["verbs"])}
+        for said in map(asdict, rules)
+    ]

@@ -1,0 +1,105 @@
+"""Users in Redis of open runs, and what is left of runs that are over: their users, then their keys.
+
+A Redis that was started anew knows no user but the operator, and has all again at the next look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from rlhfspec.operator.shared.leftovers import Runs, ServerAway
+from rlhfspec.runs.live import redis_users as users
+from rlhfspec.runs.live.redis_client import client, close, failures, words_of
+
+_LOOK_SECONDS = 3.0
+CALL_SECONDS = 2.0  # for one answer
+SWEEP_SECONDS = 60.0  # for all of them
+_AT_ONCE = 100  # commands in one go: what is between two of these is our own CPU
+
+
+class RedisUsers:
+    """`login`: user and password of the operator itself; `authority`: whose certificate the server shows."""
+
+    name, seconds = "Redis", _LOOK_SECONDS
+
+    def __init__(self, url: str, master: bytes, login: tuple[str, str], authority: bytes) -> None:
+        user, password = login
+        options: dict[str, Any] = {"username": user, "password": password}
+        if url.startswith("rediss:"):
+            options["ssl_ca_data"] = authority.decode()
+        self._master = master
+        self._num_connects, self._made_after = 0, 0  # the latter: how many connects there were by then
+        self._redis = client(url, CALL_SECONDS, options, self._connected)
+
+    async def _connected(self, connection: Any) -> None:
+        await connection.on_connect()
+        self._num_connects += 1
+
+    async def settle(self, runs: Runs) -> None:
+        try:
+            async with asyncio.timeout(SWEEP_SECONDS):
+                there = set(map(_text, await self._redis.acl_users()))
+                await self._make(there, runs)
+                await self._take_away(there, runs)
+        except failures() as error:
+            raise ServerAway(words_of(error)) from error
+
+    async def close(self) -> None:
+        await close(self._redis)
+
+    async def _make(self, there: set[str], runs: Runs) -> None:
+        """Those that are missing; after each connect all of them, for an operator of another version may have made
+        them."""
+        num_connects = self._num_connects
+        known = there if num_connects == self._made_after else set[str]()
+        commands = [
+            ("ACL SETUSER", name, *users.rules_of(self._master, run))
+            for run in runs.open()
+            if (name := users.user_of(self._master, run)) not in known
+        ]
+        if (name := users.dashboard_user(self._master)) not in known:
+            commands.append(("ACL SETUSER", name, *users.rules_of_dashboard(self._master)))
+        await self._do(commands, runs)
+        self._made_after = num_connects
+
+    async def _take_away(self, there: set[str], runs: Runs) -> None:
+        """The users go last: while one is there, the keys of its run may be, and the next look goes on."""
+        found = {name: run for name in there if (run := users.run_of(self._master, name)) is not None}
+        over = runs.over(found.values())
+        names = sorted(name for name, run in found.items() if run in over)
+        if not names:
+            return
+        await self._do([("ACL SETUSER", name, "reset") for name in names], runs)
+        keys = await self._keys_of({run.uid for run in over})
+        await self._do([("UNLINK", *some) for some in _parts(keys)], runs)
+        await self._do([("ACL DELUSER", *some) for some in _parts(names)], runs)
+
+    async def _keys_of(self, runs: set[str]) -> list[bytes]:
+        found = self._redis.scan_iter(match=f"{users.REDIS_PREFIX}:*", count=1000)
+        return [key async for key in found if _text(key).split(":")[1] in runs]
+
+    async def _do(self, commands: Sequence[tuple[Any, ...]], runs: Runs) -> None:
+        for some in _parts(commands):
+            runs.check()
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for command in some:
+                    pipeline.execute_command(*command)
+                await pipeline.execute()
+
+
+def _text(said: bytes | str) -> str:
+    """The client decodes some of it."""
+    return said.decode(errors="replace") if isinstance(said, bytes) else said
+
+
+T = TypeVar("T")
+
+
+def _parts(things: Sequence[T]) -> Iterator[Sequence[T]]:
+    """
+    >>> [list(part) for part in _parts(range(150))][1][:2]
+    [100, 101]
+    """
+    return (things[begin : begin + _AT_ONCE] for begin in range(0, len(things), _AT_ONCE))

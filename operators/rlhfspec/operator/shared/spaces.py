@@ -1,0 +1,85 @@
+"""What jobs need in each namespace where they run, made by the replica that leads: a service account, the operator's
+own rights there, the claim, NetworkPolicies. Only with scope `cluster`, where a label makes a namespace one of jobs; in
+others the chart makes the same. What is there stays when the label goes: pods may still use it.
+
+Example:
+    >>> kind_of = {"ServiceAccount": 1, "PersistentVolumeClaim": 2}
+    >>> [kind for kind in kind_of if kind in MADE_ONCE]
+    ['PersistentVolumeClaim']
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from rlhfspec.cluster.api import Api, ApiResponse, Json
+from rlhfspec.errors import ClusterUnavailable, LeadershipLost
+
+MADE_ONCE = ("PersistentVolumeClaim", "RoleBinding")  # which refuse to become others; those that exist are kept
+NAMESPACE_RETRY_SECONDS = 15.0
+LOG = logging.getLogger(__name__)
+
+
+class Spaces:
+    """`kit`: the objects, without a namespace."""
+
+    def __init__(self, api: Api, kit: Sequence[Json]) -> None:
+        self._api = api
+        self._kit = kit
+        self._namespaces: set[str] = set()
+        self._done: set[str] = set()
+        self._changed = asyncio.Event()
+        self._problems: dict[str, str] = {}
+
+    def joins(self, namespace: str) -> None:
+        """It is new, though another may have had its name."""
+        self._namespaces.add(namespace)
+        self._done.discard(namespace)
+        self._changed.set()
+
+    def leaves(self, namespace: str) -> None:
+        self._namespaces.discard(namespace)
+        self._done.discard(namespace)
+
+    async def work(self) -> None:
+        """While this replica leads. Each leader makes all of it anew: an upgrade may have changed it."""
+        self._done.clear()
+        while True:
+            self._changed.clear()
+            for namespace in sorted(self._namespaces - self._done):
+                self._done.add(namespace)
+                problem = await self._furnish(namespace)
+                self._say(namespace, problem)
+                if problem:
+                    self._done.discard(namespace)
+            try:
+                async with asyncio.timeout(None if self._namespaces <= self._done else NAMESPACE_RETRY_SECONDS):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _furnish(self, namespace: str) -> str:
+        """Why something is missing there; empty: nothing is."""
+        for thing in self._kit:
+            try:
+                answer = await self._make(thing | {"metadata": thing["metadata"] | {"namespace": namespace}})
+            except (ClusterUnavailable, LeadershipLost) as error:
+                return str(error)
+            if answer.is_refused:
+                return f"{thing['kind']} {thing['metadata']['name']}: {answer.message}"
+        return ""
+
+    async def _make(self, thing: Json) -> ApiResponse:
+        if thing["kind"] not in MADE_ONCE:
+            return await self._api.apply(thing)
+        answer = await self._api.create(thing)
+        return ApiResponse(200, {}) if answer.code == 409 else answer
+
+    def _say(self, namespace: str, problem: str) -> None:
+        if problem and self._problems.get(namespace) != problem:
+            LOG.warning("namespace %s is not ready for jobs: %s", namespace, problem)
+        elif not problem:
+            LOG.info("namespace %s has what jobs need", namespace)
+        self._problems[namespace] = problem

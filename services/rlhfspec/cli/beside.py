@@ -1,0 +1,55 @@
+"""Commands that other distributions bring: they are found by the entry point group `rlhfspec.commands` when they are
+called. Help names those of rlhfspec-bench without looking for them, and imports none."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from rlhfspec.cli.problems import refuse
+
+_GROUP = "rlhfspec.commands"
+BENCH = {
+    "bench": "Benchmarks of generation, training steps and moves.",
+    "models": "Check which models run bit-exactly, and why others are refused.",
+    "simulate": "Simulate one generating stage of a job: which policy would end it when, and how far that is from the "
+    "best.",
+}
+
+
+class Beside(TyperCommand):
+    """Stands for a command of another distribution until that is imported."""
+
+    def imported(self) -> Any:
+        assert self.name is not None
+        found = _entry_point(self.name)
+        if found is None:
+            refuse(f"rlhfspec {self.name} is a command of rlhfspec-bench: pip install rlhfspec-bench")
+        command = typer.main.get_command(found.load())
+        command.name = self.name
+        return command
+
+
+class WithCommandsBeside(TyperGroup):
+    """Types are those of the click that typer uses: its own, or another distribution's."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *BENCH]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        if own := super().get_command(ctx, name):
+            return own
+        if name in BENCH:
+            return Beside(name, help=BENCH[name])
+        return Beside(name) if _entry_point(name) else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command.imported() if isinstance(command, Beside) else command, rest
+
+
+def _entry_point(name: str) -> EntryPoint | None:
+    return next(iter(entry_points(group=_GROUP, name=name)), None)

@@ -1,0 +1,235 @@
+"""`rlhfspec run JOB`: trains, watched, into one folder; goes on with --resume."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhfspec.cli.exit_codes import FAILED, STOPPED
+from rlhfspec.cli.problems import exit_on_problems
+from rlhfspec.cli.progress import StatusLine, wide_console
+from rlhfspec.cli.running.given_options import (
+    GivenOptions,
+    GivenServers,
+    Nats,
+    NatsCredentials,
+    Redis,
+    RedisCredentials,
+    ServersCa,
+    ServersCertificate,
+    ServersKey,
+)
+from rlhfspec.cli.signals import leave_at_once, on_signals
+from rlhfspec.common.ranks import rank_told
+from rlhfspec.errors import DataExhausted, InvalidRequest, RLHFSpecError, StorageError
+from rlhfspec.job.file import read_job
+from rlhfspec.job.file.remarks import left_aside
+from rlhfspec.job.file.secrets import shown_override
+from rlhfspec.prepare.checks import check_made_here
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlhfspec.cli.running.job_run import JobRun
+    from rlhfspec.job import RLHFJob
+    from rlhfspec.runs.folder.manifest import RunOutcome
+
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (rlhfspec init writes one).", show_default=False)]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a field of spec, such as training.steps=3. Repeatable."),
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Run folder.  [default: out/NAME-OF-THE-JOB]")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the run folder.")]
+Processes = Annotated[
+    bool, typer.Option("--processes", help="Run every worker in a process of its own (docs/processes.md).")
+]
+
+
+def run(
+    job: Job,
+    overrides: Set = None,
+    out: Out = None,
+    resume: Resume = False,
+    processes: Processes = False,
+    nats: Nats = None,
+    redis: Redis = None,
+    nats_credentials: NatsCredentials = None,
+    redis_credentials: RedisCredentials = None,
+    servers_ca: ServersCa = None,
+    servers_certificate: ServersCertificate = None,
+    servers_key: ServersKey = None,
+) -> None:
+    """Run a job. Ctrl-C finishes the step, writes a checkpoint and stops.
+
+    All stages run in this process; with --processes every worker is a process of its own and is restarted when it
+    fails. Under torchrun, rank 0 runs the stages and all ranks share the training (docs/training.md).
+    """
+    console = wide_console()
+    given = GivenOptions(
+        nats=nats,
+        redis=redis,
+        nats_credentials=nats_credentials,
+        redis_credentials=redis_credentials,
+        ca=servers_ca,
+        certificate=servers_certificate,
+        key=servers_key,
+    )
+    with exit_on_problems(), on_signals(lambda: leave_at_once("stopped")):  # the stages listen for themselves
+        servers = given.read(processes=processes)
+        checked = read_job(job, overrides or [])
+        check_made_here(checked, job)
+        told = rank_told(os.environ)
+        if processes and told.num_ranks > 1:
+            problem = "starts the trainer's ranks itself (roles.trainer.ranks): not with torchrun"
+            raise InvalidRequest("--processes", f"WORLD_SIZE={told.num_ranks}", problem)
+        if told.rank > 0:
+            return _follow(checked)
+        aside = left_aside(checked)
+        if aside is not None:
+            console.print(f"{job}: {aside}", markup=False, highlight=False, soft_wrap=True)
+        folder = out or Path("out") / checked.metadata.name
+        outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes, given), servers, console)
+    if outcome != "completed":
+        raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
+
+
+OWN_SERVERS = GivenOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """What was asked for."""
+
+    job: Path
+    overrides: list[str]
+    out: Path
+    resume: bool = False
+    processes: bool = False
+    given: GivenOptions = OWN_SERVERS
+
+    def to_go_on(self, more_steps: int | None) -> str:
+        """To be pasted (secrets are left out). A run goes on with its own overrides; a completed one needs more steps.
+
+        >>> _Command(Path("my job.yaml"), ["training.seed=7"], Path("out/a")).to_go_on(None)
+        "rlhfspec run 'my job.yaml' --set training.seed=7 --out out/a --resume"
+        >>> _Command(Path("job.yaml"), ["training.steps=2"], Path("out/a"), processes=True).to_go_on(4)
+        'rlhfspec run --processes job.yaml --set training.steps=4 --out out/a --resume'
+        """
+        overrides = self.overrides
+        if more_steps is not None:
+            kept = [override for override in overrides if not override.startswith("training.steps=")]
+            overrides = [*kept, f"training.steps={more_steps}"]
+        sets = [word for override in overrides for word in ("--set", shown_override(override))]
+        way = ["--processes", *self.given.words()] if self.processes else []
+        return shlex.join(["rlhfspec", "run", *way, str(self.job), *sets, "--out", str(self.out), "--resume"])
+
+
+def _run(job: RLHFJob, command: _Command, servers: GivenServers, console: Console) -> RunOutcome:
+    with ExitStack() as leaving:
+        with StatusLine() as status:
+            run = _prepared(job, command, servers, console, status)
+            leaving.callback(run.close)
+            with on_signals(lambda: _leave_before_it_began(run)):
+                run.build(status)
+        run.begin()
+        outcome, reason = _outcome_of(run)
+        more_steps = 2 * job.spec.training.steps if outcome == "completed" and not reason else None
+        try:
+            run.finish(outcome, reason, resume_command=command.to_go_on(more_steps), console=console)
+        except (StorageError, OSError) as error:  # what ended the run is said all the same
+            problem = f"{outcome}: {reason}; " if reason else f"{outcome}; "
+            raise StorageError(command.out, f"{problem}its end cannot be written down: {error}") from error
+        return outcome
+
+
+def _prepared(job: RLHFJob, command: _Command, servers: GivenServers, console: Console, status: StatusLine) -> JobRun:
+    """With --processes nothing heavy is imported here: the stages' own processes do."""
+    kind = _process_run(servers) if command.processes else _local_run(status)
+    from rlhfspec.messages.servers.scratch import end_dead_runs
+    from rlhfspec.prepare.tiny_paths import with_tiny_paths
+    from rlhfspec.runs.folder.run_folder import RunFolder
+    from rlhfspec.runs.view.view import View
+
+    for uid in end_dead_runs(lambda memory: _forget(memory, status)):
+        status(f"what was left of run {uid} is removed: its supervisor had died")
+    folder, view = RunFolder(command.out), View(job, console)
+    folder.check(job, resume=command.resume)
+    base_folder = command.job.absolute().parent
+    return kind(job, with_tiny_paths(job, status), base_folder, folder, view, resume=command.resume)
+
+
+def _local_run(status: StatusLine) -> type[JobRun]:
+    status("importing torch")
+    from transformers.utils.logging import disable_progress_bar
+
+    from rlhfspec.cli.running.local import LocalRun
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    return LocalRun
+
+
+def _forget(memory: Path, status: StatusLine) -> None:
+    """What a dead run has on servers of its user's."""
+    from rlhfspec.supervisor.forgetting import CREDENTIALS_FOLDER, forget_dead
+
+    if left := forget_dead(memory / CREDENTIALS_FOLDER):
+        status(left)
+
+
+def _process_run(servers: GivenServers) -> Callable[..., JobRun]:
+    try:
+        from rlhfspec.cli.running.processes import ProcessRun
+    except ImportError as error:
+        problem = f"needs {error.name}: pip install 'rlhfspec[processes]'"
+        raise InvalidRequest("--processes", True, problem) from None
+    return partial(ProcessRun, given=servers)
+
+
+def _leave_before_it_began(run: JobRun) -> None:
+    run.leave_no_trace()
+    leave_at_once("stopped")
+
+
+def _follow(job: RLHFJob) -> None:
+    """Ranks other than 0 train along until rank 0 says stop."""
+    from rlhfspec.prepare.tiny_paths import with_tiny_paths
+    from rlhfspec.trainer.build import follow
+
+    follow(with_tiny_paths(job, lambda _: None))
+
+
+def _outcome_of(run: JobRun) -> tuple[RunOutcome, str]:
+    """Runs the stages; how they ended."""
+    try:
+        run.runner.run(_stages(run))
+    except DataExhausted as ended:
+        return "completed", str(ended)
+    except (RLHFSpecError, OSError) as error:
+        from rlhfspec.runs.view.ending import kept_traceback
+
+        return "failed", f"{error}; {kept_traceback(run.folder, error)}"
+    return ("stopped", "Ctrl-C") if run.is_unfinished else ("completed", "")
+
+
+async def _stages(run: JobRun) -> None:
+    loop = asyncio.get_running_loop()
+    with on_signals(lambda: loop.call_soon_threadsafe(_stop, run)):
+        await run.stages()
+
+
+def _stop(run: JobRun) -> None:
+    """The first time: an orderly end. The second time: now; the last checkpoint stands."""
+    if run.stop.is_set():
+        leave_at_once("stopped at once; the last checkpoint stands")
+    run.stop.set()
+    run.say("stopping: what is being learnt is finished and saved; Ctrl-C once more leaves at once")

@@ -1,0 +1,143 @@
+"""`rlhfspec run`: every stage of a job in one process, over the memory transport.
+
+Each stage is made by its own builder, from the job and its context alone, and whatever is wrong with the job is said
+then; only then the stages start. The run folder is there before the first step and is finished however the run ends.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+from rlhfspec.cli.running.job_run import JobRun, Say
+from rlhfspec.common.awake_clock import AwakeClock
+from rlhfspec.common.ranks import rank_told
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.job.choices.weight_stores import WEIGHT_STORES
+from rlhfspec.messages.loop import MOST_PENDING, workers_of
+from rlhfspec.messages.records import WorkerInfo
+from rlhfspec.messages.transport.memory import MemoryTransport
+from rlhfspec.moves.migration.control import DirectControl
+from rlhfspec.prompts.service import PromptsService
+from rlhfspec.reward.service import RewardService
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.view.view import View
+from rlhfspec.runs.view.watch import WatchService
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.context import Context, Run, kept_versions
+from rlhfspec.stage.dead_letters import DeadLetterWatch
+from rlhfspec.stage.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
+from rlhfspec.stage.vitals import Vitals
+from rlhfspec.telemetry.opening import watching
+from rlhfspec.trainer.service import TrainerService
+from rlhfspec.training.weights.base import StorePlace, WeightStore
+from rlhfspec.worker.ends import MoveEndpoint
+from rlhfspec.worker.heartbeats import Heartbeats
+from rlhfspec.worker.worker import incarnation_of
+
+
+class LocalRun(JobRun):
+    def __init__(
+        self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
+    ) -> None:
+        super().__init__(written, job, base_folder, folder, view, resume=resume)
+        self._run = Run(uid=secrets.token_hex(4), base_folder=base_folder, folder=folder.path)
+        self._vitals = Vitals(AwakeClock())
+        self._transport = MemoryTransport(clock=self._vitals.clock, max_pending=MOST_PENDING)
+        workers = workers_of(job) | {"view": 1}
+        self._bus = Bus(
+            self._transport, job.metadata.name, uid=self._run.uid, workers=workers, clock=self._vitals.clock
+        )
+        self._weights: WeightStore = WEIGHT_STORES["memory"].load()(StorePlace(keep=kept_versions(job)))
+        self._services: list[Service] = []
+        self._control = DirectControl()  # between the run's generators
+        self._infos: list[WorkerInfo] = []  # of generators that samples can move between
+
+    def build(self, say: Say) -> None:
+        self._refuse_ranks()
+        for stage, num_workers in workers_of(self._job).items():
+            make = import_module(f"rlhfspec.{stage}.build").build
+            for worker in range(num_workers):
+                context = Context(
+                    worker=worker,
+                    bus=self._bus.of(stage, worker),
+                    weights=self._weights,
+                    vitals=self._vitals,
+                    run=self._run,
+                    say=say,
+                    move_endpoint=self._move_endpoint(worker) if stage == "generator" and num_workers > 1 else None,
+                )
+                service = make(self._job, context)
+                self._services.append(service)
+                self._leaving.callback(service.close)
+        self._check_columns()
+
+    def _move_endpoint(self, worker: int) -> MoveEndpoint:
+        """Without addresses: they call each other."""
+        info = WorkerInfo(
+            id=incarnation_of("generator", worker),
+            job=self._job.metadata.name,
+            stage="generator",
+            worker=worker,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            grpc_address="",
+            http_address="",
+        )
+        self._infos.append(info)
+        return MoveEndpoint.direct(info.id, self._control)
+
+    def begin(self) -> None:
+        models = {role: asdict(report) for service in self._services for role, report in service.models.items()}
+        self._begin_folder(models, {})
+
+    async def stages(self) -> None:
+        observability = self._job.spec.observability
+        traced = self.folder.path if observability.traces else None
+        with watching(self._bus.job, self._run.uid, run=traced, otlp_endpoint=observability.otlp_endpoint) as watched:
+            self._bus.watcher = watched.watcher
+            self._vitals.told = watched.meters.worked if watched.meters else None
+            await self._supervised()
+        if self._trainer.is_done and self._trainer.data_ended is not None:
+            raise self._trainer.data_ended
+
+    async def _supervised(self) -> None:
+        await self._bus.declare()
+        for info in self._infos:
+            await self._bus.publish(info)
+        watch = WatchService(self._vitals, self._bus.of("view"), view=self._view)
+        others = [watch, Heartbeats(self._bus, self._vitals), DeadLetterWatch(self._bus, self._vitals)]
+        supervisor = Supervisor(self._vitals, stall_seconds=STALL_SECONDS, grace_seconds=GRACE_SECONDS)
+        try:
+            with self._view:
+                await supervisor.run([*self._services, *others], self.stop)
+        finally:
+            await self._transport.close()
+
+    @property
+    def is_unfinished(self) -> bool:
+        return not self._trainer.is_done
+
+    def _check_columns(self) -> None:
+        """What only data and rewards together can tell."""
+        prompts = next(service.prompts for service in self._services if isinstance(service, PromptsService))
+        for service in self._services:
+            if isinstance(service, RewardService):
+                service.sources.check_columns(prompts.columns)
+
+    def _refuse_ranks(self) -> None:
+        """Where torchrun started this process, it says how many there are."""
+        ranks = self._job.spec.roles.trainer.ranks
+        if ranks not in (1, rank_told(os.environ).num_ranks):
+            problem = f"needs --processes, or torchrun --nproc-per-node {ranks}"
+            raise InvalidRequest("spec.roles.trainer.ranks", ranks, problem)
+
+    @property
+    def _trainer(self) -> TrainerService:
+        return next(service for service in self._services if isinstance(service, TrainerService))

@@ -1,0 +1,284 @@
+"""Reads a run's folder while the run goes on: the curves, moves, samples and traces. Nothing is locked or written.
+
+Example:
+    >>> from rlhfspec.messages.records.metrics import example_step
+    >>> row_of(example_step(step=3).to_line())[:4]
+    [3, 1700000015.8, 0.5, 0.176777]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rlhfspec.errors import InvalidRequest, StorageError
+from rlhfspec.runs.folder.moves import read_moves
+from rlhfspec.runs.view.text import visible
+from rlhfspec.runs.view.waterfall import by_whom, notes, pieces
+from rlhfspec.telemetry.read import Life, life_of
+
+_MOST_CHARACTERS = 20_000  # of a text that is shown whole
+HEAD_CHARACTERS = 240  # of one in a list
+MOST_LISTED = 25
+MOST_LINE_BYTES = 16 << 20  # a longer line is no sample of ours
+REMEMBERED_BYTES = 64
+
+# Of a line of steps.jsonl, what the curves show: under which name, and where it stands.
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "step": ("step",),
+    "at": ("finished_unix_seconds",),
+    "reward": ("reward", "mean"),
+    "reward_std": ("reward", "std"),
+    "kl": ("kl", "k3"),
+    "policy_loss": ("policy_loss",),
+    "value_loss": ("value_loss",),
+    "tokens_per_second": ("tokens_per_second",),
+    "accepted": ("accepted_per_verification",),
+    "length_mean": ("response_length", "mean"),
+    "length_p50": ("response_length", "p50"),
+    "length_p95": ("response_length", "p95"),
+    "seconds": ("seconds", "step"),
+    "samples": ("num_samples",),
+}
+Row = list[float | None]
+PLACE_OF = {name: place for place, name in enumerate(COLUMNS)}
+
+
+def row_of(line: str | bytes) -> Row | None:
+    """None for what is no line of steps.jsonl: a damaged one is left out."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    row = [_number(content, path) for path in COLUMNS.values()]
+    return row if row[0] is not None else None
+
+
+def _number(content: Any, path: tuple[str, ...]) -> float | None:
+    for key in path:
+        content = content.get(key) if isinstance(content, dict) else None
+    if isinstance(content, bool) or not isinstance(content, int | float) or not math.isfinite(content):
+        return None
+    if path == ("finished_unix_seconds",):
+        return round(content, 1)
+    return content if isinstance(content, int) else float(f"{content:.6g}")
+
+
+class NewLines:
+    """Whole lines that came since the last look. A file that was cut or replaced meanwhile is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_restarts = 0
+        self._offset = 0
+        self._before = b""  # the last bytes that were read: still there, or this is another file
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """Each line, and where it begins."""
+        try:
+            with plain_file(self.path) as file:
+                if not self._goes_on(file):
+                    self.num_restarts += 1
+                    self._offset, self._before = 0, b""
+                file.seek(self._offset)
+                while (line := file.readline(MOST_LINE_BYTES)).endswith(b"\n"):
+                    begin, self._offset = self._offset, self._offset + len(line)
+                    self._before = (self._before + line)[-REMEMBERED_BYTES:]
+                    yield begin, line
+        except FileNotFoundError:
+            if self._offset:
+                self.num_restarts += 1
+            self._offset, self._before = 0, b""
+
+    def _goes_on(self, file: Any) -> bool:
+        file.seek(self._offset - len(self._before))
+        return bool(file.read(len(self._before)) == self._before)
+
+
+def plain_file(path: Path) -> BinaryIO:
+    """A job's pods write in its folder, and may put there what leads elsewhere or blocks its reader. StorageError
+    for that; FileNotFoundError where nothing is."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError(path, f"cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise StorageError(path, "is no plain file")
+    return os.fdopen(file, "rb")
+
+
+_SAMPLE = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*"), "step": (-?\d+),')
+
+
+@dataclass(slots=True)
+class _IndexedStep:
+    begin: int
+    end: int
+    num_samples: int
+
+
+class Samples:
+    """Of samples.jsonl: which step is where. Lines come in order of their steps."""
+
+    def __init__(self, run: Path) -> None:
+        self._lines = NewLines(run / "samples.jsonl")
+        self._steps: dict[int, _IndexedStep] = {}
+        self._restarts = 0
+
+    def steps(self) -> list[tuple[int, int]]:
+        """Each step, and how many samples it has; the newest first."""
+        self._look()
+        return [(step, where.num_samples) for step, where in sorted(self._steps.items(), reverse=True)]
+
+    def of_step(self, step: int, *, skip: int = 0) -> list[dict[str, Any]]:
+        """Some of them, their texts cut."""
+        found = []
+        for place, line in enumerate(self._read(step)):
+            if place >= skip and (sample := _sample_of(line, HEAD_CHARACTERS)) is not None:
+                found.append(sample)
+            if len(found) == MOST_LISTED:
+                break
+        return found
+
+    def sample(self, id: str) -> dict[str, Any]:
+        """Raises InvalidRequest where it is not (yet) in the file."""
+        parts = id.split("/")
+        if len(parts) == 4 and re.fullmatch(r"\d{1,9}", parts[1]):
+            for line in self._read(int(parts[1])):
+                head = _SAMPLE.match(line)
+                if head is not None and json.loads(head[1]) == id and (sample := _sample_of(line, _MOST_CHARACTERS)):
+                    return sample
+        raise InvalidRequest(
+            "sample", id[:200], "is not in samples.jsonl, where a sample stands once it was trained on"
+        )
+
+    def _look(self) -> None:
+        for begin, line in self._lines.read():
+            if self._lines.num_restarts != self._restarts:
+                self._restarts = self._lines.num_restarts
+                self._steps.clear()
+            if (head := _SAMPLE.match(line)) is not None:
+                where = self._steps.setdefault(int(head[2]), _IndexedStep(begin, begin, 0))
+                where.end = begin + len(line)
+                where.num_samples += 1
+
+    def _read(self, step: int) -> Iterator[bytes]:
+        self._look()
+        where = self._steps.get(step)
+        if where is None:
+            return
+        with plain_file(self._lines.path) as file:
+            file.seek(where.begin)
+            while file.tell() < where.end:
+                yield file.readline(MOST_LINE_BYTES)
+
+
+def _sample_of(line: bytes, most: int) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+        return {
+            "id": str(content["id"]),
+            "step": int(content["step"]),
+            "prompt": shown(str(content["prompt"]), most),
+            "text": shown(str(content["text"]), most),
+            "num_characters": len(content["text"]),
+            "num_tokens": len(content["tokens"]),
+            "reward": content["reward"],
+            "components": dict(content["components"]),
+            "weights_version": content["weights_version"],
+            "finish_reason": str(content["finish_reason"]),
+            "error": shown(str(content["error"]), 1000),
+        }
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def shown(text: str, most: int) -> str:
+    """What a model wrote is only data: what could turn or hide other text is made visible, and the rest is cut.
+
+    >>> shown("a\\x00b\\u202ec", 3)
+    'a␀b…'
+    """
+    return visible(text[:most]) + ("…" if len(text) > most else "")
+
+
+@dataclass(slots=True)
+class Changes:
+    """Since the last look. `anew`: what was told before no longer holds (a run was resumed from a checkpoint)."""
+
+    rows: list[Row] = field(default_factory=list)
+    moves: list[dict[str, Any]] = field(default_factory=list)
+    anew: bool = False
+
+
+class RunReader:
+    """Of one folder; used in one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.samples = Samples(path)
+        self._steps = NewLines(path / "steps.jsonl")
+        self._moves_offset = 0
+
+    def changes(self) -> Changes:
+        before = self._steps.num_restarts
+        rows = [row for _, line in self._steps.read() if (row := row_of(line)) is not None]
+        return Changes(rows, list(self._new_moves()), anew=self._steps.num_restarts != before)
+
+    def _new_moves(self) -> Iterator[dict[str, Any]]:
+        try:
+            for content, offset in read_moves(self.path, offset=self._moves_offset):
+                self._moves_offset = offset
+                if content["kind"] == "moved":
+                    yield content
+        except OSError:
+            self._moves_offset = 0
+
+    def everything_of(self, sample: str) -> dict[str, Any]:
+        """Text and trace; `missing` says why one of them is not there."""
+        found: dict[str, Any] = {"missing": []}
+        for name, look in (("sample", self.samples.sample), ("trace", self.life)):
+            try:
+                found[name] = look(sample)
+            except InvalidRequest as error:
+                found["missing"].append(f"{name}: {error.problem}")
+        return found
+
+    def life(self, sample: str) -> dict[str, Any]:
+        """A sample's trace, ready to be drawn. Raises InvalidRequest where there is none."""
+        return life_content(life_of(self.path, sample))
+
+
+def life_content(life: Life) -> dict[str, Any]:
+    """Times in seconds since it began. A piece: how it is drawn, from when, to when."""
+    return {
+        "sample": life.sample,
+        "began": life.began,
+        "seconds": life.ended - life.began,
+        "spans": [
+            {
+                "name": span.name,
+                "by": by_whom(span),
+                "pieces": [(mark, start - life.began, end - life.began) for mark, start, end in pieces(life, span)],
+                "notes": list(notes(life, span)),
+                "id": span.id,
+            }
+            for span in life.spans
+        ],
+        "trace": life.spans[0].trace,
+    }
+
+
+def move_content(moved: Any, at: float) -> dict[str, Any]:
+    """A `Moved` record as a line of moves.jsonl has it."""
+    return {"kind": "moved", "at": round(at, 3), **asdict(moved)}

@@ -1,0 +1,1 @@
+"""What a run does right now, as events for browsers."""

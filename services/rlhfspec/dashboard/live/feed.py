@@ -1,0 +1,250 @@
+"""One job's run as browsers see it: state gathered from its folder, Redis and NATS, and told as events.
+
+A feed lives while somebody looks at its job, and a little longer, so that a browser that comes back has missed nothing.
+What it tells, by name of the event:
+
+- whole: curves and moves, to a new reader; steps, moves: what came since
+- job, now: the latest of conditions and pods; of generators and workers
+- samples: the beginnings of the last texts; last_words: of pods that ended. For users who may read logs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rlhfspec.dashboard.jobs.folder import COLUMNS, Changes, Row, RunReader, move_content, row_of, shown
+from rlhfspec.dashboard.jobs.source import Address, JobDetail, JobKey, JobSource, RunPlace
+from rlhfspec.dashboard.live.hearing import Hearing
+from rlhfspec.dashboard.live.live_state import Live
+from rlhfspec.dashboard.live.readers import EventStream, Reader
+from rlhfspec.errors import InvalidRequest, ServerFailed, StorageError
+from rlhfspec.messages.records import Moved, Record, StepReport
+from rlhfspec.messages.transport.clock import Clock, SystemClock
+from rlhfspec.runs.live.live import LiveView, read_live
+from rlhfspec.stage.tasks import ended
+from rlhfspec.stage.threads import ComputeThread
+
+_TELL_SECONDS = 0.5
+TELL_MANY_SECONDS = 1.0  # where an event is large: of many generators
+MANY = 50
+REDIS_SECONDS = 0.5
+FOLDER_SECONDS = 1.0
+SOURCE_SECONDS = 1.0
+_MOST_MOVES = 200
+MOST_POINTS = 600  # of a curve that a new browser is told; a longer one is thinned out
+_MOST_SAMPLES = 8
+
+log = logging.getLogger("rlhfspec.dashboard")
+
+
+class Feed:
+    def __init__(self, key: JobKey, source: JobSource, *, clock: Clock | None = None) -> None:
+        self.key = key
+        self.events = EventStream()
+        self.texts = ComputeThread(f"texts of {key}")  # of samples: asking for them never delays the curves
+        self._thread = ComputeThread(f"folder of {key}")
+        self.folder: RunReader | None = None
+        self.live = Live()
+        self._source = source
+        self._clock = clock or SystemClock()
+        self._detail: JobDetail | None = None
+        self._place = RunPlace()
+        self._address: Address | None = None  # that is listened at
+        self._rows: dict[int, Row] = {}
+        self._moves: deque[dict[str, Any]] = deque(maxlen=_MOST_MOVES)
+        self._told_moves: set[str] = set()
+        self._new_rows: dict[int, Row] = {}
+        self._new_moves: list[dict[str, Any]] = []
+        self._heads: dict[str, dict[str, Any]] = {}
+        self._problems: dict[str, str] = {}
+        self._hearing: Hearing | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._of_the_run: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Raises what the source raises: a job that is not there has no feed."""
+        await self._ask_source()
+        await self._read_folder()
+        if self._place.address is not None and self._place.address.redis_url is not None:
+            await self._read_redis(self._place.address)
+        self._tell()
+        self._tasks = [asyncio.create_task(self._often(SOURCE_SECONDS, self._ask_source))]
+        self._tasks.append(asyncio.create_task(self._often(FOLDER_SECONDS, self._read_folder)))
+        self._tasks.append(asyncio.create_task(self._tell_on()))
+
+    async def close(self) -> None:
+        await ended(*self._tasks, *self._of_the_run)
+        self.events.close()
+        self._thread.close()
+        self.texts.close()
+
+    def reader(self, last_id: str, hidden: Sequence[str] = ()) -> Reader:
+        """`hidden`: events that this browser's user may not see."""
+        return self.events.reader(self._whole, last_id, hidden)
+
+    # --- gathering -----------------------------------------------------------------------------------------------
+
+    async def _often(self, seconds: float, look: Callable[[], Any]) -> None:
+        while True:
+            await self._clock.sleep(seconds)
+            try:
+                await look()
+            except (InvalidRequest, ServerFailed) as error:
+                self._problems["source"] = str(error)
+
+    async def _ask_source(self) -> None:
+        detail, place = await self._source.job(self.key), await self._source.place(self.key)
+        self._problems.pop("source", None)
+        if self._detail is not None and detail.head.created != self._detail.head.created:
+            self._forget()
+            self._place = RunPlace()
+        self._detail = detail
+        if place.folder != self._place.folder:
+            self.folder = None if place.folder is None else RunReader(place.folder)
+        if place.address != self._address:
+            await self._listen_at(place.address)
+        self._place = place
+
+    def _forget(self) -> None:
+        """Another job of the same name."""
+        for told in (self._rows, self._new_rows, self._moves, self._new_moves, self._told_moves, self._heads):
+            told.clear()
+        self.folder = None
+        self.events.anew(self._whole)
+
+    async def _listen_at(self, address: Address | None) -> None:
+        """Another run, or the end of one: what was live is over."""
+        await ended(*self._of_the_run)
+        self._of_the_run, self._hearing, self.live, self._address = [], None, Live(), address
+        self._problems.pop("redis", None)
+        if address is None:
+            return
+        if address.nats_url is not None:
+            self._hearing = Hearing(address, self._heard)
+            self._of_the_run.append(asyncio.create_task(self._hearing.run()))
+        if address.redis_url is not None:
+            self._of_the_run.append(asyncio.create_task(self._often(REDIS_SECONDS, lambda: self._read_redis(address))))
+
+    async def _read_redis(self, address: Address) -> None:
+        assert address.redis_url is not None
+        try:
+            view = await read_live(
+                address.redis_url, address.uid, role=address.role, credentials=address.credentials,
+                now=self._clock.now(),
+            )  # fmt: skip
+        except (ServerFailed, InvalidRequest) as error:
+            self._problems["redis"] = str(error)
+            return
+        self._problems.pop("redis", None)
+        self._seen(view)
+
+    def _seen(self, view: LiveView) -> None:
+        self.live.seen(view)
+        for line in view.window.steps:
+            self._row(row_of(line))
+        for head in view.window.samples:
+            if head.id not in self._heads:
+                content = {"id": head.id, "prompt": shown(head.prompt, 200), "text": shown(head.text, 200)}
+                self._heads[head.id] = content
+        while len(self._heads) > _MOST_SAMPLES:
+            del self._heads[next(iter(self._heads))]
+
+    async def _read_folder(self) -> None:
+        if self.folder is None:
+            return
+        try:
+            self._take(await self._thread.in_thread(self.folder.changes))
+            self._problems.pop("folder", None)
+        except (StorageError, OSError) as error:
+            self._problems["folder"] = str(error)
+
+    def _take(self, changes: Changes) -> None:
+        if changes.anew:
+            self._rows.clear()
+            self._new_rows.clear()
+        for row in changes.rows:
+            self._row(row)
+        for move in changes.moves[-_MOST_MOVES:]:
+            self._move(move)
+        if changes.anew:
+            self.events.anew(self._whole)
+
+    def _heard(self, record: Record) -> None:
+        if isinstance(record, StepReport):
+            self._row(row_of(record.metrics.to_line()))
+        elif isinstance(record, Moved):
+            self._move(move_content(record, time.time()))
+
+    def _row(self, row: Row | None) -> None:
+        if row is not None and row[0] is not None and self._rows.get(int(row[0])) != row:
+            self._rows[int(row[0])] = self._new_rows[int(row[0])] = row
+
+    def _move(self, move: dict[str, Any]) -> None:
+        if move["id"] not in self._told_moves:
+            if len(self._told_moves) > 10 * _MOST_MOVES:
+                self._told_moves = {each["id"] for each in self._moves}
+            self._told_moves.add(move["id"])
+            self._moves.append(move)
+            self._new_moves.append(move)
+
+    # --- telling -------------------------------------------------------------------------------------------------
+
+    async def _tell_on(self) -> None:
+        while True:
+            many = self.live.num_generators > MANY
+            await self._clock.sleep(TELL_MANY_SECONDS if many else _TELL_SECONDS)
+            self._tell()
+
+    def _tell(self) -> None:
+        rows, self._new_rows = self._new_rows, {}
+        moves, self._new_moves = self._new_moves[-_MOST_MOVES:], []
+        if rows:
+            self.events.keep("steps", thinned(rows))
+        if moves:
+            self.events.keep("moves", moves)
+        self.events.latest("job", self._job())
+        self.events.latest("last_words", self._last_words())
+        self.events.latest("samples", list(self._heads.values()))
+        self.events.latest("now", self.live.content(self._clock.now()))
+
+    def _job(self) -> dict[str, Any]:
+        assert self._detail is not None
+        problems = [*self._problems.values()]
+        if self._hearing is not None and self._hearing.problem:
+            problems.append(self._hearing.problem)
+        told = asdict(self._detail)
+        del told["last_words"]
+        return told | {
+            "is_live": self._place.address is not None,
+            "has_folder": self.folder is not None,
+            "problems": problems,
+        }
+
+    def _last_words(self) -> dict[str, str]:
+        assert self._detail is not None
+        return {pod: shown(words, len(words)) for pod, words in self._detail.last_words.items()}
+
+    def _whole(self) -> dict[str, Any]:
+        return {
+            "columns": list(COLUMNS),
+            "rows": thinned(self._rows),
+            "moves": list(self._moves),
+        }
+
+
+def thinned(rows: dict[int, Row]) -> list[Row]:
+    """In order, at most MOST_POINTS and the last: every n-th.
+
+    >>> [len(thinned({step: [step] for step in range(count)})) for count in (10, 600, 601, 10_000)]
+    [10, 600, 301, 590]
+    """
+    ordered = [rows[step] for step in sorted(rows)]
+    every = -(-len(ordered) // MOST_POINTS) or 1
+    kept = ordered[::every]
+    return kept if not ordered or kept[-1] is ordered[-1] else [*kept, ordered[-1]]

@@ -1,0 +1,42 @@
+"""Deals the GPUs of a machine out to the processes of a run: one a process, shared only where the job says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.job.rewards import ModelReward
+from rlhfspec.messages.loop import workers_of
+
+Dealt = dict[tuple[str, int], list[str]]  # (stage, worker) -> the GPUs of its processes, one each
+
+
+def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
+    """Return which GPUs are whose; nothing where the job uses none, or names the one of all.
+
+    Raises InvalidRequest with the count where there are too few and the job does not let processes share.
+    """
+    spec = job.spec
+    if not gpus or spec.device not in ("auto", "cuda") or spec.training.exact_on_policy:
+        return {}
+    wanting = list(_wanting(job))
+    if len(wanting) > len(gpus) and not spec.share_gpus:
+        counts = ", ".join(f"{stage} {count}" for stage, count in Counter(stage for stage, _ in wanting).items())
+        problem = f"a GPU is wanted by each of {len(wanting)} processes ({counts}), and there are {len(gpus)}"
+        raise InvalidRequest("spec.shareGpus", spec.share_gpus, f"{problem}; true lets them share")
+    dealt: Dealt = {}
+    for key, gpu in zip(wanting, cycle(gpus), strict=False):
+        dealt.setdefault(key, []).append(gpu)
+    return dealt
+
+
+def _wanting(job: RLHFJob) -> Iterator[tuple[str, int]]:
+    """(stage, worker) of every process that runs a model, of the trainer once a rank."""
+    workers, spec = workers_of(job), job.spec
+    yield from [("trainer", 0)] * spec.roles.trainer.ranks
+    has_reward_model = any(isinstance(source, ModelReward) for source in spec.rewards.sources)
+    for stage in ("generator", "reference", "critic", *(["reward"] if has_reward_model else [])):
+        yield from ((stage, worker) for worker in range(workers.get(stage, 0)))

@@ -1,0 +1,48 @@
+"""The script of a GPU day runs through where there is no GPU, so that it works on the day there is one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[3] / "bench"
+sys.path.insert(0, str(BENCH))
+import gpu_day  # noqa: E402
+from gpu_parts.measure import Day, Found  # noqa: E402
+
+QUICK = [name for name in gpu_day.PARTS if name != "loop"]  # a run of its own, which other tests have
+
+
+@pytest.mark.sweep(parts=3)
+@pytest.mark.parametrize("part", QUICK)
+def test_part_runs_through(part: str, tmp_path: Path) -> None:
+    day = Day.on("cpu", tmp_path / "day.jsonl")
+    gpu_day.run_all([part], day, minutes=2.5)
+    results = day.results()
+    assert results
+    assert all(set(result) == {"part", "name", "value", "unit", "expected"} for result in results), results
+
+
+def test_part_that_hangs_leaves_a_line_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_day, "LEAST_SECONDS", 0.2)  # less than torch takes to be imported
+    day = Day.on("cpu", tmp_path / "day.jsonl")
+    gpu_day.run_all(["environment", "law"], day, minutes=0.0)
+    assert [(result["part"], result["error"]) for result in day.results()] == [
+        ("environment", "its time was over"), ("law", "its time was over"),
+    ]  # fmt: skip
+
+
+def test_part_that_fails_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_day.ROOMS, "law", "kernels")
+    day = Day.on("cpu", tmp_path / "day.jsonl")
+    gpu_day.run_part("law", day)
+    [result] = day.results()
+    assert "AttributeError" in result["error"]
+
+
+def test_what_is_expected_is_compared() -> None:
+    assert Found("a", "b", 3.5, expected=">= 3.4").is_met
+    assert Found("a", "b", 1, expected="= 0").is_met is False
+    assert Found("a", "b", "2.13").is_met is None

@@ -1,0 +1,130 @@
+"""A second device without a GPU: `load()` gives torch two of them, `second:0` and `second:1`.
+
+Their memory is main memory that the host cannot touch: `data_ptr()` points to pages without access, and a host that
+reads them is ended by SIGSEGV. Operators are the CPU's, on a second mapping of the same pages: bits are the CPU's, and
+nothing is copied. Tensors of two devices in one operator raise, as on a GPU.
+
+    with second_device.counted() as seen: ...   # then seen.h2d, seen.d2h (copies up and down), seen.waits, seen.names
+    with second_device.capturing(): ...         # as within a CUDA graph: what waits for the device or copies raises
+    with second_device.limited(1 << 20): ...    # so many bytes in all; beyond them it is out of memory
+
+What it cannot show: missing synchronisation of streams (all is in order), pinned memory, Triton kernels, times.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from second_device import build, module
+from second_device.build import Unavailable
+
+__all__ = [
+    "Unavailable", "capturing", "counted", "is_capturing", "limited", "load", "opened", "swapping", "without_kernels",
+]  # fmt: skip
+_COUNTS = (
+    "h2d", "h2d_bytes", "h2d_pinned", "d2h", "d2h_bytes", "d2d", "waits", "kernels", "allocations", "allocated", "peak",
+)  # fmt: skip
+
+
+@functools.cache
+def load() -> None:
+    """Make torch know the device; for the rest of the process. Raises Unavailable."""
+    path = str(build.library())
+    torch.ops.load_library(path)
+    library = _library()
+    library.second_count.restype = library.second_limit.restype = ctypes.c_long
+    library.second_set_limit.argtypes = [ctypes.c_long]
+    library.second_opened.restype = ctypes.c_void_p
+    module.register(library)
+
+
+@functools.cache
+def _library() -> Any:
+    return ctypes.CDLL(str(build.library()))
+
+
+def seen() -> SimpleNamespace:
+    """What was counted since the last `counted()` began."""
+    room = ctypes.create_string_buffer(1 << 16)
+    _library().second_names(room, len(room))
+    pairs = [line.rsplit(" ", 1) for line in room.value.decode().splitlines()]
+    names = dict(sorted(((name, int(times)) for name, times in pairs), key=lambda pair: -pair[1]))
+    return SimpleNamespace(**{name: _library().second_count(at) for at, name in enumerate(_COUNTS)}, names=names)
+
+
+@contextmanager
+def counted() -> Iterator[SimpleNamespace]:
+    _library().second_forget()
+    result = SimpleNamespace()
+    yield result
+    vars(result).update(vars(seen()))
+
+
+def is_capturing() -> bool:
+    return bool(_library().second_is_capturing())
+
+
+@contextmanager
+def capturing(on: bool = True) -> Iterator[None]:
+    """Of this thread. Not on: within a capture, what is run by a twin of a kernel that would not wait."""
+    before = is_capturing()
+    _library().second_capturing(int(on))
+    try:
+        yield
+    finally:
+        _library().second_capturing(int(before))
+
+
+@contextmanager
+def limited(num_bytes: int) -> Iterator[None]:
+    """Beside what is allocated already. Allocations are rounded up, to powers of two or to mebibytes."""
+    gc.collect()
+    _library().second_set_limit(seen().allocated + num_bytes)
+    try:
+        yield
+    finally:
+        _library().second_set_limit(0)
+
+
+@contextmanager
+def swapping() -> Iterator[None]:
+    """`Module.to` keeps the module's parameters: to CUDA torch moves them in place, to other devices only so."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """The CPU runs the kernels' torch twins too, as the device does: then both give the same bits."""
+    from rlhfspec.kernels import gumbel, kv_pack
+    from rlhfspec.kernels.cpu import build as kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_load", lambda: (None, "switched off by a test"))
+        patch.setattr(gumbel, "_native", lambda *_: None)
+        patch.setattr(kv_pack, "_kernel", lambda: None)
+        yield
+
+
+def opened(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a CPU tensor: for a test that plays the device."""
+    flat = tensor.detach()
+    assert flat.is_contiguous()
+    size = flat.numel() * flat.element_size()
+    if not size:
+        return torch.empty(flat.shape, dtype=flat.dtype)
+    memory = (ctypes.c_char * size).from_address(_library().second_opened(ctypes.c_void_p(flat.data_ptr())))
+    return torch.frombuffer(memory, dtype=flat.dtype).reshape(flat.shape)

@@ -1,0 +1,69 @@
+"""Costs of a device are those of its work, not of its launches; recording it disturbs no other thread."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfspec.engine import SamplingParams
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.forward import graphs, profile
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.tiny import random_model
+
+
+class DeviceClock:
+    """A second passes when a device that has work is waited for; otherwise none does."""
+
+    def __init__(self, second: Any) -> None:
+        self.now, self._second, self._num_kernels = 0.0, second, second.seen().kernels
+
+    def synchronize(self, *device: Any) -> None:
+        self.now += self._second.seen().kernels > self._num_kernels
+        self._num_kernels = self._second.seen().kernels
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_a_forward_is_timed_to_its_end_and_without_its_first_sight(
+    second: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_sequences": 4, "max_context": 64, "profile": False, "speculation": "off"}
+    engine = make_engine(random_model("llama", seed=0), EngineConfig(device="second:0", **settings))
+    clock = DeviceClock(second)
+    monkeypatch.setattr(torch.get_device_module("second"), "synchronize", clock.synchronize)
+    monkeypatch.setattr(profile, "time", clock)
+    runner = engine.state.target.runner
+    for draft in (False, True):
+        assert profile._time_forward(runner, 4, 16, engine.state.target.table.slots.shape, draft=draft) == 1.0
+
+
+def test_what_is_timed_is_what_steps_replay(second: Any) -> None:
+    """A graph belongs to a shape of the slot table: the profile's has the engine's."""
+    settings = {"max_sequences": 4, "max_context": 64, "profile": False, "speculation": "off"}
+    engine = make_engine(random_model("llama", seed=0), EngineConfig(device="second:0", **settings))
+    runner = engine.state.target.runner
+    runner._graphs = graphs.GraphedForward(runner._run_layers, torch.device("second:0"), graphs.call_again)
+    profile.profile(engine.state)
+    shapes = set(runner._graphs._captured)
+    assert {shape[2] for shape in shapes} == {engine.state.target.table.slots.shape}
+    engine.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=8))
+    assert set(runner._graphs._captured) == shapes
+
+
+def test_a_capture_is_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the mode "global" any call of another thread, such as a trainer's in the same process, would break it."""
+    given: list[dict[str, Any]] = []
+    stream = type("Stream", (), {"wait_stream": lambda self, other: None})
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: type("Graph", (), {"replay": lambda self: None})())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **keywords: given.append(keywords) or nullcontext())
+    assert graphs.CudaCapture()(lambda: torch.ones(1))().item() == 1.0
+    assert given == [{"pool": (0, 1), "capture_error_mode": "thread_local"}]

@@ -1,0 +1,79 @@
+"""The engine on a device that is not the CPU: the same bits, and how often it speaks to the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfspec.engine import Completion, Engine, SamplingParams
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.kernels import linear
+from rlhfspec.sweep.classes import tiny_config, tiny_model
+from rlhfspec.tiny import random_model
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [5, 6, 7], [3, 1]]
+
+
+def engine_on(device: str, *, kind: str = "llama", **options: Any) -> Engine:
+    settings = {"max_sequences": 4, "max_context": 64, "profile": False, "speculation": "suffix"}
+    settings |= {"num_threads": 1, "arithmetic": "torch"} | options
+    return make_engine(random_model(kind, seed=0), EngineConfig(device=device, **settings))
+
+
+def completions(engine: Engine) -> list[Completion]:
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    return engine.generate(PROMPTS, params, seeds=[1, 2, 3, 4])
+
+
+def answers(engine: Engine) -> list[Any]:
+    return [(each.token_ids, each.log_probs) for each in completions(engine)]
+
+
+@pytest.mark.parametrize("device", ["second:0", "second:1"])
+def test_tokens_and_log_probs_are_those_of_the_cpu(second: Any, device: str) -> None:
+    there = engine_on(device)
+    assert {tensor.device for tensor in there.state.target.runner.fused.held()} == {torch.device(device)}
+    found = answers(there)
+    with second.without_kernels():
+        assert found == answers(engine_on("cpu"))
+
+
+def test_what_torch_does_not_know_is_no_device() -> None:
+    with pytest.raises(InvalidRequest, match="device"):
+        EngineConfig(device="gpu")
+
+
+def test_another_cpu_is_no_reason_to_refuse_a_move_between_devices(
+    second: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arithmetic is the device's, whatever the host's CPU could do."""
+    here = engine_on("second:0", arithmetic="auto").state.target.runner
+    assert here.config.arithmetic == "torch"
+    monkeypatch.setattr(linear, "available_arithmetics", lambda dtype: ("amx", "fma", "torch"))
+    there = engine_on("second:0", arithmetic="auto").state.target.runner
+    assert there.architecture == here.architecture
+
+
+@pytest.mark.parametrize("context", [64, 1000, 4000])
+def test_in_bfloat16_long_contexts_are_taken(second: Any, context: int) -> None:
+    """Angles of RoPE keep their float32: rounded, they differed by .15 of the largest logit at position 1,000."""
+    model = random_model("llama", seed=0)
+    model.config.max_position_embeddings = 4096  # angles do not depend on it
+    settings = {"max_sequences": 1, "max_context": context, "profile": False, "speculation": "off"}
+    engine = make_engine(model, EngineConfig(device="second:0", dtype="bfloat16", **settings))
+    assert engine.reports["model"].difference < 0.03
+
+
+def test_new_values_of_a_buffer_reach_the_device(second: Any) -> None:
+    settings = {"max_sequences": 2, "max_context": 64, "profile": False, "speculation": "off"}
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    model = tiny_model(tiny_config("deepseek_v3"))
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    engine = make_engine(model, EngineConfig(device="second:0", **settings))
+    state[name] += torch.linspace(0.1, 0.3, len(state[name]))
+    engine.load_weights(state, version=1)
+    assert torch.equal(engine.state.target.runner.fused.model.get_buffer(name).cpu(), state[name])

@@ -1,0 +1,26 @@
+"""The walk down the trees of drafted tokens, one sequence and one node at a time."""
+
+from __future__ import annotations
+
+from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.drafting.base import Forest
+
+
+def accept_slow(forest: Forest, num_sequences: int, root_choice: IntArray, node_choice: IntArray) -> list[list[int]]:
+    """The accepted node indices of every sequence, as one would say it aloud."""
+    paths: list[list[int]] = []
+    for sequence in range(num_sequences):
+        path: list[int] = []
+        choice, parent = int(root_choice[sequence]), -1
+        while True:
+            children = [
+                node
+                for node in range(forest.size)
+                if forest.sequence[node] == sequence and forest.parent[node] == parent and forest.token[node] == choice
+            ]
+            if not children:
+                break
+            path.append(children[0])
+            choice, parent = int(node_choice[children[0]]), children[0]
+        paths.append(path)
+    return paths

@@ -1,0 +1,97 @@
+"""Run by test_distributed.py, once a rank, each on a device of its own. argv: a folder for what is found."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import second_device
+import torch
+import torch.distributed as dist
+from learners import critic, policy, rollouts, spec
+from second_device import group
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
+from rlhfspec.training.learning.learner import Learner
+from rlhfspec.training.modeling.loading import prepared
+
+
+def only_the_device(rank: int) -> None:
+    """The default group refuses what NCCL would: tensors of the host, and with them all objects."""
+    refused = group.SecondGroup
+
+    def checked(name: str) -> None:
+        whole = getattr(refused, name)
+
+        def call(self: object, tensors: list[torch.Tensor], *rest: object) -> object:
+            assert {tensor.device for tensor in tensors} == {torch.device("second", rank)}, f"{name} of {tensors}"
+            return whole(self, tensors, *rest)
+
+        setattr(refused, name, call)
+
+    checked("allreduce")
+    checked("broadcast")
+
+
+def num_bytes(module: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def devices_of(learner: Learner) -> set[str]:
+    networks = learner._networks.values()
+    tensors = [each for network in networks for each in (*network.module.parameters(), *network.module.buffers())]
+    return {str(tensor.device) for tensor in tensors}
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+    second_device.load()
+    group.register()
+    only_the_device(rank)
+    device = f"second:{rank}"
+    with second_device.swapping(), joined(timeout_seconds=60.0, silence_seconds=60.0, device=device) as ranks:
+        run(ranks, folder, device)
+
+
+def share(ranks: Ranks, device: str) -> float:
+    """The most that is on a device while a model of many layers is made, of all of its weights."""
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=16, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = prepared(LlamaForCausalLM(config), max_context=64)
+    weights = num_bytes(model)
+    with second_device.counted() as made:
+        Learner(spec(activationCheckpointing="off"), model, ranks=ranks, num_threads=1, device=device)
+    return float(made.peak) / weights
+
+
+def run(ranks: Ranks, folder: Path, device: str) -> None:
+    peak = share(ranks, device)
+    settings = spec("ppo", tokensPerMicroBatch=40, epochs=2, activationCheckpointing="off")
+    learner = Learner(settings, policy(), critic(), ranks=ranks, num_threads=1, device=device)
+    (folder / f"devices-{ranks.rank}").write_text(" ".join(devices_of(learner)))
+    if ranks.rank > 0:
+        follow(learner, ranks)
+        (folder / "left").write_text(f"{len(learner.policy_state())}")
+    else:
+        leader = Leader(learner, ranks)
+        report = leader.learn(rollouts(0))
+        state = leader.state()
+        before = {name: tensor.clone() for name, tensor in state["policy"].items()}
+        where = {tensor.device.type for tensor in state["policy"].values()}
+        leader.learn(rollouts(1))
+        after = {name: tensor.clone() for name, tensor in leader.policy_state().items()}
+        leader.load_state(state | {"policy": before})
+        found = {"log_probs": report.log_probs, "metrics": report.metrics, "policy": before, "after": after}
+        torch.save(found | {"where": sorted(where), "peak": peak}, folder / "devices.pt")
+        leader.close()
+        learner.policy_state()
+    dist.barrier(group=ranks.host)
+
+
+if __name__ == "__main__":
+    main()

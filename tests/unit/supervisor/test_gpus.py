@@ -1,0 +1,72 @@
+"""One visible GPU a process: dealt in order, shared only where the job says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_job import a_job
+
+from rlhfspec.cli.running.processes import ProcessRun
+from rlhfspec.common.gpus import VISIBLE, see_only, visible
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.supervisor.gpus import deal
+from rlhfspec.worker import process
+
+NODE = [str(index) for index in range(8)]
+
+
+def job(*, device: str = "auto", share_gpus: bool = False, **blocks: Any) -> RLHFJob:
+    made = a_job(**{"roles": {"generator": {"workers": 2}, "trainer": {"ranks": 2}}} | blocks)
+    return made.model_copy(update={"spec": made.spec.model_copy(update={"device": device, "share_gpus": share_gpus})})
+
+
+def test_every_process_that_runs_a_model_has_a_gpu_of_its_own() -> None:
+    dealt = deal(job(algorithm={"name": "ppo", "klCoefficient": 0.1}), NODE)
+    assert dealt[("trainer", 0)] == ["0", "1"]
+    assert dealt[("generator", 0)] == ["2"]
+    assert dealt[("generator", 1)] == ["3"]
+    given = [gpu for gpus in dealt.values() for gpu in gpus]
+    assert len(given) == len(set(given))
+    assert {stage for stage, _ in dealt} == {"trainer", "generator", "reference", "critic"}
+
+
+def test_too_few_are_refused_with_the_count_or_shared_where_the_job_says_so() -> None:
+    with pytest.raises(InvalidRequest, match=r"each of 5 processes \(trainer 2, generator 2, reference 1\), and there"):
+        deal(job(algorithm={"klCoefficient": 0.1}), NODE[:3])
+    dealt = deal(job(share_gpus=True, algorithm={"klCoefficient": 0.1}), NODE[:3])
+    assert dealt[("trainer", 0)] == ["0", "1"]
+    assert [dealt[("generator", 0)], dealt[("generator", 1)], dealt[("reference", 0)]] == [["2"], ["0"], ["1"]]
+
+
+@pytest.mark.parametrize("spec", [{"device": "cpu"}, {"device": "cuda:1"}, {"training": {"exactOnPolicy": True}}])
+def test_a_job_that_says_where_it_runs_is_dealt_nothing(spec: dict[str, Any]) -> None:
+    assert deal(job(**spec), NODE[:1]) == {}
+
+
+def test_a_rank_sees_one_of_those_of_its_process(tmp_path: Path) -> None:
+    for rank, mine in (("0", "4"), ("1", "5")):
+        environment = {"LOCAL_RANK": rank, VISIBLE: "0,1,2,3,4,5"}
+        see_only("4,5", environment)
+        assert environment[VISIBLE] == mine
+    in_a_pod = {"LOCAL_RANK": "1", VISIBLE: "GPU-a,GPU-b"}
+    see_only(None, in_a_pod)
+    assert in_a_pod[VISIBLE] == "GPU-b"
+    alone = {"HOME": "/tmp"}
+    see_only(None, alone)
+    assert alone == {"HOME": "/tmp"}
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible({}, tmp_path) == ["0", "1"]  # as CUDA counts those that a container has
+
+
+def test_the_supervisor_tells_a_worker_and_the_worker_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ProcessRun.__new__(ProcessRun)
+    run._job, run._gpus, run.folder = job(), deal(job(), NODE), type("Folder", (), {"logs": Path("logs")})()
+    run._place, run._starter, run._scratch = Path("place"), None, type("Scratch", (), {"path": Path("scratch")})()
+    arguments = run._child("trainer", 0)._arguments
+    monkeypatch.setattr("sys.argv", [str(word) for word in arguments[arguments.index("rlhfspec.trainer") :]])
+    assert process._arguments("trainer").gpus == "0,1"
+    assert "--gpus" not in run._child("prompts", 0)._arguments
