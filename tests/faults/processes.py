@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -36,6 +38,28 @@ def send(pid: int, number: signal.Signals) -> bool:
         os.kill(pid, number)
         return True
     return False
+
+
+@contextmanager
+def slowed(*pids: int, stopped_seconds: float = 0.05, running_seconds: float = 0.01) -> Iterator[None]:
+    """Processes that run a part of the time only, so that a quick machine does not end what a test wants to meet."""
+    done = threading.Event()
+
+    def stop_and_go() -> None:
+        while not done.wait(running_seconds):
+            for pid in pids:
+                send(pid, signal.SIGSTOP)
+            done.wait(stopped_seconds)
+            for pid in pids:
+                send(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def is_listening(url: str) -> bool:

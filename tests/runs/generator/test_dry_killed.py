@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def ppo(job_file: Path) -> None:
     """With a reference and a critic, and steps long enough to meet a worker in their middle."""
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2, "klCoefficient": 0.05}
-    job["spec"]["training"] |= {"steps": 4, "promptsPerStep": 8}
+    job["spec"]["training"] |= {"steps": 8, "promptsPerStep": 8}
     job["spec"]["generation"]["maxTokens"] = 24
     job_file.write_text(yaml.safe_dump(job))
 
@@ -100,6 +100,25 @@ def held(*pids: int) -> Iterator[None]:
             send(pid, signal.SIGCONT)
 
 
+def stop_at_a_sample(control: Control, pid: int) -> None:
+    """Stop generator 1 while it has a sample of the reference's: more are out than the least that ever were, which are
+    those that the stopped reference holds."""
+    least = control.reference()["num_ack_pending"]
+
+    def is_at_a_sample() -> bool:
+        nonlocal least
+        control.plan({1: "score"})
+        os.kill(pid, signal.SIGSTOP)
+        out = control.reference()["num_ack_pending"]
+        if out > least:
+            return True
+        least = min(least, out)
+        os.kill(pid, signal.SIGCONT)
+        return False
+
+    eventually(is_at_a_sample, "generator 1 scores")
+
+
 def test_a_dry_generator_is_killed_in_the_middle_of_scoring_and_the_curve_is_that_of_one_process(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
@@ -109,20 +128,12 @@ def test_a_dry_generator_is_killed_in_the_middle_of_scoring_and_the_curve_is_tha
     run = starting("many", "roles.generator.workers=2")
     run.until("(8 of 8)")
     generators = [run.pid_of("generator", worker) for worker in (0, 1)]
-    with Control(run) as control, held(run.pid_of("reference"), run.pid_of("rebalancer")):
-        with held(*generators):
+    with ExitStack() as all_held:
+        all_held.enter_context(held(run.pid_of("reference"), run.pid_of("rebalancer")))
+        with held(*generators):  # before this process connects, so that a quick machine has no time to end the run
+            control = all_held.enter_context(Control(run))
             eventually(lambda: control.reference()["num_waiting"] == 0, "the reference asks for nothing any more")
-            others = control.reference()["num_ack_pending"]
-
-        def is_at_a_sample() -> bool:
-            control.plan({1: "score"})
-            os.kill(generators[1], signal.SIGSTOP)
-            if control.reference()["num_ack_pending"] > others:
-                return True
-            os.kill(generators[1], signal.SIGCONT)
-            return False
-
-        eventually(is_at_a_sample, "generator 1 scores")
+        stop_at_a_sample(control, generators[1])
         os.kill(generators[1], signal.SIGKILL)
         assert "started again" in run.until("generator 1: killed by SIGKILL")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from advice import Listener
-from faults.processes import named
+from faults.processes import named, slowed
 from runs import train
 from started import Started, eventually
 
@@ -29,12 +29,14 @@ def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
 ) -> None:
     whole = train(job_file, "one", *LONG)
     run = starting("many", *LONG)
+    run.until("(7 of 7)")
+    generators = [run.pid_of("generator", worker) for worker in (0, 1)]
     with Listener(run.folder / "processes" / "connections.json") as listener:
-        eventually(lambda: in_the_middle(listener), "a generator has samples in mid-answer")
-        worker = in_the_middle(listener)[0]
-        pid = run.pid_of("generator", worker)
-        os.kill(pid, signal.SIGTERM)
-        eventually(lambda: not named(run.connections["uid"], f"generator-{worker}"), "it is gone")
+        with slowed(*generators):
+            eventually(lambda: in_the_middle(listener), "a generator has samples in mid-answer")
+            worker = in_the_middle(listener)[0]
+            os.kill(generators[worker], signal.SIGTERM)
+            eventually(lambda: not named(run.connections["uid"], f"generator-{worker}"), "it is gone")
         code, output = run.ended()
     assert code == 0, output
     assert f"generator {worker} left: another program asked it to" in output, "by itself, before anybody ended it"
