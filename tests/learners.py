@@ -22,6 +22,7 @@ ALGORITHMS = ("ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo")
 
 
 def spec(name: str = "grpo", *, algorithm: Any = None, model: Any = None, **training: Any) -> job.Spec:
+    """A job of which every device computes the same: in float32."""
     return job.Spec.model_validate(
         {
             "model": {"path": "m", **(model or {})},
@@ -29,7 +30,7 @@ def spec(name: str = "grpo", *, algorithm: Any = None, model: Any = None, **trai
             "algorithm": {"name": name, **(algorithm or {})},
             "generation": {"maxTokens": 24, "temperature": 0.9},
             "rewards": {"sources": [{"type": "function", "function": "a:b"}]},
-            "training": {"optimizer": {"learningRate": 1e-3}, "steps": 4, **training},
+            "training": {"optimizer": {"learningRate": 1e-3}, "steps": 4, "autocast": "off", **training},
         }
     )
 

@@ -69,7 +69,19 @@ def share(ranks: Ranks, device: str) -> float:
     return float(made.peak) / weights
 
 
+def gathered_in_bfloat16(ranks: Ranks, device: str) -> dict[str, object]:
+    """A step of a job that says nothing about precision: types of what blocks run with, and of what is kept."""
+    learner = Learner(spec(autocast="auto"), model := policy(), ranks=ranks, num_threads=1, device=device)
+    seen = set()
+    for block in model.model.layers:
+        block.self_attn.register_forward_pre_hook(lambda module, *_: seen.add(str(module.q_proj.weight.dtype)))
+    log_probs = learner.learn(rollouts(0)).log_probs
+    kept = {str(parameter.dtype) for parameter in model.parameters()}
+    return {"ran in": sorted(seen), "kept in": sorted(kept), "log_probs": log_probs, "policy": learner.policy_state()}
+
+
 def run(ranks: Ranks, folder: Path, device: str) -> None:
+    in_bfloat16 = gathered_in_bfloat16(ranks, device)
     peak = share(ranks, device)
     settings = spec("ppo", tokensPerMicroBatch=40, epochs=2, activationCheckpointing="off")
     learner = Learner(settings, policy(), critic(), ranks=ranks, num_threads=1, device=device)
@@ -87,7 +99,7 @@ def run(ranks: Ranks, folder: Path, device: str) -> None:
         after = {name: tensor.clone() for name, tensor in leader.policy_state().items()}
         leader.load_state(state | {"policy": before})
         found = {"log_probs": report.log_probs, "metrics": report.metrics, "policy": before, "after": after}
-        torch.save(found | {"where": sorted(where), "peak": peak}, folder / "devices.pt")
+        torch.save(found | {"where": sorted(where), "peak": peak, "in bfloat16": in_bfloat16}, folder / "devices.pt")
         leader.close()
         learner.policy_state()
     dist.barrier(group=ranks.host)

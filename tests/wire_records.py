@@ -113,6 +113,7 @@ models = st.builds(
     bits=texts,
     attention_split=st.none() | counts,
     seconds=st.floats(),
+    dtype=texts,
 )
 
 

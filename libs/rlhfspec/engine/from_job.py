@@ -8,7 +8,7 @@ from typing import Any
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.huggingface.devices import device_of
+from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
@@ -16,10 +16,12 @@ from rlhfspec.job.choices.drafters import may_run_draft_model
 
 
 def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> Engine:
-    model, generation = job.spec.model, job.spec.generation
+    device = device_of(job.spec)
+    spec = settled(job.spec, device)
+    model, generation = spec.model, spec.generation
     config = EngineConfig(
         dtype=generation.dtype,
-        device=device_of(job.spec),
+        device=device,
         speculation=generation.speculation.mode,
         max_sequences=min(generation.max_sequences, job.spec.samples_in_flight),
         max_context=max_context(job),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from typing import Any
 
 import torch
 
 from rlhfspec.common.ranks import local_rank
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import Spec
+
+log = logging.getLogger(__name__)
 
 
 def device_of(spec: Spec) -> str:
@@ -31,3 +35,37 @@ def device_of(spec: Spec) -> str:
     if 1 < count <= rank:
         raise InvalidRequest("LOCAL_RANK", rank, f"there are {count} GPUs for more ranks; start as many as there are")
     return f"cuda:{rank}" if count > 1 else "cuda:0"
+
+
+def settled(spec: Spec, device: str) -> Spec:
+    """The job as it is computed on this device, with what `auto` is there in its place.
+
+    On a CPU all is float32. On a GPU engines keep bfloat16, and a trainer keeps float32 and computes in bfloat16. What is
+    asked for in float32 there is slow, and the log says so.
+    """
+    on_cpu = device.startswith("cpu") or spec.training.exact_on_policy
+    generates = "float32" if on_cpu else "bfloat16"
+    trains = "off" if on_cpu or spec.model.dtype != "auto" else "bfloat16"
+    generation, model, training = spec.generation, spec.model, spec.training
+    found = {
+        "generation": _with(generation, "dtype", generates),
+        "model": _with(model, "dtype", "float32"),
+        "training": _with(training, "autocast", trains),
+    }
+    if not on_cpu:
+        _say_what_is_slow(spec)
+    return spec.model_copy(update=found)
+
+
+def _with(block: Any, name: str, value: str) -> Any:
+    return block.model_copy(update={name: value}) if getattr(block, name) == "auto" else block
+
+
+def _say_what_is_slow(spec: Spec) -> None:
+    slow = []
+    if spec.generation.dtype == "float32":
+        slow.append("generation.dtype")
+    if spec.model.dtype == "float32" and spec.training.autocast != "bfloat16":
+        slow.append("model.dtype")
+    for field in slow:
+        log.warning("%s: float32 uses none of a GPU's fast matrix units; auto takes bfloat16 there", field)

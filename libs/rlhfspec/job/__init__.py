@@ -70,7 +70,9 @@ class Model(Block):
     critic: str | None = Field(
         None, description="Model that the critic of ppo starts from; null: the policy as it was at the start."
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Data type of the trainer's weights.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Data type of the trainer's weights; auto: float32, so that no small update is lost."
+    )
     lora: Lora | None = Field(None, description="Train a LoRA adapter; null: train all weights.")
 
 
@@ -253,7 +255,11 @@ class Training(Block):
     critic_optimizer: Optimizer = Field(Optimizer(learningRate=1e-5), description="Optimizer of the critic (ppo).")
     schedule: Schedule = Field(Schedule(), description="Learning rate schedule of policy and critic.")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradients are clipped to this norm.")
-    autocast: Literal["off", "bfloat16"] = Field("off", description="Mixed precision in the trainer's forward pass.")
+    autocast: Literal["auto", "off", "bfloat16"] = Field(
+        "auto",
+        description="Mixed precision in the trainer's forward pass; auto: bfloat16 on a GPU where model.dtype is auto "
+        "too, off on a CPU.",
+    )
     activation_checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Keep only what enters each layer, and compute the rest again in the backward pass (on): the same "

@@ -53,8 +53,8 @@ class Generation(Block):
     ignore_eos: bool = Field(
         False, description="Continue after the EOS token up to maxTokens, for benchmarks with fixed lengths."
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Data type of the weights in the generation engine."
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Data type of the generation engine's weights; auto: bfloat16 on a GPU, float32 on a CPU."
     )
     max_sequences: Annotated[Positive, Mark.RESUMABLE] = Field(
         64, description="Maximum number of sequences that one generator runs at a time."

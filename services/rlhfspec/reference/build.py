@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhfspec.job import RLHFJob
+from rlhfspec.job import RLHFJob, Spec
 from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def build(job: RLHFJob, context: Context) -> ReferenceService:
-    from rlhfspec.huggingface.devices import device_of
+    from rlhfspec.huggingface.devices import device_of, settled
     from rlhfspec.huggingface.structure.positions import max_context
     from rlhfspec.reference.service import ReferenceService
     from rlhfspec.training.modeling.loading import load_reference
     from rlhfspec.training.scoring.log_probs import LogProbScorer
 
     context.say("loading the reference")
-    most = max_context(job)
+    most, device = max_context(job), device_of(job.spec)
     scorer = LogProbScorer(
         load_reference(job.spec.model, max_context=most),
         temperature=job.spec.generation.temperature,
         max_context=most,
-        dtype=_dtype(job),
-        device=device_of(job.spec),
+        dtype=_dtype(settled(job.spec, device)),
+        device=device,
         keep_prompts=job.spec.algorithm.shares_prompts,
     )
     service = ReferenceService(context.worker, context.vitals, context.bus, job=job, scorer=scorer)
@@ -33,9 +33,8 @@ def build(job: RLHFJob, context: Context) -> ReferenceService:
     return service
 
 
-def _dtype(job: RLHFJob) -> str:
+def _dtype(spec: Spec) -> str:
     """The precision in which the trainer computes: the KL must not measure a difference of rounding."""
-    training = job.spec.training
-    if training.autocast == "bfloat16":
+    if spec.training.autocast == "bfloat16":
         return "bfloat16"
-    return job.spec.generation.dtype if training.exact_on_policy else job.spec.model.dtype
+    return spec.generation.dtype if spec.training.exact_on_policy else spec.model.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build(job: RLHFJob, context: Context) -> TrainerService:
-    from rlhfspec.huggingface.devices import device_of
+    from rlhfspec.huggingface.devices import device_of, settled
     from rlhfspec.runs.folder.trackers import check_packages
     from rlhfspec.training.learning.distributed import Leader, joined
     from rlhfspec.training.learning.learner import Learner
@@ -31,6 +32,9 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
         leader = Leader(learner, ranks)
         leaving.callback(leader.close)
         service = _service(job, context, leader, learner.policy)
+        if settled(job.spec, device).training.autocast == "bfloat16":
+            report = service.models["trainer"]
+            service.models = {"trainer": replace(report, dtype=f"{report.dtype}, computed in bfloat16")}
         service.leaving.push(leaving.pop_all())
         return service
 

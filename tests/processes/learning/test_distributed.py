@@ -158,3 +158,16 @@ def test_alone_a_leader_is_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
         leader = Leader(Learner(spec(), policy(), num_threads=1), ranks)
         assert leader.learn(rollouts()).version == leader.version == 1
         leader.close()
+
+
+def test_blocks_are_gathered_in_bfloat16_and_kept_in_float32(on_devices: Path) -> None:
+    theirs = torch.load(on_devices / "devices.pt", weights_only=True)["in bfloat16"]
+    assert theirs["ran in"] == ["torch.bfloat16"]
+    assert theirs["kept in"] == ["torch.float32"]
+    learner = Learner(spec(), policy(), num_threads=1)
+    ours = learner.learn(rollouts(0))
+    difference = float((theirs["log_probs"] - ours.log_probs).abs().max())
+    assert 1e-4 < difference < 0.2, difference
+    for name, tensor in learner.policy_state().items():
+        assert theirs["policy"][name].dtype == torch.float32
+        assert (theirs["policy"][name] - tensor).abs().max() < 2.1e-3, name  # Adam's first step is 1e-3 either way

@@ -74,7 +74,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"training.optimizer": {"name": "Adam W"}}, "spec.training.optimizer.name", "class of torch"),
     ({"training.exactOnPolicy": "yes"}, "spec.training.exactOnPolicy", "true or false"),
     ({"training.miniBatches": 17}, "spec.training.miniBatches", "must be <= 16"),
-    ({"training.autocast": "bf16"}, "spec.training.autocast", "must be one of off, bfloat16"),
+    ({"training.autocast": "bf16"}, "spec.training.autocast", "must be one of auto, off, bfloat16"),
     ({"training.exactOnPolicy": True, "training.autocast": "bfloat16"}, "spec.training.autocast", "must be off"),
     ({"training.exactOnPolicy": True, "model.lora": {"dropout": 0.1}}, "spec.model.lora.dropout", "must be 0"),
     ({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.model.dtype", "must be float32"),

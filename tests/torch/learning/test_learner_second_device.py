@@ -9,6 +9,7 @@ import pytest
 import torch
 from learners import policy, rollouts, spec
 
+from rlhfspec.huggingface.devices import settled
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling import lora
 
@@ -32,3 +33,43 @@ def test_dropout_leaves_the_random_state_of_every_other_device_alone(
     assert set(asked) == {torch.device(DEVICE)}
     assert torch.equal(torch.random.get_rng_state(), before)
     assert {str(tensor.device) for tensor in learner.policy_state().values()} == {DEVICE}
+
+
+def test_auto_keeps_float32_and_computes_in_bfloat16(second: ModuleType) -> None:
+    """An update of 1e-6 stays, where a weight in bfloat16 would not move; on a CPU nothing is bfloat16."""
+    settings = spec(optimizer={"learningRate": 1e-6}, autocast="auto")
+    learner = Learner(settings, policy(), num_threads=1, device=DEVICE)
+    before = {name: tensor.clone() for name, tensor in learner.policy_state().items()}
+    assert {tensor.dtype for tensor in before.values()} == {torch.float32}
+    there = learner.learn(rollouts(0)).log_probs
+    assert all(not torch.equal(before[name], tensor) for name, tensor in learner.policy_state().items())
+    here = {autocast: Learner(spec(autocast=autocast), policy(), num_threads=1) for autocast in ("auto", "off")}
+    log_probs = {autocast: learner.learn(rollouts(0)).log_probs for autocast, learner in here.items()}
+    assert torch.equal(log_probs["auto"], log_probs["off"])
+    difference = float((there - log_probs["off"]).abs().max())
+    assert 1e-4 < difference < 0.2, difference
+
+
+@pytest.mark.parametrize(
+    ("given", "on_a_gpu", "on_a_cpu"),
+    [
+        ({}, ("bfloat16", "float32", "bfloat16"), ("float32", "float32", "off")),
+        ({"model": "bfloat16"}, ("bfloat16", "bfloat16", "off"), ("float32", "bfloat16", "off")),
+        ({"model": "float32"}, ("bfloat16", "float32", "off"), ("float32", "float32", "off")),
+        ({"generation": "float32"}, ("float32", "float32", "bfloat16"), ("float32", "float32", "off")),
+        ({"autocast": "bfloat16"}, ("bfloat16", "float32", "bfloat16"), ("float32", "float32", "bfloat16")),
+    ],
+)
+def test_what_is_said_stays_and_the_rest_is_the_devices(
+    given: dict[str, str], on_a_gpu: tuple[str, ...], on_a_cpu: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    content = spec(autocast=given.get("autocast", "auto")).model_dump(by_alias=True)
+    content["model"]["dtype"], content["generation"]["dtype"] = (
+        given.get(of, "auto") for of in ("model", "generation")
+    )
+    for device, wanted in (("cuda:0", on_a_gpu), ("cpu", on_a_cpu)):
+        caplog.clear()
+        found = settled(type(spec()).model_validate(content), device)
+        assert (found.generation.dtype, found.model.dtype, found.training.autocast) == wanted
+        slow = [f"{of}.dtype" for of in ("generation", "model") if given.get(of) == "float32" and device != "cpu"]
+        assert [record.getMessage().split(":")[0] for record in caplog.records] == slow

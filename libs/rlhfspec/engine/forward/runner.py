@@ -104,7 +104,8 @@ class ModelRunner:
         self._digest = ""
         tolerances = TOLERANCES if config.device.type == "cpu" else _TOLERANCES_OF_CUDA
         tolerance = tolerances[config.dtype]
-        proof = RunnerProof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split)
+        kept_as = str(config.dtype).removeprefix("torch.")
+        proof = RunnerProof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split, kept_as)
         self.report: ModelReport = prove(proof, began=began)
         give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)

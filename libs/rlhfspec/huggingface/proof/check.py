@@ -68,6 +68,7 @@ class RunnerProof:
     is_row_invariant: bool
     tolerance: float  # of the logits, in parts of the largest one
     attention_split: int
+    dtype: str  # for the report
 
 
 def prove(proof: RunnerProof, *, began: float) -> ModelReport:
@@ -99,6 +100,7 @@ def prove(proof: RunnerProof, *, began: float) -> ModelReport:
     return ModelReport(
         model=kind,
         path="layers" if runner.native is None else "native",
+        dtype=proof.dtype,
         attentions=proof.anatomy.kinds_of_attention,
         guarded=tuple(dict.fromkeys(type(runner.fused.model.get_submodule(path)).__name__ for path in guarded)),
         probes=tuple(str(probe) for probe in reference.probes),

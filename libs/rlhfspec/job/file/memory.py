@@ -53,7 +53,7 @@ def _engine_bytes(job: RLHFJob, base: Path) -> int:
     """Of the files, which may hold the weights in half the precision that they are loaded in, or in twice."""
     folder = Path(resolve(job.spec.model.path, base))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
-    return size if job.spec.generation.dtype == "float32" else size // 2
+    return size // 2 if job.spec.generation.dtype == "bfloat16" else size
 
 
 def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:

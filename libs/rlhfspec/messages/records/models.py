@@ -20,3 +20,6 @@ class ModelReport:
     bits: str  # what is promised of them
     attention_split: int | None  # positions that have a softmax of their own; None: torch's attention
     seconds: float
+    dtype: str = (
+        ""  # of its weights, and of what is computed with them where that is another; of an earlier release: ""
+    )

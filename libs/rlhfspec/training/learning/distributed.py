@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlhfspec.common.ranks import RankTold, rank_told
 from rlhfspec.errors import StageStalled
@@ -89,18 +89,25 @@ class Ranks:
         dist.broadcast(sent, src=rank, group=self.host)
         return sent.view(tensor.dtype).reshape(tensor.shape)
 
-    def shard(self, module: nn.Module, trunk: Any, device: torch.device) -> None:
+    def shard(
+        self, module: nn.Module, trunk: Any, device: torch.device, computes_in: torch.dtype = torch.float32
+    ) -> None:
         """FSDP2: each rank keeps a share of every weight and of its optimizer state; blocks are whole when they run.
 
         The module comes from the host: a block goes to the device, and is cut there before the next one comes.
+        computes_in: on a device a block is gathered in this type, and its gradients are added in float32.
         """
         if self.num_ranks == 1:
             return
         mesh = init_device_mesh(device.type, (self.num_ranks,))
         for part in (*_blocks(trunk), module):
             _take(part, device)
-            for group in (*_of_other_types(part), part):
+            policy = MixedPrecisionPolicy()
+            if part is not module and device.type != "cpu" and computes_in != torch.float32:
+                policy = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32)
+            for group in _of_other_types(part):
                 fully_shard(group, mesh=mesh)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
         for part in module.modules():
             if isinstance(part, FSDPModule):  # losses are weighted over the whole mini-batch: gradients add up
                 part.set_gradient_divide_factor(1.0)

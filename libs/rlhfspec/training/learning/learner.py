@@ -34,6 +34,7 @@ from torch import Tensor
 
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
+from rlhfspec.huggingface.devices import settled
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, within_positions
 from rlhfspec.messages.loop import scoring_stages
 from rlhfspec.training.learning.aggregation import token_indices
@@ -94,7 +95,7 @@ class Learner:
         """`policy` and `critic` as `load_policy` and `load_critic` make them; they are trained in place. What another
         rank trains is left alone and may be None."""
         self.version = 0
-        self._spec = spec
+        self._spec = spec = settled(spec, device)
         self._num_threads = num_threads or torch.get_num_threads()
         self._device = torch.device(device)
         self._chains = chains_of(spec, ranks or Ranks(), self._num_threads, self._device)
@@ -108,11 +109,11 @@ class Learner:
         trunks = _trunks(self._chains.models, policy, critic)
         room = ActivationRoom(spec, trunks, self._device, self._computes_in)
         if "policy" in self._chains.models:
-            self._forward = _policy_forward(spec, self._unshared(policy), self._ranks, self._device)
+            self._forward = _policy_forward(spec, self._unshared(policy), self._ranks, self._device, self._computes_in)
             self._networks["policy"] = Network(policy, training.optimizer, training, field="spec.training.optimizer")
         if "critic" in self._chains.models:
             assert critic is not None, "this algorithm trains a critic"
-            self._ranks.shard(self._unshared(critic), critic.trunk, self._device)
+            self._ranks.shard(self._unshared(critic), critic.trunk, self._device, self._computes_in)
             settings = training.critic_optimizer
             self._networks["critic"] = Network(critic, settings, training, field="spec.training.criticOptimizer")
         room.settle((each for network in self._networks.values() for each in network.parameters), self._ranks)
@@ -373,7 +374,9 @@ class Learner:
         return "critic" in scoring_stages(self._spec.algorithm)
 
 
-def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks, device: torch.device) -> PolicyForward:
+def _policy_forward(
+    spec: job.Spec, policy: Any, ranks: Ranks, device: torch.device, computes_in: torch.dtype
+) -> PolicyForward:
     temperature = spec.generation.temperature
     if spec.training.exact_on_policy:
         if ranks.num_ranks > 1:
@@ -384,7 +387,7 @@ def _policy_forward(spec: job.Spec, policy: Any, ranks: Ranks, device: torch.dev
         max_context = within_positions(policy, spec.max_context)
         return ExactForward(policy, temperature, max_context=max_context, dtype=spec.generation.dtype)
     forward = TorchForward(policy, temperature)
-    ranks.shard(forward, forward.parts.trunk, device)
+    ranks.shard(forward, forward.parts.trunk, device, computes_in)
     return forward
 
 

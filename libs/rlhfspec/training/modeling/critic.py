@@ -77,7 +77,7 @@ def _saved_critic(folder: Path, field: str, dtype: str, max_context: int) -> Cri
         critic = Critic(model)
         missing, unexpected = load_model(critic, str(folder / _FILE), strict=False)
         prepared(model, dtype=dtype, max_context=max_context, name=field)  # the trunk with the critic's own weights
-        critic.score.to(getattr(torch, dtype))
+        critic.score.to(critic.trunk.get_input_embeddings().weight.dtype)
     except LOAD_ERRORS as error:
         if isinstance(error, InvalidRequest):
             raise

@@ -83,9 +83,9 @@ def check_exact(spec: job.Spec) -> None:
     recomputes = spec.training.activation_checkpointing
     refused: tuple[tuple[bool, str, object, str], ...] = (
         (recomputes == "on", "training.activationCheckpointing", recomputes, "must not be on"),
-        (spec.training.autocast != "off", "training.autocast", spec.training.autocast, "must be off"),
+        (spec.training.autocast == "bfloat16", "training.autocast", spec.training.autocast, "must be off"),
         (dropout > 0, "model.lora.dropout", dropout, "must be 0"),
-        (spec.model.dtype != "float32", "model.dtype", spec.model.dtype, "must be float32 (generation.dtype is free)"),
+        (spec.model.dtype == "bfloat16", "model.dtype", spec.model.dtype, "must be float32 (generation.dtype is free)"),
     )
     for present, field, value, problem in refused:
         if present:

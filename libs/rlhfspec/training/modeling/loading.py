@@ -64,8 +64,9 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
     """A causal LM in memory made ready for packed rows, in place; `check.report_of` says what was found.
 
     What is proved is the model as it will run, in its dtype: against plain Hugging Face in float32 that has the same
-    weights. max_context: tokens of its longest sequence.
+    weights. dtype: as in a job's model block. max_context: tokens of its longest sequence.
     """
+    dtype = "float32" if dtype == "auto" else dtype
     began = time.perf_counter()
     model.eval()
     max_context = within_positions(model, max_context)
@@ -81,6 +82,7 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
     report = ModelReport(
         model=type(model).__name__,
         path="packed",
+        dtype=dtype,
         attentions=anatomy.kinds_of_attention,
         guarded=(),
         probes=tuple(str(probe) for probe in reference.probes),

@@ -92,12 +92,13 @@ def run(
         if processes and told.num_ranks > 1:
             problem = "starts the trainer's ranks itself (roles.trainer.ranks): not with torchrun"
             raise InvalidRequest("--processes", f"WORLD_SIZE={told.num_ranks}", problem)
+        folder = out or Path("out") / checked.metadata.name
+        checked = _as_begun(checked, folder)
         if told.rank > 0:
             return _follow(checked)
         aside = left_aside(checked)
         if aside is not None:
             console.print(f"{job}: {aside}", markup=False, highlight=False, soft_wrap=True)
-        folder = out or Path("out") / checked.metadata.name
         outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes, given), servers, console)
     if outcome != "completed":
         raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
@@ -198,6 +199,13 @@ def _process_run(servers: GivenServers) -> Callable[..., JobRun]:
 def _leave_before_it_began(run: JobRun) -> None:
     run.leave_no_trace()
     leave_at_once("stopped")
+
+
+def _as_begun(job: RLHFJob, folder: Path) -> RLHFJob:
+    """A run goes on in the precision that it was begun with."""
+    from rlhfspec.runs.folder.run_folder import RunFolder
+
+    return RunFolder(folder).as_begun(job)
 
 
 def _follow(job: RLHFJob) -> None:

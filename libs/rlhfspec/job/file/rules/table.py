@@ -187,7 +187,7 @@ def _exact() -> list[JobRule]:
     return [
         JobRule(
             field="training.autocast",
-            holds=_INEXACT | field("training.autocast").equals("off"),
+            holds=_INEXACT | field("training.autocast").differs_from("bfloat16"),
             problem="exactOnPolicy computes as the engine does: must be off",
         ),
         JobRule(
@@ -202,7 +202,7 @@ def _exact() -> list[JobRule]:
         ),
         JobRule(
             field="model.dtype",
-            holds=_INEXACT | field("model.dtype").equals("float32"),
+            holds=_INEXACT | field("model.dtype").differs_from("bfloat16"),
             problem="exactOnPolicy trains float32 weights: must be float32; generation.dtype is free",
             in_cluster="exactOnPolicy trains float32 weights: must be float32",
         ),
