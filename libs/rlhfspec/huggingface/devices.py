@@ -40,8 +40,8 @@ def device_of(spec: Spec) -> str:
 def settled(spec: Spec, device: str) -> Spec:
     """The job as it is computed on this device, with what `auto` is there in its place.
 
-    On a CPU all is float32. On a GPU engines keep bfloat16, and a trainer keeps float32 and computes in bfloat16. What is
-    asked for in float32 there is slow, and the log says so.
+    On a CPU all is float32. On a GPU engines keep bfloat16, and a trainer keeps float32 and computes in bfloat16.
+    What is asked for in float32 there is slow, and the log says so.
     """
     on_cpu = device.startswith("cpu") or spec.training.exact_on_policy
     generates = "float32" if on_cpu else "bfloat16"

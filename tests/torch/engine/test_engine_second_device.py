@@ -9,6 +9,7 @@ import torch
 
 from rlhfspec.engine import Completion, Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.forward import checksums
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.kernels import linear
@@ -77,3 +78,38 @@ def test_new_values_of_a_buffer_reach_the_device(second: Any) -> None:
     state[name] += torch.linspace(0.1, 0.3, len(state[name]))
     engine.load_weights(state, version=1)
     assert torch.equal(engine.state.target.runner.fused.model.get_buffer(name).cpu(), state[name])
+
+
+def test_a_fingerprint_is_computed_where_the_weights_are(second: Any) -> None:
+    """Steps wait for it: 8 bytes a tensor come down, in one copy, and nothing goes up."""
+    runner = engine_on("second:0").state.target.runner
+    with second.counted() as seen:
+        first = runner.fingerprint()
+    held = list(runner.fused.held())
+    assert (seen.h2d, seen.d2h, seen.waits) == (0, 1, 1)
+    assert seen.d2h_bytes == 8 * len(held)
+    weights = {name: tensor.clone() for name, tensor in random_model("llama", seed=0).state_dict().items()}
+    runner.load_weights(weights)
+    assert runner.fingerprint() == first
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-6
+    runner.load_weights(weights)
+    assert runner.fingerprint() != first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 3 * 5000 + 1])
+def test_a_checksum_sees_every_change(monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype) -> None:
+    """One bit anywhere, two words in each other's place, and words beyond the part that is summed at a time."""
+    monkeypatch.setattr(checksums, "_WORDS", 4096)
+    tensor = torch.randint(1, 100, (size,), generator=torch.Generator().manual_seed(size)).to(dtype)
+    seen = {checksums.checksums_on_device([tensor])[0]}
+    places = sorted({0, size // 3, size - 1})
+    for place in places:
+        changed = tensor.clone().view(torch.uint8)
+        changed[place * tensor.element_size()] ^= 1
+        seen |= {checksums.checksums_on_device([changed.view(dtype)])[0]}
+    assert len(seen) == 1 + len(places)
+    swapped = tensor.clone()
+    swapped[0], swapped[-1] = tensor[-1].clone(), tensor[0].clone()
+    is_same = bool(tensor[0] == tensor[-1])
+    assert (checksums.checksums_on_device([swapped]) == checksums.checksums_on_device([tensor])) is is_same

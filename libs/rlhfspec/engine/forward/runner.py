@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-import zlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 from transformers import AttentionInterface
 
 from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.forward.checksums import checksums
 from rlhfspec.engine.forward.device import check_fits
 from rlhfspec.engine.forward.graphs import GraphedForward
 from rlhfspec.engine.kv.cache import give_back, new_kv
@@ -155,13 +155,12 @@ class ModelRunner:
     def fingerprint(self) -> str:
         """What two engines must share for a sequence's KV to move between them: weights, configuration, arithmetic.
 
-        Hashed when it is first asked for, and again after every change of the weights.
+        Computed when it is first asked for, and again after every change of the weights, where the weights are.
         """
         if not self._digest:
             total = hashlib.blake2b(self.architecture.encode(), digest_size=16)
-            for tensor in self.fused.held():
-                data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                total.update(zlib.crc32(data).to_bytes(4, "little"))  # five times as fast, and steps wait for it
+            for each in checksums(list(self.fused.held())):
+                total.update(each)
             self._digest = total.hexdigest()
         return self._digest
 
