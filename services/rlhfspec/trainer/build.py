@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def build(job: RLHFJob, context: Context) -> TrainerService:
     from rlhfspec.huggingface.devices import device_of
     from rlhfspec.runs.folder.trackers import check_packages
+    from rlhfspec.training.checkpoint.shares import write_learner
     from rlhfspec.training.learning.distributed import Leader, joined
     from rlhfspec.training.learning.learner import Learner
 
@@ -28,7 +29,7 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
         device = device_of(job.spec)
         ranks = leaving.enter_context(joined(**patience(job), device=device))
         learner = Learner.from_spec(job.spec, ranks=ranks, device=device)
-        leader = Leader(learner, ranks)
+        leader = Leader(learner, ranks, write_learner)
         leaving.callback(leader.close)
         service = _service(job, context, leader, learner.policy)
         service.leaving.push(leaving.pop_all())
@@ -81,6 +82,7 @@ def _kept(job: RLHFJob, context: Context, folder: RunFolder) -> KeptFolder | Non
 def follow(job: RLHFJob) -> None:
     """A rank other than 0: trains along until rank 0 says stop."""
     from rlhfspec.huggingface.devices import device_of
+    from rlhfspec.training.checkpoint.shares import write_learner
     from rlhfspec.training.learning import distributed
     from rlhfspec.training.learning.learner import Learner
 
@@ -88,7 +90,7 @@ def follow(job: RLHFJob) -> None:
     with distributed.joined(**patience(job), device=device) as ranks:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # rank 0's business, once it is there
-        distributed.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks)
+        distributed.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks, write_learner)
 
 
 def patience(job: RLHFJob) -> dict[str, float]:
