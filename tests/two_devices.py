@@ -13,6 +13,8 @@ from learners import critic, policy, rollouts, spec
 from second_device import group
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlhfspec.training.checkpoint import CheckpointStore
+from rlhfspec.training.checkpoint.shares import LEARNER, write_learner
 from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.loading import prepared
@@ -87,17 +89,21 @@ def run(ranks: Ranks, folder: Path, device: str) -> None:
     learner = Learner(settings, policy(), critic(), ranks=ranks, num_threads=1, device=device)
     (folder / f"devices-{ranks.rank}").write_text(" ".join(devices_of(learner)))
     if ranks.rank > 0:
-        follow(learner, ranks)
+        follow(learner, ranks, write_learner)
         (folder / "left").write_text(f"{len(learner.policy_state())}")
     else:
-        leader = Leader(learner, ranks)
+        leader = Leader(learner, ranks, write_learner)
         report = leader.learn(rollouts(0))
-        state = leader.state()
-        before = {name: tensor.clone() for name, tensor in state["policy"].items()}
-        where = {tensor.device.type for tensor in state["policy"].values()}
+        with CheckpointStore(folder / "checkpoints", keep=1) as store:
+            store.save(1, {LEARNER: leader.state()})
+            state = store.open(1)[LEARNER]
+        policy_state = leader.policy_state()
+        before = {name: tensor.clone() for name, tensor in policy_state.items()}
+        where = {tensor.device.type for tensor in policy_state.values()}
         leader.learn(rollouts(1))
         after = {name: tensor.clone() for name, tensor in leader.policy_state().items()}
-        leader.load_state(state | {"policy": before})
+        leader.load_state(state)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in leader.policy_state().items())
         found = {"log_probs": report.log_probs, "metrics": report.metrics, "policy": before, "after": after}
         torch.save(found | {"where": sorted(where), "peak": peak, "in bfloat16": in_bfloat16}, folder / "devices.pt")
         leader.close()

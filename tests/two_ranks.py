@@ -10,6 +10,8 @@ from learners import critic, policy, rollouts, spec
 
 from rlhfspec.errors import NumericalError, StageStalled
 from rlhfspec.sweep.classes import tiny_config, tiny_model
+from rlhfspec.training.checkpoint import CheckpointStore
+from rlhfspec.training.checkpoint.shares import LEARNER, write_learner
 from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.digest import digest
@@ -24,13 +26,13 @@ def new_learner(name: str, ranks: Ranks, *, fuse: str = "auto") -> Learner:
 def lead(leader: Leader, folder: Path, fuse: str) -> None:
     """Two steps, the second once more from the state after the first, and one with fewer samples than ranks."""
     reports = [leader.learn(rollouts(0))]
-    leader.load_state(leader.state())
-    state = {name: value.clone() for name, value in leader.state()["policy"].items()}
-    whole_state = leader.state()
-    torch.save(whole_state, folder / "state.pt")
-    reports.append(leader.learn(rollouts(1)))
-    first = digest(leader.policy_state())
-    leader.load_state(torch.load(folder / "state.pt", weights_only=True))
+    with CheckpointStore(folder / f"checkpoints-{fuse}", keep=1) as store:
+        store.save(1, {LEARNER: leader.state()})
+        leader.load_state(store.open(1)[LEARNER])
+        state = {name: value.clone() for name, value in leader.policy_state().items()}
+        reports.append(leader.learn(rollouts(1)))
+        first = digest(leader.policy_state())
+        leader.load_state(store.open(1)[LEARNER])
     assert digest(leader.policy_state()) == digest(state)
     leader.learn(rollouts(1))
     assert digest(leader.policy_state()) == first, "a resumed step differs"
@@ -67,7 +69,7 @@ def silence(learner: Learner, ranks: Ranks, folder: Path) -> None:
     """Rank 0 leaves without a word."""
     if ranks.rank > 0:
         try:
-            follow(learner, ranks)
+            follow(learner, ranks, write_learner)
         except StageStalled as error:
             (folder / "silence").write_text(str(error))
 
@@ -79,9 +81,9 @@ def main() -> None:
         for fuse in ("off", "auto"):  # shares of both models on each; a model on each
             learner = new_learner("ppo", ranks, fuse=fuse)
             if ranks.rank == 0:
-                lead(Leader(learner, ranks), folder, fuse)
+                lead(Leader(learner, ranks, write_learner), folder, fuse)
             else:
-                follow(learner, ranks)
+                follow(learner, ranks, write_learner)
         for recompute in ("off", "on"):
             mixed(ranks, folder, recompute)
         overflow(new_learner("dr-grpo", ranks), ranks, folder)

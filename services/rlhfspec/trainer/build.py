@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def build(job: RLHFJob, context: Context) -> TrainerService:
     from rlhfspec.huggingface.devices import device_of, settled
     from rlhfspec.runs.folder.trackers import check_packages
+    from rlhfspec.training.checkpoint.shares import write_learner
     from rlhfspec.training.learning.distributed import Leader, joined
     from rlhfspec.training.learning.learner import Learner
 
@@ -29,7 +30,7 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
         device = device_of(job.spec)
         ranks = leaving.enter_context(joined(**patience(job), device=device))
         learner = Learner.from_spec(job.spec, ranks=ranks, device=device)
-        leader = Leader(learner, ranks)
+        leader = Leader(learner, ranks, write_learner)
         leaving.callback(leader.close)
         service = _service(job, context, leader, learner.policy)
         if settled(job.spec, device).training.autocast == "bfloat16":
@@ -85,6 +86,7 @@ def _kept(job: RLHFJob, context: Context, folder: RunFolder) -> KeptFolder | Non
 def follow(job: RLHFJob) -> None:
     """A rank other than 0: trains along until rank 0 says stop."""
     from rlhfspec.huggingface.devices import device_of
+    from rlhfspec.training.checkpoint.shares import write_learner
     from rlhfspec.training.learning import distributed
     from rlhfspec.training.learning.learner import Learner
 
@@ -92,7 +94,7 @@ def follow(job: RLHFJob) -> None:
     with distributed.joined(**patience(job), device=device) as ranks:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # rank 0's business, once it is there
-        distributed.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks)
+        distributed.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks, write_learner)
 
 
 def patience(job: RLHFJob) -> dict[str, float]:

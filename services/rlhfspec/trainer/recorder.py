@@ -17,6 +17,8 @@ from rlhfspec.runs.view.equal_rewards import equal_reward_groups
 from rlhfspec.trainer.collector import Collector
 from rlhfspec.trainer.service import StepTime, Trained
 from rlhfspec.training.checkpoint import CheckpointStore
+from rlhfspec.training.checkpoint.folders import Writes
+from rlhfspec.training.checkpoint.shares import LEARNER
 from rlhfspec.worker.mirror import Mirror
 
 Export = Callable[[dict[str, Any]], object]
@@ -53,7 +55,7 @@ class RunRecorder:
         self._trackers = Trackers(self._job, self._folder, resume_at=step)
         if not step:
             return None
-        state: dict[str, Any] = self._checkpoints.load(step)["learner"]
+        state: dict[str, Any] = self._checkpoints.open(step)[LEARNER]
         self._checkpoints.discard_after(step)
         return state
 
@@ -85,10 +87,10 @@ class RunRecorder:
     def is_evaluated(self, step: int) -> bool:
         return any(evaluation.step == step for evaluation in self._evaluations)
 
-    def checkpoint(self, step: int, state: dict[str, Any]) -> None:
+    def checkpoint(self, step: int, state: dict[str, Any] | Writes) -> None:
         assert self._checkpoints is not None, "restore comes first"
         kept = best(self._evaluations).step if self._evaluations else None
-        self._checkpoints.save(step, {"learner": state}, best=kept)
+        self._checkpoints.save(step, {LEARNER: state}, best=kept)
         self._send()
 
     def _send(self) -> None:

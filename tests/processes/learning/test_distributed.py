@@ -17,6 +17,7 @@ from places import TESTS
 from shared_servers import free_port
 
 from rlhfspec.sweep.classes import tiny_config, tiny_model
+from rlhfspec.training.checkpoint.shares import write_learner
 from rlhfspec.training.learning.distributed import Leader, Ranks, joined
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.digest import digest
@@ -155,7 +156,7 @@ def test_alone_a_leader_is_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with joined(timeout_seconds=1.0, silence_seconds=1.0) as ranks:
         assert ranks == Ranks()
-        leader = Leader(Learner(spec(), policy(), num_threads=1), ranks)
+        leader = Leader(Learner(spec(), policy(), num_threads=1), ranks, write_learner)
         assert leader.learn(rollouts()).version == leader.version == 1
         leader.close()
 

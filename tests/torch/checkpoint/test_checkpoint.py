@@ -330,7 +330,7 @@ def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: boo
                     (shutil, "rmtree"),
                 ):
                     patch.setattr(owner, name, full.of(getattr(owner, name)))
-                for module in ("training.checkpoint.folders.write_tensors", "training.checkpoint.store.sync"):
+                for module in ("training.checkpoint.shares.write_tensors", "training.checkpoint.store.sync"):
                     real = {"write_tensors": write_tensors, "sync": sync}[module.rpartition(".")[2]]
                     patch.setattr(f"rlhfspec.{module}", full.of(real))
                 with suppress(StorageError):  # any other error ends the test

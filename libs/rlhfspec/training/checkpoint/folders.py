@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhfspec.errors import InvalidRequest, StorageError
-from rlhfspec.training.checkpoint.states import pack, unpack
-from rlhfspec.training.modeling.tensor_files import read_tensors, sync, write_tensors
+from rlhfspec.training.checkpoint.shares import Written, fingerprint, merged, stored_tensors, write_part
+from rlhfspec.training.checkpoint.states import unpack
+from rlhfspec.training.modeling.stored import Stored
+from rlhfspec.training.modeling.tensor_files import sync
 
 _SCHEMA = 1
 MANIFEST = "manifest.json"
 STRUCTURE = "state.json"
 
 
+Writes = Callable[[Path], Sequence[Written]]  # each rank its own files into a folder; what they say, by rank
+
+
 def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Everything is on the disk when this returns. A part of the state with tensors gets a file of its own."""
-    for part in state:
-        if not part.isidentifier():
-            raise InvalidRequest("state", part, "parts of a checkpoint name its files: letters, digits, underscores")
-    document, tensors = pack(dict(state))
-    for part, named in _by_part(tensors).items():
-        write_tensors(folder / f"{part}.safetensors", named)
+    """Everything is on the disk when this returns. A part of the state with tensors gets a file of its own; a part that
+    several ranks share is given as a function, `Writes`."""
+    document: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    for part, value in state.items():
+        written = value(folder) if callable(value) else (write_part(folder, part, value),)
+        document[part] = written[0].document if len(written) == 1 else merged([one.document for one in written])
+        for one in written:
+            files |= one.files
     _write_json(folder / STRUCTURE, document)
-    files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
+    files[STRUCTURE] = fingerprint(folder / STRUCTURE)
     _write_json(folder / MANIFEST, {"schema": _SCHEMA, "step": step, "files": files})
     sync(folder)
 
 
-def read_checkpoint(folder: Path) -> Any:
-    """The state, after every digest has been checked."""
-    names = verify(folder)
-    tensors: dict[str, torch.Tensor] = {}
-    for name in names:
-        if name.endswith(".safetensors"):
-            tensors |= read_tensors(folder / name)
+def open_checkpoint(folder: Path) -> Any:
+    """The state, after every digest has been checked; its tensors are `Stored`, and read when they are needed."""
+    names = [name for name in verify(folder) if name.endswith(".safetensors")]
+    tensors = stored_tensors([folder / name for name in names])
     return unpack(json.loads((folder / STRUCTURE).read_text()), tensors)
+
+
+def read_checkpoint(folder: Path) -> Any:
+    """The same with all tensors read; those that shared memory do so again."""
+    read: dict[int, torch.Tensor] = {}
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, Stored):
+            if id(value) not in read:
+                read[id(value)] = value.whole()
+            return read[id(value)]
+        if isinstance(value, dict):
+            return {key: whole(item) for key, item in value.items()}
+        return type(value)(map(whole, value)) if isinstance(value, (list, tuple)) else value
+
+    return whole(open_checkpoint(folder))
 
 
 def verify(folder: Path) -> list[str]:
@@ -51,7 +70,7 @@ def verify(folder: Path) -> list[str]:
         path = folder / name
         if not path.is_file():
             raise StorageError(folder, f"{name} is missing")
-        if _fingerprint(path) != expected:
+        if fingerprint(path) != expected:
             raise StorageError(folder, f"{name} is damaged: its digest is not the manifest's")
     return list(files)
 
@@ -71,14 +90,6 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _by_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensor names begin with their part's name and a dot."""
-    result: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        result.setdefault(name.partition(".")[0], {})[name] = tensor
-    return result
-
-
 def _write_json(path: Path, document: Any) -> None:
     try:
         with path.open("w", encoding="utf-8") as file:
@@ -87,8 +98,3 @@ def _write_json(path: Path, document: Any) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise StorageError(path, f"cannot be written: {error}") from error
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "num_bytes": path.stat().st_size}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +71,8 @@ def pack(state: Any) -> tuple[Any, Tensors]:
     return packer.pack(state, ""), packer.tensors
 
 
-def unpack(document: Any, tensors: Tensors) -> Any:
-    """What `pack` was given."""
+def unpack(document: Any, tensors: Mapping[str, Any]) -> Any:
+    """What `pack` was given, with these for its tensors."""
     if isinstance(document, list):
         return [unpack(item, tensors) for item in document]
     if not isinstance(document, dict):

@@ -16,7 +16,13 @@ from typing import Any
 
 from rlhfspec.common.folder_lock import take_lock
 from rlhfspec.errors import StorageError
-from rlhfspec.training.checkpoint.folders import manifest_of, read_checkpoint, verify, write_checkpoint
+from rlhfspec.training.checkpoint.folders import (
+    manifest_of,
+    open_checkpoint,
+    read_checkpoint,
+    verify,
+    write_checkpoint,
+)
 from rlhfspec.training.modeling.tensor_files import sync
 
 log = logging.getLogger(__name__)
@@ -51,7 +57,8 @@ class CheckpointStore:
             raise StorageError(folder, f"cannot keep checkpoints here: {error}") from error
 
     def save(self, step: int, state: Mapping[str, Any], *, best: int | None = None) -> Path:
-        """`state`: parts by name, each a nested state (`states.pack`). Earlier ones go once this one is there.
+        """`state`: parts by name, each a nested state (`states.pack`), or a function by which several ranks write it
+        (`folders.Writes`). Earlier ones go once this one is there.
 
         best: the step of one that stays however old it is, the best by evaluation.
         """
@@ -99,6 +106,10 @@ class CheckpointStore:
     def load(self, step: int) -> Any:
         """The state as saved. StorageError when it is not there or damaged."""
         return read_checkpoint(self._path(step))
+
+    def open(self, step: int) -> Any:
+        """The same with `Stored` tensors, which any rank reads for itself as far as it needs them."""
+        return open_checkpoint(self._path(step))
 
     def discard_after(self, step: int) -> list[int]:
         """On resuming at `step`: later checkpoints (damaged, or of another continuation) make way. Which they were."""

@@ -16,9 +16,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlhfspec.common.ranks import RankTold, rank_told
-from rlhfspec.errors import StageStalled
+from rlhfspec.errors import StageStalled, StorageError
 from rlhfspec.training.learning.rollouts import Rollouts
 
 T = TypeVar("T")
@@ -192,14 +193,21 @@ class Follows(Protocol):
     def critic_state(self) -> dict[str, Tensor]: ...
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: dict[str, Any]) -> None: ...
+    @property
+    def leads(self) -> bool: ...
+
+
+# Writes what one rank has of a state into files of a folder, and returns what is to be known of them.
+Write = Callable[[Path, dict[str, Any], "Ranks", bool], Any]
 
 
 class Leader:
-    """The learner on rank 0: calls each method on all ranks. `close` lets the others go."""
+    """The learner on rank 0: calls each method on all ranks. `close` lets the others go. `write`: as `follow` has it."""
 
-    def __init__(self, learner: Any, ranks: Ranks) -> None:
+    def __init__(self, learner: Any, ranks: Ranks, write: Write) -> None:
         self._learner = learner
         self._ranks = ranks
+        self._write = write
 
     def learn(self, rollouts: Rollouts) -> Any:
         self._command("learn", rollouts)
@@ -213,9 +221,13 @@ class Leader:
         self._command("critic_state")
         return self._learner.critic_state()  # type: ignore[no-any-return]
 
-    def state(self) -> dict[str, Any]:
-        self._command("state")
-        return self._learner.state()  # type: ignore[no-any-return]
+    def state(self) -> dict[str, Any] | Callable[[Path], list[Any]]:
+        """Of one rank; several write theirs themselves into the folder that is given."""
+        return self._learner.state() if self._ranks.num_ranks == 1 else self._written
+
+    def _written(self, folder: Path) -> list[Any]:
+        self._command("write", folder)
+        return _written(self._learner, self._ranks, self._write, folder)
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._command("load_state")
@@ -233,14 +245,32 @@ class Leader:
             dist.broadcast_object_list([(name, arguments)], src=0, group=self._ranks.commands)
 
 
-def follow(learner: Follows, ranks: Ranks) -> None:
+def follow(learner: Follows, ranks: Ranks, write: Write) -> None:
     """Ranks other than 0: do what rank 0 does until it says stop. StageStalled when it says nothing for too long."""
     assert ranks.rank > 0, "rank 0 leads"
     while True:
         name, arguments = _next_command(ranks)
         if name == "stop":
             return
-        getattr(learner, name)(*arguments if name != "load_state" else (ranks.told_by(0, {}),))
+        if name == "write":
+            with suppress(StorageError):  # rank 0 says it
+                _written(learner, ranks, write, *arguments)
+        else:
+            getattr(learner, name)(*arguments if name != "load_state" else (ranks.told_by(0, {}),))
+
+
+def _written(learner: Follows, ranks: Ranks, write: Write, folder: Path) -> list[Any]:
+    """What each rank wrote, by rank. StorageError on all when one could not."""
+    said, problem = None, ""
+    try:
+        said = write(folder, learner.state(), ranks, learner.leads)
+    except (OSError, StorageError) as error:
+        problem = f"rank {ranks.rank}: {error}"
+    told = ranks.gathered((said, problem))
+    for _, why in told:
+        if why:
+            raise StorageError(folder, why)
+    return [said for said, _ in told]
 
 
 def _next_command(ranks: Ranks) -> tuple[str, tuple[Any, ...]]:

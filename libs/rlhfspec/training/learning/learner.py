@@ -346,19 +346,24 @@ class Learner:
         return self._chains.told_by("critic", own)
 
     def state(self) -> State:
-        """All that the next step depends on: nested dictionaries of tensors and numbers. Shares memory likewise."""
-        own: dict[str, State] = {}
+        """All of this rank that the next step depends on: nested dictionaries of tensors and numbers. Where ranks share
+        a model these are its own shares, and what all have alike; of a model that another trains, nothing. Shares
+        memory likewise."""
+        state: State = {"version": self.version}
         for model, network in self._networks.items():
-            own[model] = {model: network.weights(), f"{model}_optimizer": network.optimizer_state()}
-        if self._spec.model.lora is not None and "policy" in own:
-            own["policy"]["policy"] = lora.adapters(own["policy"]["policy"])
-        state: State = {"version": self.version} | own.get("policy", {})
-        if self._trains_critic:
-            state |= self._chains.told_by("critic", own.get("critic", {}))
+            state |= {model: network.own_weights(), f"{model}_optimizer": network.optimizer_state()}
+        if self._spec.model.lora is not None and "policy" in state:
+            state["policy"] = lora.adapters(state["policy"])
         return state
 
+    @property
+    def leads(self) -> bool:
+        """Whether it is this rank's to keep what all that share a model have alike."""
+        return self._ranks.rank == 0
+
     def load_state(self, state: State) -> None:
-        """Go on from here: what follows is bit for bit what would have followed."""
+        """Go on from here: what follows is bit for bit what would have followed. `Stored` tensors are read as far as
+        this rank needs them."""
         if ("critic" in state) != self._trains_critic:
             raise StorageError("checkpoint", "it has a critic and the job none, or the other way round")
         self.version = int(state["version"])

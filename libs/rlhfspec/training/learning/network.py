@@ -1,6 +1,6 @@
 """A module that is trained: its optimizer, its schedule, its state under names that outlive the process.
 
-Policy and critic are one `Network` each. All tensors of a state are whole, also where ranks share them.
+Policy and critic are one `Network` each. Where ranks share it, its state is that of this rank: its own shares.
 
 Example:
     >>> module = torch.nn.Linear(2, 1)
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rlhfspec import job
 from rlhfspec.errors import StorageError
 from rlhfspec.training.learning.optim import make_optimizer, make_schedule
+from rlhfspec.training.modeling.stored import Stored
 
 State = dict[str, Any]
 
@@ -64,25 +65,29 @@ class Network:
     def weights(self) -> dict[str, Tensor]:
         """Every weight once, by its first name in the module, and whole. Shares memory with the module; where ranks
         hold shares, the first of them has it on its host, and the others do not."""
+        return _whole(self.own_weights())
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """The same as this rank keeps it: where ranks hold shares, its own."""
         by_name = self.module.state_dict(keep_vars=True)
         first_names = {id(tensor): name for name, tensor in reversed(by_name.items())}  # tied weights have several
-        own = {name: tensor.detach() for name, tensor in by_name.items() if first_names[id(tensor)] == name}
-        return _whole(own)
+        return {name: tensor.detach() for name, tensor in by_name.items() if first_names[id(tensor)] == name}
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor | Stored]) -> None:
         """Of exactly these names and shapes; a module may be given a part of its weights (its adapters)."""
         own = self.module.state_dict()
         for name, tensor in weights.items():
-            if name not in own or own[name].shape != tensor.shape:
+            if name not in own or own[name].shape != torch.Size(tensor.shape):
                 raise StorageError("checkpoint", f"its weight {name} {list(tensor.shape)} is none of this job's model")
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(_like(own[name], tensor))
 
     def optimizer_state(self) -> State:
-        """Nested dictionaries of names, tensors and numbers; a parameter is known by its place. Shares memory too."""
+        """Nested dictionaries of names, tensors and numbers; a parameter is known by its place. Shares memory too, and
+        is this rank's."""
         state = self._optimizer.state_dict()
-        of_parameters = {str(place): _whole(of) for place, of in state["state"].items()}
+        of_parameters = {str(place): dict(of) for place, of in state["state"].items()}
         return {"state": of_parameters, "param_groups": state["param_groups"], "num_updates": self.num_updates}
 
     def load_optimizer_state(self, state: State) -> None:
@@ -100,9 +105,10 @@ class Network:
     def _placed(self, place: int, value: Any) -> Any:
         """As the parameter is kept: torch's own loading does not cut a whole tensor into shares."""
         parameter = self.parameters[place]
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
-            return _like(parameter, value.clone())
-        return value.clone() if isinstance(value, Tensor) else value
+        if isinstance(value, (Tensor, Stored)):
+            same = torch.Size(value.shape) == parameter.shape
+            return (_like(parameter, value) if same else _read(value)).clone()
+        return value
 
     def _fresh_schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
         for group in self._optimizer.param_groups:
@@ -129,11 +135,17 @@ def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _like(kept: Tensor, given: Tensor) -> Tensor:
-    """Every rank has all of what is given, and cuts its share out by itself."""
-    if not isinstance(kept, DTensor):
-        return given
+def _like(kept: Tensor, given: Tensor | Stored) -> Tensor:
+    """This rank's share of what is given: read, cut out of what every rank has whole, or cut already."""
+    if not isinstance(kept, DTensor) or isinstance(given, DTensor):
+        return _read(given)
+    if isinstance(given, Stored):
+        return given.share_for(kept)
     return distribute_tensor(given, kept.device_mesh, kept.placements, src_data_rank=None)
+
+
+def _read(given: Tensor | Stored) -> Tensor:
+    return given.whole() if isinstance(given, Stored) else given
 
 
 def _step_quietly(schedule: torch.optim.lr_scheduler.LRScheduler) -> None:

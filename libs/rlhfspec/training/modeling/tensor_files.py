@@ -1,4 +1,4 @@
-"""Named tensors in one safetensors file, written atomically.
+"""Named tensors in one safetensors file, written piece by piece: beside the tensors nothing of their size is held.
 
 Tensors that share memory (tied embeddings) are stored once, and share memory again when read.
 """
@@ -9,14 +9,17 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES
 
 from rlhfspec.errors import StorageError
 
 SAME_AS = "same_as"  # metadata: a JSON object, name -> the name it is stored under
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_CHUNK_BYTES = 16 << 20  # copied from a device at a time
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, notes: Mapping[str, str] | None = None) -> None:
@@ -32,11 +35,43 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, notes: Map
         (True, tensor([1., 1.]))
     """
     stored, same_as = _unshared(tensors)
+    header = _header(stored, {**(notes or {}), SAME_AS: json.dumps(same_as)})
     try:
-        save_file(stored, path, metadata={**(notes or {}), SAME_AS: json.dumps(same_as)})
+        with path.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for name in _in_order(stored):
+                _write_bytes(file, stored[name])
         sync(path)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise StorageError(path, f"cannot be written: {error}") from error
+
+
+def _in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Those of large elements first, so that each begins where its elements may."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def _header(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> bytes:
+    described: dict[str, object] = {"__metadata__": notes}
+    start = 0
+    for name in _in_order(tensors):
+        tensor = tensors[name]
+        stop = start + tensor.nbytes
+        described[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    return text.ljust((len(text) + 7) // 8 * 8)
+
+
+def _write_bytes(file: BinaryIO, tensor: torch.Tensor) -> None:
+    """From the host without a copy, from a device some at a time."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), _CHUNK_BYTES):
+        file.write(flat[start : start + _CHUNK_BYTES].cpu().numpy().data)
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -57,11 +92,10 @@ def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What to store, and which names are another's tensor. safetensors refuses memory that two names share."""
+    """What to store, and which names are another's tensor."""
     stored: dict[str, torch.Tensor] = {}
     same_as: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
-    storages: set[int] = set()
     for name, given in tensors.items():
         tensor = given.detach()
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -69,9 +103,7 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
             same_as[name] = first[key]
             continue
         first[key] = name
-        storage = tensor.untyped_storage().data_ptr()
-        stored[name] = (tensor.clone() if storage in storages else tensor).contiguous().cpu()
-        storages.add(storage)
+        stored[name] = tensor
     return stored, same_as
 
 
