@@ -288,6 +288,11 @@ class Engine:
         self.state.validate(request)
         self.scheduler.refuse_known(request.id)
 
+    def close(self) -> None:
+        """Let the other processes go that hold a part of the model."""
+        if (others := self.state.target.runner.others) is not None:
+            others.stop()
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless free and owned blocks are all blocks and tables, rows and sequences agree."""
         self.scheduler.check()

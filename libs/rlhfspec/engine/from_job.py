@@ -7,19 +7,42 @@ from typing import Any
 
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
+from rlhfspec.engine.forward.models import follow_engine
 from rlhfspec.engine.loading import make_engine
+from rlhfspec.huggingface.cutting import Group, load_part
 from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import may_run_draft_model
 
+_FIELD = "spec.model.path"
 
-def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> Engine:
+
+def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Group | None = None) -> Engine:
+    """group: the processes of this generator, where it has several; this is rank 0."""
+    model = job.spec.model
+    target = _target(job, group)
+    draft = None
+    if may_run_draft_model(job.spec.generation.speculation.mode) and model.drafter is not None:
+        draft = load_model(model.drafter, field="spec.model.drafter")
+    return make_engine(target, _config(job), draft=draft, tokenizer=load_tokenizer(), group=group)
+
+
+def follow(job: RLHFJob, group: Group) -> None:
+    """A rank other than 0: holds its part of the model until rank 0 is done."""
+    follow_engine(_target(job, group), _config(job), group)
+
+
+def _target(job: RLHFJob, group: Group | None) -> Any:
+    path = job.spec.model.path
+    return load_model(path, field=_FIELD) if group is None else load_part(path, group, field=_FIELD)
+
+
+def _config(job: RLHFJob) -> EngineConfig:
     device = device_of(job.spec)
-    spec = settled(job.spec, device)
-    model, generation = spec.model, spec.generation
-    config = EngineConfig(
+    generation = settled(job.spec, device).generation
+    return EngineConfig(
         dtype=generation.dtype,
         device=device,
         speculation=generation.speculation.mode,
@@ -28,8 +51,3 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> Engine:
         kv_cache_tokens=generation.kv_cache_tokens,
         gpu_memory_fraction=generation.gpu_memory_fraction,
     )
-    target = load_model(model.path, field="spec.model.path")
-    draft = None
-    if may_run_draft_model(generation.speculation.mode) and model.drafter is not None:
-        draft = load_model(model.drafter, field="spec.model.drafter")
-    return make_engine(target, config, draft=draft, tokenizer=load_tokenizer())

@@ -7,12 +7,18 @@ from typing import Any
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.forward.models import make_state
+from rlhfspec.huggingface.cutting import Group
 
 
-def make_engine(model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None) -> Engine:
+def make_engine(
+    model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Group | None = None
+) -> Engine:
     """The models are Hugging Face's and are swapped in place, so hand over copies.
+
+    group: the processes that hold the model together (`huggingface.cutting`), of which this is rank 0; the others call
+    `engine.forward.models.follow_engine`.
 
     Example (tests):
         >>> make_engine(LlamaForCausalLM(tiny), EngineConfig(max_context=64))    # doctest: +SKIP
     """
-    return Engine(make_state(model, config, draft=draft, tokenizer=tokenizer))
+    return Engine(make_state(model, config, draft=draft, tokenizer=tokenizer, group=group))

@@ -24,20 +24,23 @@ LOAD_ERRORS = (*FORWARD_ERRORS, OSError, EOFError, ImportError, SafetensorError,
 NO_MORE_THREADS = "can't start new thread"  # as Python says it
 
 
-def load_model(path: str | Path, *, field: str = "path", only_trunk: bool = False) -> Any:
+def load_model(path: str | Path, *, field: str = "path", only_trunk: bool = False, num_ranks: int = 1) -> Any:
     """The Hugging Face causal LM at `path` (a local folder or a hub id), in float32 on the CPU.
 
     transformers draws at random what a checkpoint lacks, and ignores what it has beyond the model: both are refused.
     only_trunk: the head may be another or none, as in a sequence classifier that a critic starts from.
+    num_ranks: of so many processes each reads its part alone (`cutting.load_part`).
     """
     from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     loader: Any = AutoModelForCausalLM
     try:
         with _no_report_of_its_own():
             model, info = loader.from_pretrained(
-                path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
-            )
+                path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
+                distributed_config=DistributedConfig(tp_size=num_ranks) if num_ranks > 1 else None,
+            )  # fmt: skip
     except LOAD_ERRORS as error:
         if isinstance(error, InvalidRequest):
             raise

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.forward.led import Others, follow
 from rlhfspec.engine.forward.memory import least, sized
 from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
 from rlhfspec.engine.kv.state import EngineState, KVSpace
 from rlhfspec.errors import InvalidRequest, did_you_mean
+from rlhfspec.huggingface.cutting import Group, cut_of
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.structure.causal_lm import max_positions
 from rlhfspec.kernels.cpu import build
@@ -30,27 +32,48 @@ def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[st
     return make_state(model, config, draft=draft, tokenizer=_tokenizer(path))
 
 
-def make_state(model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None) -> EngineState:
-    """What an engine begins with, of Hugging Face models already in memory; they are swapped in place."""
+def make_state(
+    model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Group | None = None
+) -> EngineState:
+    """What an engine begins with, of Hugging Face models already in memory; they are swapped in place.
+
+    group: the processes that hold the model together, of which this is rank 0. A draft model is this one's alone.
+    """
+    eos = eos_token_ids(model)
+    config, (target, *others) = _make_runners(model, config, draft, group)
+    cut = cut_of(model)
+    if group is not None and cut is not None:
+        target.others = Others(group, cut)
+    return EngineState(
+        config=config,
+        target=KVSpace(target, config),
+        draft=KVSpace(others[0], config) if others else None,
+        tokenizer=tokenizer,
+        eos_token_ids=eos,
+    )
+
+
+def follow_engine(model: Any, config: EngineConfig, group: Group) -> None:
+    """Ranks other than 0: hold a part of the model of rank 0's engine, until that is closed."""
+    _, [runner] = _make_runners(model, config, None, group)
+    follow(runner, group)
+
+
+def _make_runners(
+    model: Any, config: EngineConfig, draft: Any, group: Group | None
+) -> tuple[EngineConfig, list[ModelRunner]]:
     _check_positions(model, draft, config.max_context)
     if config.device.startswith("cpu"):
         tune_malloc()
         build.set_num_threads(config.num_threads or torch.get_num_threads())
-    eos = eos_token_ids(model)
     wanted, config = config, least(config)
     target = ModelRunner(model, _runner_config(config, "model"))
     draft_runner = None if draft is None else ModelRunner(draft, _runner_config(config, "drafter"))
     if draft_runner is not None and draft_runner.vocab_size != target.vocab_size:
         problem = f"vocabulary size must equal the target's {target.vocab_size}"
         raise InvalidRequest("drafter", draft_runner.vocab_size, problem)
-    config = sized(wanted, [target] if draft_runner is None else [target, draft_runner])
-    return EngineState(
-        config=config,
-        target=KVSpace(target, config),
-        draft=None if draft_runner is None else KVSpace(draft_runner, config),
-        tokenizer=tokenizer,
-        eos_token_ids=eos,
-    )
+    runners = [target] if draft_runner is None else [target, draft_runner]
+    return sized(wanted, runners, group), runners
 
 
 def _check_positions(model: Any, draft: Any, max_context: int) -> None:

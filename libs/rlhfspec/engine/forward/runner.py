@@ -22,8 +22,10 @@ from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.forward.checksums import checksums
 from rlhfspec.engine.forward.device import check_fits
 from rlhfspec.engine.forward.graphs import GraphedForward
+from rlhfspec.engine.forward.led import Others
 from rlhfspec.engine.kv.cache import give_back, new_kv
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.cutting import cut_of
 from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of, round_parameters, widen
 from rlhfspec.huggingface.fused.experts import ExpertLoad
 from rlhfspec.huggingface.fused.fuse import FusedModel, fuse
@@ -42,6 +44,7 @@ from rlhfspec.huggingface.structure.attention import (
 from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.decoder import NativeDecoder
+from rlhfspec.kernels.kv_pack import pack_slots, unpack_slots
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 from rlhfspec.messages.records.models import ModelReport
 
@@ -99,6 +102,7 @@ class ModelRunner:
         self.hold(config.num_blocks)
         self.parts = CausalLM(model)
         self.native: NativeDecoder | None = None  # runs all layers in one call, where it can
+        self.others: Others | None = None  # processes with the other parts of the model, which do what this one does
         self._active: AttentionMeta | None = None
         self._coming: Iterator[AttentionSpec] = iter(())
         self._digest = ""
@@ -166,6 +170,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def load_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
+        if self.others is not None:
+            state_dict = self.others.load_weights(self.fused.checked(state_dict, self.others.shapes))
         self.fused.load(state_dict)
         self._digest = ""
         if self.native is not None:
@@ -179,6 +185,8 @@ class ModelRunner:
 
         graphed: through a captured graph where there are any. Returns float32 logits [len(logit_rows), vocab].
         """
+        if self.others is not None:
+            self.others.forward(tokens, positions, meta, logit_rows, graphed)
         if self.native is not None:
             return self.native.forward(
                 tokens.astype(np.int64), positions.astype(np.int64), meta, logit_rows.astype(np.int64)
@@ -191,9 +199,16 @@ class ModelRunner:
         wanted = torch.from_numpy(logit_rows.astype(np.int64)).to(self.config.device)
         return self.parts.logits(hidden[0].index_select(0, wanted))
 
+    def copy(self, source: IntArray, target: IntArray) -> None:
+        """KV of these slots [n] to those."""
+        if self.others is not None:
+            self.others.copy(source, target)
+        from_slots, to_slots = (torch.from_numpy(slots).to(self.kv.device) for slots in (source, target))
+        unpack_slots(pack_slots(self.kv, from_slots), self.kv, to_slots)
+
     def native_decoder(self) -> NativeDecoder | None:
         """The one-call decoder for a model that it knows; the layers stay as its slow twin."""
-        if not self.is_row_invariant:
+        if not self.is_row_invariant or cut_of(self.fused.model) is not None:
             return None
         return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from rlhfspec.common.arrays import BoolArray, IntArray
 from rlhfspec.engine.base import Bytes, Request, check_types
@@ -15,7 +14,7 @@ from rlhfspec.engine.kv.cache import BlockPool, Prefix, RestingKV, SlotTable, ch
 from rlhfspec.engine.scheduling.sequences import Generated, RowTable, Sequence
 from rlhfspec.engine.scheduling.text import Tokenizer
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.kernels.kv_pack import pack_into, pack_slots, unpack_from, unpack_slots
+from rlhfspec.kernels.kv_pack import pack_into, unpack_from
 
 
 class KVSpace:
@@ -78,11 +77,7 @@ class KVSpace:
         from_slots = [np.arange(prefix.num_tail) + block * size for prefix, _, block in tails]
         to_slots = [self.table.slots[each.row, prefix.num_tokens - prefix.num_tail : prefix.num_tokens]
                     for prefix, each, _ in tails]  # fmt: skip
-        source, target = (
-            torch.from_numpy(np.concatenate(slots).astype(np.int32)).to(self.runner.kv.device)
-            for slots in (from_slots, to_slots)
-        )
-        unpack_slots(pack_slots(self.runner.kv, source), self.runner.kv, target)
+        self.runner.copy(*(np.concatenate(slots).astype(np.int32) for slots in (from_slots, to_slots)))
         for sequence, _ in self._copied:
             self.mark_prefix(sequence)
         self._copied.clear()

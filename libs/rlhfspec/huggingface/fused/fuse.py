@@ -11,7 +11,7 @@ Every exchange leaves a loader behind, so that new weights find their place by t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,22 +65,27 @@ class FusedModel:
 
     def load(self, state_dict: dict[str, Tensor]) -> None:
         """All or nothing: every weight must be there in its shape, and no unknown name."""
+        given = self.checked(state_dict, self.shapes)
+        for names, load in self.loaders:
+            load(*(given[name].detach() if name else None for name in names))
+        self.guard.forget()
+
+    def checked(self, state_dict: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """With those that are tied to others; ValueError where it is not all that there must be."""
         tied = _tied_names(self.model)
         given = dict(state_dict)
         for name, source in tied.items():
             if name not in given and source in given:
                 given[name] = given[source]
-        missing = [name for name in self.shapes if name not in given]
-        unknown = [name for name in given if name not in self.shapes]
+        missing = [name for name in shapes if name not in given]
+        unknown = [name for name in given if name not in shapes]
         if missing or unknown:
             raise ValueError(f"state_dict: missing {missing[:4]}, unknown {unknown[:4]}")
-        wrong = [name for name, tensor in given.items() if tensor.shape != self.shapes[name]]
+        wrong = [name for name, tensor in given.items() if tensor.shape != shapes[name]]
         if wrong:
             name = wrong[0]
-            raise ValueError(f"state_dict: {name} has shape {list(given[name].shape)}, not {list(self.shapes[name])}")
-        for names, load in self.loaders:
-            load(*(given[name].detach() if name else None for name in names))
-        self.guard.forget()
+            raise ValueError(f"state_dict: {name} has shape {list(given[name].shape)}, not {list(shapes[name])}")
+        return given
 
     def packing(self, name: str) -> dict[str, Any]:
         """How the matrix of that name is packed."""
@@ -192,6 +197,8 @@ def _swap(fused: FusedModel, name: str, module: nn.Module) -> None:
     for kind, attempt in attempts:
         replacement = attempt(fused, name, module)
         if replacement is not None:
+            last = module.get_submodule("down_proj") if kind == "gated_mlp" else module
+            replacement._forward_hooks.update(last._forward_hooks)  # what is done with its output
             _replace(fused.model, name, replacement)
             fused.swapped[kind] = fused.swapped.get(kind, 0) + 1
             return

@@ -1,0 +1,145 @@
+"""One runner in several processes: rank 0 decides and tells, the others run what they are told.
+
+Rank 0 alone has a scheduler, samples and drafts. Before whatever its runner does with the model or its KV it says it to
+the others, with all that goes in; they do the same with their part. Nothing that is decided is decided twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhfspec.common.arrays import IntArray
+from rlhfspec.errors import StageStalled
+from rlhfspec.huggingface.cutting import Cut, Group, cut_of
+from rlhfspec.huggingface.fused.fuse import FusedModel
+from rlhfspec.kernels.tree_attention import AttentionMeta
+
+_STOP = "stop"
+
+
+class LedRunner(Protocol):
+    """What a runner does for another process's."""
+
+    fused: FusedModel
+
+    def forward(
+        self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray, *, graphed: bool = True
+    ) -> Tensor: ...
+
+    def copy(self, source: IntArray, target: IntArray) -> None: ...
+
+    def load_weights(self, state_dict: dict[str, Tensor]) -> None: ...
+
+
+class Others:
+    """The other processes, as rank 0's runner sees them."""
+
+    def __init__(self, group: Group, cut: Cut) -> None:
+        self._group = group
+        self._cut = cut
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Of the weights of the whole model."""
+        return self._cut.shapes
+
+    def forward(
+        self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray, graphed: bool
+    ) -> None:
+        """Of the slot table they get what this forward reads."""
+        rows = np.unique(meta.table_rows)
+        width = int(np.max(np.asarray(meta.context_lens), initial=0))
+        told = (meta.slots, meta.table_rows, meta.context_lens, meta.extra)
+        table = (meta.slot_table.shape, rows, meta.slot_table[rows, :width])
+        self._tell("forward", tokens, positions, told, table, logit_rows, graphed)
+
+    def copy(self, source: IntArray, target: IntArray) -> None:
+        self._tell("copy", source, target)
+
+    def load_weights(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Send whole weights, one by one; return this process's parts."""
+        self._tell("load_weights", [(name, tensor.shape, tensor.dtype) for name, tensor in given.items()])
+        parts = {}
+        for name, tensor in given.items():
+            _broadcast(tensor.detach().cpu().contiguous(), self._group)
+            parts[name] = self._cut.part(name, tensor)
+        return parts
+
+    def stop(self) -> None:
+        with suppress(RuntimeError):  # one that is gone needs no word, and the rest end with it
+            self._tell(_STOP)
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        dist.broadcast_object_list([(name, arguments)], src=0, group=self._group.commands)
+
+
+def least_of_all(count: int, group: Group) -> int:
+    """The least of what the processes say."""
+    least = torch.tensor(count)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group.host)
+    return int(least)
+
+
+def follow(runner: LedRunner, group: Group) -> None:
+    """Ranks other than 0: run what rank 0 says until it says stop. StageStalled when it is gone."""
+    assert group.rank > 0, "rank 0 leads"
+    follower = _Follower(runner, group)
+    while True:
+        name, arguments = _next_command(group)
+        if name == _STOP:
+            return
+        getattr(follower, name)(*arguments)
+
+
+class _Follower:
+    """Does what the methods of `Others` of the same name say."""
+
+    def __init__(self, runner: LedRunner, group: Group) -> None:
+        self._runner = runner
+        self._group = group
+        self._tables: dict[tuple[int, ...], IntArray] = {}  # graphs belong to a table's shape
+
+    def forward(
+        self, tokens: IntArray, positions: IntArray, told: Any, table: Any, logit_rows: IntArray, graphed: bool
+    ) -> None:
+        shape, rows, entries = table
+        slot_table = self._tables.setdefault(shape, np.zeros(shape, np.int32))
+        slot_table[rows, : entries.shape[1]] = entries
+        slots, table_rows, context_lens, extra = told
+        meta = AttentionMeta(slots, table_rows, context_lens, extra, slot_table)
+        self._runner.forward(tokens, positions, meta, logit_rows, graphed=graphed)
+
+    def copy(self, source: IntArray, target: IntArray) -> None:
+        self._runner.copy(source, target)
+
+    def load_weights(self, told: list[tuple[str, torch.Size, torch.dtype]]) -> None:
+        self._runner.load_weights(dict(self._received(told)))
+
+    def _received(self, told: list[tuple[str, torch.Size, torch.dtype]]) -> Iterator[tuple[str, Tensor]]:
+        cut = cut_of(self._runner.fused.model)
+        assert cut is not None, "a whole model has no others"
+        for name, shape, dtype in told:
+            yield name, cut.part(name, _broadcast(torch.empty(shape, dtype=dtype), self._group)).clone()
+
+
+def _broadcast(tensor: Tensor, group: Group) -> Tensor:
+    """By its bytes: gloo does not know every type."""
+    dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=group.host)
+    return tensor
+
+
+def _next_command(group: Group) -> tuple[str, tuple[Any, ...]]:
+    said: list[Any] = [None]
+    try:
+        dist.broadcast_object_list(said, src=0, group=group.commands)
+    except RuntimeError as error:
+        raise StageStalled("generator", group.rank, "a command of rank 0", 0.0, f"rank 0 is gone: {error}") from error
+    command: tuple[str, tuple[Any, ...]] = said[0]
+    return command

@@ -1,0 +1,241 @@
+"""A causal LM cut over the processes of a group, as the plan of its class says (transformers' tensor parallelism).
+
+Each process reads its own part of every matrix and holds whole KV heads. After that the model is one like any other:
+plain modules with smaller weights, and hooks where the parts of all are added up or joined. So all that fuses, proves
+and runs models works on it, and a row keeps its own bits: parts are added in the order of the ranks.
+
+    embedding      rows of the vocabulary   -> looked up where they are, added up
+    colwise        outputs of a matrix      -> heads and hidden units of one process
+    rowwise        inputs of a matrix       -> added up
+    head           rows of the vocabulary   -> joined to all logits
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.huggingface.fused.audit import not_audited
+from rlhfspec.huggingface.loading import LOAD_ERRORS, load_model
+
+_ATTRIBUTE = "rlhfspec_cut"
+_COLUMNS, _ROWS, _JOINED, _LOOKED_UP = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
+_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+_STYLES = (_COLUMNS, _ROWS, _JOINED, _LOOKED_UP, *_WHOLE)
+
+
+class Group(Protocol):
+    """The processes that hold a model together; `training.learning.distributed.Ranks` is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def host(self) -> Any:
+        """The process group for tensors of the host."""
+        ...
+
+    @property
+    def commands(self) -> Any:
+        """The one for what rank 0 tells the others."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a model's weights are cut, and which part is this process's. It is kept on the model."""
+
+    group: Group
+    shapes: Mapping[str, torch.Size]  # of every weight of the whole model
+    axes: Mapping[str, int | None]  # along which a weight is cut; None: rank 0 has it, and zeros are elsewhere
+
+    def part(self, name: str, weight: Tensor) -> Tensor:
+        """This process's part of a whole weight."""
+        if name not in self.axes:
+            return weight
+        axis = self.axes[name]
+        if axis is None:
+            return weight if self.group.rank == 0 else torch.zeros_like(weight)
+        first, count = share(weight.shape[axis], self.group.rank, self.group.num_ranks)
+        return weight.narrow(axis, first, count).contiguous()
+
+    def added(self, part: Tensor) -> Tensor:
+        """The sum over all ranks, in their order: what another row is beside changes no bit."""
+        if not part.is_cpu:
+            dist.all_reduce(part)
+            return part
+        with not_audited():
+            first, *others = self._of_all(part)
+            for other in others:
+                first = first + other
+        return first
+
+    def joined(self, part: Tensor, width: int) -> Tensor:
+        """[..., width of the part] of all ranks, one behind the other."""
+        most, _ = share(width, 1, self.group.num_ranks)
+        with not_audited():
+            parts = self._of_all(functional.pad(part, (0, most - part.shape[-1])))
+            return torch.cat(parts, -1)[..., :width].contiguous()
+
+    def _of_all(self, part: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.group.num_ranks)]
+        dist.all_gather(parts, part.contiguous(), group=self.group.host if part.is_cpu else None)
+        return parts
+
+
+def cut_of(model: Any) -> Cut | None:
+    """What `load_part` left on this model; None where it is whole."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Where a rank's part begins, and how much it is; the last ones may have less.
+
+    >>> [share(97, rank, 2) for rank in (0, 1)]
+    [(0, 49), (49, 48)]
+    """
+    most = -(-size // num_ranks)
+    first = min(rank * most, size)
+    return first, min(most, size - first)
+
+
+def load_part(path: str | Path, group: Group, *, field: str = "path") -> Any:
+    """This process's part of the model at `path`, in float32 on the CPU. All processes of the group call it.
+
+    Raises InvalidRequest, before weights are read, for a model that cannot be cut so.
+    """
+    whole = _without_weights(path, field)
+    styles = _planned(whole, path, group.num_ranks, field)
+    with _on_its_only_device():
+        model = load_model(path, field=field, num_ranks=group.num_ranks)
+    parameters = {name: parameter.shape for name, parameter in whole.state_dict().items()}
+    cut = Cut(group, parameters, dict(_axes(model, styles)))
+    made: dict[int, nn.Parameter] = {}  # tied ones stay so
+    for name, style in styles.items():
+        _make_plain(model, name, cut, made)
+        _hook(model, name, style, cut)
+    del model.config.distributed_config
+    object.__setattr__(model, _ATTRIBUTE, cut)
+    return model.to("cpu")
+
+
+def _without_weights(path: str | Path, field: str) -> Any:
+    loader: Any = AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            return loader.from_config(config, dtype=torch.float32)
+    except LOAD_ERRORS:
+        return load_model(path, field=field)  # says what is wrong with it
+
+
+def _planned(model: Any, path: str | Path, num_ranks: int, field: str) -> dict[str, str]:
+    """How each module is cut. Raises InvalidRequest for one that cannot be."""
+
+    def refuse(problem: str) -> InvalidRequest:
+        return InvalidRequest(field, str(path), f"cannot be cut over {num_ranks} processes: {problem}")
+
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if len(plan) < 2:  # many have one for their head alone
+        raise refuse(f"transformers has no plan for {type(model).__name__}")
+    others = sorted({f"{style} of {name}" for name, style in plan.items() if style not in _STYLES})
+    if others:
+        raise refuse(f"{type(model).__name__} wants {', '.join(others)}, which is not done here")
+    config = model.config.get_text_config(decoder=True)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, name, None) or num_ranks
+        if count % num_ranks:
+            raise refuse(f"{name} is {count}")
+    styles = {}
+    for name, module in model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is None:
+            continue
+        styles[name] = style
+        size = {_COLUMNS: "out_features", _ROWS: "in_features", _JOINED: "out_features"}.get(style)
+        width = getattr(module, size or "num_embeddings", num_ranks)
+        is_even = style in (_JOINED, _LOOKED_UP)
+        if (width % num_ranks and not is_even) or share(width, num_ranks - 1, num_ranks)[1] < 1:
+            raise refuse(f"{name} is {width} wide")
+    return styles
+
+
+def _axes(model: Any, styles: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+    for path, style in styles.items():
+        for leaf in model.get_submodule(path)._parameters:
+            name = f"{path}.{leaf}"
+            if style in (_COLUMNS, _JOINED, _LOOKED_UP):
+                yield name, 0
+            elif style == _ROWS:
+                yield name, 1 if leaf == "weight" else None
+
+
+def _make_plain(model: Any, path: str, cut: Cut, made: dict[int, nn.Parameter]) -> None:
+    """Of what transformers wraps around a part only the part is left."""
+    module = model.get_submodule(path)
+    module.__dict__.pop("forward", None)
+    for leaf, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if id(parameter) not in made:
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
+            is_elsewhere = cut.axes.get(f"{path}.{leaf}", 0) is None and cut.group.rank > 0
+            local = torch.zeros_like(local) if is_elsewhere else local
+            made[id(parameter)] = nn.Parameter(local.detach(), requires_grad=False)
+        module._parameters[leaf] = made[id(parameter)]
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+
+
+def _hook(model: Any, path: str, style: str, cut: Cut) -> None:
+    """What the module does with the parts of the others."""
+    module = model.get_submodule(path)
+    if style == _ROWS:
+        module.register_forward_hook(lambda module, args, output: cut.added(output))
+    elif style == _JOINED:
+        width = cut.shapes[f"{path}.weight"][0]
+        module.register_forward_hook(lambda module, args, output: cut.joined(output, width))
+    elif style == _LOOKED_UP:
+        module.padding_idx = None  # says nothing but where gradients are 0
+        module.forward = _looked_up(module, module.forward, cut)
+
+
+def _looked_up(module: Any, plain: Callable[[Tensor], Tensor], cut: Cut) -> Callable[[Tensor], Tensor]:
+    first, count = share(module.num_embeddings, cut.group.rank, cut.group.num_ranks)
+
+    def forward(token_ids: Tensor) -> Tensor:
+        places = token_ids - first
+        is_here = (places >= 0) & (places < count)
+        rows = plain(places.masked_fill(~is_here, 0))
+        return cut.added(rows.masked_fill(~is_here[..., None], 0.0))
+
+    return forward
+
+
+@contextmanager
+def _on_its_only_device() -> Iterator[None]:
+    """transformers takes the GPU of LOCAL_RANK; a process of ours may see one alone, whatever its rank."""
+    told = os.environ.get("LOCAL_RANK")
+    if torch.cuda.device_count() != 1 or told is None:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = told

@@ -1,0 +1,115 @@
+"""A model in two processes generates the tokens of the whole one, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import two_parts
+import warmed
+from places import TESTS
+from shared_servers import free_port
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.random_models import SHAPE
+
+LOG_PROBS = 2e-5  # sums are added up in another order
+
+
+def save_models(folder: Path) -> None:
+    for kind in (*two_parts.KINDS, "phi3"):
+        random_model(kind, seed=3).save_pretrained(folder / kind)
+    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    LlamaForCausalLM(LlamaConfig(**SHAPE | heads)).save_pretrained(folder / "three-kv-heads")
+    GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=97)).save_pretrained(folder / "gpt2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes left what they found."""
+    folder = tmp_path_factory.mktemp("parts")
+    save_models(folder)
+    port = free_port()
+    ranks = [
+        warmed.Popen(
+            [sys.executable, "-m", "two_parts", str(folder)], stderr=subprocess.PIPE, text=True, cwd=TESTS,
+            env=os.environ | {  # as torchrun sets it
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            _, said = rank.communicate(timeout=150)
+            assert rank.returncode == 0, said[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, dict[str, two_parts.Found]]:
+    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+
+
+def the_same(ours: two_parts.Found, theirs: two_parts.Found) -> None:
+    """Tokens are equal, and log-probs but for the order of sums."""
+    assert theirs.keys() == ours.keys()
+    for name, (tokens, log_probs) in theirs.items():
+        assert ours[name][0] == tokens, name
+        assert ours[name][1] == pytest.approx(log_probs, abs=LOG_PROBS), name
+
+
+def test_all_that_an_engine_does_gives_the_tokens_of_the_whole_model(
+    folder: Path, found: dict[str, dict[str, two_parts.Found]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["two_parts", str(folder)])
+    path = folder / two_parts.DRIVEN
+    options = two_parts.config(kv_cache_tokens=352)
+    whole = dict(two_parts.driven(make_engine(load_model(path), options, draft=two_parts.drafter(path))))
+    theirs = found[two_parts.DRIVEN]
+    assert theirs.keys() == whole.keys()
+    for name, ours in whole.items():
+        the_same(ours, theirs[name])
+    assert "r9" not in theirs["tree, disturbed"]
+
+
+def test_every_row_has_its_own_bits(folder: Path, found: dict[str, dict[str, two_parts.Found]]) -> None:
+    """Alone, among others, in trees and after a preemption: the log-probs are the same numbers."""
+    theirs = found[two_parts.DRIVEN]
+    for name, run in theirs.items():
+        if name != "newer":
+            assert run == {request: theirs["alone"][request] for request in run}, name
+    for kind in two_parts.KINDS:
+        assert (folder / f"{kind}-bits").read_text() == "every row's own"
+
+
+@pytest.mark.parametrize("kind", two_parts.KINDS)
+def test_families_that_can_be_cut(kind: str, folder: Path, found: dict[str, dict[str, two_parts.Found]]) -> None:
+    whole = load_model(folder / kind)
+    size = sum(weight.numel() for weight in whole.parameters())
+    for rank in (0, 1):
+        assert int((folder / f"{kind}-{rank}").read_text()) < 0.57 * size
+    if kind != two_parts.DRIVEN:
+        engine = make_engine(whole, two_parts.config(speculation="off"))
+        the_same(two_parts.run(engine, two_parts.requests()), found[kind]["off"])
+
+
+@pytest.mark.parametrize(("name", "why"), two_parts.REFUSED.items())
+def test_what_cannot_be_cut_is_refused_by_name(name: str, why: str, folder: Path) -> None:
+    for rank in (0, 1):
+        said = (folder / f"{name}-{rank}").read_text()
+        assert "cannot be cut over 2 processes" in said
+        assert why in said
