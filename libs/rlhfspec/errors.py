@@ -15,6 +15,7 @@
     ├── MalformedRecord               bytes that are no record; says what was wrong with them
     ├── TransportClosed               a subject was used after the transport, or the subscription, was closed
     ├── ServerFailed                  NATS or Redis of a run does not start, or refuses us; which, and its reason
+    ├── EngineFailed                  the process of an engine dies again and again; in its words
     ├── TransportFull                 no room to publish for too long; names the consumers that have yet to read
     ├── TransportUnavailable          the server between the processes does not answer; it may again
     ├── ClusterUnavailable            the API server does not answer, or not so that anything could be done about it
@@ -220,6 +221,19 @@ class ServerFailed(RLHFSpecError):
         self.server = server
         self.problem = problem
         super().__init__(f"{server}: {problem}")
+
+
+class EngineFailed(RLHFSpecError):
+    """An engine that computes in a process of its own cannot go on.
+
+    >>> str(EngineFailed("vllm", "was killed by SIGKILL"))
+    'vllm: was killed by SIGKILL'
+    """
+
+    def __init__(self, engine: str, problem: str) -> None:
+        self.engine = engine
+        self.problem = problem
+        super().__init__(f"{engine}: {problem}")
 
 
 class TransportFull(RLHFSpecError):

@@ -59,14 +59,23 @@ MODEL_KINDS = tuple(CONFIGS)
 
 
 def random_model(
-    kind: str, *, seed: int, vocab_size: int = SHAPE["vocab_size"], logit_scale: float = 3.0
+    kind: str,
+    *,
+    seed: int,
+    vocab_size: int = SHAPE["vocab_size"],
+    logit_scale: float = 3.0,
+    head_dim: int | None = None,
 ) -> PreTrainedModel:
     """A float32 model in evaluation mode whose logits have a standard deviation of about `logit_scale`.
 
     Freshly initialised models give nearly uniform distributions, which hide mistakes; so the head is rescaled.
+    head_dim: another width of attention's heads, and of the model with it, for engines that have not every one.
     """
     config = CONFIGS[kind]()
     config.vocab_size = vocab_size
+    if head_dim is not None:
+        config.hidden_size = head_dim * config.num_attention_heads
+        config.head_dim = head_dim
     return _random(config, seed, logit_scale)
 
 

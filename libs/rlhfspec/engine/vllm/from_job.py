@@ -1,0 +1,113 @@
+"""The engine `vllm` of `rlhfspec.job.choices.engines`, as a job describes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.engine.vllm.client import VllmEngine
+from rlhfspec.engine.vllm.finding import INSTALL, find_python
+from rlhfspec.engine.vllm.process import VllmEnded, VllmProcess
+from rlhfspec.errors import EngineFailed, InvalidRequest
+from rlhfspec.huggingface.devices import device_of
+from rlhfspec.huggingface.structure.positions import max_context
+from rlhfspec.job import RLHFJob
+from rlhfspec.job.choices.drafters import ADAPTIVE, OFF
+from rlhfspec.job.choices.vllm_arguments import BATCH_INVARIANT, NUM_DRAFT_TOKENS, PYTHON
+
+_NUM_DRAFT_TOKENS = 4
+_SMALL_BYTES = 2 << 30  # of weights: loaded a second time, to compare their logits
+_MOST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}  # of logits, in parts of the largest
+FIELD_OF = {
+    "max_model_len": "dataset.maxPromptTokens", "num_gpu_blocks_override": "generation.kvCacheTokens",
+    "dtype": "generation.dtype", "speculative": "generation.speculation.mode",
+}  # fmt: skip
+
+
+def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
+    spec = job.spec
+    given = dict(spec.generation.engine.arguments)
+    python = find_python(given.pop(PYTHON, None))
+    if python is None:
+        raise InvalidRequest("spec.generation.engine", "vllm", INSTALL)
+    strategy, speculation = speculative_config(job, given.pop(NUM_DRAFT_TOKENS, _NUM_DRAFT_TOKENS))
+    environment = _environment(spec.model.path, batch_invariant=given.pop(BATCH_INVARIANT, False))
+    device, context = device_of(spec), max_context(job)
+    max_sequences = min(spec.generation.max_sequences, spec.samples_in_flight)
+    arguments = _arguments(job, device, context, max_sequences) | {"speculative_config": speculation} | given
+    orders = {
+        "open": {"device": device.partition(":")[0], "arguments": arguments, "field_of": FIELD_OF},
+        "trial": {"model": spec.model.path, "dtype": spec.generation.dtype, "compares": _is_small(spec.model.path)},
+    }
+    deadline = spec.roles.generator.deadline_seconds
+    child = VllmProcess(python, orders, environment)
+    try:
+        opened = child.start()
+    except VllmEnded as ended:
+        raise EngineFailed("vllm", f"does not start: {ended}") from None
+    _refuse_unless_right(child, opened, spec.generation.dtype)
+    return VllmEngine(
+        child, opened, max_context=context, max_sequences=max_sequences, step_seconds=deadline / 2,
+        strategy=strategy, tokenizer=load_tokenizer(),
+    )  # fmt: skip
+
+
+def speculative_config(job: RLHFJob, num_draft_tokens: int) -> tuple[str, dict[str, Any] | None]:
+    """The job's mode in vLLM's words, and its name: suffix is its n-gram drafter, adaptive the draft model if there is
+    one."""
+    mode, drafter = job.spec.generation.speculation.mode, job.spec.model.drafter
+    if mode == OFF or (mode == ADAPTIVE and drafter is None):
+        return OFF, None
+    if mode == "suffix":
+        ngram = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+        return "ngram", {**ngram, "num_speculative_tokens": num_draft_tokens}
+    if mode not in (ADAPTIVE, "model"):
+        raise InvalidRequest("spec.generation.speculation.mode", mode, "the engine vllm has off, suffix and model")
+    return "draft_model", {"method": "draft_model", "model": drafter, "num_speculative_tokens": num_draft_tokens}
+
+
+def _arguments(job: RLHFJob, device: str, context: int, max_sequences: int) -> dict[str, Any]:
+    """What vLLM is told by fields of the job, and what the law needs."""
+    spec, on_cpu = job.spec, device == "cpu"
+    block_size = spec.generation.engine.arguments.get("block_size", 128 if on_cpu else 16)
+    tokens = spec.generation.kv_cache_tokens
+    blocks = None if tokens is None else -(-tokens // block_size)
+    if blocks is None and on_cpu:
+        blocks = max_sequences * (-(-context // block_size) + 1)
+    return {
+        "model": spec.model.path,
+        "skip_tokenizer_init": True,
+        "dtype": spec.generation.dtype,
+        "max_model_len": context,
+        "max_num_seqs": max_sequences,
+        "block_size": block_size,
+        "num_gpu_blocks_override": None if blocks is None else blocks + 1,  # one is vLLM's own
+        "gpu_memory_utilization": spec.generation.gpu_memory_fraction,
+        "enforce_eager": on_cpu,
+        "worker_cls": "rlhfspec.engine.vllm.inside.worker.LawWorker",
+        "async_scheduling": False,  # a swap of weights is between two steps
+        "generation_config": "vllm",  # nothing of sampling comes from the model's folder
+        "seed": 0,
+    }
+
+
+def _environment(model: str, *, batch_invariant: bool) -> dict[str, str]:
+    found = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
+    return found | ({"HF_HUB_OFFLINE": "1"} if Path(model).exists() else {})
+
+
+def _is_small(path: str) -> bool:
+    files = [*Path(path).glob("*.safetensors")]
+    return bool(files) and sum(os.stat(each).st_size for each in files) <= _SMALL_BYTES
+
+
+def _refuse_unless_right(child: VllmProcess, opened: dict[str, Any], dtype: str) -> None:
+    problems = list(opened["problems"])
+    difference = opened["difference"]
+    if difference is not None and not difference <= _MOST_DIFFERENCE[dtype]:
+        problems.append(f"its logits differ from Hugging Face's by {difference:.2g} of the largest")
+    if problems:
+        child.close()
+        raise InvalidRequest("spec.model.path", opened["model"], f"vLLM does not generate by the law: {problems[0]}")

@@ -1,0 +1,187 @@
+"""vLLM's engine core in this process: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import vllm
+from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rlhfspec.engine.vllm.inside.trial import TRIAL, difference_to_hugging_face
+from rlhfspec.engine.vllm.versions import SUPPORTED, arithmetic
+from rlhfspec.kernels.cpu import build
+
+_REASONS = {"STOP": "stop", "LENGTH": "length"}
+
+
+class Refused(Exception):
+    """What the user has to change. `field`: of the job, within spec."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        super().__init__(problem)
+
+
+def in_one_line(error: BaseException) -> str:
+    """
+    >>> in_one_line(RuntimeError("no\\nroom"))
+    'RuntimeError: no room'
+    """
+    said = " ".join(str(error).split())
+    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said
+    kind = "out of memory (generation.kvCacheTokens, maxSequences)" if is_memory else type(error).__name__
+    return f"{kind}: {said[:300]}"
+
+
+class Host:
+    """Each method is an order of `serve`."""
+
+    def __init__(self) -> None:
+        self._weights: str | None = None  # None: the model's own
+        self._num_delivered = 0
+        self._schedule: Any = None  # what the step ran
+        self._num_preempted = 0
+
+    def open(self, *, device: str, arguments: dict[str, Any], field_of: dict[str, str]) -> dict[str, Any]:
+        """field_of: of vLLM's arguments that come from fields of their own, which."""
+        if vllm.__version__ not in SUPPORTED:
+            known = " or ".join(SUPPORTED)
+            raise Refused("generation.engine", f"vLLM {vllm.__version__} is not supported, only {known}")
+        platform = "cpu" if current_platform.is_cpu() else current_platform.device_name
+        if (platform == "cpu") != (device == "cpu"):
+            raise Refused("device", f"this vLLM was built for {platform}, and the job runs on {device}")
+        build.set_num_threads(torch.get_num_threads())
+        try:
+            config = vllm.EngineArgs(**arguments).create_engine_config()
+        except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
+            said = in_one_line(error)
+            field = next((field for name, field in field_of.items() if name in said), "generation.engine.arguments")
+            raise Refused(field, said) from error
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._core: Any = self._engine.engine_core
+        self._scheduler = self._core.engine_core.scheduler
+        self._note_schedules()
+        model = config.model_config
+        return {
+            "version": vllm.__version__,
+            "arithmetic": arithmetic(vllm.__version__, platform),
+            "model": model.architecture,
+            "num_token_ids": model.get_vocab_size(),
+            "eos_token_ids": _eos_token_ids(model),
+            "block_size": config.cache_config.block_size,
+            "num_blocks": self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # one is vLLM's own
+        }
+
+    def _note_schedules(self) -> None:
+        schedule, preempt = self._scheduler.schedule, self._scheduler._preempt_request
+
+        def noting(*arguments: Any, **options: Any) -> Any:
+            self._schedule = schedule(*arguments, **options)
+            return self._schedule
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            self._num_preempted += 1
+            return preempt(*arguments, **options)
+
+        self._scheduler.schedule, self._scheduler._preempt_request = noting, counting
+
+    def trial(self, *, model: str, dtype: str, compares: bool) -> dict[str, Any]:
+        """A prompt with and without masks, drawn as any other: the law is in its place, or else it is said why not."""
+        began = time.perf_counter()
+        self._core.collective_rpc("watch")
+        self.step(add=[{**each, "name": f"trial-{index}"} for index, each in enumerate(TRIAL)], cancel=[])
+        while self._scheduler.requests:
+            self.step(add=[], cancel=[])
+        logits = self._core.collective_rpc("first_logits")[0]
+        problems = [problem for rank in self._core.collective_rpc("judge") for problem in rank]
+        difference = difference_to_hugging_face(model, dtype, logits) if compares else None
+        return {"problems": problems[:3], "difference": difference, "seconds": time.perf_counter() - began}
+
+    def begin(self, *, weights: str | None) -> dict[str, Any]:
+        self._core.abort_requests(list(self._scheduler.requests))
+        if weights != self._weights:
+            assert weights is not None, "the model's own weights are there from the start"
+            self.load(weights=weights)
+        return self._gauges()
+
+    def load(self, *, weights: str) -> dict[str, Any]:
+        """What runs is preempted and computes its KV again; without that, it would go on with the old weights' KV."""
+        self._core.collective_rpc("load_version", args=(weights,))
+        if not self._core.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("the prefix cache was not reset, and holds KV of the weights before")
+        self._weights = weights
+        return self._gauges()
+
+    def step(self, *, add: list[dict[str, Any]], cancel: list[str]) -> dict[str, Any]:
+        """One schedule, one forward pass, one draw of all that can run."""
+        if cancel:
+            self._core.abort_requests(cancel)
+        for each in add:
+            self._core.add_request(_request(**each))
+        self._schedule = None
+        outputs = self._core.get_output().outputs
+        new = []
+        for each in outputs:
+            columns = each.new_logprobs.logprobs[: len(each.new_token_ids)] if each.new_logprobs is not None else None
+            log_probs = [] if columns is None else columns.T.tolist()
+            reason = None if each.finish_reason is None else _REASONS.get(each.finish_reason.name, "error")
+            new.append([each.request_id, list(each.new_token_ids), *(log_probs or [[], []]), reason])
+            self._num_delivered += len(each.new_token_ids)
+        self._check_rows()
+        return {"new": new, **self._of_step(), **self._gauges()}
+
+    def _check_rows(self) -> None:
+        """Every token that is delivered was drawn by the law."""
+        num_rows = min(self._core.collective_rpc("num_rows"))
+        if num_rows < self._num_delivered:
+            raise RuntimeError(f"{self._num_delivered - num_rows} tokens were not drawn by the law")
+
+    def _of_step(self) -> dict[str, Any]:
+        if self._schedule is None:
+            return {"num_decoding": 0, "num_prefill_tokens": 0, "drafted": {}, "num_preempted": self._num_preempted}
+        drafted = {name: len(tokens) for name, tokens in self._schedule.scheduled_spec_decode_tokens.items()}
+        counts = self._schedule.num_scheduled_tokens
+        decoding = [name for name, count in counts.items() if count == drafted.get(name, 0) + 1]
+        num_decoded = sum(counts[name] for name in decoding)
+        return {
+            "num_decoding": len(decoding),
+            "num_prefill_tokens": self._schedule.total_num_scheduled_tokens - num_decoded,
+            "drafted": drafted,
+            "num_preempted": self._num_preempted,
+        }
+
+    def _gauges(self) -> dict[str, int]:
+        scheduler = self._scheduler
+        return {
+            "num_running": len(scheduler.running),
+            "num_requests": len(scheduler.requests),
+            "num_free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        }
+
+
+def _request(
+    *, name: str, prompt: list[int], max_tokens: int, stop_token_ids: list[int], law: dict[str, Any]
+) -> EngineCoreRequest:
+    """To vLLM it is greedy, so that nothing of its own sampling is made ready; two log-probs a token come back. EOS
+    tokens are among `stop_token_ids`, where they count."""
+    params = vllm.SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=True, detokenize=False,
+        logprobs=1, extra_args={"law": law},
+    )  # fmt: skip
+    return EngineCoreRequest(
+        request_id=name, prompt_token_ids=prompt, mm_features=None, sampling_params=params, pooling_params=None,
+        arrival_time=time.time(), lora_request=None, cache_salt=None, data_parallel_rank=None,
+    )  # fmt: skip
+
+
+def _eos_token_ids(model: Any) -> list[int]:
+    generation = model.try_get_generation_config()
+    eos = generation.get("eos_token_id", getattr(model.hf_config, "eos_token_id", None))
+    return eos if isinstance(eos, list) else [] if eos is None else [int(eos)]
+

@@ -1,0 +1,148 @@
+"""The law in vLLM's V1 model runner, which its CPU build has: a sampler, a verifier, and drafts under the same noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
+from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.vllm.inside.witness import Witness
+from rlhfspec.kernels import gumbel
+
+
+class Batch:
+    """The law's parameters of the requests in the runner's batch, in the batch's order, which changes."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.witness = Witness()
+        self.num_rows = 0  # sampled since the start
+        self.next_places: IntArray | None = None  # of each request: where its next token stands in its response
+        self._ids: list[str] = []
+
+    def look(self) -> int:
+        """Return how many requests the batch holds."""
+        batch = self.runner.input_batch
+        ids = batch.req_ids[: batch.num_reqs]
+        if ids != self._ids:  # no name is of two requests
+            laws = [self.runner.requests[name].sampling_params.extra_args["law"] for name in ids]
+            self._ids = list(ids)
+            self.seeds = np.array([law["seed"] for law in laws], np.uint64)
+            self.temperatures = np.array([law["temperature"] for law in laws], np.float32)
+            self.top_k = np.array([law["top_k"] for law in laws], np.int32)
+            self.top_p = np.array([law["top_p"] for law in laws], np.float32)
+            self.num_prompt = np.array([law["num_prompt"] for law in laws], np.int32)
+        return len(ids)
+
+    def sample(self, logits: torch.Tensor, owners: IntArray, source_rows: torch.Tensor) -> tuple[Any, IntArray]:
+        """owners [N]: of each row its request's index; source_rows [N]: the row of the forward pass that it is of.
+        Return what was drawn, and where it stands in the response."""
+        positions = self.runner.positions[source_rows].cpu().numpy().astype(np.int32)
+        places = np.maximum(positions + 1 - self.num_prompt[owners], 0)  # of a part of a prompt, nothing is kept
+        logits = logits.float()
+        parameters = (self.temperatures[owners], self.top_k[owners], self.top_p[owners])
+        drawn = gumbel.sample(logits, self.seeds[owners], places, *parameters)
+        self.num_rows += len(owners)
+        self.witness.saw(logits, drawn, self.seeds[owners], places, *parameters)
+        return drawn, places
+
+
+class _Beside(torch.nn.Module):
+    """What vLLM asks of its own, beside calls, is still its own's."""
+
+    def __init__(self, batch: Batch, vllms: Any) -> None:
+        super().__init__()
+        self.batch, self.vllms = batch, vllms
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("vllms"), name)
+
+
+class V1Sampler(_Beside):
+    """Draws one token a request, where nothing was drafted."""
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *others: Any, **more: Any) -> Any:
+        batch = self.batch
+        num = batch.look()
+        if num == 0 or len(logits) != num:  # a trial of the runner's, at the start
+            return self.vllms(logits, sampling_metadata, *others, **more)
+        last = torch.from_numpy(batch.runner.query_start_loc.np[1 : num + 1].astype(np.int64) - 1)
+        drawn, places = batch.sample(logits, np.arange(num, dtype=np.int32), last)
+        batch.next_places = places + 1
+        return SamplerOutput(sampled_token_ids=drawn.tokens[:, None], logprobs_tensors=_both(drawn))
+
+
+class V1Verifier(_Beside):
+    """Keeps drafted tokens while they are the law's; the first that is not gives way to the law's."""
+
+    def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        batch = self.batch
+        num = batch.look()
+        counts = np.array(metadata.num_draft_tokens) + 1  # rows of each request
+        if len(counts) != num:
+            return self.vllms(metadata, draft_probs, logits, sampling_metadata)
+        owners = np.repeat(np.arange(num, dtype=np.int32), counts)
+        drawn, places = batch.sample(logits, owners, metadata.logits_indices.long())
+        width = metadata.max_spec_len + 1
+        starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+        columns = np.arange(len(owners)) - starts[owners]
+        cells = owners * width + columns  # of [num, width], flat
+        tokens, drafted = np.full(num * width, -1, np.int64), np.full(num * width, -2, np.int64)
+        tokens[cells] = drawn.tokens.cpu().numpy()
+        drafted[cells[columns < counts[owners] - 1]] = metadata.draft_token_ids.cpu().numpy()
+        hits = (tokens == drafted).reshape(num, width)
+        kept = np.cumprod(hits, 1).sum(1).astype(np.int32) + 1
+        is_kept = np.arange(width) < kept[:, None]
+        batch.next_places = places[starts] + kept
+        grid = torch.from_numpy(np.where(is_kept, tokens.reshape(num, width), -1).astype(np.int32))
+        ids, values, ranks = torch.zeros((num * width, 2), dtype=torch.int32), torch.zeros((num * width, 2)), None
+        both, where = _both(drawn), torch.from_numpy(cells).long()
+        ids[where], values[where] = both.logprob_token_ids.cpu(), both.logprobs.cpu()
+        ranks = torch.zeros(num * width, dtype=torch.int32)
+        return SamplerOutput(
+            sampled_token_ids=grid.to(logits.device), logprobs_tensors=LogprobsTensors(ids, values, ranks)
+        )
+
+
+def _both(drawn: Any) -> LogprobsTensors:
+    """Two columns: under the model, and under what was sampled from."""
+    ids = torch.stack((drawn.tokens, torch.full_like(drawn.tokens, -1)), 1)
+    return LogprobsTensors(
+        ids, torch.stack((drawn.log_probs, drawn.tempered_log_probs), 1), torch.zeros_like(drawn.tokens)
+    )
+
+
+def _couple(drafter: Any, batch: Batch) -> None:
+    """A draft model draws with the noise of the positions that it drafts for."""
+    propose, num_drafted = drafter.propose, [0]
+
+    def begun(*arguments: Any, **options: Any) -> Any:
+        num_drafted[0] = 0
+        return propose(*arguments, **options)
+
+    def draft(hidden_states: torch.Tensor, sampling_metadata: Any) -> tuple[torch.Tensor, None]:
+        logits, places = drafter.model.compute_logits(hidden_states).float(), batch.next_places
+        if places is None or len(places) != len(logits) or batch.look() != len(logits):
+            return logits.argmax(-1), None
+        at = places + np.int32(num_drafted[0])
+        drawn = gumbel.candidates(logits, batch.seeds, at, batch.temperatures, 1)
+        num_drafted[0] += 1
+        return drawn.tokens[:, 0].long(), None
+
+    drafter.propose, drafter._sample_draft_tokens = begun, draft
+
+
+def install(runner: Any) -> Batch:
+    batch = Batch(runner)
+    runner.sampler = V1Sampler(batch, runner.sampler)
+    if getattr(runner, "rejection_sampler", None) is not None:
+        runner.rejection_sampler = V1Verifier(batch, runner.rejection_sampler)
+        if hasattr(runner.drafter, "_sample_draft_tokens"):
+            _couple(runner.drafter, batch)
+    return batch

@@ -1,0 +1,46 @@
+"""vLLM behind a pipe: one line of JSON in, one line of JSON out. Run as a file by the Python that has vLLM.
+
+    {"open": {...}}                              -> what was opened
+    {"begin": {"weights": path or null}}         -> nothing runs any more, under these weights
+    {"load": {"weights": path}}                  -> what runs goes on under these
+    {"step": {"add": [...], "cancel": [...]}}    -> new tokens, and how full it is
+
+Whatever libraries print goes to standard error. What fails within vLLM is answered, and ends the process: it cannot be
+known what state it left behind. A process that is spawned for a further rank runs the top of this file again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+
+if "rlhfspec" not in sys.modules:  # only this package of ours, and nothing else that is installed beside it
+    _ours = types.ModuleType("rlhfspec")
+    _ours.__path__ = os.environ["RLHFSPEC_VLLM_CODE"].split(os.pathsep)
+    sys.modules["rlhfspec"] = _ours
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from rlhfspec.engine.vllm.inside.host import Host, Refused, in_one_line
+
+    host = Host()
+    for line in sys.stdin:
+        [(name, arguments)] = json.loads(line).items()
+        try:
+            answer, is_over = getattr(host, name)(**arguments), False
+        except Refused as error:
+            answer, is_over = {"refused": str(error), "field": error.field}, True
+        except Exception as error:  # the boundary of a process: whatever failed is the other side's to report
+            answer, is_over = {"failed": in_one_line(error)}, True
+        print(json.dumps(answer), file=answers, flush=True)
+        if is_over:
+            os._exit(1)  # libraries may hold threads that never end
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""The child process that vLLM runs in: started, asked with a deadline, killed with all that it started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+import weakref
+from collections import deque
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.errors import InvalidRequest, RLHFSpecError
+from rlhfspec.messages.servers.attached import attached
+
+log = logging.getLogger("rlhfspec.vllm")
+START_SECONDS = 600.0
+_SERVE = Path(__file__).parent / "inside" / "serve.py"
+_END_SECONDS = 2.0
+_OWN = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the child itself, which sleeps when it is not asked
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_BY_DEFAULT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several generators may share a machine's cores
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # the number of blocks says how much it really is
+}
+
+
+class VllmEnded(RLHFSpecError):
+    """The child died, or had to be killed; why, in its own words where it had any."""
+
+
+class VllmProcess:
+    """`orders`: what each start begins with, by name. Not for several threads at once.
+
+    The child ends with this process whatever ends it: its standard input ends, and the system kills it. That holds for
+    the thread that started it, so one thread here lives as long as it does.
+    """
+
+    def __init__(self, python: Path, orders: dict[str, dict[str, Any]], environment: dict[str, str]) -> None:
+        self._python = python
+        self._orders = orders
+        self._environment = environment
+        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._last_words: deque[str] = deque(maxlen=20)
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> dict[str, Any]:
+        """Return its answers to the first orders, all in one. Raise InvalidRequest for what the user has to change."""
+        self.close()
+        self._answers, started = queue.SimpleQueue(), threading.Event()
+        self._last_words.clear()
+        threading.Thread(target=self._keep, args=(self._answers, started), name="vllm", daemon=True).start()
+        started.wait()
+        if self._process is None:
+            raise VllmEnded(f"{self._python} cannot be started: {' '.join(self._last_words)}")
+        self._closing = weakref.finalize(self, _end, self._process)
+        answers: dict[str, Any] = {}
+        for name, arguments in self._orders.items():
+            answers |= self.ask(name, arguments, seconds=START_SECONDS)
+        return answers
+
+    def ask(self, name: str, arguments: dict[str, Any], *, seconds: float) -> dict[str, Any]:
+        """Raise VllmEnded if no answer comes, or not in time: then nothing is left of it."""
+        process = self._process
+        if process is None or process.stdin is None:
+            raise VllmEnded("it does not run")
+        try:
+            process.stdin.write(json.dumps({name: arguments}) + "\n")
+            process.stdin.flush()
+            line = self._answers.get(timeout=seconds)
+        except BrokenPipeError:
+            line = None
+        except queue.Empty:
+            self.close()
+            raise VllmEnded(f"no answer to {name} within {seconds:g} s") from None
+        answer: dict[str, Any] = {} if line is None else json.loads(line)
+        if line is not None and not {"failed", "refused"} & set(answer):
+            return answer
+        self.close()
+        if "refused" in answer:
+            raise InvalidRequest(f"spec.{answer['field']}", None, answer["refused"])
+        raise VllmEnded(answer.get("failed") or self._how_it_ended(process))
+
+    def _how_it_ended(self, process: subprocess.Popen[str]) -> str:
+        code = process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
+        return f"{how}: {self._last_words[-1]}" if self._last_words and code != -signal.SIGKILL else how
+
+    def close(self) -> None:
+        """End it, and all that it started."""
+        if self._process is not None:
+            self._closing()
+            self._process = None
+
+    def _keep(self, answers: queue.SimpleQueue[str | None], started: threading.Event) -> None:
+        try:
+            process = self._started()
+        except OSError as error:
+            self._last_words.append(str(error.strerror))
+            started.set()
+            return
+        self._process = process
+        started.set()
+        assert process.stdout is not None
+        saying = threading.Thread(target=self._listen, args=(process,), name="vllm says", daemon=True)
+        saying.start()
+        with process.stdout:
+            for line in process.stdout:
+                answers.put(line)
+        process.wait()
+        saying.join(_END_SECONDS)
+        answers.put(None)
+
+    def _started(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            attached([str(self._python), str(_SERVE)]),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            env={**_BY_DEFAULT, **_without_ours(os.environ), **_OWN, "RLHFSPEC_VLLM_CODE": _code(), **self._environment},
+            cwd=tempfile.gettempdir(), start_new_session=True,
+        )  # fmt: skip
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        with process.stderr:
+            for line in process.stderr:
+                if line.strip():
+                    self._last_words.append(line.strip()[:300])
+                    log.info("%s", line.rstrip())
+
+
+def _without_ours(environment: Any) -> dict[str, str]:
+    """Its interpreter has packages of its own."""
+    ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONWARNINGS"}
+    return {name: value for name, value in environment.items() if name not in ours}
+
+
+def _code() -> str:
+    """The folders that are `rlhfspec` for the child: wherever this package and the kernels are."""
+    kernels = find_spec("rlhfspec.kernels")
+    assert kernels is not None
+    assert kernels.origin is not None
+    folders = (Path(__file__).parents[2], Path(kernels.origin).parents[1])
+    return os.pathsep.join(dict.fromkeys(map(str, folders)))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.close()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_SECONDS)

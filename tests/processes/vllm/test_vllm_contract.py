@@ -1,0 +1,30 @@
+"""The engine `vllm`, by the contract of every engine, plain and with a draft model; one child process for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+from vllm_children import Children
+
+from rlhfspec.engine.vllm.client import VllmEngine
+from rlhfspec.testing.engine import EngineContract, reference
+from rlhfspec.tiny import perturbed
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _children() -> Iterator[None]:
+    children = Children(reference(), perturbed(reference(), 0.1), max_context=96, max_sequences=8)
+    TestVllm.children = children
+    yield
+    children.close()
+
+
+class TestVllm(EngineContract):
+    modes = ("off", "draft_model")
+    children: ClassVar[Children]
+
+    def make(self, model: Any, mode: Any) -> VllmEngine:
+        return self.children.engine(mode, model, hugging_face_tokenizer())

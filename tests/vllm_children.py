@@ -1,0 +1,83 @@
+"""vLLM's child processes for tests: one for each way of drafting, kept for a module, with other weights for each engine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfspec.engine.forward.models import eos_token_ids
+from rlhfspec.engine.vllm.client import VllmEngine
+from rlhfspec.engine.vllm.finding import INSTALL, find_python
+from rlhfspec.engine.vllm.process import VllmProcess
+from rlhfspec.engine.vllm.weights_file import WeightsFile
+
+NEEDED = "RLHFSPEC_TESTS_NEED_VLLM"  # in the environment: without vLLM its tests fail, not skip
+STEP_SECONDS = 120.0
+
+
+def python_with_vllm() -> Path:
+    python = find_python(None)
+    if python is None:
+        (pytest.fail if os.environ.get(NEEDED) else pytest.skip)(INSTALL)
+        raise AssertionError
+    return python
+
+
+class Children:
+    """By way of drafting: `off`, `ngram`, `draft_model`."""
+
+    def __init__(self, model: Any, drafter: Any, *, max_context: int, max_sequences: int, **arguments: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-tests-")
+        self.path, drafter_path = (str(Path(self._folder.name) / name) for name in ("model", "drafter"))
+        model.save_pretrained(self.path)
+        drafter.save_pretrained(drafter_path)
+        self._speculation = {
+            "off": None,
+            "ngram": {
+                "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1,
+            },
+            "draft_model": {"method": "draft_model", "model": drafter_path, "num_speculative_tokens": 4},
+        }  # fmt: skip
+        self._max_context, self._max_sequences, self._arguments = max_context, max_sequences, arguments
+        self._running: dict[str, tuple[VllmProcess, dict[str, Any]]] = {}
+
+    def orders(self, mode: str) -> dict[str, dict[str, Any]]:
+        block_size = self._arguments.get("block_size", 32)
+        arguments = {
+            "model": self.path, "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": self._max_context,
+            "max_num_seqs": self._max_sequences, "block_size": block_size, "enforce_eager": True, "seed": 0,
+            "num_gpu_blocks_override": self._max_sequences * -(-self._max_context // block_size) + 1,
+            "worker_cls": "rlhfspec.engine.vllm.inside.worker.LawWorker", "async_scheduling": False,
+            "generation_config": "vllm", "speculative_config": self._speculation[mode], **self._arguments,
+        }  # fmt: skip
+        return {
+            "open": {"device": "cpu", "arguments": arguments, "field_of": {}},
+            "trial": {"model": self.path, "dtype": "float32", "compares": True},
+        }
+
+    def child(self, mode: str) -> tuple[VllmProcess, dict[str, Any]]:
+        if mode not in self._running:
+            child = VllmProcess(python_with_vllm(), self.orders(mode), {"HF_HUB_OFFLINE": "1"})
+            self._running[mode] = child, child.start()
+        return self._running[mode]
+
+    def engine(self, mode: str, model: Any, tokenizer: Any = None) -> VllmEngine:
+        """As if it had been opened with this model."""
+        child, opened = self.child(mode)
+        opened = opened | {"eos_token_ids": eos_token_ids(model)}
+        engine = VllmEngine(
+            child, opened, max_context=self._max_context, max_sequences=self._max_sequences,
+            step_seconds=STEP_SECONDS, strategy=mode, tokenizer=tokenizer,
+        )  # fmt: skip
+        engine._weights.write(model.state_dict(), 0)
+        child.ask("begin", {"weights": engine._weights.path}, seconds=STEP_SECONDS)
+        return engine
+
+    def close(self) -> None:
+        for child, _ in self._running.values():
+            child.close()
+        self._folder.cleanup()
