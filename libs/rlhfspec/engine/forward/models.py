@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import fields
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 import torch
 
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.distilling.early_exit import early_exit, learning_names
+from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward.memory import least, sized
 from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
 from rlhfspec.engine.kv.state import EngineState, KVSpace
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.structure.causal_lm import max_positions
+from rlhfspec.job.choices.drafters import AUTO, OFF
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.malloc import tune_malloc
@@ -26,17 +30,27 @@ log = logging.getLogger(__name__)
 def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[str, Any]) -> EngineState:
     config = _config(options)
     model = load_model(path)
-    draft = None if drafter is None else load_model(drafter, field="drafter")
+    draft = drafter if drafter is None or drafter == AUTO else load_model(drafter, field="drafter")
     return make_state(model, config, draft=draft, tokenizer=_tokenizer(path))
 
 
 def make_state(model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None) -> EngineState:
-    """What an engine begins with, of Hugging Face models already in memory; they are swapped in place."""
+    """What an engine begins with, of Hugging Face models already in memory; they are swapped in place. A draft may be
+    "auto": then it is made of the model."""
+    learning_part: set[str] | None = None
+    if isinstance(draft, str) and draft == AUTO:
+        draft = early_exit(model)
+        learning_part = learning_names(draft)
     _check_positions(model, draft, config.max_context)
     if config.device.startswith("cpu"):
         tune_malloc()
         build.set_num_threads(config.num_threads or torch.get_num_threads())
     eos = eos_token_ids(model)
+    student = None
+    if draft is not None and config.learning != OFF:
+        student = Student(copy.deepcopy(draft).to(config.device), learning_part, max_context=config.max_context)
+    elif learning_part is not None:
+        raise InvalidRequest("learning", OFF, "a drafter made of the model knows nothing before it learns")
     wanted, config = config, least(config)
     target = ModelRunner(model, _runner_config(config, "model"))
     draft_runner = None if draft is None else ModelRunner(draft, _runner_config(config, "drafter"))
@@ -48,6 +62,7 @@ def make_state(model: Any, config: EngineConfig, *, draft: Any = None, tokenizer
         config=config,
         target=KVSpace(target, config),
         draft=None if draft_runner is None else KVSpace(draft_runner, config),
+        student=student,
         tokenizer=tokenizer,
         eos_token_ids=eos,
     )
