@@ -26,6 +26,7 @@ from rlhfspec.engine.base import (
     SequenceView,
     Watermark,
 )
+from rlhfspec.engine.distilling.learning import drafter_learning
 from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
 from rlhfspec.engine.drafting.tree import accept, index_in_sequence
 from rlhfspec.engine.forward.models import load_state
@@ -53,6 +54,9 @@ class Engine:
         self.speculation = Speculator(state, self.scheduler)
         self.scheduler.watch(self.speculation)
         self.moves = Moves(state, self.scheduler, self.speculation)
+        self.learning = drafter_learning(state)
+        if self.learning is not None:
+            self.scheduler.watch(self.learning)
         self._undelivered: list[Completion] = []  # for the next step's report
         self._num_steps = 0
         self._num_generated = 0
@@ -104,7 +108,9 @@ class Engine:
         finished: dict[str, Completion] = {}
         others: list[Completion] = []
         while len(finished) < len(wanted):
-            for done in self.step().finished:
+            report = self.step()
+            self.learn(idle=False)
+            for done in report.finished:
                 if done.id in wanted:
                     finished[done.id] = done
                 else:
@@ -152,6 +158,8 @@ class Engine:
         new = verify.gather(batch, walk, len(decode_rows), sampled)
         kept, reasons = commit.truncate(rows, new)
         commit.stop_at_strings(state, new, kept, reasons)
+        if self.learning is not None:
+            self.learning.record(new, kept, sampled.logits)
         commit.append(rows, new, kept, state.weights_version)
         commit.count(rows, decode_rows, forest, new, kept)
         rows.count_step(decode_rows, proposal.plan.name)
@@ -161,7 +169,16 @@ class Engine:
             verify_seconds=verify_seconds, step_seconds=time.perf_counter() - began,
         )  # fmt: skip
         finished = [self._finish(row, reason) for row, reason in reasons.items()]
-        return self._report(began, schedule, finished, forest.size, int(kept.sum()), proposal.plan)
+        report = self._report(began, schedule, finished, forest.size, int(kept.sum()), proposal.plan)
+        if self.learning is not None:
+            num_tokens = int(kept[: len(decode_rows)].sum())
+            self.learning.stepped(report, num_tokens=num_tokens, drafter=proposal.plan.drafter)
+        return report
+
+    def learn(self, *, idle: bool) -> bool:
+        """Let the drafter learn, between two steps: one optimizer step, if it learns, may, and there is what to learn
+        from. `idle`: there is nothing else to do. Return whether it did."""
+        return self.learning is not None and self.learning.learn(idle=idle)
 
     def cancel(self, request_id: str) -> bool:
         sequence = self.scheduler.find(request_id)
@@ -188,6 +205,8 @@ class Engine:
                 raise InvalidRequest("draft_state_dict", "given", "this engine has no draft model")
             state.draft.runner.load_weights(dict(draft_state_dict))
         state.target.runner.load_weights(dict(state_dict))
+        if self.learning is not None:
+            self.learning.follow(state_dict, draft_state_dict)
         self.scheduler.drop_kv()
         state.weights_version = version
         self.speculation.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import fields
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.distilling.early_exit import early_exit, learning_names
+from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward.led import Others, follow
 from rlhfspec.engine.forward.memory import least, sized
 from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
@@ -18,6 +21,7 @@ from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.huggingface.cutting import Group, cut_of
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.structure.causal_lm import max_positions
+from rlhfspec.job.choices.drafters import AUTO, OFF
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.malloc import tune_malloc
@@ -28,18 +32,20 @@ log = logging.getLogger(__name__)
 def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[str, Any]) -> EngineState:
     config = _config(options)
     model = load_model(path)
-    draft = None if drafter is None else load_model(drafter, field="drafter")
+    draft = drafter if drafter is None or drafter == AUTO else load_model(drafter, field="drafter")
     return make_state(model, config, draft=draft, tokenizer=_tokenizer(path))
 
 
 def make_state(
     model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Group | None = None
 ) -> EngineState:
-    """What an engine begins with, of Hugging Face models already in memory; they are swapped in place.
+    """What an engine begins with, of Hugging Face models already in memory; they are swapped in place. A draft may be
+    "auto": then it is made of the model.
 
     group: the processes that hold the model together, of which this is rank 0. A draft model is this one's alone.
     """
     eos = eos_token_ids(model)
+    draft, student = _draft_and_student(model, config, draft, group)
     config, (target, *others) = _make_runners(model, config, draft, group)
     cut = cut_of(model)
     if group is not None and cut is not None:
@@ -48,9 +54,25 @@ def make_state(
         config=config,
         target=KVSpace(target, config),
         draft=KVSpace(others[0], config) if others else None,
+        student=student,
         tokenizer=tokenizer,
         eos_token_ids=eos,
     )
+
+
+def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Group | None) -> tuple[Any, Student | None]:
+    """The draft model, and its copy that learns."""
+    learning_part: set[str] | None = None
+    if isinstance(draft, str) and draft == AUTO:
+        if group is not None:
+            raise InvalidRequest("drafter", AUTO, "is not made of a model that several processes hold together")
+        draft = early_exit(model)
+        learning_part = learning_names(draft)
+    if draft is not None and config.learning != OFF:
+        return draft, Student(copy.deepcopy(draft).to(config.device), learning_part, max_context=config.max_context)
+    if learning_part is not None:
+        raise InvalidRequest("learning", OFF, "a drafter made of the model knows nothing before it learns")
+    return draft, None
 
 
 def follow_engine(model: Any, config: EngineConfig, group: Group) -> None:

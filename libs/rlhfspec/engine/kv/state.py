@@ -9,6 +9,7 @@ import numpy as np
 from rlhfspec.common.arrays import BoolArray, IntArray
 from rlhfspec.engine.base import Bytes, Request, check_types
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.kv.cache import BlockPool, Prefix, RestingKV, SlotTable, check_slots
 from rlhfspec.engine.scheduling.sequences import Generated, RowTable, Sequence
@@ -110,6 +111,7 @@ class EngineState:
     config: EngineConfig
     target: KVSpace
     draft: KVSpace | None = None
+    student: Student | None = None  # the drafter's plain copy, where it learns
     tokenizer: Tokenizer | None = None
     eos_token_ids: tuple[int, ...] = ()
     weights_version: int = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray, concatenate_ranges
 from rlhfspec.engine.drafting.base import Forest
@@ -24,6 +26,7 @@ class SampledTokens:
     log_probs: FloatArray  # [B + F + M] under the untempered target
     tempered: FloatArray  # [B + F + M] log-probs under the distribution really sampled from
     finite: BoolArray  # [B + F + M] False: the logits held NaN or infinity
+    logits: torch.Tensor  # [B + F + M, vocab], until the next forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,7 @@ class Committed:
     """New tokens of S sequences (decoding ones first, then those whose prompt is complete), up to D+1 each."""
 
     rows: IntArray  # [S] table rows
+    places: npt.NDArray[np.int64]  # [S, D+1] of each token among the sampled ones
     tokens: IntArray  # [S, D+1]
     log_probs: FloatArray  # [S, D+1]
     tempered: FloatArray  # [S, D+1]
@@ -126,7 +130,9 @@ def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
     rows, table = batch.sampled_rows, state.rows
     if not len(rows):  # chunks in the middle of prompts
         none = np.empty(0, np.float32)
-        return SampledTokens(tokens=np.empty(0, np.int32), log_probs=none, tempered=none, finite=np.empty(0, np.bool_))
+        return SampledTokens(
+            tokens=np.empty(0, np.int32), log_probs=none, tempered=none, finite=np.empty(0, np.bool_), logits=logits
+        )
     result = gumbel.sample(
         logits, table.seeds[rows], batch.noise_positions, table.temperatures[rows],
         table.top_k[rows], table.top_p[rows],
@@ -136,6 +142,7 @@ def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
         log_probs=result.log_probs.cpu().numpy(),
         tempered=result.tempered_log_probs.cpu().numpy(),
         finite=result.finite.cpu().numpy(),
+        logits=logits,
     )
 
 
@@ -156,6 +163,7 @@ def gather(batch: VerifyBatch, walk: Walk, num_decode: int, sampled: SampledToke
     counts[:num_decode] += walk.num_accepted
     return Committed(
         rows=batch.sampled_rows[:first_node],
+        places=path,
         tokens=sampled.tokens[path],
         log_probs=sampled.log_probs[path],
         tempered=sampled.tempered[path],

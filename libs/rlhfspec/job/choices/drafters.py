@@ -16,6 +16,7 @@ from typing import NamedTuple
 from rlhfspec.job.choices.registry import Entry, Registry
 
 OFF, ADAPTIVE = "off", "adaptive"
+AUTO = "auto"  # for a drafter: made of the policy; for its learning: while that pays
 _DRAFT_MODEL = "model.drafter"
 
 

@@ -1,0 +1,63 @@
+"""A drafter made from nothing but the policy: its first layer, one layer that learns, and its head.
+
+Everything but the layer that learns is the policy's own, and follows it when its weights change. Run as it is, the layer
+begins as the policy's last one. For the engine the result is a model like any other, with its own KV and proof.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.structure.causal_lm import text_config
+
+_LEAST_LAYERS = 3  # of two layers the drafter would be the policy itself
+
+
+def early_exit(policy: Any) -> Any:
+    """Return the drafter of a Hugging Face causal LM, which stays as it is. Raise UnsupportedModel where it has no
+    such list of layers."""
+    name, layers = _layers(policy)
+    parent_name, _, leaf = name.rpartition(".")
+    parent = policy.get_submodule(parent_name)
+    setattr(parent, leaf, nn.ModuleList([layers[0], layers[-1]]))
+    try:
+        drafter = copy.deepcopy(policy)
+    finally:
+        setattr(parent, leaf, layers)
+    _shorten(text_config(drafter), len(layers))
+    for module in drafter.get_submodule(f"{name}.1").modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.layer_idx = 1
+    return drafter
+
+
+def learning_names(drafter: Any) -> set[str]:
+    """Return what of an early exit learns: its second layer, and vectors outside of the layers such as the last norm."""
+    name, _ = _layers(drafter, least=2)
+    return {
+        path
+        for path, parameter in drafter.named_parameters()
+        if path.startswith(f"{name}.1.") or (parameter.ndim == 1 and not path.startswith(f"{name}."))
+    }
+
+
+def _layers(model: Any, least: int = _LEAST_LAYERS) -> tuple[str, nn.ModuleList]:
+    count = text_config(model).num_hidden_layers
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if count < least or len(found) != 1:
+        few = f"has {count} layers, and a drafter made of it needs {least}: name a model, or none"
+        problem = few if count < least else "has no single list of its layers to make a drafter of: name a model, or none"
+        raise UnsupportedModel("drafter", type(model).__name__, problem)
+    return found[0]
+
+
+def _shorten(config: Any, count: int) -> None:
+    """The configuration of the first and the last of `count` layers."""
+    for key, value in list(vars(config).items()):
+        if isinstance(value, list | tuple) and len(value) == count and not key.startswith("_"):
+            setattr(config, key, type(value)((value[0], value[-1])))
+    config.num_hidden_layers = 2

@@ -1,0 +1,127 @@
+"""A drafter that learns while the run goes on: what the engine verifies anyway is what it learns from.
+
+By the law a drafter changes no token, so learning may be late, lossy and different on every generator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from rlhfspec.common.arrays import FloatArray, IntArray
+from rlhfspec.engine.base import EngineStep
+from rlhfspec.engine.distilling.lessons import NUM_LABELS, LessonRing, Recorder
+from rlhfspec.engine.distilling.pays import LearningBudget, LearningReport
+from rlhfspec.engine.distilling.student import Student
+from rlhfspec.engine.forward.runner import ModelRunner
+from rlhfspec.engine.kv.state import EngineState
+from rlhfspec.engine.scheduling.sequences import RowTable, Sequence
+from rlhfspec.engine.scheduling.verify import Committed
+from rlhfspec.job.choices.drafters import AUTO, DRAFTERS
+
+RING_TOKENS, PASSES = 32768, 4
+LESSON_TOKENS = 512  # of one optimizer step
+_SWAP_EVERY = 4  # optimizer steps
+_LOOK_EVERY = 16  # optimizer steps between two looks at what was learnt
+
+
+def drafter_learning(state: EngineState) -> DraftLearning | None:
+    """The learning of an engine's drafter, where it has one that learns."""
+    if state.student is None or state.draft is None:
+        return None
+    share = None if state.config.learning == AUTO else float(state.config.learning)
+    return DraftLearning(state.student, state.draft.runner, state.rows, LearningBudget(share=share))
+
+
+class DraftLearning:
+    """Records, learns and hands new weights to the drafter. Implements `RowWatcher`.
+
+    student: a copy of the model that `runner` drafts with. Nothing here touches a sequence.
+    """
+
+    def __init__(self, student: Student, runner: ModelRunner, rows: RowTable, budget: LearningBudget) -> None:
+        self._student = student
+        self._runner = runner
+        self._rows = rows
+        self._ring = LessonRing(most_tokens=RING_TOKENS, passes=PASSES)
+        self._recorder = Recorder(self._ring)
+        self._num_steps = 0
+        self._next_look = _LOOK_EVERY
+        self._idle_since = time.perf_counter()
+        self.budget = budget
+
+    # -- while the engine works -----------------------------------------------------------------------------
+
+    def start(self, sequence: Sequence) -> None:
+        self._recorder.start(sequence.row, float(self._rows.temperatures[sequence.row]))
+
+    def forget(self, sequence: Sequence) -> None:
+        row = sequence.row
+        self._recorder.forget(row, self._rows.tokens[row, : self._rows.lengths[row]])
+
+    def record(self, new: Committed, kept: IntArray, logits: torch.Tensor) -> None:
+        """Before the first `kept[s]` new tokens are appended: what the target thought of them."""
+        recorded = set(self._recorder.rows)
+        chosen = [s for s, row in enumerate(new.rows.tolist()) if row in recorded and kept[s]]
+        if not chosen:
+            return
+        places = [new.places[s, : kept[s]] for s in chosen]
+        rows = new.rows[chosen]
+        ids, log_probs = _labels(logits, places, self._rows.temperatures[rows].tolist())
+        first = 0
+        for row, place in zip(rows.tolist(), places, strict=True):
+            position, last = int(self._rows.lengths[row]), first + len(place)
+            self._recorder.note(row, position, ids[first:last], log_probs[first:last], self._rows.tokens[row, :position])
+            first = last
+
+    # -- when nobody waits, or in its share of the time -----------------------------------------------------
+
+    def learn(self, *, idle: bool) -> bool:
+        """Take one optimizer step, if there is something to learn and it may; return whether it did."""
+        began = time.perf_counter()
+        if idle:
+            self.budget.idled(began - self._idle_since)
+        self._idle_since = began
+        if not self._ring.num_tokens or not self.budget.may_learn(idle=idle):
+            return False
+        are_fresh = self._ring.num_fresh >= LESSON_TOKENS
+        lessons = self._ring.take(most_tokens=LESSON_TOKENS)
+        if are_fresh and self._num_steps >= self._next_look:
+            agreement = self._student.agreement
+            self.budget.agreed(agreement(lessons, at_first=True), agreement(lessons))
+            self._next_look = self._num_steps + _LOOK_EVERY
+        self._student.learn(lessons)
+        self._num_steps += 1
+        if self._num_steps % _SWAP_EVERY == 0:
+            self._runner.load_weights(self._student.state_dict())
+        num_tokens = sum(lesson.num_labels for lesson in lessons)
+        self.budget.spent(seconds=time.perf_counter() - began, num_tokens=num_tokens, idle=idle)
+        return True
+
+    def stepped(self, step: EngineStep, *, num_tokens: int, drafter: str | None) -> None:
+        """The engine made a step, with so many tokens for the sequences that decode."""
+        drafted = drafter is not None and DRAFTERS[drafter].runs_draft_model
+        self.budget.stepped(
+            seconds=step.seconds, num_sequences=step.num_decoding, num_tokens=num_tokens, drafted=drafted
+        )
+        self._idle_since = time.perf_counter()
+
+    def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> None:
+        """The policy has new weights; what was learnt stays, unless the drafter is given others."""
+        if self._student.follow(policy, drafter):
+            self._runner.load_weights(self._student.state_dict())
+
+    @property
+    def report(self) -> LearningReport:
+        return self.budget.report
+
+
+def _labels(logits: torch.Tensor, places: list[IntArray], temperatures: list[float]) -> tuple[IntArray, FloatArray]:
+    """[n, K] the likeliest tokens and their log-probs in these rows of the logits, a temperature for each list."""
+    index = torch.from_numpy(np.concatenate(places).astype(np.int64)).to(logits.device)
+    each = torch.from_numpy(np.repeat(np.float32(temperatures), [len(place) for place in places])).to(logits.device)
+    top = (logits.index_select(0, index) / each[:, None]).log_softmax(-1).topk(min(NUM_LABELS, logits.shape[-1]))
+    return top.indices.int().cpu().numpy(), top.values.half().cpu().numpy()

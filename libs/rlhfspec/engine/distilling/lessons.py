@@ -1,0 +1,139 @@
+"""What a drafter learns from: what the target said of tokens that the engine verified anyway, kept in a bounded ring."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlhfspec.common.arrays import FloatArray, IntArray
+
+NUM_LABELS = 32  # tokens that a label knows; what is less likely than these is left out
+_LONGEST = 256  # tokens with labels in a lesson, and tokens of context before them
+_MOST_ROWS = 16  # sequences that are recorded at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """A piece of a sequence: its last n tokens have labels, those before them are context."""
+
+    tokens: IntArray  # [T]
+    label_ids: IntArray  # [n, K] of each labelled token: what the target thought most likely there
+    label_log_probs: FloatArray  # [n, K] under the tempered target
+    temperature: float
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.label_ids)
+
+
+class LessonRing:
+    """The newest lessons, at most so many labelled tokens. Each is taken `passes` times, new ones first.
+
+    >>> ring = LessonRing(most_tokens=4, passes=2)
+    >>> def lesson(n): return Lesson(tokens=np.zeros(n + 1, np.int32), label_ids=np.zeros((n, 2), np.int32),
+    ...     label_log_probs=np.zeros((n, 2), np.float32), temperature=1.0)
+    >>> for n in (1, 2, 2):
+    ...     ring.add(lesson(n))
+    >>> ring.num_tokens, [each.num_labels for each in ring.take(most_tokens=3)], ring.num_fresh
+    (4, [2], 2)
+    """
+
+    def __init__(self, *, most_tokens: int, passes: int) -> None:
+        self._most_tokens = most_tokens
+        self._passes = passes
+        self._waiting: deque[tuple[int, Lesson]] = deque()  # how often it was taken; the next one first
+        self.num_tokens = 0
+
+    @property
+    def num_fresh(self) -> int:
+        """Labelled tokens that were never taken."""
+        return sum(lesson.num_labels for times, lesson in self._waiting if not times)
+
+    @property
+    def is_full_of_fresh(self) -> bool:
+        return 2 * self.num_fresh > self._most_tokens
+
+    def add(self, lesson: Lesson) -> None:
+        """Before those that were taken already."""
+        place = next((i for i, (times, _) in enumerate(self._waiting) if times), len(self._waiting))
+        self._waiting.insert(place, (0, lesson))
+        self.num_tokens += lesson.num_labels
+        while self.num_tokens > self._most_tokens:
+            self.num_tokens -= self._pop(-1 if self._waiting[-1][0] else 0).num_labels
+
+    def take(self, *, most_tokens: int) -> list[Lesson]:
+        """The next lessons, of at most so many labelled tokens in all, but one if there is any."""
+        taken: list[tuple[int, Lesson]] = []
+        count = 0
+        while self._waiting and (not taken or count + self._waiting[0][1].num_labels <= most_tokens):
+            taken.append(self._waiting.popleft())
+            count += taken[-1][1].num_labels
+        again = [(times + 1, lesson) for times, lesson in taken if times + 1 < self._passes]
+        self._waiting.extend(again)
+        self.num_tokens -= count - sum(lesson.num_labels for _, lesson in again)
+        return [lesson for _, lesson in taken]
+
+    def _pop(self, index: int) -> Lesson:
+        lesson = self._waiting[index][1]
+        del self._waiting[index]
+        return lesson
+
+
+@dataclass(slots=True)
+class _Recording:
+    """Of the sequence in one row: labels of neighbouring positions, the first being `start`."""
+
+    temperature: float
+    start: int = 0
+    ids: list[IntArray] = field(default_factory=list)
+    log_probs: list[FloatArray] = field(default_factory=list)
+
+
+class Recorder:
+    """Collects labels row by row while sequences decode, and puts lessons into the ring."""
+
+    def __init__(self, ring: LessonRing) -> None:
+        self._ring = ring
+        self._rows: dict[int, _Recording] = {}
+
+    @property
+    def rows(self) -> list[int]:
+        """Table rows that are recorded."""
+        return list(self._rows)
+
+    def start(self, row: int, temperature: float) -> None:
+        """A sequence took the row. It is recorded while there is not enough to learn from, and few others are."""
+        if len(self._rows) < _MOST_ROWS and not self._ring.is_full_of_fresh:
+            self._rows[row] = _Recording(temperature)
+
+    def note(self, row: int, position: int, ids: IntArray, log_probs: FloatArray, tokens: IntArray) -> None:
+        """Labels [n, K] of the tokens from `position` on; `tokens`: of the row, up to `position`."""
+        recording = self._rows[row]
+        if not recording.ids:
+            recording.start = position
+        elif sum(map(len, recording.ids)) >= _LONGEST:
+            self._close(recording, tokens)
+            recording.start = position
+        recording.ids.append(ids)
+        recording.log_probs.append(log_probs)
+
+    def forget(self, row: int, tokens: IntArray) -> None:
+        """The sequence, which has these tokens, leaves the row."""
+        recording = self._rows.pop(row, None)
+        if recording is not None and recording.ids:
+            self._close(recording, tokens)
+
+    def _close(self, recording: _Recording, tokens: IntArray) -> None:
+        ids, log_probs = np.concatenate(recording.ids), np.concatenate(recording.log_probs)
+        recording.ids.clear()
+        recording.log_probs.clear()
+        end = recording.start + len(ids)
+        assert end <= len(tokens), "a label without its token"
+        self._ring.add(
+            Lesson(
+                tokens=tokens[max(recording.start - _LONGEST, 0) : end].copy(),
+                label_ids=ids, label_log_probs=log_probs, temperature=recording.temperature,
+            )
+        )  # fmt: skip

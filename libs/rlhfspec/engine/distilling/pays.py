@@ -1,0 +1,106 @@
+"""Whether learning pays: seconds that it took against seconds that it saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SHARE = 0.05  # of step time at most, where the rule decides by itself
+_TRIED = 0.01  # of the time that has passed may be spent before anything was saved
+_MEMORY = 500.0  # verifications; and so many tell what was before the drafter learnt
+_GAIN_KEPT = 0.9  # of what was known about the drafter's agreement, at every look
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningReport:
+    """What learning cost and brought so far. Tokens a verification are of steps that the drafter drafted for; None:
+    there were none."""
+
+    num_tokens: int = 0  # learnt from, each as often as it was used
+    seconds: float = 0.0  # spent
+    saved_seconds: float = 0.0  # in steps, after what the drafter was at the start; an estimate
+    tokens_before: float | None = None  # a verification, before the drafter had learnt anything
+    tokens_now: float | None = None
+
+
+class LearningBudget:
+    """Says when the drafter may learn. `share`: of step time that may be spent; None: the rule decides.
+
+    Learning saves what the same steps would have taken longer with the drafter as it was: g accepted tokens a
+    verification are now, and with its agreement at the start (a0, now a1) they would be at most g * a0 / a1.
+
+    >>> budget = LearningBudget(share=None)
+    >>> budget.stepped(seconds=10.0, num_sequences=100, num_tokens=300, drafted=True)
+    >>> budget.may_learn(idle=False)
+    True
+    >>> budget.spent(seconds=0.2, num_tokens=64)
+    >>> budget.may_learn(idle=False)
+    False
+    >>> budget.agreed(0.5, 0.8)
+    >>> budget.stepped(seconds=10.0, num_sequences=100, num_tokens=300, drafted=True)
+    >>> round(budget.report.saved_seconds, 2), budget.may_learn(idle=False)
+    (2.5, True)
+    """
+
+    def __init__(self, *, share: float | None) -> None:
+        self._share = share
+        self._step_seconds = self._idle_seconds = self._busy_spent = 0.0
+        self._seconds = self._saved = 0.0
+        self._num_tokens = 0
+        self._ratio = 1.0  # agreement at the start over agreement now
+        self._before, self._now = _Rate(), _Rate()
+
+    def stepped(self, *, seconds: float, num_sequences: int, num_tokens: int, drafted: bool) -> None:
+        """A step of the engine. `drafted`: by the drafter that learns."""
+        self._step_seconds += seconds
+        if not drafted or not num_sequences:
+            return
+        self._now.add(num_sequences, num_tokens)
+        if not self._num_tokens:
+            self._before.add(num_sequences, num_tokens)
+        now = self._now.value or 1.0
+        self._saved += seconds * (1.0 - (1.0 + (now - 1.0) * self._ratio) / now)
+
+    def idled(self, seconds: float) -> None:
+        """The engine had nothing to do."""
+        self._idle_seconds += seconds
+
+    def agreed(self, at_first: float, now: float) -> None:
+        """How much of the target's distribution the drafter covered in lessons that it had not learnt from."""
+        ratio = at_first / now if now > 0 else 1.0
+        first = self._ratio == 1.0
+        self._ratio = ratio if first else _GAIN_KEPT * self._ratio + (1.0 - _GAIN_KEPT) * ratio
+
+    def spent(self, *, seconds: float, num_tokens: int, idle: bool = False) -> None:
+        self._seconds += seconds
+        self._num_tokens += num_tokens
+        self._busy_spent += 0.0 if idle else seconds
+
+    def may_learn(self, *, idle: bool) -> bool:
+        share = _SHARE if self._share is None else self._share
+        if not idle and self._busy_spent > share * self._step_seconds:
+            return False
+        allowed = _TRIED * (self._step_seconds + self._idle_seconds) + self._saved
+        return self._share is not None or self._seconds <= allowed
+
+    @property
+    def report(self) -> LearningReport:
+        return LearningReport(
+            num_tokens=self._num_tokens, seconds=self._seconds, saved_seconds=self._saved,
+            tokens_before=self._before.value, tokens_now=self._now.value,
+        )  # fmt: skip
+
+
+class _Rate:
+    """Tokens a verification, recent ones weighing more."""
+
+    def __init__(self) -> None:
+        self._verifications = self._tokens = 0.0
+
+    def add(self, verifications: int, tokens: int) -> None:
+        kept = 0.5 ** (verifications / _MEMORY)
+        self._verifications = kept * self._verifications + verifications
+        self._tokens = kept * self._tokens + tokens
+
+    @property
+    def value(self) -> float | None:
+        return self._tokens / self._verifications if self._verifications else None

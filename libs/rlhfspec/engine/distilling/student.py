@@ -1,0 +1,104 @@
+"""The drafter as it learns: a plain copy of its model, and an optimizer. The copy that drafts gets its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhfspec.engine.distilling.lessons import Lesson
+from rlhfspec.huggingface.structure.anatomy import examine
+from rlhfspec.huggingface.structure.causal_lm import CausalLM, hidden_of
+
+MUON_RATE, ADAM_RATE = 2e-2, 2e-3  # the drafters of docs/selector.md were measured with them
+
+
+class Student:
+    """`learn` takes one optimizer step towards the target's distribution (soft labels, KL).
+
+    model: a Hugging Face causal LM that is nobody else's. names: of the parameters that learn, None: all.
+    """
+
+    def __init__(self, model: Any, names: Collection[str] | None, *, max_context: int) -> None:
+        self.model = model
+        examine(model, name="drafter", max_context=max_context)
+        self._parts = CausalLM(model)
+        named = dict(model.named_parameters())
+        self._learning = {name: p for name, p in named.items() if names is None or name in names}
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in self._learning)
+        self._followed = [name for name in model.state_dict() if names is not None and name not in names]
+        self._at_first = {name: p.detach().clone() for name, p in self._learning.items()}
+        vocabulary = {id(model.get_input_embeddings().weight), id(getattr(model.get_output_embeddings(), "weight", None))}
+        matrices = [p for p in self._learning.values() if p.ndim == 2 and id(p) not in vocabulary]
+        others = [p for p in self._learning.values() if p.ndim != 2 or id(p) in vocabulary]
+        self._optimizers: list[torch.optim.Optimizer] = []
+        if matrices:
+            self._optimizers.append(torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0))
+        if others:
+            self._optimizers.append(torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0))
+
+    def learn(self, lessons: Sequence[Lesson]) -> float:
+        """Return the loss before the optimizer step."""
+        with torch.enable_grad():
+            loss = self._loss(lessons)
+            loss.backward()  # type: ignore[no-untyped-call]
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
+        """Return how much of the target's distribution the drafter's covers, on average: sum of min(p, q). `at_first`:
+        with what it had learnt at the start, which is nothing."""
+        if at_first:
+            self._swap()
+        try:
+            log_probs, labels = self._log_probs(lessons)
+        finally:
+            if at_first:
+                self._swap()
+        return float(torch.minimum(log_probs.exp(), labels.exp()).sum(-1).mean())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.state_dict())
+
+    @torch.no_grad()
+    def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> bool:
+        """Take over the policy's new weights wherever this model has the policy's own, and all that the drafter is
+        given; return whether there was any."""
+        given = {name: policy[name] for name in self._followed if name in policy} | dict(drafter or {})
+        for name, tensor in self.model.state_dict().items():
+            if name in given:
+                tensor.copy_(given[name])
+        return bool(given)
+
+    def _loss(self, lessons: Sequence[Lesson]) -> torch.Tensor:
+        log_probs, labels = self._log_probs(lessons)
+        probs = labels.exp()
+        return -(probs * (log_probs - labels)).sum(-1).mean()
+
+    def _log_probs(self, lessons: Sequence[Lesson]) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, K] the drafter's and the target's log-probs of the labels' tokens, of all lessons one behind the other."""
+        device = next(self.model.parameters()).device
+        width = max(len(lesson.tokens) for lesson in lessons) - 1
+        tokens = np.zeros((len(lessons), width), np.int64)  # what follows a lesson's end is seen by none of it
+        places: list[np.ndarray[Any, Any]] = []
+        for index, lesson in enumerate(lessons):
+            length = len(lesson.tokens) - 1  # the last token has nothing to predict
+            tokens[index, :length] = lesson.tokens[:-1]
+            places.append(index * width + np.arange(length - lesson.num_labels, length))
+        hidden = hidden_of(self._parts.trunk(input_ids=torch.from_numpy(tokens).to(device), use_cache=False))
+        rows = hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(places)).to(device)]
+        temperatures = np.repeat([lesson.temperature for lesson in lessons], [lesson.num_labels for lesson in lessons])
+        logits = self._parts.logits(rows) / torch.from_numpy(temperatures.astype(np.float32)).to(device)[:, None]
+        ids = torch.from_numpy(np.concatenate([lesson.label_ids for lesson in lessons]).astype(np.int64)).to(device)
+        labels = torch.from_numpy(np.concatenate([lesson.label_log_probs for lesson in lessons])).float().to(device)
+        return logits.log_softmax(-1).gather(-1, ids), labels
+
+    def _swap(self) -> None:
+        for name, parameter in self._learning.items():
+            parameter.data, self._at_first[name] = self._at_first[name], parameter.data
