@@ -19,7 +19,7 @@ NODE = [str(index) for index in range(8)]
 
 
 def job(*, device: str = "auto", share_gpus: bool = False, **blocks: Any) -> RLHFJob:
-    made = a_job(**{"roles": {"generator": {"workers": 2}, "trainer": {"ranks": 2}}} | blocks)
+    made = a_job(**{"roles": {"generator": {"workers": 2}, "trainer": {"nodes": 2}}} | blocks)
     return made.model_copy(update={"spec": made.spec.model_copy(update={"device": device, "share_gpus": share_gpus})})
 
 

@@ -41,7 +41,7 @@ def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
 
 
 def open_checkpoint(folder: Path) -> Any:
-    """The state, after every digest has been checked; its tensors are `StoredTensor`, and read when they are needed."""
+    """The state, after every digest has been checked; each tensor is a `StoredTensor`, read when it is needed."""
     names = [name for name in verify(folder) if name.endswith(".safetensors")]
     tensors = stored_tensors([folder / name for name in names])
     return unpack(json.loads((folder / STRUCTURE).read_text()), tensors)

@@ -4,7 +4,7 @@
     learner-00001-of-00004.safetensors   the shares of rank 1 of 4
 
 Nothing is gathered: each rank writes what it holds, and notes in its file which part of the whole that is. Who reads
-gets `StoredTensor` tensors, of which it takes what it needs.
+gets each tensor as a `StoredTensor`, of which it takes what it needs.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from rlhfspec.operator.deciding.draft import Draft
 from rlhfspec.operator.deciding.observed import Worker
 from rlhfspec.operator.deciding.wanted import restart_id_of
 from rlhfspec.operator.making import gang
+from rlhfspec.worker.process import set_of_ranks
 
 _USER = 65532  # the images' own; any other works as well
 SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences
@@ -151,13 +152,11 @@ def command(draft: Draft, key: Worker) -> list[str]:
     if role in BY_NAME:
         module += ["--worker", str(worker)]
     ranks = _num_processes(draft, role)
-    if ranks > 1:
-        module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
-    return ["python", *module]
+    return ["python", *(set_of_ranks(ranks) if ranks > 1 else []), *module]
 
 
 def _num_processes(draft: Draft, role: str) -> int:
-    return draft.spec.roles.trainer.ranks if role == "trainer" else 1
+    return draft.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
 
 
 def _environment(draft: Draft) -> list[dict[str, Any]]:
