@@ -102,7 +102,7 @@ def test_a_rank_without_a_leader_says_whom_it_waited_for(job_file: Path) -> None
     assert "Traceback" not in output
 
 
-LEARNING = ("training.steps=4", "training.optimizer.learningRate=1e-4", "checkpoint.everySteps=1")
+LEARNING = ("training.steps=12", "training.optimizer.learningRate=1e-4", "checkpoint.everySteps=1")
 NODES = ("roles.trainer.nodes=2", "roles.trainer.ranksPerNode=2")
 
 
@@ -127,12 +127,12 @@ def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_kill
 ) -> None:
     alone = train(job_file, "alone", *LEARNING)
     run = starting("nodes", *LEARNING, *NODES)
-    run.until(" 1/4 ")
+    run.until(" 1/12 ")
     first, generator = ranks_of(run), run.pid_of("generator")
     assert first.keys() == {0, 1, 2, 3}
     os.kill(first[rank], signal.SIGKILL)
     assert f"(rank {rank} of 4 on node {rank // 2})" in run.until("trainer 0: killed by SIGKILL")
-    run.until(" 3/4 ")
+    run.until("resuming after step")
     assert run.pid_of("generator") == generator, "no other worker is started again"
     assert not set(ranks_of(run).values()) & set(first.values()), "the set is whole"
     code, output = run.ended()
@@ -146,7 +146,7 @@ def test_a_run_of_two_nodes_that_was_stopped_goes_on_with_one_rank(
 ) -> None:
     alone = train(job_file, "alone", *LEARNING)
     run = starting("nodes", *LEARNING, "roles.trainer.nodes=2")
-    run.until(" 2/4 ")
+    run.until(" 2/12 ")
     run.process.send_signal(signal.SIGINT)
     code, output = run.ended()
     assert code == 130, output
