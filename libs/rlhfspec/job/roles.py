@@ -48,7 +48,7 @@ class Trainer(Workers):
 
     @property
     def ranks(self) -> int:
-        """Of all nodes."""
+        """Return their number on all nodes."""
         return self.nodes * self.ranks_per_node
 
 

@@ -53,15 +53,6 @@ def main(stage: str) -> NoReturn:
     os._exit(code)
 
 
-def set_of_ranks(ranks_per_node: int, *, nodes: int = 1) -> list[str]:
-    """Arguments of python that come before those of a worker, to start it as several ranks (`worker.ranks`).
-
-    >>> [*set_of_ranks(2), "-m", "rlhfspec.trainer"]
-    ['-m', 'rlhfspec.worker.ranks', '--nodes', '1', '--ranks-per-node', '2', '-m', 'rlhfspec.trainer']
-    """
-    return ["-m", "rlhfspec.worker.ranks", "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
-
-
 def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT)) -> None:
     """Until the event loop listens: the first process of a container hears no signal that it does not ask for."""
 

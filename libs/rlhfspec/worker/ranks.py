@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -47,10 +47,9 @@ class RankSet:
         if "OMP_NUM_THREADS" not in os.environ:
             arguments = [*arguments, "--threads", "1"]  # as torchrun has it
         for rank in range(self.num_ranks):
-            own = ["--gpus", gpus[rank % len(gpus)]] if gpus else []
             pid = os.fork()
             if pid == 0:
-                _become(module, [*arguments, *own], {**leader, **self._environment(rank)})
+                _become(module, [*arguments, *gpu_of(rank, gpus)], {**leader, **self._environment(rank)})
             self._alive[pid] = rank
             _write({"level": "info", "message": f"{self._name(rank)} begins", "rank": rank, "pid": pid})
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -107,6 +106,15 @@ class RankSet:
 
     def _kill(self) -> None:
         _send(signal.SIGKILL, list(self._alive))
+
+
+def gpu_of(rank: int, gpus: Sequence[str]) -> list[str]:
+    """Return the argument that tells a rank which GPU is its own, of all nodes' in order.
+
+    >>> gpu_of(3, ["0", "1", "2", "3"]), gpu_of(3, ["0", "1"]), gpu_of(3, [])
+    (['--gpus', '3'], ['--gpus', '1'], [])
+    """
+    return ["--gpus", gpus[rank % len(gpus)]] if gpus else []
 
 
 def _write(line: Mapping[str, object]) -> None:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rlhfspec.cluster import names
+from rlhfspec.common.ranks import set_of_ranks
 from rlhfspec.job.block import MOST
 from rlhfspec.job.cluster import PodOptions
 from rlhfspec.messages.loop import BY_NAME
@@ -18,7 +19,6 @@ from rlhfspec.operator.deciding.draft import Draft
 from rlhfspec.operator.deciding.observed import Worker
 from rlhfspec.operator.deciding.wanted import restart_id_of
 from rlhfspec.operator.making import gang
-from rlhfspec.worker.process import set_of_ranks
 
 _USER = 65532  # the images' own; any other works as well
 SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences

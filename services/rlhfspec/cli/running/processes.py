@@ -60,7 +60,6 @@ from rlhfspec.supervisor.launcher import Launcher
 from rlhfspec.supervisor.server_watch import ServerWatch
 from rlhfspec.telemetry.meters import Meters
 from rlhfspec.telemetry.prometheus import served
-from rlhfspec.worker.process import set_of_ranks
 
 DATASET_SECONDS = 5.0  # for what the server has to arrive
 
@@ -272,7 +271,7 @@ class ProcessRun(JobRun):
         dealt = [] if gpus is None else ["--gpus", ",".join(gpus)]
         trainer = self._job.spec.roles.trainer
         if stage == "trainer" and trainer.ranks > 1:
-            arguments = [*set_of_ranks(trainer.ranks_per_node, nodes=trainer.nodes), *dealt, *arguments]
+            arguments = [*ranks.set_of_ranks(trainer.ranks_per_node, nodes=trainer.nodes), *dealt, *arguments]
         else:
             arguments += dealt
         log = self.folder.logs.absolute() / f"{stage}-{worker}.jsonl"
