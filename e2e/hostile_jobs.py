@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[Edits, str]] = {
     "workers-word": ({"roles.generator.workers": "many"}, "roles.generator.workers"),
     "replicas-turned": ({"roles.generator.replicas": {"min": 4, "max": 2}}, "replicas.min"),
     "replicas-20000": ({"roles.generator.replicas": {"min": 1, "max": 20_000}}, "replicas.max"),
-    "ranks-1e6": ({"roles.trainer.ranks": 1_000_000}, "roles.trainer.ranks"),
+    "ranks-1e6": ({"roles.trainer.ranksPerNode": 1_000_000}, "roles.trainer.ranksPerNode"),
     "steps-2e60": ({"training.steps": 2**60}, "training.steps"),
     "deadline-1e12": ({"activeDeadlineSeconds": 10**12}, "activeDeadlineSeconds"),
     "deadline-starting-1e12": ({"preRunningDeadlineSeconds": 10**12}, "preRunningDeadlineSeconds"),

@@ -167,7 +167,7 @@ FIXED: dict[str, Any] = {
     "roles.generator.image": "other", "roles.generator.podTemplate.spec.nodeSelector": {"a": "b"},
     "roles.generator.podTemplate.spec.containers[0].env": [{"name": "A"}], "roles.reward.workers": 2,
     "podTemplate.spec.nodeSelector": {"a": "b"}, "podTemplate.metadata.labels": {"a": "b"},
-    "roles.prepare.image": "other", "roles.trainer.ranks": 2, "failurePolicy.maxRestarts": 9,
+    "roles.prepare.image": "other", "roles.trainer.ranksPerNode": 2, "failurePolicy.maxRestarts": 9,
     "failurePolicy.rules[0].exitCodes": [1], "rebalance.mode": "off", "checkpoint.keep": 3,
     "observability.view": "off", "observability.wandb": {"project": "p"}, "scheduling.gang": "none",
     "scheduling.topologyKey": "zone", "storage.claim": "other", "storage.runFolder": "runs/other",

@@ -87,7 +87,7 @@ def test_gpus_in_any_notation(world: World, operator: Operator) -> None:
     [
         {"roles": {"generator": {"workers": 2_000_000_000}}},
         {"roles": {"generator": {"workers": 20_000}}},
-        {"roles": {"trainer": {"ranks": 1_000_000}}},
+        {"roles": {"trainer": {"ranksPerNode": 1_000_000}}},
         {"roles": {"generator": {"replicas": {"min": 1, "max": 20_000}}}},
         {"activeDeadlineSeconds": 10**12},
         {"preRunningDeadlineSeconds": 10**12},

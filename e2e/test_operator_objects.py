@@ -36,7 +36,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ppo": {
         "algorithm": {"name": "ppo"},
-        "roles": {"generator": {"workers": 2, "resources": GPU}, "trainer": {"ranks": 2}},
+        "roles": {"generator": {"workers": 2, "resources": GPU}, "trainer": {"ranksPerNode": 2}},
         "scheduling": {"topologyKey": "kubernetes.io/hostname", "priorityClass": "high"},
         "storage": {"claim": "c", "runFolder": "a/b"},
     },

@@ -55,6 +55,15 @@ def local_rank(environment: Mapping[str, str]) -> int | None:
     return _number(environment, "LOCAL_RANK", told.rank) if told.num_ranks > 1 else None
 
 
+def set_of_ranks(ranks_per_node: int, *, nodes: int = 1) -> list[str]:
+    """Arguments of python that come before those of a worker, to start it as several ranks (`worker.ranks`).
+
+    >>> [*set_of_ranks(2), "-m", "rlhfspec.trainer"]
+    ['-m', 'rlhfspec.worker.ranks', '--nodes', '1', '--ranks-per-node', '2', '-m', 'rlhfspec.trainer']
+    """
+    return ["-m", "rlhfspec.worker.ranks", "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
+
+
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name) or str(default)
     try:

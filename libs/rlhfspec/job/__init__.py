@@ -268,7 +268,7 @@ class Training(Block):
     fuse: Literal["auto", "off"] = Field(
         "off",
         description="Train actor and critic (ppo) at the same time (auto): each on half of the threads, or on a rank "
-        "each if roles.trainer.ranks is 2; off: one after the other.",
+        "each if the trainer has two; off: one after the other.",
     )
     exact_on_policy: bool = Field(
         False,

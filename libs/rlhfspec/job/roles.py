@@ -37,9 +37,19 @@ class Workers(PodOptions, Work):
 class Trainer(Workers):
     """The role that trains."""
 
-    ranks: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="Number of processes on one machine that share the training with FSDP2."
+    nodes: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Number of nodes that the training is spread over; with --processes all are of this machine, "
+        "and in a cluster there is one.",
     )
+    ranks_per_node: Annotated[int, Field(ge=1, le=64)] = Field(
+        1, description="Number of processes of a node; those of all nodes share the training with FSDP2."
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Return their number on all nodes."""
+        return self.nodes * self.ranks_per_node
 
 
 class GeneratorWorkers(Workers):

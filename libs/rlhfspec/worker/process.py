@@ -35,7 +35,7 @@ _LEFT = b'{"level": "info", "message": "left: before it had begun", "exit_code":
 def main(stage: str) -> NoReturn:
     refuse_or_begin_anew()
     arguments = _arguments(stage)
-    _leave_when_asked_to()
+    leave_when_asked_to()
     _ask_itself_for_nothing()
     end_with_the_supervisor()
     from rlhfspec.kernels.malloc import tune_malloc
@@ -53,7 +53,7 @@ def main(stage: str) -> NoReturn:
     os._exit(code)
 
 
-def _leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT)) -> None:
+def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT)) -> None:
     """Until the event loop listens: the first process of a container hears no signal that it does not ask for."""
 
     def leave(number: int, frame: object) -> None:
@@ -133,7 +133,7 @@ def _run(stage: str, worker: int, connections_file: Path) -> int:
     from rlhfspec.worker.mirror import mirrored
     from rlhfspec.worker.worker import StageWorker
 
-    _leave_when_asked_to(lambda: leaves_at_once("before it had begun"))
+    leave_when_asked_to(lambda: leaves_at_once("before it had begun"))
     with configure(job="", run="", stage=stage, worker=worker), Ending() as ending:
         connections = Connections.read(connections_file)
         _marked(connections.uid)

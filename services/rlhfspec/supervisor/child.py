@@ -130,11 +130,10 @@ class Child:
         self._kill_family()
         return self._ended(code)
 
-    def ask_to_leave(self, pid: int | None = None) -> None:
-        """`pid`: of the worker itself, where another program (torchrun) started it."""
+    def ask_to_leave(self) -> None:
         if self.pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(pid or self.pid, signal.SIGTERM)
+                os.kill(self.pid, signal.SIGTERM)
 
     def abandon(self) -> None:
         """Killed, and not started again. From any thread."""
@@ -163,12 +162,15 @@ class Child:
         """Its own words where it has said how it ended; else the system's, and what it was at."""
         if self._verdict:
             return Ended("error", f"{self._verdict}{self._while()}")
-        lines = [*self._lines(self._began_at), *self._noted_end()]
+        lines = [*self._noted_end(), *self._lines(self._began_at)]  # of several ranks' words the log has the set's last
         told = next((line for line in reversed(lines) if "exit_code" in line), None)
         if told is not None and code == exits.DONE:
             return Ended(None, "left")
-        if told is not None and told["exit_code"] != exits.DONE:  # torchrun ends with a code of its own
-            return Ended(exits.failure_of(int(told["exit_code"])), str(told["message"]))
+        if told is not None and told["exit_code"] != exits.DONE:  # a set of ranks ends with a code of its own
+            was_killed = int(told["exit_code"]) < 0
+            return Ended(
+                exits.failure_of(int(told["exit_code"])), f"{told['message']}{self._while() if was_killed else ''}"
+            )
         if code == exits.DONE:
             return Ended("error", f"{exits.said(code)}{self._while()}, and it was not asked to")
         unexpected = [line for line in lines if line.get("level", "error") == "error"]

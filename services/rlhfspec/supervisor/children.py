@@ -268,12 +268,6 @@ class Children(Service):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(info.pid, signal.SIGTERM)
 
-    def _rank_0(self, child: Child) -> int | None:
-        """torchrun would end all ranks at once; the first one ends its step, and the others follow."""
-        info = self.known.run.workers[child.stage, child.worker].info
-        is_of_many = child.stage == "trainer" and self._job.spec.roles.trainer.ranks > 1
-        return info.pid if info and is_of_many and info.pid in processes_of(self._bus.uid) else None
-
     async def _leave(self) -> None:
         """All are asked at once; one that does not exit within the grace is killed, and named. One that has no process
         yet, or none again, gets none any more."""
@@ -282,7 +276,7 @@ class Children(Service):
         for task, child in self._keeping.items():
             if child.pid is None:
                 task.cancel()
-            child.ask_to_leave(self._rank_0(child))
+            child.ask_to_leave()
         self._ask_those_started_by_hand()
         await asyncio.wait(self._keeping, timeout=grace)
         for task, child in self._keeping.items():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import curve_of, invoke, train
+from started import Started
 
 LOSSES = ("policy_loss", "kl", "grad_norm", "entropy")
 
@@ -97,3 +100,77 @@ def test_a_rank_without_a_leader_says_whom_it_waited_for(job_file: Path) -> None
     assert code == 1
     assert "trainer 1: waited for rank 0 at 127.0.0.1:1 for 1 s" in output.splitlines()[-1]
     assert "Traceback" not in output
+
+
+LEARNING = ("training.steps=12", "training.optimizer.learningRate=1e-4", "checkpoint.everySteps=1")
+NODES = ("roles.trainer.nodes=2", "roles.trainer.ranksPerNode=2")
+
+
+def ranks_of(run: Started) -> dict[int, int]:
+    """Processes of the newest set by rank."""
+    lines = map(json.loads, (run.folder / "logs" / "trainer-0.jsonl").read_text().splitlines())
+    return {line["rank"]: line["pid"] for line in lines if "rank" in line and "pid" in line}
+
+
+def assert_learned_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    assert len(one) == len(other)
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours["reward"] == theirs["reward"]
+        for name in LOSSES:
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-6, rel=1e-4), name
+
+
+@pytest.mark.sweep(parts=2)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_killed(
+    job_file: Path, starting: Callable[..., Started], rank: int
+) -> None:
+    alone = train(job_file, "alone", *LEARNING)
+    run = starting("nodes", *LEARNING, *NODES)
+    run.until(" 1/12 ")
+    first, generator = ranks_of(run), run.pid_of("generator")
+    assert first.keys() == {0, 1, 2, 3}
+    os.kill(first[rank], signal.SIGKILL)
+    assert f"(rank {rank} of 4 on node {rank // 2})" in run.until("trainer 0: killed by SIGKILL")
+    run.until("resuming after step")
+    assert run.pid_of("generator") == generator, "no other worker is started again"
+    assert not set(ranks_of(run).values()) & set(first.values()), "the set is whole"
+    code, output = run.ended()
+    assert code == 0, output
+    assert output.count("it is started again") == 1
+    assert_learned_alike(alone, run.curve())
+
+
+def test_a_run_of_two_nodes_that_was_stopped_goes_on_with_one_rank(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    alone = train(job_file, "alone", *LEARNING)
+    run = starting("nodes", *LEARNING, "roles.trainer.nodes=2")
+    run.until(" 2/12 ")
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.ended()
+    assert code == 130, output
+    newest = max((run.folder / "checkpoints").glob("step-*"))
+    assert {path.stem for path in newest.glob("*.safetensors")} == {
+        "learner", "learner-00000-of-00002", "learner-00001-of-00002",
+    }  # fmt: skip
+    train(job_file, "nodes", *LEARNING, resume=True)
+    assert_learned_alike(alone, curve_of(job_file, "nodes"))
+
+
+def test_a_rank_that_is_none_is_refused_by_the_new_name(job_file: Path) -> None:
+    for field, said in (
+        ("ranks", "it is called ranksPerNode, and there are nodes beside it"),
+        ("tensorParallel", "does not exist yet: ranks share all layers alike, by FSDP2; remove it"),
+        ("contextParallel", "does not exist yet: ranks share all layers alike, by FSDP2; remove it"),
+    ):
+        result = invoke(job_file, "out", f"roles.trainer.{field}=2")
+        assert result.exit_code == 2
+        assert f"spec.roles.trainer.{field}: unknown key; {said}" in result.output
+
+
+def test_ranks_need_processes_or_torchrun(job_file: Path) -> None:
+    result = invoke(job_file, "out", "roles.trainer.ranksPerNode=2")
+    assert "spec.roles.trainer.ranksPerNode: needs --processes, or torchrun --nproc-per-node 2" in result.output
+    result = invoke(job_file, "out", *NODES)
+    assert "spec.roles.trainer.nodes: needs --processes, or torchrun --nnodes 2 --nproc-per-node 2" in result.output

@@ -381,3 +381,41 @@ def test_an_export_of_other_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"missing \['model.norm.weight'\], unknown \['extra'\]"):
         export_hf(tmp_path / "export", weights, model.config)
     assert list(tmp_path.iterdir()) == []
+
+
+def peak_above(work: Callable[[], object]) -> int:
+    """Bytes of memory that this process had at most while it worked, above what it had before."""
+
+    def resident(which: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(next(line for line in status.splitlines() if line.startswith(which)).split()[1])
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process its peak")
+def test_writing_tensors_takes_no_memory_of_their_size(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {str(number): torch.full((2 << 20,), float(number)) for number in range(12)}  # 96 MiB
+    assert peak_above(lambda: write_tensors(tmp_path / "w", tensors)) < 8 << 20
+    assert peak_above(lambda: torch.cat([*tensors.values()]).sum()) > 64 << 20
+    save_file(tensors, tmp_path / "twin", metadata={"same_as": "{}"})
+    assert (tmp_path / "w").read_bytes() == (tmp_path / "twin").read_bytes()
+
+
+def test_a_file_is_to_the_byte_what_the_library_writes(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {
+        "long": torch.arange(5), "float": torch.arange(6.0).view(3, 2), "half": torch.ones(3, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 2), "one": torch.tensor(3.0), 'ü"\n': torch.tensor([True]),
+        "turned": torch.arange(12.0).view(3, 4).T,
+    }  # fmt: skip
+    write_tensors(tmp_path / "ours", tensors)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, tmp_path / "theirs", metadata={"same_as": "{}"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()

@@ -144,9 +144,9 @@ def test_images_are_by_what_a_role_needs(role: str, spec: Json, image: str) -> N
 def test_commands_are_those_of_the_laptop() -> None:
     worker = ["--connections", "/etc/rlhfspec/connections.json", "--worker", "0"]
     assert container_of("reward")["command"] == ["python", "-m", "rlhfspec.reward", *worker]
-    ranks = container_of("trainer", roles={"trainer": {"ranks": 2}})["command"]
+    ranks = container_of("trainer", roles={"trainer": {"ranksPerNode": 2}})["command"]
     assert ranks == [
-        "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rlhfspec.trainer",
+        "python", "-m", "rlhfspec.worker.ranks", "--nodes", "1", "--ranks-per-node", "2", "-m", "rlhfspec.trainer",
         *worker,
     ]  # fmt: skip
     assert container_of("prepare")["command"] == ["python", "-m", "rlhfspec.prepare", *worker[:2]]

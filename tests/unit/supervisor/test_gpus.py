@@ -14,12 +14,13 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.supervisor.gpus import deal
 from rlhfspec.worker import process
+from rlhfspec.worker.ranks import gpu_of
 
 NODE = [str(index) for index in range(8)]
 
 
 def job(*, device: str = "auto", share_gpus: bool = False, **blocks: Any) -> RLHFJob:
-    made = a_job(**{"roles": {"generator": {"workers": 2}, "trainer": {"ranks": 2}}} | blocks)
+    made = a_job(**{"roles": {"generator": {"workers": 2}, "trainer": {"nodes": 2}}} | blocks)
     return made.model_copy(update={"spec": made.spec.model_copy(update={"device": device, "share_gpus": share_gpus})})
 
 
@@ -67,6 +68,9 @@ def test_the_supervisor_tells_a_worker_and_the_worker_reads_it(monkeypatch: pyte
     run._job, run._gpus, run.folder = job(), deal(job(), NODE), type("Folder", (), {"logs": Path("logs")})()
     run._place, run._starter, run._scratch = Path("place"), None, type("Scratch", (), {"path": Path("scratch")})()
     arguments = run._child("trainer", 0)._arguments
-    monkeypatch.setattr("sys.argv", [str(word) for word in arguments[arguments.index("rlhfspec.trainer") :]])
-    assert process._arguments("trainer").gpus == "0,1"
+    assert arguments[arguments.index("--gpus") + 1] == "0,1", "of the set"
+    for rank in (0, 1):
+        own = [*arguments[arguments.index("rlhfspec.trainer") :], *gpu_of(rank, ["0", "1"])]
+        monkeypatch.setattr("sys.argv", [str(word) for word in own])
+        assert process._arguments("trainer").gpus == str(rank)
     assert "--gpus" not in run._child("prompts", 0)._arguments

@@ -32,6 +32,12 @@ _BOUNDS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "
 _PATTERNS: dict[Path_, str] = {
     ("metadata", "name"): "must be at most 52 small letters, digits and dashes, not at the ends, such as my-run-1",
 }
+_NOT_YET = "does not exist yet: ranks share all layers alike, by FSDP2; remove it"
+_TOLD: dict[Path_, str] = {
+    ("spec", "roles", "trainer", "ranks"): "it is called ranksPerNode, and there are nodes beside it",
+    ("spec", "roles", "trainer", "contextParallel"): _NOT_YET,
+    ("spec", "roles", "trainer", "tensorParallel"): _NOT_YET,
+}
 _SOURCES: Path_ = ("spec", "rewards", "sources")
 
 
@@ -59,6 +65,8 @@ def known_keys(path: Path_, value: Any) -> list[str]:
 
 def unknown_key(path: Path_, value: Any) -> str:
     """Names the nearest key here; else where in the job a key of that name belongs."""
+    if (told := _TOLD.get(path)) is not None:
+        return f"unknown key; {told}"
     known = known_keys(path[:-1], value)
     near = nearest(str(path[-1]), known)
     if near is None:

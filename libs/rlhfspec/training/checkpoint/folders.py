@@ -13,7 +13,7 @@ import torch
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.training.checkpoint.shares import Written, fingerprint, merged, stored_tensors, write_part
 from rlhfspec.training.checkpoint.states import unpack
-from rlhfspec.training.modeling.stored import Stored
+from rlhfspec.training.modeling.stored import StoredTensor
 from rlhfspec.training.modeling.tensor_files import sync
 
 _SCHEMA = 1
@@ -41,7 +41,7 @@ def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
 
 
 def open_checkpoint(folder: Path) -> Any:
-    """The state, after every digest has been checked; its tensors are `Stored`, and read when they are needed."""
+    """The state, after every digest has been checked; each tensor is a `StoredTensor`, read when it is needed."""
     names = [name for name in verify(folder) if name.endswith(".safetensors")]
     tensors = stored_tensors([folder / name for name in names])
     return unpack(json.loads((folder / STRUCTURE).read_text()), tensors)
@@ -52,7 +52,7 @@ def read_checkpoint(folder: Path) -> Any:
     read: dict[int, torch.Tensor] = {}
 
     def whole(value: Any) -> Any:
-        if isinstance(value, Stored):
+        if isinstance(value, StoredTensor):
             if id(value) not in read:
                 read[id(value)] = value.whole()
             return read[id(value)]

@@ -4,7 +4,7 @@
     learner-00001-of-00004.safetensors   the shares of rank 1 of 4
 
 Nothing is gathered: each rank writes what it holds, and notes in its file which part of the whole that is. Who reads
-gets `Stored` tensors, of which it takes what it needs.
+gets each tensor as a `StoredTensor`, of which it takes what it needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.training.checkpoint.states import pack
 from rlhfspec.training.learning.distributed import Ranks
-from rlhfspec.training.modeling.stored import Piece, Share, Stored, share_of
+from rlhfspec.training.modeling.stored import Piece, Share, StoredTensor, share_of
 from rlhfspec.training.modeling.tensor_files import SAME_AS, write_tensors
 
 LEARNER = "learner"  # the part of a checkpoint that is the learner's state
@@ -92,9 +92,9 @@ def merged(documents: Sequence[Any]) -> Any:
     return whole
 
 
-def stored_tensors(paths: Sequence[Path]) -> dict[str, torch.Tensor | Stored]:
+def stored_tensors(paths: Sequence[Path]) -> dict[str, torch.Tensor | StoredTensor]:
     """All that files hold, by name; what is a single number is read at once. StorageError where a share is missing."""
-    result: dict[str, torch.Tensor | Stored] = {}
+    result: dict[str, torch.Tensor | StoredTensor] = {}
     pieces: dict[str, list[tuple[Share, Piece, tuple[int, ...]]]] = {}
     for path in paths:
         try:
@@ -106,7 +106,7 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, torch.Tensor | Stored]:
 
 def _look_into(
     path: Path,
-    result: dict[str, torch.Tensor | Stored],
+    result: dict[str, torch.Tensor | StoredTensor],
     pieces: dict[str, list[tuple[Share, Piece, tuple[int, ...]]]],
 ) -> None:
     with safe_open(path, framework="pt") as file:
@@ -121,12 +121,12 @@ def _look_into(
                 pieces.setdefault(name, []).append((share, Piece(path=path, start=share.start, stop=share.stop), shape))
             else:
                 piece = Piece(path=path, start=0, stop=shape[0])
-                result[name] = Stored(name=name, shape=shape, dim=0, pieces=(piece,))
+                result[name] = StoredTensor(name=name, shape=shape, dim=0, pieces=(piece,))
         for name, other in json.loads(notes.get(SAME_AS, "{}")).items():
             result[name] = result[other]
 
 
-def _joined(name: str, found: list[tuple[Share, Piece, tuple[int, ...]]]) -> Stored:
+def _joined(name: str, found: list[tuple[Share, Piece, tuple[int, ...]]]) -> StoredTensor:
     """One tensor of its shares, whatever the order of the files."""
     found.sort(key=lambda each: each[1].start)
     share, _, shape = found[0]
@@ -139,7 +139,7 @@ def _joined(name: str, found: list[tuple[Share, Piece, tuple[int, ...]]]) -> Sto
         at = found[0][1].path.parent
         raise StorageError(at, f"the share of {name} from {reached} of {share.size} on is missing")
     whole = (*shape[: share.dim], share.size, *shape[share.dim + 1 :])
-    return Stored(name=name, shape=whole, dim=share.dim, pieces=tuple(piece for _, piece, _ in found))
+    return StoredTensor(name=name, shape=whole, dim=share.dim, pieces=tuple(piece for _, piece, _ in found))
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class CheckpointStore:
         return read_checkpoint(self._path(step))
 
     def open(self, step: int) -> Any:
-        """The same with `Stored` tensors, which any rank reads for itself as far as it needs them."""
+        """The same with each tensor a `StoredTensor`, which any rank reads for itself as far as it needs it."""
         return open_checkpoint(self._path(step))
 
     def discard_after(self, step: int) -> list[int]:

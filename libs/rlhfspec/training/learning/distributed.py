@@ -202,7 +202,7 @@ Write = Callable[[Path, dict[str, Any], "Ranks", bool], Any]
 
 
 class Leader:
-    """The learner on rank 0: calls each method on all ranks. `close` lets the others go. `write`: as `follow` has it."""
+    """The learner on rank 0: calls each method on all ranks. `close` lets the others go. `write`: that of `follow`."""
 
     def __init__(self, learner: Any, ranks: Ranks, write: Write) -> None:
         self._learner = learner

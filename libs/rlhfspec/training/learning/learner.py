@@ -362,8 +362,8 @@ class Learner:
         return self._ranks.rank == 0
 
     def load_state(self, state: State) -> None:
-        """Go on from here: what follows is bit for bit what would have followed. `Stored` tensors are read as far as
-        this rank needs them."""
+        """Go on from here: what follows is bit for bit what would have followed. A `StoredTensor` is read as far as
+        this rank needs it."""
         if ("critic" in state) != self._trains_critic:
             raise StorageError("checkpoint", "it has a critic and the job none, or the other way round")
         self.version = int(state["version"])

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rlhfspec import job
 from rlhfspec.errors import StorageError
 from rlhfspec.training.learning.optim import make_optimizer, make_schedule
-from rlhfspec.training.modeling.stored import Stored
+from rlhfspec.training.modeling.stored import StoredTensor
 
 State = dict[str, Any]
 
@@ -73,7 +73,7 @@ class Network:
         first_names = {id(tensor): name for name, tensor in reversed(by_name.items())}  # tied weights have several
         return {name: tensor.detach() for name, tensor in by_name.items() if first_names[id(tensor)] == name}
 
-    def load_weights(self, weights: Mapping[str, Tensor | Stored]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor | StoredTensor]) -> None:
         """Of exactly these names and shapes; a module may be given a part of its weights (its adapters)."""
         own = self.module.state_dict()
         for name, tensor in weights.items():
@@ -105,7 +105,7 @@ class Network:
     def _placed(self, place: int, value: Any) -> Any:
         """As the parameter is kept: torch's own loading does not cut a whole tensor into shares."""
         parameter = self.parameters[place]
-        if isinstance(value, (Tensor, Stored)):
+        if isinstance(value, (Tensor, StoredTensor)):
             same = torch.Size(value.shape) == parameter.shape
             return (_like(parameter, value) if same else _read(value)).clone()
         return value
@@ -135,17 +135,17 @@ def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _like(kept: Tensor, given: Tensor | Stored) -> Tensor:
+def _like(kept: Tensor, given: Tensor | StoredTensor) -> Tensor:
     """This rank's share of what is given: read, cut out of what every rank has whole, or cut already."""
     if not isinstance(kept, DTensor) or isinstance(given, DTensor):
         return _read(given)
-    if isinstance(given, Stored):
+    if isinstance(given, StoredTensor):
         return given.share_for(kept)
     return distribute_tensor(given, kept.device_mesh, kept.placements, src_data_rank=None)
 
 
-def _read(given: Tensor | Stored) -> Tensor:
-    return given.whole() if isinstance(given, Stored) else given
+def _read(given: Tensor | StoredTensor) -> Tensor:
+    return given.whole() if isinstance(given, StoredTensor) else given
 
 
 def _step_quietly(schedule: torch.optim.lr_scheduler.LRScheduler) -> None:

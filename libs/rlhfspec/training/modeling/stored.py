@@ -7,7 +7,7 @@ Example:
     >>> for rank, rows in enumerate(torch.arange(6.0).reshape(3, 2).split([2, 1])):
     ...     write_tensors(folder / str(rank), {"weight": rows})
     >>> pieces = (Piece(path=folder / "0", start=0, stop=2), Piece(path=folder / "1", start=2, stop=3))
-    >>> weight = Stored(name="weight", shape=(3, 2), dim=0, pieces=pieces)
+    >>> weight = StoredTensor(name="weight", shape=(3, 2), dim=0, pieces=pieces)
     >>> weight.cut(0, 1, 3)
     tensor([[2., 3.],
             [4., 5.]])
@@ -47,7 +47,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredTensor:
     """Cut along `dim` into pieces, which follow each other without a gap."""
 
     name: str  # in each of the files

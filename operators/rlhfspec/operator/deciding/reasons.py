@@ -78,6 +78,8 @@ def config_problem(draft: Draft) -> str:
         )
     if kueue.is_queued(draft) and not draft.settings.kueue:
         return "spec.scheduling.gang: kueue is not among operator.gang of the operator's chart: add it there"
+    if (nodes := job.job.spec.roles.trainer.nodes) > 1:
+        return f"spec.roles.trainer.nodes: {nodes}: in a cluster the trainer has one pod; take more ranksPerNode"
     if too_many := _too_many(job.job, draft.settings.max_workers):
         return too_many
     last = draft.observed.trial

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rlhfspec.cluster import names
+from rlhfspec.common.ranks import set_of_ranks
 from rlhfspec.job.block import MOST
 from rlhfspec.job.cluster import PodOptions
 from rlhfspec.messages.loop import BY_NAME
@@ -151,13 +152,11 @@ def command(draft: Draft, key: Worker) -> list[str]:
     if role in BY_NAME:
         module += ["--worker", str(worker)]
     ranks = _num_processes(draft, role)
-    if ranks > 1:
-        module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
-    return ["python", *module]
+    return ["python", *(set_of_ranks(ranks) if ranks > 1 else []), *module]
 
 
 def _num_processes(draft: Draft, role: str) -> int:
-    return draft.spec.roles.trainer.ranks if role == "trainer" else 1
+    return draft.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
 
 
 def _environment(draft: Draft) -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ def run(
         check_made_here(checked, job)
         told = rank_told(os.environ)
         if processes and told.num_ranks > 1:
-            problem = "starts the trainer's ranks itself (roles.trainer.ranks): not with torchrun"
+            problem = "starts the trainer's ranks itself (roles.trainer.ranksPerNode): not with torchrun"
             raise InvalidRequest("--processes", f"WORLD_SIZE={told.num_ranks}", problem)
         folder = out or Path("out") / checked.metadata.name
         checked = _as_begun(checked, folder)

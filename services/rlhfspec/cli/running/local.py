@@ -133,10 +133,13 @@ class LocalRun(JobRun):
 
     def _refuse_ranks(self) -> None:
         """Where torchrun started this process, it says how many there are."""
-        ranks = self._job.spec.roles.trainer.ranks
-        if ranks not in (1, rank_told(os.environ).num_ranks):
-            problem = f"needs --processes, or torchrun --nproc-per-node {ranks}"
-            raise InvalidRequest("spec.roles.trainer.ranks", ranks, problem)
+        trainer = self._job.spec.roles.trainer
+        if trainer.ranks not in (1, rank_told(os.environ).num_ranks):
+            nodes = f"--nnodes {trainer.nodes} " if trainer.nodes > 1 else ""
+            problem = f"needs --processes, or torchrun {nodes}--nproc-per-node {trainer.ranks_per_node}"
+            field = "nodes" if trainer.nodes > 1 else "ranksPerNode"
+            value = trainer.nodes if trainer.nodes > 1 else trainer.ranks_per_node
+            raise InvalidRequest(f"spec.roles.trainer.{field}", value, problem)
 
     @property
     def _trainer(self) -> TrainerService:

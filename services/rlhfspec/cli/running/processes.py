@@ -267,11 +267,13 @@ class ProcessRun(JobRun):
         arguments = ["-m", f"rlhfspec.{stage}", "--connections", str(self._connections_file), "--worker", str(worker)]
         if (threads := self._threads_of(stage)) is not None:
             arguments += ["--threads", str(threads)]
-        if (gpus := self._gpus.get((stage, worker))) is not None:
-            arguments += ["--gpus", ",".join(gpus)]
-        num_ranks = self._job.spec.roles.trainer.ranks if stage == "trainer" else 1
-        if num_ranks > 1:
-            arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *arguments]
+        gpus = self._gpus.get((stage, worker))
+        dealt = [] if gpus is None else ["--gpus", ",".join(gpus)]
+        trainer = self._job.spec.roles.trainer
+        if stage == "trainer" and trainer.ranks > 1:
+            arguments = [*ranks.set_of_ranks(trainer.ranks_per_node, nodes=trainer.nodes), *dealt, *arguments]
+        else:
+            arguments += dealt
         log = self.folder.logs.absolute() / f"{stage}-{worker}.jsonl"
         activity = self._activity_folder / f"{stage}-{worker}"
         return Child(stage, worker, arguments, self._starter, log, activity)

@@ -1,0 +1,163 @@
+"""`python -m rlhfspec.worker.ranks --nodes N --ranks-per-node G -m MODULE ...`: one worker as a set of ranks.
+
+Each rank is told by its environment what torchrun would tell it, and all of them meet at a c10d store of rank 0. The
+nodes are of this machine: ranks as if on separate ones. A set is whole or not at all: when a rank fails, all end, and
+the last line of the log names it. Asked to leave, rank 0 is told, and lets the others go.
+
+A rank is forked, so that what this process has imported is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from rlhfspec.common.interpreter import refuse_or_begin_anew
+from rlhfspec.worker import exits
+from rlhfspec.worker.last_words import TERMINATION_LOG, write_last_words
+from rlhfspec.worker.process import end_with_the_supervisor, leave_when_asked_to
+
+_LEAVE_SECONDS = 60  # for the others, once rank 0 has left
+
+
+class RankSet:
+    def __init__(self, *, nodes: int, ranks_per_node: int) -> None:
+        self._nodes = nodes
+        self._ranks_per_node = ranks_per_node
+        self._words = [tempfile.TemporaryFile() for _ in range(self.num_ranks)]  # noqa: SIM115  # each rank's last
+        self._alive: dict[int, int] = {}  # process -> rank
+        self._num_killed_before = exits.num_killed_for_memory()
+
+    @property
+    def num_ranks(self) -> int:
+        return self._nodes * self._ranks_per_node
+
+    def start(self, module: str, arguments: list[str], gpus: list[str]) -> None:
+        """`gpus`: of the ranks in order, each one; none: they see what this process sees."""
+        leader = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        if "OMP_NUM_THREADS" not in os.environ:
+            arguments = [*arguments, "--threads", "1"]  # as torchrun has it
+        for rank in range(self.num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                _become(module, [*arguments, *gpu_of(rank, gpus)], {**leader, **self._environment(rank)})
+            self._alive[pid] = rank
+            _write({"level": "info", "message": f"{self._name(rank)} begins", "rank": rank, "pid": pid})
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: self._ask(number))
+        signal.signal(signal.SIGALRM, lambda *_: self._kill())
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        node, local = divmod(rank, self._ranks_per_node)
+        return {
+            "RANK": str(rank), "WORLD_SIZE": str(self.num_ranks), "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(self._ranks_per_node), "GROUP_RANK": str(node),
+            TERMINATION_LOG: f"/dev/fd/{self._words[rank].fileno()}",
+        }  # fmt: skip
+
+    def wait(self) -> int:
+        """Until all have ended; the exit code of the set."""
+        while self._alive:
+            pid, status = os.wait()
+            rank = self._alive.pop(pid, None)  # the first process of a container gets orphans too
+            code = os.waitstatus_to_exitcode(status)
+            if rank is not None and code != exits.DONE:
+                return self._failed(rank, code)
+            if rank == 0:
+                signal.alarm(_LEAVE_SECONDS)
+        write_last_words(self._said_by(0))
+        return exits.DONE
+
+    def _failed(self, rank: int, code: int) -> int:
+        """All have ended when this returns."""
+        self._kill()
+        while self._alive:
+            self._alive.pop(os.wait()[0], None)
+        said = self._said_by(rank) or f"{exits.said(code)}{self._for_memory(code)}"
+        if code != exits.PERMANENT:  # that would have been the same on any rank
+            said += f" ({self._name(rank)})"
+        _write({"level": "error", "message": said, "exit_code": code})
+        write_last_words(said)
+        return code if code > 0 else 128 - code  # as a shell says it
+
+    def _name(self, rank: int) -> str:
+        node = f" on node {rank // self._ranks_per_node}" if self._nodes > 1 else ""
+        return f"rank {rank} of {self.num_ranks}{node}"
+
+    def _for_memory(self, code: int) -> str:
+        ran_out = code == -signal.SIGKILL and exits.num_killed_for_memory() > self._num_killed_before
+        return " as memory ran out" if ran_out else ""
+
+    def _said_by(self, rank: int) -> str:
+        self._words[rank].seek(0)
+        return self._words[rank].read().decode(errors="replace")
+
+    def _ask(self, number: int) -> None:
+        _send(number, [pid for pid, rank in self._alive.items() if rank == 0])
+
+    def _kill(self) -> None:
+        _send(signal.SIGKILL, list(self._alive))
+
+
+def gpu_of(rank: int, gpus: Sequence[str]) -> list[str]:
+    """Return the argument that tells a rank which GPU is its own, of all nodes' in order.
+
+    >>> gpu_of(3, ["0", "1", "2", "3"]), gpu_of(3, ["0", "1"]), gpu_of(3, [])
+    (['--gpus', '3'], ['--gpus', '1'], [])
+    """
+    return ["--gpus", gpus[rank % len(gpus)]] if gpus else []
+
+
+def _write(line: Mapping[str, object]) -> None:
+    """Into the log."""
+    print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def _send(number: int, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _become(module: str, arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def main() -> None:
+    refuse_or_begin_anew()
+    leave_when_asked_to()
+    end_with_the_supervisor()
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhfspec.worker.ranks", description="One worker as a set of ranks.", allow_abbrev=False
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument("--ranks-per-node", type=int, required=True, metavar="G")
+    parser.add_argument("--gpus", default="", metavar="LIST", help="one for each rank, in order")
+    parser.add_argument("-m", dest="module", required=True, metavar="MODULE", help="what each rank runs")
+    told, arguments = parser.parse_known_args()
+    ranks = RankSet(nodes=told.nodes, ranks_per_node=told.ranks_per_node)
+    ranks.start(told.module, arguments, [gpu for gpu in told.gpus.split(",") if gpu])
+    sys.exit(ranks.wait())
+
+
+if __name__ == "__main__":
+    main()

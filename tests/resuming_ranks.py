@@ -1,0 +1,58 @@
+"""Run by test_shares.py, once a rank: goes on from a checkpoint and writes the next. argv: folder, step, fuse."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from learners import critic, policy, rollouts, spec
+
+from rlhfspec.training.checkpoint import CheckpointStore
+from rlhfspec.training.checkpoint.shares import LEARNER, write_learner
+from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
+from rlhfspec.training.learning.learner import Learner
+from rlhfspec.training.learning.network import _whole
+
+
+def make(ranks: Ranks, fuse: str) -> Learner:
+    settings = spec("ppo", tokensPerMicroBatch=40, fuse=fuse)
+    return Learner(settings, policy(), critic(), ranks=ranks, num_threads=1)
+
+
+def gathered(state: dict[str, Any]) -> dict[str, Any]:
+    """The slow twin: every tensor whole. All ranks have to ask."""
+    whole = {name: gathered(value) if isinstance(value, dict) else value for name, value in state.items()}
+    return _whole(whole)
+
+
+def main() -> None:
+    folder, step, fuse = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
+        learner = make(ranks, fuse)
+        if ranks.rank > 0:
+            follow(learner, ranks, write_learner)
+        else:
+            lead(Leader(learner, ranks, write_learner), folder, step)
+        if step == 1:
+            whole = gathered(learner.state())
+            if ranks.rank == 0:
+                torch.save(whole, folder / "whole.pt")
+
+
+def lead(leader: Leader, folder: Path, step: int) -> None:
+    with CheckpointStore(folder / "checkpoints", keep=9) as store:
+        if step == 1:
+            leader.learn(rollouts(0))
+        else:
+            leader.load_state(store.open(step - 1)[LEARNER])
+        store.save(step, {LEARNER: leader.state()})
+        if step > 1:
+            report = leader.learn(rollouts(1))
+            torch.save({"metrics": report.metrics, "policy": leader.policy_state()}, folder / f"next-{step}.pt")
+    leader.close()
+
+
+if __name__ == "__main__":
+    main()
