@@ -137,6 +137,8 @@ class LocalRun(JobRun):
         if ranks not in (1, rank_told(os.environ).num_ranks):
             problem = f"needs --processes, or torchrun --nproc-per-node {ranks}"
             raise InvalidRequest("spec.roles.trainer.ranks", ranks, problem)
+        if (parts := self._job.spec.num_processes("generator")) > 1:
+            raise InvalidRequest("spec.roles.generator.tensorParallel", parts, "needs --processes")
 
     @property
     def _trainer(self) -> TrainerService:
