@@ -385,7 +385,13 @@ class Spec(Block):
         """Return whether samples can move to another generator."""
         generator = self.roles.generator
         most = max(generator.workers, generator.replicas.max if generator.replicas else 1)
-        return most > 1 and self.rebalance.mode == "auto" and ENGINES[self.generation.engine].is_movable
+        can_move = ENGINES[self.generation.engine].is_movable and generator.tensor_parallel == 1
+        return most > 1 and self.rebalance.mode == "auto" and can_move
+
+    def num_processes(self, stage: str) -> int:
+        """Return how many processes one worker of the stage is."""
+        several = {"trainer": self.roles.trainer.ranks, "generator": self.roles.generator.tensor_parallel}
+        return several.get(stage, 1)
 
     @property
     def prefetch(self) -> int:

@@ -61,6 +61,11 @@ class GeneratorWorkers(Workers):
         description="Autoscaling in a cluster: bounds between which the rebalancer chooses the number of generators, "
         "starting at `workers`; null: always `workers`.",
     )
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Number of processes that hold the model of a generator together, each a part of its weights and "
+        "KV heads, on a GPU of its own. Samples of such generators do not move.",
+    )
     prefetch: Natural | None = Field(
         None,
         description="Samples that a generator fetches beyond those its engine can run, so that the engine never "

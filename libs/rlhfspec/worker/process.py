@@ -124,6 +124,7 @@ def _number(text: str) -> int:
 
 
 def _run(stage: str, worker: int, connections_file: Path) -> int:
+    from importlib import import_module
 
     from rlhfspec.common.ranks import rank_told
     from rlhfspec.messages.access.connections import Connections
@@ -142,7 +143,7 @@ def _run(stage: str, worker: int, connections_file: Path) -> int:
         job = _job_of(stage, connections)
         with configure(job=job.metadata.name, run=connections.uid, stage=stage, worker=worker):
             if follows:
-                _follow(job)
+                import_module(f"rlhfspec.{stage}.build").follow(job)  # rank 0, until it says stop
                 return ending.code
             if connections.activity_folder is not None:
                 ending.file = end_file(connections.activity_folder / f"{stage}-{worker}")
@@ -170,10 +171,3 @@ def _marked(uid: str) -> None:
 
     if os.environ.get(MARK) != uid:
         os.execve(sys.executable, sys.orig_argv, os.environ | {MARK: uid})
-
-
-def _follow(job: RLHFJob) -> None:
-    """Ranks other than 0 train along until rank 0 says stop."""
-    from importlib import import_module
-
-    import_module("rlhfspec.trainer.build").follow(job)

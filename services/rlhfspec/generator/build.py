@@ -1,16 +1,18 @@
-"""Makes one worker of the generating stage of a job."""
+"""Makes one worker of the generating stage of a job; of several processes this is rank 0, and the others follow it."""
 
 from __future__ import annotations
 
+import signal
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rlhfspec.generator.group import joined_by, led
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.engines import ENGINES
 from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
-    from rlhfspec.engine.base import EngineProtocol
     from rlhfspec.generator.service import GeneratorService
 
 
@@ -20,16 +22,32 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
 
     context.say("making the engine ready, and measuring what a step costs")
     make = ENGINES[job.spec.generation.engine].load()
-    engine: EngineProtocol = make(job, partial(load_tokenizer, job.spec.model))
-    service = GeneratorService(
-        context.worker,
-        context.vitals,
-        context.bus,
-        job=job,
-        engine=engine,
-        weights=context.weights,
-        move_endpoint=context.move_endpoint,
-        hosted_scoring=context.hosted_scoring,
-    )
+    with ExitStack() as leaving:
+        if (ranks := leaving.enter_context(led(job))) is not None:
+            make = partial(make, group=ranks)
+        engine: Any = make(job, partial(load_tokenizer, job.spec.model))
+        if ranks is not None:
+            leaving.callback(engine.close)
+        service = GeneratorService(
+            context.worker,
+            context.vitals,
+            context.bus,
+            job=job,
+            engine=engine,
+            weights=context.weights,
+            move_endpoint=context.move_endpoint,
+            hosted_scoring=context.hosted_scoring,
+        )
+        service.leaving.push(leaving.pop_all())
     service.models = {{"model": "generator"}.get(name, name): report for name, report in engine.reports.items()}
     return service
+
+
+def follow(job: RLHFJob) -> None:
+    """A rank other than 0: holds its part of the model until rank 0 says stop."""
+    from rlhfspec.engine import from_job
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0's business
+    with joined_by(job) as ranks:
+        from_job.follow(job, ranks)

@@ -69,7 +69,8 @@ class GeneratorService(Service):
         self._publisher = SamplePublisher(bus)
         incarnation = move_endpoint.incarnation if move_endpoint is not None else ""
         name = f"generator-{worker}"
-        movable = engine if isinstance(engine, Movable) else None  # else its samples stay where they began
+        is_whole = spec.roles.generator.tensor_parallel == 1
+        movable = engine if isinstance(engine, Movable) and is_whole else None  # else its samples stay where they began
         sequences = movable.sequences if movable is not None else tuple
         self._meter = LoadMeter(
             job.metadata.name, name, engine, worker=worker, incarnation=incarnation, sequences=sequences

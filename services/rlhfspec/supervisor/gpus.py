@@ -34,9 +34,10 @@ def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
 
 
 def _wanting(job: RLHFJob) -> Iterator[tuple[str, int]]:
-    """(stage, worker) of every process that runs a model, of the trainer once a rank."""
+    """(stage, worker) of every process that runs a model: of a worker with ranks once a rank."""
     workers, spec = workers_of(job), job.spec
-    yield from [("trainer", 0)] * spec.roles.trainer.ranks
+    yield from [("trainer", 0)] * spec.num_processes("trainer")
     has_reward_model = any(isinstance(source, ModelReward) for source in spec.rewards.sources)
     for stage in ("generator", "reference", "critic", *(["reward"] if has_reward_model else [])):
-        yield from ((stage, worker) for worker in range(workers.get(stage, 0)))
+        for worker in range(workers.get(stage, 0)):
+            yield from [(stage, worker)] * spec.num_processes(stage)

@@ -97,7 +97,7 @@ def follow(job: RLHFJob) -> None:
         distributed.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks, write_learner)
 
 
-def patience(job: RLHFJob) -> dict[str, float]:
+def patience(job: RLHFJob) -> dict[str, Any]:
     """Rank 0 is silent for as long as the other stages take for a step."""
     deadline = job.spec.roles.trainer.deadline_seconds
     return {"timeout_seconds": deadline, "silence_seconds": deadline + job.spec.roles.generator.deadline_seconds}

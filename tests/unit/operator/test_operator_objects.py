@@ -149,6 +149,9 @@ def test_commands_are_those_of_the_laptop() -> None:
         "python", "-m", "rlhfspec.worker.ranks", "--nodes", "1", "--ranks-per-node", "2", "-m", "rlhfspec.trainer",
         *worker,
     ]  # fmt: skip
+    parts = container_of("generator", roles={"generator": {"tensorParallel": 2, "resources": {"limits": {"cpu": 8}}}})
+    assert parts["command"] == ["python", "-m", "rlhfspec.generator", *worker], "it starts the others itself"
+    assert {"name": "OMP_NUM_THREADS", "value": "4"} in parts["env"]
     assert container_of("prepare")["command"] == ["python", "-m", "rlhfspec.prepare", *worker[:2]]
 
 

@@ -34,6 +34,13 @@ def test_every_process_that_runs_a_model_has_a_gpu_of_its_own() -> None:
     assert {stage for stage, _ in dealt} == {"trainer", "generator", "reference", "critic"}
 
 
+def test_a_generator_in_parts_has_a_gpu_for_each() -> None:
+    dealt = deal(job(roles={"generator": {"workers": 2, "tensorParallel": 2}}), NODE)
+    assert dealt == {("trainer", 0): ["0"], ("generator", 0): ["1", "2"], ("generator", 1): ["3", "4"]}
+    with pytest.raises(InvalidRequest, match=r"each of 5 processes \(trainer 1, generator 4\), and there are 4"):
+        deal(job(roles={"generator": {"workers": 2, "tensorParallel": 2}}), NODE[:4])
+
+
 def test_too_few_are_refused_with_the_count_or_shared_where_the_job_says_so() -> None:
     with pytest.raises(InvalidRequest, match=r"each of 5 processes \(trainer 2, generator 2, reference 1\), and there"):
         deal(job(algorithm={"klCoefficient": 0.1}), NODE[:3])

@@ -127,17 +127,19 @@ def _mapped(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 @contextmanager
-def joined(*, timeout_seconds: float, silence_seconds: float, device: str = "cpu") -> Iterator[Ranks]:
+def joined(
+    *, timeout_seconds: float, silence_seconds: float, device: str = "cpu", stage: str = "trainer"
+) -> Iterator[Ranks]:
     """The ranks that torchrun started, or this process alone.
 
     `timeout_seconds` are for one exchange while all work; `silence_seconds` for rank 0 to say something at all: it is
-    busy with the other stages for most of a step. device: this rank's own.
+    busy with the other stages for most of a step. device: this rank's own. stage: whose ranks they are.
     """
     told = rank_told(os.environ)
     if told.num_ranks == 1:
         yield Ranks()
         return
-    _meet(told, timeout_seconds, torch.device(device))
+    _meet(told, timeout_seconds, torch.device(device), stage)
     try:
         patient, usual = (timedelta(seconds=seconds) for seconds in (silence_seconds, timeout_seconds))
         yield Ranks(
@@ -151,7 +153,7 @@ def joined(*, timeout_seconds: float, silence_seconds: float, device: str = "cpu
         dist.destroy_process_group()
 
 
-def _meet(told: RankTold, timeout_seconds: float, device: torch.device) -> None:
+def _meet(told: RankTold, timeout_seconds: float, device: torch.device, stage: str) -> None:
     """Says so where that takes long: somebody is not there."""
     others = f"the other {told.num_ranks - 1} ranks" if told.rank == 0 else f"rank 0 at {told.leader}"
     telling = threading.Timer(
@@ -163,7 +165,7 @@ def _meet(told: RankTold, timeout_seconds: float, device: torch.device) -> None:
         dist.init_process_group(timeout=timedelta(seconds=timeout_seconds), **_group_of(device))
     except RuntimeError as error:
         problem = f"waited for {others} for {timeout_seconds:g} s: {str(error).splitlines()[0]}"
-        raise StageStalled("trainer", told.rank, others, timeout_seconds, problem) from error
+        raise StageStalled(stage, told.rank, others, timeout_seconds, problem) from error
     finally:
         telling.cancel()
 

@@ -121,7 +121,7 @@ def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]
         "image": image_of(draft, role, options),
         "imagePullPolicy": draft.settings.images.pull_policy,
         "command": command(draft, key),
-        "env": [*_environment(draft), *_threads(resources, _num_processes(draft, role))],
+        "env": [*_environment(draft), *_threads(resources, draft.spec.num_processes(role))],
         **_variables_of(draft.spec.storage.secret),
         "resources": {name: dict(amounts) for name, amounts in resources.items()},
         "volumeMounts": _mounts(role),
@@ -151,12 +151,8 @@ def command(draft: Draft, key: Worker) -> list[str]:
     module = ["-m", f"rlhfspec.{role}", "--connections", str(names.CONNECTIONS_FILE)]
     if role in BY_NAME:
         module += ["--worker", str(worker)]
-    ranks = _num_processes(draft, role)
+    ranks = draft.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
     return ["python", *(set_of_ranks(ranks) if ranks > 1 else []), *module]
-
-
-def _num_processes(draft: Draft, role: str) -> int:
-    return draft.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
 
 
 def _environment(draft: Draft) -> list[dict[str, Any]]:

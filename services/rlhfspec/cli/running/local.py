@@ -140,6 +140,8 @@ class LocalRun(JobRun):
             field = "nodes" if trainer.nodes > 1 else "ranksPerNode"
             value = trainer.nodes if trainer.nodes > 1 else trainer.ranks_per_node
             raise InvalidRequest(f"spec.roles.trainer.{field}", value, problem)
+        if (parts := self._job.spec.num_processes("generator")) > 1:
+            raise InvalidRequest("spec.roles.generator.tensorParallel", parts, "needs --processes")
 
     @property
     def _trainer(self) -> TrainerService:

@@ -290,10 +290,10 @@ class ProcessRun(JobRun):
     def _threads_of(self, stage: str) -> int | None:
         """Several generators share the cores. All others compute with as many threads as in one process: the bits of
         the trainer's sums may depend on it."""
-        num_generators = workers_of(self._job)["generator"]
-        if stage != "generator" or num_generators == 1:
+        count = workers_of(self._job)["generator"] * self._job.spec.num_processes("generator")
+        if stage != "generator" or count == 1:
             return None
-        share = max(1, len(os.sched_getaffinity(0)) // num_generators)
+        share = max(1, len(os.sched_getaffinity(0)) // count)
         told = os.environ.get("OMP_NUM_THREADS", "")
         return min(share, int(told)) if told.isdecimal() else share
 

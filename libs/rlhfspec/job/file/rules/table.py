@@ -196,6 +196,11 @@ def _exact() -> list[JobRule]:
             problem="exactOnPolicy runs on the CPU, and keeps what it computes: must not be on",
         ),
         JobRule(
+            field="roles.generator.tensorParallel",
+            holds=_INEXACT | field("roles.generator.tensorParallel").equals(1),
+            problem="exactOnPolicy computes as the engine does, and parts add up in another order: must be 1",
+        ),
+        JobRule(
             field="model.lora.dropout",
             holds=_INEXACT | ~is_set("model.lora") | given("model.lora.dropout").equals(0.0),
             problem="exactOnPolicy has no room for chance: must be 0",
@@ -211,6 +216,7 @@ def _exact() -> list[JobRule]:
 
 def _generators() -> list[JobRule]:
     replicas, workers = "roles.generator.replicas", "roles.generator.workers"
+    parallel = "roles.generator.tensorParallel"
     fixed, least, most = ~is_set(replicas), given(f"{replicas}.min"), given(f"{replicas}.max")
     return [
         JobRule(
@@ -235,6 +241,19 @@ def _generators() -> list[JobRule]:
                 problem=f"follow the rebalancer's advice, and samples of the engine {name} do not move: remove it",
             )
             for name in ENGINES.where(lambda entry: not entry.is_movable)
+        ),
+        JobRule(
+            field=replicas,
+            holds=fixed | field(parallel).equals(1),
+            problem="follow the rebalancer's advice, and samples do not move with tensorParallel: remove it",
+        ),
+        *(
+            JobRule(
+                field=parallel,
+                holds=field(parallel).equals(1) | field("generation.engine").differs_from(name),
+                problem=f"the engine {name} has no parts: must be 1",
+            )
+            for name in ENGINES.where(lambda entry: not entry.takes_a_group)
         ),
     ]
 

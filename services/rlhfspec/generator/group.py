@@ -1,0 +1,89 @@
+"""The processes of one generator, which hold a model together: rank 0 is the worker, and starts the others.
+
+To supervisor and Kubernetes a generator is one process, whatever it is made of. Where another of its processes ends,
+the worker ends in the same way; where the worker ends, the system kills the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+from rlhfspec.common.gpus import VISIBLE, see_only
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job import RLHFJob
+from rlhfspec.worker import exits
+from rlhfspec.worker.process import STARTED
+
+if TYPE_CHECKING:
+    from rlhfspec.training.learning.distributed import Ranks
+
+_IDLE_SECONDS = 7 * 86400.0  # a generator may have nothing to do for long; a rank 0 that is gone is noticed at once
+_LEAVE_SECONDS = 5.0
+log = logging.getLogger("rlhfspec.stage")
+
+
+@contextmanager
+def led(job: RLHFJob) -> Iterator[Ranks | None]:
+    """Start the other processes, and be their rank 0; None where there are none."""
+    count = job.spec.num_processes("generator")
+    if count == 1:
+        yield None
+        return
+    environment = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    environment["MASTER_PORT"] = str(_free_port())
+    leaving = Event()
+    others = [Thread(target=_keep, args=(rank, environment, leaving), daemon=True) for rank in range(1, count)]
+    for other in others:
+        other.start()
+    os.environ.update(environment, RANK="0", LOCAL_RANK="0")
+    see_only(None, os.environ)
+    with joined_by(job) as ranks:
+        try:
+            yield ranks
+        finally:
+            leaving.set()
+    for other in others:
+        other.join(_LEAVE_SECONDS)
+
+
+@contextmanager
+def joined_by(job: RLHFJob) -> Iterator[Ranks]:
+    """The group that the environment tells of. Raises InvalidRequest where two would share a GPU."""
+    from rlhfspec.huggingface.devices import device_of
+    from rlhfspec.training.learning.distributed import joined
+
+    device, deadline = device_of(job.spec), job.spec.roles.generator.deadline_seconds
+    with joined(timeout_seconds=deadline, silence_seconds=_IDLE_SECONDS, device=device, stage="generator") as ranks:
+        gpus = ranks.gathered(os.environ.get(VISIBLE))
+        if device != "cpu" and len(set(gpus)) < ranks.num_ranks:
+            raise InvalidRequest(VISIBLE, str(gpus), "each process of a generator needs a GPU of its own")
+        yield ranks
+
+
+def _keep(rank: int, environment: dict[str, str], leaving: Event) -> None:
+    """Start a process, and end as it ends. The system kills it when this thread is gone."""
+    told = os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    told.setdefault(STARTED, "generator")
+    other = subprocess.Popen([sys.executable, "-m", "rlhfspec.generator", *sys.argv[1:]], env=told)
+    code = other.wait()
+    if leaving.is_set():
+        return
+    log.warning("process %d of this generator %s", rank, exits.said(code))
+    if code < 0:
+        signal.raise_signal(signal.Signals(-code))
+    os._exit(code if code > 0 else exits.ERROR)  # the first process of a container is not killed by itself
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,85 @@
+"""Generators of two processes each, which hold a model together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faults.processes import environment_of, is_alive, named, of_run
+from runs import invoke, train
+from started import HOLD, Started, eventually
+
+PARTS = "roles.generator.tensorParallel=2"
+
+
+def ranks_of(uid: str, worker: int) -> list[int]:
+    """The processes that hold a part of the model, rank 0 first."""
+    return sorted(named(uid, f"generator-{worker}"), key=lambda pid: int(environment_of(pid).get("RANK", "0")))
+
+
+def tokens_of(folder: Path) -> list[list[int]]:
+    return [json.loads(line)["tokens"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.sweep(parts=2)
+@pytest.mark.parametrize("which", [1, 0])
+def test_two_generators_of_two_processes_have_the_curve_of_one_process_though_a_part_is_killed(
+    which: int, job_file: Path, starting: Callable[..., Started]
+) -> None:
+    (job_file.parent / "rewards.py").write_text(HOLD)
+    steps = "training.steps=3"
+    whole = train(job_file, "one", steps)
+    (hold := job_file.parent / "hold").touch()
+    run = starting("many", steps, "roles.generator.workers=2", PARTS)
+    run.until("(6 of 6)")
+    uid = run.connections["uid"]
+    killed, others = ranks_of(uid, 0), ranks_of(uid, 1)
+    assert len(killed) == len(others) == 2
+    os.kill(killed[which], signal.SIGKILL)
+    assert "started again" in run.until("generator 0: killed by SIGKILL")
+    assert not any(map(is_alive, killed)), "the rest of its group ended with it"
+    eventually(lambda: len(ranks_of(uid, 0)) == 2, "the group is there again")
+    assert all(is_alive(pid) for pid in others), "the other group is none of its business"
+    hold.unlink()
+    code, output = run.ended()
+    assert code == 0, output
+    assert run.curve() == whole, "the tokens are the same, and the trainer computes log-probs of its own"
+    assert tokens_of(run.folder) == tokens_of(job_file.parent / "one")
+    assert not of_run(uid), "nobody is left"
+
+
+def test_ctrl_c_leaves_no_part_behind(job_file: Path, starting: Callable[..., Started]) -> None:
+    run = starting("many", "training.steps=100", PARTS, "generation.speculation.mode=adaptive")
+    run.until(" 1/100 ")
+    uid = run.connections["uid"]
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.ended()
+    assert code == 130, output
+    assert not of_run(uid), "nobody is left"
+
+
+def test_a_supervisor_that_is_killed_leaves_no_part_behind(job_file: Path, starting: Callable[..., Started]) -> None:
+    run = starting("many", "training.steps=100", PARTS)
+    run.until(" 1/100 ")
+    uid = run.connections["uid"]
+    run.process.kill()
+    run.process.wait()
+    eventually(lambda: not of_run(uid), "all are gone")
+
+
+def test_a_model_that_cannot_be_cut_so_is_refused_by_name(job_file: Path, starting: Callable[..., Started]) -> None:
+    run = starting("many", "roles.generator.tensorParallel=3")
+    code, output = run.ended()
+    assert code == 2, output
+    assert "spec.model.path: cannot be cut over 3 processes: num_attention_heads is" in output
+
+
+def test_in_one_process_there_are_no_parts(job_file: Path) -> None:
+    result = invoke(job_file, "one", PARTS)
+    assert result.exit_code == 2
+    assert "spec.roles.generator.tensorParallel: needs --processes (got 2)" in result.output
+    assert not (job_file.parent / "one").exists()
