@@ -22,6 +22,7 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> Engine:
     config = EngineConfig(
         dtype=generation.dtype,
         device=device,
+        exact=generation.exact,
         speculation=generation.speculation.mode,
         max_sequences=min(generation.max_sequences, job.spec.samples_in_flight),
         max_context=max_context(job),
