@@ -12,6 +12,7 @@ from rlhfspec.job.choices.drafters import AUTO, OFF
 from rlhfspec.kernels.attention_splits import SPLIT, UNIT
 
 _DTYPES = ("float32", "bfloat16", "float64")
+_EXACT = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,8 @@ class EngineConfig:
     device: "cpu", "cuda" or any other device that torch has.
     arithmetic: "auto", "fma", "amx", "dpbf16" or "torch": how CPU linear layers add up (docs/kernels.md). Part of
         what the tokens depend on, so pin it where machines of different kinds share one job.
+    exact: "auto", "on" or "off": on a device other than the CPU, whether a token's bits are its own in any company (on)
+        or forwards take the shape that is fastest (off, auto); on a CPU they always are (docs/law.md).
     attention_split: positions that have a softmax of their own in attention, a multiple of 64 (docs/kernels.md). Part
         of what the tokens depend on in contexts that are longer; sequences move between engines with the same one only.
     speculation: "off", "suffix", "model", "adaptive", a static strategy's name, or a Plan.
@@ -40,6 +43,7 @@ class EngineConfig:
     dtype: str = "float32"
     device: str = "cpu"
     arithmetic: str = "auto"
+    exact: str = "auto"
     attention_split: int = SPLIT
     speculation: str | DraftPlan = "adaptive"
     learning: str | float = OFF
@@ -67,6 +71,8 @@ class EngineConfig:
             raise InvalidRequest("attention_split", self.attention_split, f"must be a multiple of {UNIT}")
         if self.dtype not in _DTYPES:
             raise InvalidRequest("dtype", self.dtype, f"must be one of {', '.join(_DTYPES)}")
+        if self.exact not in _EXACT:
+            raise InvalidRequest("exact", self.exact, f"must be one of {', '.join(_EXACT)}")
         try:
             torch.device(self.device)
         except RuntimeError:

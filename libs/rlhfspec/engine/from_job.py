@@ -45,6 +45,7 @@ def _config(job: RLHFJob) -> EngineConfig:
     return EngineConfig(
         dtype=generation.dtype,
         device=device,
+        exact=generation.exact,
         speculation=generation.speculation.mode,
         max_sequences=min(generation.max_sequences, job.spec.samples_in_flight),
         max_context=max_context(job),

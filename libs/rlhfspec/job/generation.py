@@ -56,6 +56,11 @@ class Generation(Block):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Data type of the generation engine's weights; auto: bfloat16 on a GPU, float32 on a CPU."
     )
+    exact: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="On a GPU, make every token the same in any batch and with any speculation (on), or fast, with few "
+        "tokens that flip (off, auto). On a CPU tokens are always the same.",
+    )
     max_sequences: Annotated[Positive, Mark.RESUMABLE] = Field(
         64, description="Maximum number of sequences that one generator runs at a time."
     )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from faults.processes import is_alive
@@ -42,6 +43,22 @@ def test_a_model_of_ones_own_that_is_right(tmp_path: Path) -> None:
     )
     assert lines["judged"] == "in every way"
     assert "up to position 512" in output, "as far as the model goes"
+
+
+def test_flips_on_a_device_are_told(second: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_model("llama", seed=0).save_pretrained(tmp_path / "mine")
+    monkeypatch.setattr("rlhfspec.sweep.verdict.judge", lambda make, **how: Verdict("right"))
+    monkeypatch.setattr("rlhfspec.sweep.flips._PROMPT_LENGTHS", (5,))
+    monkeypatch.setattr("rlhfspec.sweep.flips._TEMPERATURES", (1.0,))
+    code, output = check(tmp_path / "mine", "--device", "second:0")
+    assert code == 0, output
+    found = r"\d+ of 64 tokens are not the oracle's(, which led by \S+ at most)?; {} of 1 samples parts? from itself"
+    for line, parted in (("fast on second:0 bfloat16", r"\d"), ("exact on second:0 float32", "0")):
+        name, _, dtype = line.rpartition(" ")
+        assert re.search(rf"{name} *{dtype}: {found.format(parted)}", output), output
+    code, output = check("llama", "--device", "second:0")
+    assert code == 2, output
+    assert "--device: is for a model given by folder or hub id" in output
 
 
 def test_a_model_that_is_refused(tmp_path: Path) -> None:

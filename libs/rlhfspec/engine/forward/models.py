@@ -130,6 +130,7 @@ def _runner_config(config: EngineConfig, name: str) -> RunnerConfig:
         block_size=config.block_size,
         attention_split=config.attention_split,
         gpu_memory_fraction=config.gpu_memory_fraction,
+        exact=name == "model" and config.exact == "on" and not config.device.startswith("cpu"),
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionInterface
 
 from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.checksums import checksums
 from rlhfspec.engine.forward.device import check_fits
 from rlhfspec.engine.forward.graphs import GraphedForward
@@ -66,6 +67,7 @@ class RunnerConfig:
     num_spare_blocks: int = 0  # beyond `num_blocks`, as far as SPARE_BYTES last: for what is only kept to save time
     attention_split: int = SPLIT
     gpu_memory_fraction: float = 1.0  # that weights and KV may take of a device's memory
+    exact: bool = False  # on a device: all forwards have one shape, and a row's bits are its own
 
 
 class ModelRunner:
@@ -126,12 +128,13 @@ class ModelRunner:
     @property
     def is_row_invariant(self) -> bool:
         """Is every bit of a row its own, in any company?"""
-        return self.config.device.type == "cpu" and self.config.arithmetic != "torch"
+        return self.config.exact or (self.config.device.type == "cpu" and self.config.arithmetic != "torch")
 
     @cached_property
     def architecture(self) -> str:
         """What of the fingerprint stays when the weights change: shapes, attention, types, arithmetic."""
-        parts = (self.config.dtype, self.activation_dtype, self.config.arithmetic, self.config.attention_split,
+        arithmetic = f"{self.config.arithmetic}, exact" if self.config.exact else self.config.arithmetic
+        parts = (self.config.dtype, self.activation_dtype, arithmetic, self.config.attention_split,
                  self.attentions, type(self.fused.model).__name__, self.fused.shapes)  # fmt: skip
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
@@ -191,13 +194,31 @@ class ModelRunner:
             return self.native.forward(
                 tokens.astype(np.int64), positions.astype(np.int64), meta, logit_rows.astype(np.int64)
             )
+        if self.config.exact:
+            return self._forward_exactly(tokens, positions, meta, logit_rows, graphed)
+        return self._logits(self._hidden(tokens, positions, meta, graphed), logit_rows)
+
+    def _hidden(self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, graphed: bool) -> torch.Tensor:
+        """Hidden states [N or more, hidden]."""
         hidden = self._graphs(tokens, positions, meta) if graphed and self._graphs is not None else None
         if hidden is None:
             token_ids = torch.from_numpy(tokens.astype(np.int64)).to(self.config.device)[None]  # [1, N]
             position_ids = torch.from_numpy(positions.astype(np.int64)).to(self.config.device)[None]
             hidden = self._run_layers(token_ids, position_ids, meta)
-        wanted = torch.from_numpy(logit_rows.astype(np.int64)).to(self.config.device)
-        return self.parts.logits(hidden[0].index_select(0, wanted))
+        return hidden[0]
+
+    def _logits(self, hidden: torch.Tensor, rows: IntArray) -> torch.Tensor:
+        return self.parts.logits(hidden.index_select(0, torch.from_numpy(rows.astype(np.int64)).to(hidden.device)))
+
+    def _forward_exactly(
+        self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray, graphed: bool
+    ) -> torch.Tensor:
+        given = constant_shape.parts(tokens, positions, meta)
+        hidden = torch.cat(
+            [self._hidden(*part, graphed).clone() for part in given]
+        )  # a graph's result is its next one's
+        logits = [self._logits(hidden, rows)[:count] for rows, count in constant_shape.rows_of(logit_rows)]
+        return torch.cat(logits) if logits else self._logits(hidden, logit_rows)
 
     def copy(self, source: IntArray, target: IntArray) -> None:
         """KV of these slots [n] to those."""
@@ -208,7 +229,8 @@ class ModelRunner:
 
     def native_decoder(self) -> NativeDecoder | None:
         """The one-call decoder for a model that it knows; the layers stay as its slow twin."""
-        if not self.is_row_invariant or cut_of(self.fused.model) is not None:
+        is_cut = cut_of(self.fused.model) is not None
+        if self.config.exact or not self.is_row_invariant or is_cut:
             return None
         return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split)
 

@@ -78,7 +78,7 @@ def prove(proof: RunnerProof, *, began: float) -> ModelReport:
     check = Check(runner, proof.anatomy, reference.probes)
     try:
         guarded: tuple[str, ...] = ()
-        if proof.is_row_invariant:
+        if proof.is_row_invariant and runner.kv.is_cpu:
             fused = runner.fused
             guarded = guard_rows(fused.model, fused.guard, runner.parts, check.a_forward(), name=name)
         alone, together = check.alone(), check.together()

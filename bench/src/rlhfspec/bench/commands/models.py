@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     help="Check which models run bit-exactly, and why others are refused.", no_args_is_help=True, add_completion=False
 )
 _CODES = {"right": 0, "wrong": FAILED, "refused": 2, "not made": 2}
+_FLIPS_CONTEXT = 1024
 _LARGE = 200_000_000  # parameters; from there on a model is judged in fewer ways
 
 Targets = Annotated[
@@ -52,6 +54,13 @@ def check(
     workers: Annotated[
         int | None, typer.Option(min=1, help="For model types: number of processes.  [default: number of cores]")
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="For a model given by folder or hub id: also count its flipped tokens there, as cuda.",
+        ),
+    ] = None,
     table: Annotated[
         Path | None, typer.Option("--table", metavar="FILE", help="For model types: write the table to this file.")
     ] = None,
@@ -70,7 +79,13 @@ def check(
     with exit_on_problems():
         for name in own:
             _refuse_misspelt(name, known)
-    codes = [_check_own(name, max_context) for name in own]
+        if device is not None:
+            from rlhfspec.sweep.flips import check_device
+
+            if not own:
+                raise InvalidRequest("--device", device, "is for a model given by folder or hub id")
+            check_device(device)
+    codes = [_check_own(name, max_context, device) for name in own]
     if types:
         codes.append(_check_types(types, with_variants=variants, workers=workers, table=table))
     raise typer.Exit(FAILED if FAILED in codes else max(codes))
@@ -86,7 +101,7 @@ def _refuse_misspelt(name: str, types: list[str]) -> None:
         raise InvalidRequest("models", name, f"no such folder or type; did you mean {near}?")
 
 
-def _check_own(path: str, max_context: int) -> int:
+def _check_own(path: str, max_context: int, device: str | None) -> int:
     """Print what was found; return the exit code."""
     from rlhfspec.huggingface.loading import load_model
     from rlhfspec.huggingface.structure.causal_lm import within_positions
@@ -105,7 +120,27 @@ def _check_own(path: str, max_context: int) -> int:
     typer.echo(f"{path}: {_headline(verdict)}")
     for name, text in _findings(verdict, positions, thorough=size < _LARGE):
         typer.echo(f"  {name:15}{text}")
-    return _CODES[verdict.kind]
+    if device is None or verdict.kind != "right":
+        return _CODES[verdict.kind]
+    return _check_on(device, partial(load_model, folder), positions)
+
+
+def _check_on(device: str, make: Callable[[], Any], max_context: int) -> int:
+    """Print what flips on a device, fast and exactly; exactly nothing may part from itself."""
+    from rlhfspec.errors import UnsupportedModel
+    from rlhfspec.sweep.flips import count_flips
+
+    code = 0
+    for name, dtype, exact in (("fast", "bfloat16", "off"), ("exact", "bfloat16", "on"), ("exact", "float32", "on")):
+        try:
+            found = count_flips(make, device, dtype=dtype, exact=exact, max_context=min(max_context, _FLIPS_CONTEXT))
+        except UnsupportedModel as error:
+            text, code = f"no: {error.value}: {error.problem}", max(code, _CODES["refused"])
+        else:
+            text, wrong = str(found), exact == "on" and found.num_parted
+            code = FAILED if wrong else code
+        typer.echo(f"  {f'{name} on {device}':15}{dtype}: {text}")
+    return code
 
 
 def _headline(verdict: Verdict) -> str:

@@ -1,0 +1,56 @@
+"""Any rows, run as forwards of one shape: so that on a device a row's bits are its own.
+
+A device's libraries choose a kernel by the shape of what is multiplied, and with it the order of its sums. Of one shape
+there is one order, for every row of it. The last forward is filled up with rows that write nothing and see nothing.
+A row sees only rows before it (`AttentionMeta`), so forwards may follow each other. That the bits are a row's own, the
+proof at load finds out, on the device (`huggingface.proof.check`).
+
+Example:
+    >>> batch = AttentionMeta(*(np.zeros(3, np.int32) for _ in range(3)), np.zeros((3, 0), np.int32),
+    ...                       np.zeros((1, 4), np.int32))
+    >>> [(len(tokens), meta.slots[:4].tolist()) for tokens, _, meta in parts(np.arange(3), np.arange(3), batch)]
+    [(64, [0, 0, 0, -1])]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from rlhfspec.common.arrays import IntArray
+from rlhfspec.kernels.tree_attention import AttentionMeta
+
+ROWS = 64  # of graphs.ROW_BUCKETS: so that what is captured has this shape too
+
+
+def parts(
+    tokens: IntArray, positions: IntArray, meta: AttentionMeta
+) -> Iterator[tuple[IntArray, IntArray, AttentionMeta]]:
+    """Arguments of the forwards, one after the other."""
+    for first in range(0, len(tokens), ROWS):
+        part = slice(first, first + ROWS)
+        yield (
+            _filled(tokens[part], 0),
+            _filled(positions[part], 0),
+            AttentionMeta(
+                slots=_filled(meta.slots[part], -1), table_rows=_filled(meta.table_rows[part], 0),
+                context_lens=_filled(meta.context_lens[part], 0), extra=_filled(meta.extra[part], -1),
+                slot_table=meta.slot_table,
+            ),
+        )  # fmt: skip
+
+
+def rows_of(wanted: IntArray) -> Iterator[tuple[IntArray, int]]:
+    """Rows whose logits are computed at a time, and how many of them are wanted."""
+    for first in range(0, len(wanted), ROWS):
+        part = wanted[first : first + ROWS]
+        yield _filled(part, 0), len(part)
+
+
+def _filled(numbers: IntArray | torch.Tensor, value: int) -> IntArray:
+    given = np.asarray(numbers)
+    filled = np.full((ROWS, *given.shape[1:]), value, given.dtype)
+    filled[: len(given)] = given
+    return filled
