@@ -379,7 +379,7 @@ class Spec(Block):
         """Return whether samples can move to another generator."""
         generator = self.roles.generator
         most = max(generator.workers, generator.replicas.max if generator.replicas else 1)
-        return most > 1 and self.rebalance.mode == "auto" and ENGINES[self.generation.engine].is_movable
+        return most > 1 and self.rebalance.mode == "auto" and ENGINES[self.generation.engine.name].is_movable
 
     @property
     def prefetch(self) -> int:

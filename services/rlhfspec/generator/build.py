@@ -19,7 +19,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
     from rlhfspec.training.data import load_tokenizer
 
     context.say("making the engine ready, and measuring what a step costs")
-    make = ENGINES[job.spec.generation.engine].load()
+    make = ENGINES[job.spec.generation.engine.name].load()
     engine: EngineProtocol = make(job, partial(load_tokenizer, job.spec.model))
     service = GeneratorService(
         context.worker,
