@@ -193,6 +193,18 @@ BY_HAND = [
         "spec.training.activationCheckpointing",
     ),
     Wrong({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.model.dtype"),
+    Wrong({"training.exactOnPolicy": True, "generation.engine": {"name": "vllm"}}, "spec.generation.engine.name"),
+    Wrong(
+        {"generation.engine": {"name": "vllm"}, "roles.generator.replicas": {"max": 4}}, "spec.roles.generator.replicas"
+    ),
+    *(
+        Wrong(
+            {"generation.engine": {"name": name, "arguments": {argument: 1}}},
+            f"spec.generation.engine.arguments.{argument}",
+            "checks",
+        )
+        for name, argument in (("own", "quantization"), ("vllm", "logits_processors"), ("vllm", "max_model_len"))
+    ),
     Wrong({"model.lora": {"targetModules": []}}, "spec.model.lora.targetModules", "checks"),
     Wrong({"model.lora": {"targetModules": 3}}, "spec.model.lora.targetModules", "checks"),
     Wrong({"roles.scorer": {}}, "spec.roles.scorer"),

@@ -1,4 +1,4 @@
-"""vLLM's child processes for tests: one for each way of drafting, kept for a module, with other weights for each engine."""
+"""vLLM's child processes for tests: one for each way of drafting, with other weights for each engine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 
 from rlhfspec.engine.forward.models import eos_token_ids
 from rlhfspec.engine.vllm.client import VllmEngine
-from rlhfspec.engine.vllm.finding import INSTALL, find_python
+from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
 from rlhfspec.engine.vllm.process import VllmProcess
-from rlhfspec.engine.vllm.weights_file import WeightsFile
 
 NEEDED = "RLHFSPEC_TESTS_NEED_VLLM"  # in the environment: without vLLM its tests fail, not skip
 STEP_SECONDS = 120.0
@@ -22,7 +21,7 @@ STEP_SECONDS = 120.0
 def python_with_vllm() -> Path:
     python = find_python(None)
     if python is None:
-        (pytest.fail if os.environ.get(NEEDED) else pytest.skip)(INSTALL)
+        (pytest.fail if os.environ.get(NEEDED) else pytest.skip)(INSTALL_VLLM)
         raise AssertionError
     return python
 
@@ -63,7 +62,10 @@ class Children:
         if mode not in self._running:
             child = VllmProcess(python_with_vllm(), self.orders(mode), {"HF_HUB_OFFLINE": "1"})
             self._running[mode] = child, child.start()
-        return self._running[mode]
+        child, opened = self._running[mode]
+        if child.pid is None:
+            child.start()
+        return child, opened
 
     def engine(self, mode: str, model: Any, tokenizer: Any = None) -> VllmEngine:
         """As if it had been opened with this model."""

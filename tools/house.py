@@ -29,6 +29,7 @@ COMMANDS = {
 # Where a process, or what stands for one, ends: nobody above could do better than to say what was raised.
 MAY_CATCH_ALL = {
     "rlhfspec.bench.rivals.serve",
+    "rlhfspec.engine.vllm.inside.serve",
     "rlhfspec.training.scoring.rewards.user_code",
     "rlhfspec.worker.process",
     "rlhfspec.stage.threads",

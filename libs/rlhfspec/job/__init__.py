@@ -385,7 +385,7 @@ class Spec(Block):
         """Return whether samples can move to another generator."""
         generator = self.roles.generator
         most = max(generator.workers, generator.replicas.max if generator.replicas else 1)
-        can_move = ENGINES[self.generation.engine].is_movable and generator.tensor_parallel == 1
+        can_move = ENGINES[self.generation.engine.name].is_movable and generator.tensor_parallel == 1
         return most > 1 and self.rebalance.mode == "auto" and can_move
 
     def num_processes(self, stage: str) -> int:

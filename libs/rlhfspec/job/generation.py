@@ -7,9 +7,9 @@ Example:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhfspec.job.block import Block, Mark, Natural, Positive
 from rlhfspec.job.choices.drafters import SPECULATION_MODES
@@ -32,10 +32,24 @@ class Speculation(Block):
     )
 
 
+class EngineChoice(Block):
+    """The generation engine; in a file its bare name is short for a block with that name."""
+
+    name: EngineName = Field("own", description="Generation engine; own is the engine of this project.")
+    arguments: dict[str, Any] = Field(
+        {}, description="Arguments of the engine's own, such as quantization of vllm; own takes none."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
+
+
 class Generation(Block):
     """Sampling parameters, and the engine that generates."""
 
-    engine: EngineName = Field("own", description="Generation engine; own is the engine of this project.")
+    engine: EngineChoice = Field(EngineChoice(), description="The generation engine.")
     max_tokens: Positive = Field(256, description="Maximum number of tokens to generate per response.")
     temperature: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = Field(
         1.0, description="Sampling temperature; the log-probs that are trained on are computed with it too."

@@ -21,7 +21,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
     from rlhfspec.training.data import load_tokenizer
 
     context.say("making the engine ready, and measuring what a step costs")
-    make = ENGINES[job.spec.generation.engine].load()
+    make = ENGINES[job.spec.generation.engine.name].load()
     with ExitStack() as leaving:
         if (ranks := leaving.enter_context(led(job))) is not None:
             make = partial(make, group=ranks)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhfspec.errors import InvalidRequest, JobError, Problem
 from rlhfspec.job import RLHFJob
+from rlhfspec.job.choices.engines import ENGINES
 from rlhfspec.job.file.files import MODEL_FIELDS
 from rlhfspec.job.file.paths import MADE_HERE
 
@@ -34,6 +35,13 @@ def check_made_here(job: RLHFJob, source: Path) -> None:
                 problems.append(Problem(field=field, value=path, problem=error.problem))
     if problems:
         raise JobError(str(source), problems)
+
+
+def check_engine(job: RLHFJob) -> None:
+    """What the engine needs to be on this machine, where it generates."""
+    engine = job.spec.generation.engine
+    if missing := ENGINES[engine.name].what_is_missing(engine.arguments):
+        raise InvalidRequest("spec.generation.engine.name", engine.name, missing)
 
 
 def checked_rows(job: RLHFJob) -> Rows | None:

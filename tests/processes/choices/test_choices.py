@@ -45,7 +45,7 @@ def test_two_entries_never_share_a_name() -> None:
 def test_the_job_allows_what_the_tables_hold() -> None:
     assert get_args(job_module.AlgorithmName) == ALGORITHMS.names
     assert get_args(job_generation.SpeculationMode) == SPECULATION_MODES == ("off", "suffix", "model", "adaptive")
-    assert get_args(job_generation.EngineName) == ENGINES.names == ("own",)
+    assert get_args(job_generation.EngineName) == ENGINES.names == ("own", "vllm")
     assert get_args(job_roles.LinkName) == LINKS_OF_A_JOB == ("auto", "shm", "tcp", "nixl", "torch")
 
 
@@ -106,7 +106,7 @@ def test_samples_move_between_engines_that_can_and_no_others(monkeypatch: pytest
     several = spec.model_copy(update={"roles": Roles.model_validate({"generator": {"workers": 2}})})
     assert (spec.moves_samples, several.moves_samples) == (False, True)
     fixed = EngineEntry(name="own", about="", make="")
-    monkeypatch.setattr(job_module, "ENGINES", Registry("generation.engine", fixed))
+    monkeypatch.setattr(job_module, "ENGINES", Registry("generation.engine.name", fixed))
     assert not several.moves_samples
 
 

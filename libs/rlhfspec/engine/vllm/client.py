@@ -1,4 +1,4 @@
-"""vLLM as an engine: sequences here, their computing in a child process that may die and is started again. Torch-free."""
+"""vLLM as an engine: sequences here, computed in a child that may die and is started again. Torch-free."""
 
 from __future__ import annotations
 
@@ -225,23 +225,17 @@ class VllmEngine:
         reason: FinishReason | None, drafted: int,
     ) -> Completion | None:  # fmt: skip
         """New tokens of one sequence, as far as none ends it; the completion if it is finished."""
-        sequence, error, num_new = self._sequences[name], "", len(token_ids)
-        finite = next((at for at, value in enumerate(log_probs) if not math.isfinite(value)), num_new)
-        if finite < num_new:
-            num_new, reason, error = finite, "error", _NOT_FINITE
-        sequence.token_ids += token_ids[:num_new]
-        stops = sequence.request.params.stop
-        if stops and num_new and self._tokenizer is not None:
-            response = np.asarray(sequence.token_ids, np.int32)
-            kept = text.first_stop(self._tokenizer, response, num_new, stops)
-            if kept is not None:
-                del sequence.token_ids[len(response) - num_new + kept :]
-                num_new, error = kept, ""
-                reason, was = "stop", reason
-                if was is None:
-                    self._cancelled.append(name)
-        elif error and reason == "error":
+        sequence, in_child = self._sequences[name], reason
+        finite = next((at for at, value in enumerate(log_probs) if not math.isfinite(value)), len(token_ids))
+        if finite < len(token_ids):
+            token_ids, reason = token_ids[:finite], "error"
+        kept = self._first_stop(sequence, token_ids)
+        if kept is not None:
+            token_ids, reason = token_ids[:kept], "stop"
+        if reason is not None and in_child is None:  # it would go on
             self._cancelled.append(name)
+        num_new = len(token_ids)
+        sequence.token_ids += token_ids
         sequence.log_probs += log_probs[:num_new]
         sequence.tempered_log_probs += tempered[:num_new]
         sequence.weights_versions += [self.weights_version] * num_new
@@ -252,7 +246,14 @@ class VllmEngine:
         if reason is None:
             return None
         del self._sequences[name], self._by_id[sequence.request.id]
-        return self._completion(sequence, reason, error)
+        return self._completion(sequence, reason, _NOT_FINITE if reason == "error" else "")
+
+    def _first_stop(self, sequence: _Sequence, token_ids: list[int]) -> int | None:
+        stops = sequence.request.params.stop
+        if not stops or self._tokenizer is None:
+            return None
+        response = np.asarray([*sequence.token_ids, *token_ids], np.int32)
+        return text.first_stop(self._tokenizer, response, len(token_ids), stops)
 
     def _completion(self, sequence: _Sequence, reason: FinishReason, error: str) -> Completion:
         words = text.decode(self._tokenizer, sequence.token_ids)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 VARIABLE = "RLHFSPEC_VLLM_PYTHON"
 FOLDER = ".venv-vllm"
-INSTALL = (
+INSTALL_VLLM = (
     f"vLLM is not installed: `make setup-vllm` makes {FOLDER}, or name the Python of an environment that has it in "
     f"generation.engine.arguments.python or {VARIABLE}"
 )
@@ -34,7 +34,7 @@ def find_python(given: str | None, environment: Mapping[str, str] = os.environ) 
 def what_is_missing(arguments: Mapping[str, object]) -> str | None:
     """In one line, for a job that names this engine."""
     given = arguments.get("python")
-    return None if find_python(None if given is None else str(given)) is not None else INSTALL
+    return None if find_python(None if given is None else str(given)) is not None else INSTALL_VLLM
 
 
 def _has_vllm(python: Path) -> bool:

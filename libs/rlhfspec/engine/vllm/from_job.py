@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.engine.vllm.client import VllmEngine
-from rlhfspec.engine.vllm.finding import INSTALL, find_python
+from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
 from rlhfspec.engine.vllm.process import VllmEnded, VllmProcess
 from rlhfspec.errors import EngineFailed, InvalidRequest
 from rlhfspec.huggingface.devices import device_of
@@ -31,13 +31,13 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
     given = dict(spec.generation.engine.arguments)
     python = find_python(given.pop(PYTHON, None))
     if python is None:
-        raise InvalidRequest("spec.generation.engine", "vllm", INSTALL)
+        raise InvalidRequest("spec.generation.engine", "vllm", INSTALL_VLLM)
     strategy, speculation = speculative_config(job, given.pop(NUM_DRAFT_TOKENS, _NUM_DRAFT_TOKENS))
     environment = _environment(spec.model.path, batch_invariant=given.pop(BATCH_INVARIANT, False))
     device, context = device_of(spec), max_context(job)
     max_sequences = min(spec.generation.max_sequences, spec.samples_in_flight)
     arguments = _arguments(job, device, context, max_sequences) | {"speculative_config": speculation} | given
-    orders = {
+    orders: dict[str, dict[str, Any]] = {
         "open": {"device": device.partition(":")[0], "arguments": arguments, "field_of": FIELD_OF},
         "trial": {"model": spec.model.path, "dtype": spec.generation.dtype, "compares": _is_small(spec.model.path)},
     }

@@ -128,11 +128,12 @@ class VllmProcess:
         answers.put(None)
 
     def _started(self) -> subprocess.Popen[str]:
+        own = _OWN | {"RLHFSPEC_VLLM_CODE": _code()} | self._environment
         return subprocess.Popen(
             attached([str(self._python), str(_SERVE)]),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            env={**_BY_DEFAULT, **_without_ours(os.environ), **_OWN, "RLHFSPEC_VLLM_CODE": _code(), **self._environment},
-            cwd=tempfile.gettempdir(), start_new_session=True,
+            env={**_BY_DEFAULT, **_without_ours(os.environ), **own}, cwd=tempfile.gettempdir(),
+            start_new_session=True,
         )  # fmt: skip
 
     def _listen(self, process: subprocess.Popen[str]) -> None:

@@ -1,6 +1,8 @@
-"""What generates (docs/engine.md): `generation.engine` names one.
+"""What generates (docs/engines.md): `generation.engine.name` names one.
 
 `make` is a function of the job and of what loads its tokenizer: it gives an `rlhfspec.engine.base.EngineProtocol`.
+An engine that takes `generation.engine.arguments` says what is wrong with one, by name; one that needs more than our
+own package says what is missing on this machine.
 
 Example:
     >>> ENGINES["own"].is_movable
@@ -9,27 +11,63 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from rlhfspec.job.choices.registry import Entry, Registry
+from rlhfspec.job.choices.registry import Entry, Registry, imported
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry(Entry):
     """`is_movable`: what it makes is an `rlhfspec.engine.base.Movable`; else samples stay where they began.
-    `takes_a_group`: `make` may be given the processes that hold the model together."""
+
+    `takes_a_group`: `make` may be given the processes that hold the model together.
+    `is_exact`: its log-probs are the trainer's to the bit where a job asks for that.
+    `argument_problem`: module:name of a function of an argument's name and of all arguments. `missing`: module:name of
+    a function of them. Both return one line, or None.
+    """
 
     is_movable: bool = False
     takes_a_group: bool = False
+    is_exact: bool = False
+    argument_problem: str = ""
+    missing: str = ""
+
+    def problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """By argument: what is wrong with it.
+
+        >>> list(ENGINES["own"].problems({"quantization": "fp8"}))
+        [('quantization', 'the engine own takes no arguments: remove it')]
+        """
+        of_one = imported(self.argument_problem) if self.argument_problem else self._none
+        for name in arguments:
+            if problem := of_one(name, arguments):
+                yield name, problem
+
+    def _none(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"the engine {self.name} takes no arguments: remove it"
+
+    def what_is_missing(self, arguments: Mapping[str, Any]) -> str | None:
+        """On this machine, to run it."""
+        return imported(self.missing)(arguments) if self.missing else None
 
 
 ENGINES = Registry(
-    "generation.engine",
+    "generation.engine.name",
     EngineEntry(
         name="own",
         about="this project's engine: lossless tree speculation by the law, on Hugging Face models",
         make="rlhfspec.engine.from_job:make",
         is_movable=True,
         takes_a_group=True,
+        is_exact=True,
+    ),
+    EngineEntry(
+        name="vllm",
+        about="vLLM under the law, in a process of its own: for devices, quantisation and parallelism that it has",
+        make="rlhfspec.engine.vllm.from_job:make",
+        argument_problem="rlhfspec.job.choices.vllm_arguments:problem_of",
+        missing="rlhfspec.engine.vllm.finding:what_is_missing",
     ),
 )

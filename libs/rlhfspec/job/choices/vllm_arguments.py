@@ -49,15 +49,16 @@ _BREAKS = {
     **dict.fromkeys(
         ("enable_lora", "weight_transfer_config", "enable_sleep_mode"), "weights come from the trainer, whole"
     ),
-    **dict.fromkeys(("worker_cls", "worker_extension_cls", "additional_config"), "the law's own worker is in its place"),
+    **dict.fromkeys(("worker_cls", "worker_extension_cls", "additional_config"), "the law's worker is in its place"),
 }  # fmt: skip
 
 
 def problem_of(name: str, arguments: Mapping[str, Any]) -> str | None:
     """What is wrong with one argument, in one line."""
     if name in _OURS:
-        value, kind = arguments.get(name), _OURS[name]
-        return None if type(value) is kind and (kind is not int or value >= 1) else _MUST_BE[kind]
+        value, kind = arguments[name], _OURS[name]
+        is_right = type(value) is kind and not (isinstance(value, int) and name == NUM_DRAFT_TOKENS and value < 1)
+        return None if is_right else _MUST_BE[kind]
     if name in _TAKEN:
         return None
     if name in _FIELDS:

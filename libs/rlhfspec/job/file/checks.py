@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterator
 
 from rlhfspec.job import RLHFJob
+from rlhfspec.job.choices.engines import ENGINES
 from rlhfspec.job.cluster import PodOptions, PodTemplate
 from rlhfspec.job.file.rules.finding import Finding
 from rlhfspec.job.file.rules.sources import SOURCES_RULES, functions
@@ -38,6 +39,7 @@ def check(job: RLHFJob) -> Iterator[Finding]:
     for rule in SOURCES_RULES:
         yield from rule.findings(job)
     yield from _check_lora(job)
+    yield from _check_engine(job)
     yield from _check_pods(job)
     yield from _check_failure_rules(job)
 
@@ -52,6 +54,12 @@ def _check_lora(job: RLHFJob) -> Iterator[Finding]:
     lora = job.spec.model.lora
     if lora is not None and lora.target_modules == []:
         yield Finding(field="spec.model.lora.targetModules", problem="must name a layer, or be all-linear")
+
+
+def _check_engine(job: RLHFJob) -> Iterator[Finding]:
+    engine = job.spec.generation.engine
+    for name, problem in ENGINES[engine.name].problems(engine.arguments):
+        yield Finding(field=f"spec.generation.engine.arguments.{name}", problem=problem)
 
 
 def _check_pods(job: RLHFJob) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from rlhfspec.job.file import read_job
 from rlhfspec.job.file.remarks import remarks
 from rlhfspec.job.file.schema import json_schema
 from rlhfspec.job.file.template import DEFAULT_DATA, DEFAULT_MODEL, REWARD_MODULE, Choices, job_text
-from rlhfspec.prepare.checks import check_as_run_does, check_made_here, checked_rows
+from rlhfspec.prepare.checks import check_as_run_does, check_engine, check_made_here, checked_rows
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML or JSON.", show_default=False)]
 Set = Annotated[
@@ -35,6 +35,7 @@ def validate(
     with exit_on_problems():
         checked = read_job(job, overrides or [])
         check_made_here(checked, job)
+        check_engine(checked)
         lines, columns = _data_lines(checked, prompts)
         check_as_run_does(checked, job.parent, columns)
         lines = [*_summary(checked), *lines]

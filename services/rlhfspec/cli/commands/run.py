@@ -34,7 +34,7 @@ from rlhfspec.errors import DataExhausted, InvalidRequest, RLHFSpecError, Storag
 from rlhfspec.job.file import read_job
 from rlhfspec.job.file.remarks import left_aside
 from rlhfspec.job.file.secrets import shown_override
-from rlhfspec.prepare.checks import check_made_here
+from rlhfspec.prepare.checks import check_engine, check_made_here
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,6 +88,7 @@ def run(
         servers = given.read(processes=processes)
         checked = read_job(job, overrides or [])
         check_made_here(checked, job)
+        check_engine(checked)
         told = rank_told(os.environ)
         if processes and told.num_ranks > 1:
             problem = "starts the trainer's ranks itself (roles.trainer.ranksPerNode): not with torchrun"

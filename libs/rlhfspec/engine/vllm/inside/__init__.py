@@ -1,1 +1,1 @@
-"""What runs under vLLM's interpreter: it imports vllm, torch and numpy, and of ours the kernels and the slow decoder."""
+"""What runs under vLLM's interpreter: it imports vllm and torch, and of ours the kernels and the slow decoder."""

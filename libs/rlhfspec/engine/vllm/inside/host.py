@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlhfspec.kernels.cpu import build
 _REASONS = {"STOP": "stop", "LENGTH": "length"}
 
 
-class Refused(Exception):
+class ChildRefused(Exception):
     """What the user has to change. `field`: of the job, within spec."""
 
     def __init__(self, field: str, problem: str) -> None:
@@ -51,18 +50,17 @@ class Host:
         """field_of: of vLLM's arguments that come from fields of their own, which."""
         if vllm.__version__ not in SUPPORTED:
             known = " or ".join(SUPPORTED)
-            raise Refused("generation.engine", f"vLLM {vllm.__version__} is not supported, only {known}")
+            raise ChildRefused("generation.engine", f"vLLM {vllm.__version__} is not supported, only {known}")
         platform = "cpu" if current_platform.is_cpu() else current_platform.device_name
         if (platform == "cpu") != (device == "cpu"):
-            raise Refused("device", f"this vLLM was built for {platform}, and the job runs on {device}")
+            raise ChildRefused("device", f"this vLLM was built for {platform}, and the job runs on {device}")
         build.set_num_threads(torch.get_num_threads())
         try:
             config = vllm.EngineArgs(**arguments).create_engine_config()
         except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
             said = in_one_line(error)
             field = next((field for name, field in field_of.items() if name in said), "generation.engine.arguments")
-            raise Refused(field, said) from error
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            raise ChildRefused(field, said) from error
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._core: Any = self._engine.engine_core
         self._scheduler = self._core.engine_core.scheduler
@@ -112,7 +110,9 @@ class Host:
 
     def load(self, *, weights: str) -> dict[str, Any]:
         """What runs is preempted and computes its KV again; without that, it would go on with the old weights' KV."""
-        self._core.collective_rpc("load_version", args=(weights,))
+        lacking = sorted({name for rank in self._core.collective_rpc("load_version", args=(weights,)) for name in rank})
+        if lacking:  # vLLM only warns
+            raise ChildRefused("model.path", f"new weights lack {len(lacking)} of the model's, such as {lacking[0]}")
         if not self._core.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("the prefix cache was not reset, and holds KV of the weights before")
         self._weights = weights
@@ -184,4 +184,3 @@ def _eos_token_ids(model: Any) -> list[int]:
     generation = model.try_get_generation_config()
     eos = generation.get("eos_token_id", getattr(model.hf_config, "eos_token_id", None))
     return eos if isinstance(eos, list) else [] if eos is None else [int(eos)]
-

@@ -1,4 +1,4 @@
-"""The law in vLLM's V1 model runner, which its CPU build has: a sampler, a verifier, and drafts under the same noise."""
+"""The law in vLLM's V1 model runner, its CPU build's: a sampler, a verifier, and drafts under the same noise."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class V1Verifier(_Beside):
         is_kept = np.arange(width) < kept[:, None]
         batch.next_places = places[starts] + kept
         grid = torch.from_numpy(np.where(is_kept, tokens.reshape(num, width), -1).astype(np.int32))
-        ids, values, ranks = torch.zeros((num * width, 2), dtype=torch.int32), torch.zeros((num * width, 2)), None
+        ids, values = torch.zeros((num * width, 2), dtype=torch.int32), torch.zeros((num * width, 2))
         both, where = _both(drawn), torch.from_numpy(cells).long()
         ids[where], values[where] = both.logprob_token_ids.cpu(), both.logprobs.cpu()
         ranks = torch.zeros(num * width, dtype=torch.int32)

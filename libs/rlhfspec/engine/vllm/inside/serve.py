@@ -25,14 +25,14 @@ if "rlhfspec" not in sys.modules:  # only this package of ours, and nothing else
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from rlhfspec.engine.vllm.inside.host import Host, Refused, in_one_line
+    from rlhfspec.engine.vllm.inside.host import ChildRefused, Host, in_one_line
 
     host = Host()
     for line in sys.stdin:
         [(name, arguments)] = json.loads(line).items()
         try:
             answer, is_over = getattr(host, name)(**arguments), False
-        except Refused as error:
+        except ChildRefused as error:
             answer, is_over = {"refused": str(error), "field": error.field}, True
         except Exception as error:  # the boundary of a process: whatever failed is the other side's to report
             answer, is_over = {"failed": in_one_line(error)}, True

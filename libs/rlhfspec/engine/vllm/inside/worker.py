@@ -41,8 +41,8 @@ class LawWorker(VllmWorker):  # type: ignore[misc]
         """Of what the witness saw first."""
         return self.law.witness.rows[0][0].tolist()  # type: ignore[no-any-return]
 
-    def load_version(self, path: str) -> None:
-        """Weights by the names of the checkpoint; one that lacks any is refused, for vLLM only warns."""
+    def load_version(self, path: str) -> list[str]:
+        """Weights by the names of the checkpoint. Return what of the model was not among them."""
         model, loaded = self.model_runner.get_model(), set[str]()
         load = model.load_weights
 
@@ -57,5 +57,4 @@ class LawWorker(VllmWorker):  # type: ignore[misc]
                 self.reload_weights(weights_iterator=iter(load_file(Path(path)).items()), is_checkpoint_format=True)
         finally:
             del model.load_weights
-        if self.vllm_config.model_config.quantization is None and (lacking := sorted(self._names - loaded)):
-            raise RuntimeError(f"the new weights lack {len(lacking)} of the model's, such as {lacking[0]}")
+        return sorted(self._names - loaded) if self.vllm_config.model_config.quantization is None else []

@@ -211,6 +211,14 @@ def _exact() -> list[JobRule]:
             problem="exactOnPolicy trains float32 weights: must be float32; generation.dtype is free",
             in_cluster="exactOnPolicy trains float32 weights: must be float32",
         ),
+        *(
+            JobRule(
+                field="generation.engine.name",
+                holds=_INEXACT | field("generation.engine.name").differs_from(name),
+                problem="exactOnPolicy needs an engine with the trainer's own bits: must be own",
+            )
+            for name in ENGINES.where(lambda entry: not entry.is_exact)
+        ),
     ]
 
 
@@ -237,7 +245,7 @@ def _generators() -> list[JobRule]:
         *(
             JobRule(
                 field=replicas,
-                holds=fixed | field("generation.engine").differs_from(name),
+                holds=fixed | field("generation.engine.name").differs_from(name),
                 problem=f"follow the rebalancer's advice, and samples of the engine {name} do not move: remove it",
             )
             for name in ENGINES.where(lambda entry: not entry.is_movable)
@@ -250,7 +258,7 @@ def _generators() -> list[JobRule]:
         *(
             JobRule(
                 field=parallel,
-                holds=field(parallel).equals(1) | field("generation.engine").differs_from(name),
+                holds=field(parallel).equals(1) | field("generation.engine.name").differs_from(name),
                 problem=f"the engine {name} has no parts: must be 1",
             )
             for name in ENGINES.where(lambda entry: not entry.takes_a_group)

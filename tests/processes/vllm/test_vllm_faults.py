@@ -1,0 +1,134 @@
+"""What happens to the child of the engine `vllm`: killed, hung, refused; and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm_children import STEP_SECONDS, Children, python_with_vllm
+
+from rlhfspec.engine.base import Completion, Request
+from rlhfspec.engine.vllm.client import MOST_RESTARTS, VllmEngine
+from rlhfspec.engine.vllm.process import VllmEnded, VllmProcess
+from rlhfspec.errors import EngineFailed, InvalidRequest
+from rlhfspec.testing.engine import PROMPTS, bits, drain, log_probs_of, reference, request, run
+from rlhfspec.tiny import perturbed
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+
+LONG = tuple(range(3, 200))  # more than a block of it would be taken from the prefix cache
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    children = Children(reference(), perturbed(reference(), 0.1), max_context=256, max_sequences=8)
+    yield children
+    children.close()
+
+
+@pytest.fixture
+def engine(children: Children) -> VllmEngine:
+    return children.engine("off", reference(), hugging_face_tokenizer())
+
+
+def some() -> list[Request]:
+    return [request(f"r{seed}", prompt, seed=seed, max_tokens=24) for seed, prompt in enumerate(PROMPTS * 2)]
+
+
+def kill(engine: VllmEngine) -> int:
+    pid = engine.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_new_weights_forget_what_the_old_ones_computed_of_a_prompt(children: Children) -> None:
+    """Without a reset of its prefix cache vLLM takes the old weights' KV of a long prompt that comes again."""
+    newer = perturbed(reference(), 0.3)
+    engine = children.engine("off", reference())
+    run(engine, request("before", LONG, max_tokens=8))
+    engine.load_weights(newer.state_dict(), version=1)
+    after = run(engine, request("after", LONG, max_tokens=8))["after"]
+    np.testing.assert_allclose(after.log_probs, log_probs_of(newer, after), atol=2e-5)
+    assert bits(after) == bits(run(children.engine("off", newer), request("after", LONG, max_tokens=8))["after"])
+
+
+def test_a_killed_child_costs_no_token(engine: VllmEngine) -> None:
+    """Also under weights that came while it ran, and for text that a stop string ends."""
+    undisturbed = run(engine, *some())
+    word = hugging_face_tokenizer().decode(list(undisturbed["r0"].token_ids[8:10]), skip_special_tokens=True)
+    for each in some():
+        engine.submit(each)
+    done: dict[str, Completion] = {}
+    for _ in range(7):
+        done |= {each.id: each for each in engine.step().finished}
+    pid = kill(engine)
+    done |= drain(engine)
+    assert engine.pid != pid
+    assert not is_alive(pid)
+    assert {name: bits(each)[0] for name, each in done.items()} == {
+        name: bits(each)[0] for name, each in undisturbed.items()
+    }
+    assert max(each.stats.num_preemptions for each in done.values()) == 1
+    stopped = run(engine, request("s", PROMPTS[0], seed=0, max_tokens=24, stop=(word,)))["s"]
+    assert (stopped.finish_reason, word in (stopped.text or "")) == ("stop", False)
+    assert stopped.token_ids == undisturbed["r0"].token_ids[: len(stopped.token_ids)]
+
+
+def test_a_step_that_hangs_is_ended(engine: VllmEngine) -> None:
+    expected = run(engine, request("a"))["a"].token_ids
+    engine.submit(request("b"))
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGSTOP)
+    engine._step_seconds = 1.0
+    began, pid = time.monotonic(), engine.pid
+    engine.step()
+    engine._step_seconds = STEP_SECONDS
+    assert time.monotonic() - began > 1.0
+    assert not is_alive(pid)
+    assert run(engine)["b"].token_ids == expected
+
+
+def test_a_child_that_dies_again_and_again_ends_the_worker(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = engine.pid
+    assert pid is not None
+    engine.close()
+    assert not is_alive(pid), "nothing is left when it is closed"
+    monkeypatch.setattr(engine._child, "start", lambda: {})  # what is started dies at once
+    engine.submit(request("a"))
+    with pytest.raises(EngineFailed, match=f"started {MOST_RESTARTS} times without finishing a sequence"):
+        drain(engine)
+
+
+def test_new_weights_that_lack_a_tensor_are_refused(engine: VllmEngine) -> None:
+    state = reference().state_dict()
+    del state["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(InvalidRequest, match="lack 1 of the model's, such as model.layers.1.mlp.down_proj.weight"):
+        engine.load_weights(state, version=1)
+
+
+def test_what_vllm_refuses_is_said_in_one_line(children: Children) -> None:
+    orders = children.orders("off")
+    orders["open"]["arguments"]["quantization"] = "no-such"
+    with pytest.raises(InvalidRequest, match=r"^spec\.generation\.engine\.arguments: .*no-such") as caught:
+        VllmProcess(python_with_vllm(), orders, {}).start()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interpreter_that_cannot_be_started_is_said(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(VllmEnded, match="ended with 3: no such thing"):
+        VllmProcess(broken, {"open": {}}, {}).start()
