@@ -263,6 +263,16 @@ class EngineProtocol(Protocol):
 
 
 @runtime_checkable
+class Learning(EngineProtocol, Protocol):
+    """An engine whose drafter learns while it is used."""
+
+    def learn(self, *, idle: bool) -> bool:
+        """Take one step of learning between two steps of the engine, if there is what to learn from and it may. `idle`:
+        there is nothing else to do. Return whether it did. No token depends on it."""
+        ...
+
+
+@runtime_checkable
 class Movable(EngineProtocol, Protocol):
     """An engine whose sequences can move to another engine of its kind.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from rlhfspec.engine.distilling.lessons import Lesson
 from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, hidden_of
 
-MUON_RATE, ADAM_RATE = 2e-2, 2e-3  # the drafters of docs/selector.md were measured with them
+WHOLE_RATE, PART_RATE, ADAM_RATE = 4e-3, 1e-2, 2e-3  # of models, and of a layer that has all to learn; docs/learning.md
 
 
 class Student:
@@ -36,19 +37,23 @@ class Student:
         others = [p for p in self._learning.values() if p.ndim != 2 or id(p) in vocabulary]
         self._optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            self._optimizers.append(torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0))
+            self._optimizers.append(torch.optim.Muon(matrices, lr=WHOLE_RATE if names is None else PART_RATE, weight_decay=0.0))
         if others:
             self._optimizers.append(torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0))
 
     def learn(self, lessons: Sequence[Lesson]) -> float:
-        """Return the loss before the optimizer step."""
+        """Return the loss before the optimizer step. Without a finite one, all that was learnt is given up."""
         with torch.enable_grad():
             loss = self._loss(lessons)
             loss.backward()  # type: ignore[no-untyped-call]
+        value = float(loss.detach())
         for optimizer in self._optimizers:
-            optimizer.step()
+            if math.isfinite(value):
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        if not math.isfinite(value):
+            self._start_over()
+        return value
 
     @torch.no_grad()
     def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
@@ -98,6 +103,13 @@ class Student:
         ids = torch.from_numpy(np.concatenate([lesson.label_ids for lesson in lessons]).astype(np.int64)).to(device)
         labels = torch.from_numpy(np.concatenate([lesson.label_log_probs for lesson in lessons])).float().to(device)
         return logits.log_softmax(-1).gather(-1, ids), labels
+
+    @torch.no_grad()
+    def _start_over(self) -> None:
+        for name, parameter in self._learning.items():
+            parameter.copy_(self._at_first[name])
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
 
     def _swap(self) -> None:
         for name, parameter in self._learning.items():

@@ -47,10 +47,8 @@ def make_state(model: Any, config: EngineConfig, *, draft: Any = None, tokenizer
         build.set_num_threads(config.num_threads or torch.get_num_threads())
     eos = eos_token_ids(model)
     student = None
-    if draft is not None and config.learning != OFF:
+    if draft is not None and (config.learning != OFF or learning_part is not None):
         student = Student(copy.deepcopy(draft).to(config.device), learning_part, max_context=config.max_context)
-    elif learning_part is not None:
-        raise InvalidRequest("learning", OFF, "a drafter made of the model knows nothing before it learns")
     wanted, config = config, least(config)
     target = ModelRunner(model, _runner_config(config, "model"))
     draft_runner = None if draft is None else ModelRunner(draft, _runner_config(config, "drafter"))
