@@ -59,7 +59,12 @@ MODEL_KINDS = tuple(CONFIGS)
 
 
 def random_model(
-    kind: str, *, seed: int, vocab_size: int = SHAPE["vocab_size"], logit_scale: float = 3.0
+    kind: str,
+    *,
+    seed: int,
+    vocab_size: int = SHAPE["vocab_size"],
+    num_layers: int = SHAPE["num_hidden_layers"],
+    logit_scale: float = 3.0,
 ) -> PreTrainedModel:
     """A float32 model in evaluation mode whose logits have a standard deviation of about `logit_scale`.
 
@@ -67,6 +72,9 @@ def random_model(
     """
     config = CONFIGS[kind]()
     config.vocab_size = vocab_size
+    if num_layers != config.num_hidden_layers:
+        given = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+        config = type(config).from_dict(given | {"num_hidden_layers": num_layers})
     return _random(config, seed, logit_scale)
 
 

@@ -127,8 +127,9 @@ class DraftLearning:
         return float(self._rows.temperatures[row]) or 1.0
 
     @property
-    def report(self) -> LearningReport:
-        return self.budget.report
+    def report(self) -> LearningReport | None:
+        """None: it only follows."""
+        return self.budget.report if self._is_on else None
 
 
 def _labels(logits: torch.Tensor, places: list[Indices], temperatures: list[float]) -> tuple[IntArray, FloatArray]:
