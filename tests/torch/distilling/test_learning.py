@@ -13,7 +13,7 @@ from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.base import Learning
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.learning import RING_TOKENS
-from rlhfspec.engine.distilling.lessons import Lesson, LessonRing, Recorder
+from rlhfspec.engine.distilling.lessons import Lesson, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.drafting.base import DraftPlan
@@ -138,7 +138,7 @@ def test_labels_are_what_the_target_says(model: Any) -> None:
 
 def test_a_sequence_that_was_preempted_leaves_its_lessons(model: Any) -> None:
     engine = make(model, learning="auto")
-    recorder = Recorder(ring := LessonRing(most_tokens=1000, passes=1))
+    recorder = LessonRecorder(ring := LessonRing(most_tokens=1000, passes=1))
     assert engine.learning is not None
     engine.learning._recorder = recorder
     generate(engine, num_tokens=40)
@@ -201,7 +201,7 @@ def test_what_is_no_number_is_given_up(model: Any) -> None:
 
 def test_memory_is_bounded() -> None:
     ring = LessonRing(most_tokens=100, passes=4)
-    recorder = Recorder(ring)
+    recorder = LessonRecorder(ring)
     for row in range(40):
         recorder.start(row, 1.0)
     assert len(recorder.rows) == 16

@@ -14,7 +14,7 @@ import torch
 
 from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.base import EngineStep
-from rlhfspec.engine.distilling.lessons import NUM_LABELS, LessonRing, Recorder
+from rlhfspec.engine.distilling.lessons import NUM_LABELS, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget, LearningReport
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward.runner import ModelRunner
@@ -53,7 +53,7 @@ class DraftLearning:
         self._runner = runner
         self._rows = rows
         self._ring = LessonRing(most_tokens=RING_TOKENS, passes=PASSES)
-        self._recorder = Recorder(self._ring)
+        self._recorder = LessonRecorder(self._ring)
         self._num_steps = 0
         self._next_look = _LOOK_EVERY
         self._idle_since = time.perf_counter()
@@ -81,8 +81,8 @@ class DraftLearning:
         ids, log_probs = _labels(logits, places, [self._temperature(row) for row in rows.tolist()])
         first = 0
         for row, place in zip(rows.tolist(), places, strict=True):
-            position, last = int(self._rows.lengths[row]), first + len(place)
-            self._recorder.note(row, position, ids[first:last], log_probs[first:last], self._rows.tokens[row, :position])
+            length, last = int(self._rows.lengths[row]), first + len(place)
+            self._recorder.note(row, length, ids[first:last], log_probs[first:last], self._rows.tokens[row, :length])
             first = last
 
     # -- when nobody waits, or in its share of the time -----------------------------------------------------

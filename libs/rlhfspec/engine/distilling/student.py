@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,7 @@ class Student:
             parameter.requires_grad_(name in self._learning)
         self._followed = [name for name in model.state_dict() if names is not None and name not in names]
         self._at_first = {name: p.detach().clone() for name, p in self._learning.items()}
-        vocabulary = {id(model.get_input_embeddings().weight), id(getattr(model.get_output_embeddings(), "weight", None))}
-        matrices = [p for p in self._learning.values() if p.ndim == 2 and id(p) not in vocabulary]
-        others = [p for p in self._learning.values() if p.ndim != 2 or id(p) in vocabulary]
-        self._optimizers: list[torch.optim.Optimizer] = []
-        if matrices:
-            self._optimizers.append(torch.optim.Muon(matrices, lr=WHOLE_RATE if names is None else PART_RATE, weight_decay=0.0))
-        if others:
-            self._optimizers.append(torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0))
+        self._optimizers = list(_optimizers(model, self._learning.values(), PART_RATE if names else WHOLE_RATE))
 
     def learn(self, lessons: Sequence[Lesson]) -> float:
         """Return the loss before the optimizer step. Without a finite one, all that was learnt is given up."""
@@ -87,7 +80,7 @@ class Student:
         return -(probs * (log_probs - labels)).sum(-1).mean()
 
     def _log_probs(self, lessons: Sequence[Lesson]) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, K] the drafter's and the target's log-probs of the labels' tokens, of all lessons one behind the other."""
+        """[n, K] the drafter's and the target's log-probs of the labels' tokens, lesson by lesson."""
         device = next(self.model.parameters()).device
         width = max(len(lesson.tokens) for lesson in lessons) - 1
         tokens = np.zeros((len(lessons), width), np.int64)  # what follows a lesson's end is seen by none of it
@@ -114,3 +107,17 @@ class Student:
     def _swap(self) -> None:
         for name, parameter in self._learning.items():
             parameter.data, self._at_first[name] = self._at_first[name], parameter.data
+
+
+def _optimizers(model: Any, parameters: Iterable[torch.nn.Parameter], rate: float) -> Iterator[torch.optim.Optimizer]:
+    """Muon for matrices between hidden states, AdamW for what is looked up by token and for vectors."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    vocabulary = {id(getattr(end, "weight", None)) for end in ends}
+    kinds: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = ([], [])
+    for parameter in parameters:
+        kinds[parameter.ndim == 2 and id(parameter) not in vocabulary].append(parameter)
+    others, matrices = kinds
+    if matrices:
+        yield torch.optim.Muon(matrices, lr=rate, weight_decay=0.0)
+    if others:
+        yield torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0)
