@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfspec.common.arrays import FloatArray, IntArray
+from rlhfspec.engine.distilling.pays import LearningReport
 from rlhfspec.engine.params import SamplingParams, is_int, plain
 from rlhfspec.errors import InvalidRequest
 
@@ -145,6 +146,7 @@ class EngineStats:
     num_moves: int = 0  # sequences taken over from other engines
     num_recomputed_tokens: int = 0  # of these: what had run there, and had to run here again
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # each expert's, by layer
+    learning: LearningReport | None = None  # of the drafter; None: it does not learn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +261,16 @@ class EngineProtocol(Protocol):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if rows, blocks and sequences do not add up. For use between two steps."""
+        ...
+
+
+@runtime_checkable
+class Learning(EngineProtocol, Protocol):
+    """An engine whose drafter learns while it is used."""
+
+    def learn(self, *, idle: bool) -> bool:
+        """Take one step of learning between two steps of the engine, if there is what to learn from and it may. `idle`:
+        there is nothing else to do. Return whether it did. No token depends on it."""
         ...
 
 

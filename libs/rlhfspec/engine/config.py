@@ -82,9 +82,7 @@ class EngineConfig:
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
             raise InvalidRequest("kv_cache_tokens", self.kv_cache_tokens, f"must be >= block_size ({self.block_size})")
 
-        if self.learning not in (OFF, AUTO) and not (
-            isinstance(self.learning, float | int) and 0 < self.learning <= 1
-        ):
+        if self.learning not in (OFF, AUTO) and not (isinstance(self.learning, float | int) and 0 < self.learning <= 1):
             raise InvalidRequest("learning", self.learning, "must be off, auto, or a share in (0, 1]")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise InvalidRequest("gpu_memory_fraction", self.gpu_memory_fraction, "must be in (0, 1]")

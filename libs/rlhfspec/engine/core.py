@@ -236,6 +236,7 @@ class Engine:
             num_moves=self.moves.num_imported,
             num_recomputed_tokens=self.moves.num_recomputed,
             expert_rows=self.state.target.runner.expert_load.rows(),
+            learning=None if self.learning is None else self.learning.report,
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:

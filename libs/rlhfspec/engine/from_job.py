@@ -14,7 +14,7 @@ from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.choices.drafters import may_run_draft_model
+from rlhfspec.job.choices.drafters import AUTO, may_run_draft_model
 
 _FIELD = "spec.model.path"
 
@@ -25,7 +25,7 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Group | None = 
     target = _target(job, group)
     draft = None
     if may_run_draft_model(job.spec.generation.speculation.mode) and model.drafter is not None:
-        draft = load_model(model.drafter, field="spec.model.drafter")
+        draft = model.drafter if model.drafter == AUTO else load_model(model.drafter, field="spec.model.drafter")
     return make_engine(target, _config(job), draft=draft, tokenizer=load_tokenizer(), group=group)
 
 
@@ -47,6 +47,7 @@ def _config(job: RLHFJob) -> EngineConfig:
         device=device,
         exact=generation.exact,
         speculation=generation.speculation.mode,
+        learning=generation.speculation.learning,
         max_sequences=min(generation.max_sequences, job.spec.samples_in_flight),
         max_context=max_context(job),
         kv_cache_tokens=generation.kv_cache_tokens,

@@ -62,7 +62,9 @@ class Model(Block):
     path: str = Field(min_length=1, description="Policy to train: a Hugging Face folder or hub id of a causal LM.")
     tokenizer: str | None = Field(None, description="Folder or hub id of the tokenizer; null: the policy's own.")
     drafter: Annotated[str | None, Mark.RESUMABLE] = Field(
-        None, description="Draft model for speculative decoding: a smaller causal LM with the same vocabulary."
+        None,
+        description="Draft model for speculative decoding: a smaller causal LM with the same vocabulary, or auto: made "
+        "of the policy's first layer, another one that learns, and its head.",
     )
     reference: str | None = Field(
         None, description="Reference model of the KL; null: the policy as it was at the start."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from rlhfspec.messages.records import Plan
 from rlhfspec.stage.base import PULL_SECONDS, Service
@@ -11,18 +12,25 @@ from rlhfspec.stage.guest import HostedScoring
 
 
 class IdleScoring:
-    """Of one generator. The latest plan counts; without one, it waits.
+    """Of one generator. The latest plan counts; without one, its drafter learns as long as it may, and it waits.
 
-    `hosted_scoring`: the stage that it may score for; None: nowhere in this job, and no plan is read. `news`: of the
-    generator, for which it waits; a plan that says something else is news too.
+    `hosted_scoring`: the stage that it may score for; None: nowhere in this job, and no plan is read. `learn` takes one
+    step of learning, and says whether it did. `news`: of the generator, for which it waits; a plan that says something
+    else is news too.
     """
 
     def __init__(
-        self, generator: Service, bus: StageBus, hosted_scoring: HostedScoring | None, news: asyncio.Event
+        self,
+        generator: Service,
+        bus: StageBus,
+        hosted_scoring: HostedScoring | None,
+        learn: Callable[[], bool],
+        news: asyncio.Event,
     ) -> None:
         self._generator = generator
         self._bus = bus
         self._hosted_scoring = hosted_scoring
+        self._learn = learn
         self._news = news
         self._is_to_score = False
         if hosted_scoring is not None:
@@ -39,12 +47,14 @@ class IdleScoring:
                     self._take(delivery.record)
 
     async def until_news(self) -> None:
-        """Scores meanwhile, where the plan says so; after news the sample at hand is still scored."""
+        """Scores meanwhile, where the plan says so, or learns; after news what is at hand is still done."""
         waiting = asyncio.create_task(_set(self._news))
         try:
             if self._hosted_scoring is not None and self._is_to_score:
                 await self._hosted_scoring.score_while(waiting)
             else:
+                while not waiting.done() and await self._generator.in_thread(self._learn):
+                    pass
                 await waiting
         finally:
             waiting.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rlhfspec.engine.base import Completion, EngineProtocol, Request, SequenceView
+from rlhfspec.engine.base import Completion, EngineProtocol, Learning, Request, SequenceView
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.generator.history import Histories
 from rlhfspec.generator.load import Experts, LoadMeter
@@ -69,7 +69,12 @@ class EngineLoop:
             self._calls.run()
             if self._has_news():
                 break
+        self.learn(idle=False)
         return finished
+
+    def learn(self, *, idle: bool) -> bool:
+        """Let the drafter learn for a moment, where it does; return whether it did. `idle`: there is nothing else."""
+        return isinstance(self.engine, Learning) and self.engine.learn(idle=idle)
 
     def sample(self, prompt: Prompt, completion: Completion, *, seconds: float) -> Sample:
         """Return the record of a finished response, and keep the response for later drafts."""

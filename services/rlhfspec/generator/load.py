@@ -8,8 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import count
+from typing import Any
 
 from rlhfspec.engine.base import EngineProtocol, EngineStep, SequenceView
+from rlhfspec.engine.distilling.pays import LearningReport
 from rlhfspec.messages.records import Load
 from rlhfspec.moves.rebalancing.curve import LearnedCurve
 
@@ -127,6 +129,7 @@ class LoadMeter:
             num_free_tokens=stats.num_free_tokens,
             num_prefilled=stats.num_prefill_tokens,
             num_found=stats.num_found_tokens,
+            **_learning(stats.learning),
             sample_ids=tuple(sequence.id for sequence in sequences),
             num_generated=tuple(sequence.num_generated for sequence in sequences),
             num_held=tuple(sequence.num_held for sequence in sequences),
@@ -153,3 +156,14 @@ class LoadMeter:
 
     def _is_due(self, last: float) -> bool:
         return self._now() - last >= _EVERY_SECONDS or not self._engine.has_work
+
+
+def _learning(report: LearningReport | None) -> dict[str, Any]:
+    if report is None:
+        return {}
+    return {
+        "learning_seconds": report.seconds,
+        "saved_seconds": report.saved_seconds,
+        "tokens_before_learning": report.tokens_before,
+        "tokens_while_learning": report.tokens_now,
+    }

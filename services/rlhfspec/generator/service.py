@@ -64,7 +64,6 @@ class GeneratorService(Service):
         self._new_weights = NewWeights(self, weights, self._load, deadline_seconds=self._deadline, clock=bus.clock)
         self._announced: list[Weights] = []  # newer than the engine's
         self._news = asyncio.Event()  # prompts or weights came, or the worker is asked to stop
-        self._idle_scoring = IdleScoring(self, bus, hosted_scoring, self._news)
         self._queue = PromptQueue(self, prefetch=spec.prefetch, piece=spec.pulled_at_a_time)
         self._publisher = SamplePublisher(bus)
         incarnation = move_endpoint.incarnation if move_endpoint is not None else ""
@@ -82,6 +81,7 @@ class GeneratorService(Service):
         self._loop = EngineLoop(
             engine, sequences, params, self._meter, self._calls, histories=histories, has_news=self._news.is_set
         )  # fmt: skip
+        self._idle_scoring = IdleScoring(self, bus, hosted_scoring, partial(self._loop.learn, idle=True), self._news)
         self._moving: Moving | None = None
         if move_endpoint is not None and movable is not None:
             link = spec.roles.generator.link

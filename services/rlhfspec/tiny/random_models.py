@@ -63,6 +63,7 @@ def random_model(
     *,
     seed: int,
     vocab_size: int = SHAPE["vocab_size"],
+    num_layers: int = SHAPE["num_hidden_layers"],
     logit_scale: float = 3.0,
     head_dim: int | None = None,
 ) -> PreTrainedModel:
@@ -76,6 +77,9 @@ def random_model(
     if head_dim is not None:
         config.hidden_size = head_dim * config.num_attention_heads
         config.head_dim = head_dim
+    if num_layers != config.num_hidden_layers:
+        given = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+        config = type(config).from_dict(given | {"num_hidden_layers": num_layers})
     return _random(config, seed, logit_scale)
 
 

@@ -1,7 +1,7 @@
 """A drafter made from nothing but the policy: its first layer, one layer that learns, and its head.
 
-Everything but the layer that learns is the policy's own, and follows it when its weights change. Run as it is, the layer
-begins as the policy's last one. For the engine the result is a model like any other, with its own KV and proof.
+Everything but the layer that learns is the policy's own, and follows it when its weights change. The layer begins as
+the policy's last one. For the engine the result is a model like any other, with its own KV and proof.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def early_exit(policy: Any) -> Any:
 
 
 def learning_names(drafter: Any) -> set[str]:
-    """Return what of an early exit learns: its second layer, and vectors outside of the layers such as the last norm."""
+    """Return what of an early exit learns: its second layer, and vectors beside the layers such as the last norm."""
     name, _ = _layers(drafter, least=2)
     return {
         path
@@ -49,9 +49,9 @@ def _layers(model: Any, least: int = _LEAST_LAYERS) -> tuple[str, nn.ModuleList]
     count = text_config(model).num_hidden_layers
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if count < least or len(found) != 1:
-        few = f"has {count} layers, and a drafter made of it needs {least}: name a model, or none"
-        problem = few if count < least else "has no single list of its layers to make a drafter of: name a model, or none"
-        raise UnsupportedModel("drafter", type(model).__name__, problem)
+        few = f"has {count} layers, and a drafter made of it needs {least}"
+        problem = few if count < least else "has no single list of its layers to make a drafter of"
+        raise UnsupportedModel("drafter", type(model).__name__, f"{problem}: name a model, or none")
     return found[0]
 
 

@@ -9,19 +9,21 @@ import time
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.base import EngineStep
-from rlhfspec.engine.distilling.lessons import NUM_LABELS, LessonRing, Recorder
+from rlhfspec.engine.distilling.lessons import NUM_LABELS, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget, LearningReport
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.scheduling.sequences import RowTable, Sequence
 from rlhfspec.engine.scheduling.verify import Committed
-from rlhfspec.job.choices.drafters import AUTO, DRAFTERS
+from rlhfspec.job.choices.drafters import DRAFTERS, OFF
 
+Indices = npt.NDArray[np.int64]
 RING_TOKENS, PASSES = 32768, 4
 LESSON_TOKENS = 512  # of one optimizer step
 _SWAP_EVERY = 4  # optimizer steps
@@ -32,31 +34,37 @@ def drafter_learning(state: EngineState) -> DraftLearning | None:
     """The learning of an engine's drafter, where it has one that learns."""
     if state.student is None or state.draft is None:
         return None
-    share = None if state.config.learning == AUTO else float(state.config.learning)
-    return DraftLearning(state.student, state.draft.runner, state.rows, LearningBudget(share=share))
+    learning = state.config.learning
+    budget = LearningBudget(share=float(learning) if isinstance(learning, float | int) else None)
+    return DraftLearning(state.student, state.draft.runner, state.rows, budget, is_on=learning != OFF)
 
 
 class DraftLearning:
     """Records, learns and hands new weights to the drafter. Implements `RowWatcher`.
 
-    student: a copy of the model that `runner` drafts with. Nothing here touches a sequence.
+    student: a copy of the model that `runner` drafts with. Nothing here touches a sequence. `is_on`: else the drafter
+    only follows the policy, where it is made of it.
     """
 
-    def __init__(self, student: Student, runner: ModelRunner, rows: RowTable, budget: LearningBudget) -> None:
+    def __init__(
+        self, student: Student, runner: ModelRunner, rows: RowTable, budget: LearningBudget, *, is_on: bool
+    ) -> None:
         self._student = student
         self._runner = runner
         self._rows = rows
         self._ring = LessonRing(most_tokens=RING_TOKENS, passes=PASSES)
-        self._recorder = Recorder(self._ring)
+        self._recorder = LessonRecorder(self._ring)
         self._num_steps = 0
         self._next_look = _LOOK_EVERY
         self._idle_since = time.perf_counter()
+        self._is_on = is_on
         self.budget = budget
 
     # -- while the engine works -----------------------------------------------------------------------------
 
     def start(self, sequence: Sequence) -> None:
-        self._recorder.start(sequence.row, float(self._rows.temperatures[sequence.row]))
+        if self._is_on:
+            self._recorder.start(sequence.row, self._temperature(sequence.row))
 
     def forget(self, sequence: Sequence) -> None:
         row = sequence.row
@@ -70,11 +78,11 @@ class DraftLearning:
             return
         places = [new.places[s, : kept[s]] for s in chosen]
         rows = new.rows[chosen]
-        ids, log_probs = _labels(logits, places, self._rows.temperatures[rows].tolist())
+        ids, log_probs = _labels(logits, places, [self._temperature(row) for row in rows.tolist()])
         first = 0
         for row, place in zip(rows.tolist(), places, strict=True):
-            position, last = int(self._rows.lengths[row]), first + len(place)
-            self._recorder.note(row, position, ids[first:last], log_probs[first:last], self._rows.tokens[row, :position])
+            length, last = int(self._rows.lengths[row]), first + len(place)
+            self._recorder.note(row, length, ids[first:last], log_probs[first:last], self._rows.tokens[row, :length])
             first = last
 
     # -- when nobody waits, or in its share of the time -----------------------------------------------------
@@ -114,14 +122,20 @@ class DraftLearning:
         if self._student.follow(policy, drafter):
             self._runner.load_weights(self._student.state_dict())
 
+    def _temperature(self, row: int) -> float:
+        """At which the drafter is to agree; where the best token is taken, at 1."""
+        return float(self._rows.temperatures[row]) or 1.0
+
     @property
-    def report(self) -> LearningReport:
-        return self.budget.report
+    def report(self) -> LearningReport | None:
+        """None: it only follows."""
+        return self.budget.report if self._is_on else None
 
 
-def _labels(logits: torch.Tensor, places: list[IntArray], temperatures: list[float]) -> tuple[IntArray, FloatArray]:
+def _labels(logits: torch.Tensor, places: list[Indices], temperatures: list[float]) -> tuple[IntArray, FloatArray]:
     """[n, K] the likeliest tokens and their log-probs in these rows of the logits, a temperature for each list."""
-    index = torch.from_numpy(np.concatenate(places).astype(np.int64)).to(logits.device)
-    each = torch.from_numpy(np.repeat(np.float32(temperatures), [len(place) for place in places])).to(logits.device)
+    index = torch.from_numpy(np.concatenate(places)).to(logits.device)
+    lengths = [len(place) for place in places]
+    each = torch.from_numpy(np.repeat(np.asarray(temperatures, np.float32), lengths)).to(logits.device)
     top = (logits.index_select(0, index) / each[:, None]).log_softmax(-1).topk(min(NUM_LABELS, logits.shape[-1]))
     return top.indices.int().cpu().numpy(), top.values.half().cpu().numpy()

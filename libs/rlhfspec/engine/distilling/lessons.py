@@ -1,4 +1,4 @@
-"""What a drafter learns from: what the target said of tokens that the engine verified anyway, kept in a bounded ring."""
+"""What a drafter learns from: what the target said of tokens that were verified anyway, kept in a bounded ring."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _Recording:
     log_probs: list[FloatArray] = field(default_factory=list)
 
 
-class Recorder:
+class LessonRecorder:
     """Collects labels row by row while sequences decode, and puts lessons into the ring."""
 
     def __init__(self, ring: LessonRing) -> None:

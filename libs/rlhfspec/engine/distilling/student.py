@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from rlhfspec.engine.distilling.lessons import Lesson
 from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, hidden_of
 
-MUON_RATE, ADAM_RATE = 2e-2, 2e-3  # the drafters of docs/selector.md were measured with them
+WHOLE_RATE, PART_RATE, ADAM_RATE = 4e-3, 1e-2, 2e-3  # of models, and of a layer that has all to learn; docs/learning.md
 
 
 class Student:
@@ -31,24 +32,21 @@ class Student:
             parameter.requires_grad_(name in self._learning)
         self._followed = [name for name in model.state_dict() if names is not None and name not in names]
         self._at_first = {name: p.detach().clone() for name, p in self._learning.items()}
-        vocabulary = {id(model.get_input_embeddings().weight), id(getattr(model.get_output_embeddings(), "weight", None))}
-        matrices = [p for p in self._learning.values() if p.ndim == 2 and id(p) not in vocabulary]
-        others = [p for p in self._learning.values() if p.ndim != 2 or id(p) in vocabulary]
-        self._optimizers: list[torch.optim.Optimizer] = []
-        if matrices:
-            self._optimizers.append(torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0))
-        if others:
-            self._optimizers.append(torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0))
+        self._optimizers = list(_optimizers(model, self._learning.values(), PART_RATE if names else WHOLE_RATE))
 
     def learn(self, lessons: Sequence[Lesson]) -> float:
-        """Return the loss before the optimizer step."""
+        """Return the loss before the optimizer step. Without a finite one, all that was learnt is given up."""
         with torch.enable_grad():
             loss = self._loss(lessons)
             loss.backward()  # type: ignore[no-untyped-call]
+        value = float(loss.detach())
         for optimizer in self._optimizers:
-            optimizer.step()
+            if math.isfinite(value):
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        if not math.isfinite(value):
+            self._start_over()
+        return value
 
     @torch.no_grad()
     def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
@@ -82,7 +80,7 @@ class Student:
         return -(probs * (log_probs - labels)).sum(-1).mean()
 
     def _log_probs(self, lessons: Sequence[Lesson]) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, K] the drafter's and the target's log-probs of the labels' tokens, of all lessons one behind the other."""
+        """[n, K] the drafter's and the target's log-probs of the labels' tokens, lesson by lesson."""
         device = next(self.model.parameters()).device
         width = max(len(lesson.tokens) for lesson in lessons) - 1
         tokens = np.zeros((len(lessons), width), np.int64)  # what follows a lesson's end is seen by none of it
@@ -99,6 +97,27 @@ class Student:
         labels = torch.from_numpy(np.concatenate([lesson.label_log_probs for lesson in lessons])).float().to(device)
         return logits.log_softmax(-1).gather(-1, ids), labels
 
+    @torch.no_grad()
+    def _start_over(self) -> None:
+        for name, parameter in self._learning.items():
+            parameter.copy_(self._at_first[name])
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
     def _swap(self) -> None:
         for name, parameter in self._learning.items():
             parameter.data, self._at_first[name] = self._at_first[name], parameter.data
+
+
+def _optimizers(model: Any, parameters: Iterable[torch.nn.Parameter], rate: float) -> Iterator[torch.optim.Optimizer]:
+    """Muon for matrices between hidden states, AdamW for what is looked up by token and for vectors."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    vocabulary = {id(getattr(end, "weight", None)) for end in ends}
+    kinds: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = ([], [])
+    for parameter in parameters:
+        kinds[parameter.ndim == 2 and id(parameter) not in vocabulary].append(parameter)
+    others, matrices = kinds
+    if matrices:
+        yield torch.optim.Muon(matrices, lr=rate, weight_decay=0.0)
+    if others:
+        yield torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0)

@@ -68,11 +68,10 @@ def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Grou
             raise InvalidRequest("drafter", AUTO, "is not made of a model that several processes hold together")
         draft = early_exit(model)
         learning_part = learning_names(draft)
-    if draft is not None and config.learning != OFF:
-        return draft, Student(copy.deepcopy(draft).to(config.device), learning_part, max_context=config.max_context)
-    if learning_part is not None:
-        raise InvalidRequest("learning", OFF, "a drafter made of the model knows nothing before it learns")
-    return draft, None
+    student = None
+    if draft is not None and (config.learning != OFF or learning_part is not None):
+        student = Student(copy.deepcopy(draft).to(config.device), learning_part, max_context=config.max_context)
+    return draft, student
 
 
 def follow_engine(model: Any, config: EngineConfig, group: Group) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from rlhfspec.errors import InvalidRequest, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
+from rlhfspec.job.choices.drafters import AUTO
 from rlhfspec.job.file.paths import MADE_HERE, NOT_ROWS, ROW_SUFFIXES, is_local, resolve
 from rlhfspec.job.file.rules.finding import Finding
 from rlhfspec.job.file.rules.sources import MODULE_MEMBER
@@ -35,7 +36,7 @@ def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> I
     """base: the job file's folder. with_environment: variables that the job names must be set here."""
     for name in MODEL_FIELDS:
         path = getattr(job.spec.model, name)
-        if path is not None:
+        if path is not None and (name, path) != ("drafter", AUTO):
             yield from _check_model(path, f"spec.model.{name}", base)
     yield from _check_sizes(job, base)
     yield from _check_lora(job, base)
@@ -105,7 +106,7 @@ def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
     """Positions and vocabularies, as far as the configs tell them."""
     model, drafter = job.spec.model, job.spec.model.drafter
     config = _text_config(model.path, base)
-    if drafter is not None and job.spec.generation.speculation.mode in ("model", "adaptive"):
+    if drafter not in (None, AUTO) and job.spec.generation.speculation.mode in ("model", "adaptive"):
         theirs, ours = _text_config(drafter, base).get("vocab_size"), config.get("vocab_size")
         if theirs is not None and ours is not None and theirs != ours:
             problem = f"its vocabulary has {theirs} entries and the model's {ours}: must be the same"

@@ -16,12 +16,16 @@ import os
 from pathlib import Path
 
 from rlhfspec.job import RLHFJob
+from rlhfspec.job.choices.drafters import AUTO
 from rlhfspec.job.rewards import ModelSource
 
 MADE_HERE = "tiny:"
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz", ".parquet")
 NOT_ROWS = "must be a .jsonl, .json or .csv file (or one of them .gz), .parquet, or a folder from save_to_disk"
 DATA_SUFFIXES = (*ROW_SUFFIXES, ".tsv", ".txt", ".gz")
+
+
+_MADE = ("drafter", AUTO)  # of the policy
 
 
 def is_local(path: str, base: Path) -> bool:
@@ -44,7 +48,7 @@ def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
     """The same job, readable from any folder."""
     model, dataset = job.spec.model, job.spec.dataset
     named = {name: getattr(model, name) for name in ("path", "tokenizer", "drafter", "reference", "critic")}
-    paths = {name: resolve(path, base) for name, path in named.items() if path is not None}
+    paths = {name: resolve(path, base) for name, path in named.items() if path is not None and (name, path) != _MADE}
     sources = [
         source.model_copy(update={"path": resolve(source.path, base)}) if isinstance(source, ModelSource) else source
         for source in job.spec.rewards.sources

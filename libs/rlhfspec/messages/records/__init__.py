@@ -219,6 +219,10 @@ class Load:
     num_held: tuple[int, ...] = ()
     num_prefilled: int = 0  # tokens run since it started before their sequences could decode: prompts, mostly
     num_found: int = 0  # that would have been, but their KV was there
+    learning_seconds: float = 0.0  # in which the drafter learnt, since it started
+    saved_seconds: float = 0.0  # by what it learnt, an estimate
+    tokens_before_learning: float | None = None  # a verification with drafts; None: there was none
+    tokens_while_learning: float | None = None  # of the last moments; None too where the drafter does not learn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,12 @@ def _speed_of_loads(progress: RunProgress) -> Text:
     busiest: Load = max(loads, key=lambda load: load.num_running)
     told = [load.accepted_per_verification for load in loads if load.accepted_per_verification is not None]
     accepted = sum(told) / len(told) if told else None
-    return _speed(sum(load.tokens_per_second for load in loads), accepted, busiest.strategy)
+    text = _speed(sum(load.tokens_per_second for load in loads), accepted, busiest.strategy)
+    before, now = busiest.tokens_before_learning, busiest.tokens_while_learning
+    if before is not None and now is not None:
+        seconds = sum(load.learning_seconds for load in loads)
+        text.append(f"  drafter learnt {number(seconds)} s: {before:.2f} -> {now:.2f} tokens", "dim")
+    return text
 
 
 def _speed_of_step(last: StepMetrics) -> Text:

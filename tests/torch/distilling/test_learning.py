@@ -1,0 +1,284 @@
+"""A drafter that learns: what it learns from, that it gets better, and that no token knows of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.engine.base import Learning
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.distilling.learning import RING_TOKENS
+from rlhfspec.engine.distilling.lessons import Lesson, LessonRecorder, LessonRing
+from rlhfspec.engine.distilling.pays import LearningBudget
+from rlhfspec.engine.distilling.student import Student
+from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model
+
+VOCAB = 61
+CHAIN = DraftPlan(drafter="model", depth=4)
+TREE = DraftPlan(drafter="model", depth=3, width=2, branch=2)
+PROMPTS = [[1, 2, 3, 4, 5], [7] * 20, [9, 8], [7] * 20]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return deep("llama", seed=3)
+
+
+def deep(kind: str, seed: int) -> Any:
+    return random_model(kind, seed=seed, vocab_size=VOCAB, num_layers=4)
+
+
+def make(model: Any, draft: Any = "auto", **options: Any) -> Engine:
+    chosen = {"max_sequences": 4, "max_context": 96, "profile": False, "num_threads": 1, "speculation": CHAIN}
+    draft = draft if draft is None or isinstance(draft, str) else copy.deepcopy(draft)
+    return make_engine(copy.deepcopy(model), EngineConfig(**chosen | {"learning": 1.0} | options), draft=draft)
+
+
+def generate(engine: Engine, seed: int = 0, *, temperature: float = 1.0, num_tokens: int = 40) -> list[Any]:
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=temperature)
+    done = engine.generate(PROMPTS, params, seeds=range(seed, seed + len(PROMPTS)))
+    return [(each.token_ids, each.log_probs, each.tempered_log_probs) for each in done]
+
+
+def weights_of(engine: Engine) -> str:
+    assert engine.state.draft is not None
+    return engine.state.draft.runner.fingerprint()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("draft", ["auto", "bad"])
+def test_tokens_are_the_same_bits_while_the_drafter_learns(
+    model: Any, draft: str, temperature: float, dtype: str
+) -> None:
+    given = draft if draft == "auto" else deep("llama", seed=99)
+    plain = make(model, None, speculation="off", learning="off", dtype=dtype)
+    learning = make(model, given, dtype=dtype)
+    for number, plan in enumerate((CHAIN, TREE, "adaptive", "suffix")):
+        learning.set_speculation(plan)
+        before = weights_of(learning)
+        assert generate(learning, number, temperature=temperature) == generate(plain, number, temperature=temperature)
+        while learning.learn(idle=True):
+            learning.check_integrity()
+        assert weights_of(learning) != before
+        if number == 1:
+            new = dict(perturbed(model, 0.2).state_dict())
+            learning.load_weights(new, version=1)
+            plain.load_weights(new, version=1)
+
+
+def test_weights_that_change_in_mid_sequence_change_no_token(model: Any) -> None:
+    """Between any two steps, with what runs preempted now and then."""
+    expected = generate(make(model, None, speculation="off", learning="off"))
+    engine = make(model, kv_cache_tokens=320)
+    generate(engine, seed=50)  # something to learn from
+    genuine, num_swaps = engine.step, 0
+
+    def step() -> Any:
+        nonlocal num_swaps
+        num_swaps += sum(engine.learn(idle=True) for _ in range(4))
+        if engine.scheduler.running and num_swaps % 3 == 0:
+            engine.preempt(engine.scheduler.running[0].request.id)
+        engine.check_integrity()
+        return genuine()
+
+    engine.step = step  # type: ignore[method-assign]
+    assert generate(engine) == expected
+    assert num_swaps > 8
+
+
+@pytest.mark.parametrize("draft", ["auto", "given"])
+def test_it_gets_better(model: Any, draft: str) -> None:
+    engine = make(model, "auto" if draft == "auto" else perturbed(model, 0.5))
+    before = tokens_a_verification(engine)
+    for seed in range(100, 1000, 100):
+        generate(engine, seed, num_tokens=70)
+        while engine.learn(idle=True):
+            pass
+    assert tokens_a_verification(engine) > before * 1.1
+    report = engine.stats().learning
+    assert report is not None
+    assert report.num_tokens > 2000
+    assert report.seconds > 0
+    assert report.tokens_before is not None
+    assert report.tokens_now is not None
+    assert report.tokens_now > report.tokens_before
+
+
+def tokens_a_verification(engine: Engine) -> float:
+    learning, engine.learning = engine.learning, None
+    done = engine.generate(PROMPTS * 4, SamplingParams(max_tokens=70, ignore_eos=True), seeds=range(16))
+    engine.learning = learning
+    return sum(len(each.token_ids) for each in done) / sum(each.stats.num_verifications for each in done)
+
+
+def test_labels_are_what_the_target_says(model: Any) -> None:
+    """The slow twin: Hugging Face's log-probs of the whole sequence."""
+    engine, temperature = make(model, learning="auto"), 0.7
+    done = generate(engine, temperature=temperature)
+    assert engine.learning is not None
+    lessons = engine.learning._ring.take(most_tokens=10_000)
+    assert sum(lesson.num_labels for lesson in lessons) == sum(len(tokens) for tokens, _, _ in done)
+    for lesson in lessons:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.from_numpy(lesson.tokens[None].astype(np.int64))).logits[0]
+        expected = (logits / temperature).log_softmax(-1)[-lesson.num_labels - 1 : -1]
+        found = expected.gather(-1, torch.from_numpy(lesson.label_ids.astype(np.int64))).numpy()
+        np.testing.assert_allclose(found, lesson.label_log_probs, atol=2e-2)  # float16
+        assert (lesson.label_ids[:, 0] == expected.argmax(-1).numpy()).mean() > 0.99
+
+
+def test_a_sequence_that_was_preempted_leaves_its_lessons(model: Any) -> None:
+    engine = make(model, learning="auto")
+    recorder = LessonRecorder(ring := LessonRing(most_tokens=1000, passes=1))
+    assert engine.learning is not None
+    engine.learning._recorder = recorder
+    generate(engine, num_tokens=40)
+    assert ring.num_tokens == 160
+    assert recorder.rows == []
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_a_drafter_is_made_of_every_family(kind: str) -> None:
+    model = deep(kind, seed=5)
+    engine = make(model)
+    assert generate(engine, 3) == generate(make(model, None, speculation="off", learning="off"), 3)
+    report = engine.stats().learning
+    assert report is not None
+    assert report.num_tokens > 0
+    assert engine.reports.keys() == {"model", "drafter"}
+
+
+def test_a_policy_of_two_layers_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="drafter: has 2 layers, and a drafter made of it needs 3"):
+        make(random_model("llama", seed=1, vocab_size=VOCAB))
+
+
+@pytest.mark.parametrize("learning", ["off", 1.0])
+def test_a_drafter_made_of_the_policy_follows_it(model: Any, learning: str | float) -> None:
+    """New weights forgive: what was learnt stays, and all that is the policy's own is the new policy's."""
+    engine = make(model, learning=learning)
+    generate(engine)
+    engine.learn(idle=True)
+    student = engine.state.student
+    assert student is not None
+    learnt = {name: p.detach().clone() for name, p in student.model.named_parameters() if ".layers.1." in name}
+    new = dict(perturbed(model, 0.3).state_dict())
+    engine.load_weights(new, version=1)
+    held = student.state_dict()
+    assert all(torch.equal(held[name], tensor) for name, tensor in learnt.items())
+    own = [name for name in held if ".layers.1." not in name and name != "model.norm.weight"]
+    assert len(own) > 8
+    assert all(torch.equal(held[name], new[name]) for name in own)
+
+
+def test_a_drafter_that_is_given_new_weights_goes_on_from_them(model: Any) -> None:
+    engine = make(model, perturbed(model, 0.1))
+    new = dict(perturbed(model, 0.3, seed=4).state_dict())
+    engine.load_weights(dict(model.state_dict()), version=1, draft_state_dict=new)
+    assert engine.state.student is not None
+    assert all(torch.equal(tensor, new[name]) for name, tensor in engine.state.student.state_dict().items())
+
+
+def test_what_is_no_number_is_given_up(model: Any) -> None:
+    student = Student(copy.deepcopy(model), None, max_context=96)
+    first = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    student.learn([a_lesson(8)])
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in student.state_dict().items())
+    broken = a_lesson(8)
+    broken.label_log_probs[3] = np.nan
+    student.learn([broken])
+    assert all(torch.equal(tensor, first[name]) for name, tensor in student.state_dict().items())
+
+
+def test_memory_is_bounded() -> None:
+    ring = LessonRing(most_tokens=100, passes=4)
+    recorder = LessonRecorder(ring)
+    for row in range(40):
+        recorder.start(row, 1.0)
+    assert len(recorder.rows) == 16
+    tokens = np.arange(4000, dtype=np.int32)
+    for row in recorder.rows:
+        for position in range(10, 3000):
+            recorder.note(row, position, *labels(1), tokens[:position])
+    assert ring.num_tokens == 0, "a lesson that is larger than the ring is not kept"
+    for number in range(60):
+        ring.add(a_lesson(7))
+        assert ring.num_tokens <= 100
+        if number % 5 == 0:
+            ring.take(most_tokens=20)
+    for row in list(recorder.rows):
+        recorder.forget(row, tokens)
+    recorder.start(1, 1.0)
+    assert RING_TOKENS >= 1000
+    assert sum(lesson.num_labels for lesson in ring.take(most_tokens=10_000)) == ring.num_tokens
+
+
+def test_what_was_never_learnt_comes_first_and_everything_comes_so_often() -> None:
+    ring = LessonRing(most_tokens=100, passes=3)
+    first, second = a_lesson(5), a_lesson(6)
+    ring.add(first)
+    assert ring.take(most_tokens=5) == [first]
+    ring.add(second)
+    assert ring.take(most_tokens=5) == [second], "one, though it is larger"
+    assert ring.take(most_tokens=20) == [first, second]
+    assert ring.take(most_tokens=20) == [first, second]
+    assert ring.take(most_tokens=20) == []
+    assert ring.num_tokens == 0
+
+
+def test_no_more_than_its_share_is_spent() -> None:
+    budget = LearningBudget(share=0.1)
+    busy = idle = 0.0
+    for _ in range(500):
+        budget.stepped(seconds=0.01, num_sequences=4, num_tokens=4, drafted=False)
+        if budget.may_learn(idle=False):
+            budget.spent(seconds=0.05, num_tokens=10)
+            busy += 0.05
+        if budget.may_learn(idle=True):
+            budget.spent(seconds=0.05, num_tokens=10, idle=True)
+            idle += 0.05
+    assert busy == pytest.approx(0.5, abs=0.06)
+    assert idle == pytest.approx(25.0)
+
+
+@pytest.mark.parametrize(("pays", "share"), [(True, 0.04), (False, 0.012)])
+def test_it_goes_on_while_it_pays(pays: bool, share: float) -> None:
+    """Where drafts are not used, or are no better, one part in a hundred is tried."""
+    budget, spent = LearningBudget(share=None), 0.0
+    budget.agreed(0.5, 0.8 if pays else 0.5)
+    for _ in range(5000):
+        budget.stepped(seconds=0.01, num_sequences=4, num_tokens=12, drafted=True)
+        for idle in (True, False):
+            if budget.may_learn(idle=idle):
+                budget.spent(seconds=0.05, num_tokens=10, idle=idle)
+                spent += 0.05
+    assert spent > 50 * share if pays else spent < 50 * share
+
+
+def test_an_engine_that_learns_is_known_by_its_protocol(model: Any) -> None:
+    engine = make(model, None, speculation="off", learning="off")
+    assert isinstance(engine, Learning)
+    assert not engine.learn(idle=True)
+    assert engine.stats().learning is None
+    with pytest.raises(InvalidRequest, match="learning"):
+        EngineConfig(learning=1.5)
+
+
+def labels(count: int) -> tuple[Any, Any]:
+    ids = np.tile(np.arange(8, dtype=np.int32), (count, 1))
+    return ids, np.full((count, 8), np.log(1 / 8), np.float16)
+
+
+def a_lesson(num_labels: int) -> Lesson:
+    ids, log_probs = labels(num_labels)
+    tokens = np.arange(num_labels + 3, dtype=np.int32) % VOCAB
+    return Lesson(tokens=tokens, label_ids=ids, label_log_probs=log_probs, temperature=1.0)
