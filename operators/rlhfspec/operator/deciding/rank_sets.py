@@ -28,7 +28,7 @@ def count_in_set(draft: Draft, ended: list[PodView]) -> None:
 
 
 def _likely_cause(pod: PodView) -> tuple[bool, float, int]:
-    """One that was killed or whose node ended it before one that says that it failed, then who ended first."""
+    """A pod that was killed, or that its node ended, before one that says that it failed; of these the first."""
     end = end_of(pod)
     at = pod.terminated.at if pod.terminated else None
     return end.cause == "failure" and end.failure != "killed", at.timestamp() if at else 0.0, pod.worker
